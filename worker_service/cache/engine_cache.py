@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import boundaries, events, naming, next_call, parking, replies
+from . import boundaries, events, forks, naming, next_call, parking, replies
+from .forks import Forked as Forked
 from .ledger import DisagreementError
 from .link_state import MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
 from .sequence import CacheSequence, SequenceState
@@ -77,10 +78,11 @@ class EngineCache:
     def is_exhausted(self) -> bool:
         """Whether reserve and pool of a group are empty: the manager has reported so, and no sequence is giving blocks back."""
         state = self._state
-        if state.ending:
+        if any(not (state.forks_found_no_room and forks.is_parent(state, sequence)) for sequence in state.ending):
             return False
         # Decoding needs no blocks of a group with a window or a state.
-        return any(state.pool_is_empty[group] and not state.reserves[group] for group in self._state.full_groups)
+        is_out = any(state.pool_is_empty[group] and not state.reserves[group] for group in self._state.full_groups)
+        return is_out or state.lacks_blocks_for_forks()
 
     @property
     def is_idle(self) -> bool:
@@ -123,8 +125,31 @@ class EngineCache:
         """Tokens of the next chunk of a prompt, `most` at most; 0: with a state, which is kept on a grid, `most` is too few."""
         return boundaries.chunk(sequence, most, self.settings)
 
+    def fork(
+        self,
+        parent: CacheSequence,
+        sequence_id: str,
+        *,
+        max_new_tokens: int | None = None,
+        num_tokens: int | None = None,
+    ) -> Forked | None:
+        """Make a live sequence that goes on from where `parent`, which is live and in no step, has computed all its tokens, or all but
+        one. It shares the parent's full blocks; what it gets of the others are the copies of the result, which the step launched next
+        must make, whichever sequences it computes. Parent and fork may be freed at any time; they keep their blocks as long as
+        these copies need them. The engine must free the fork if that step fails.
+
+        `sequence_id`: of no other sequence that has not ended; the attempt is the parent's. `num_tokens`: how many of the parent's
+        tokens it has, all that are computed at least; None: all. `max_new_tokens`: in addition to these; None: as many as the parent
+        may have.
+
+        None, without a change: the reserve has too few blocks. It is filled as `num_forks_to_come` of the parent says, which is 1 from
+        now on if it was 0.
+        """
+        return forks.fork(self._state, parent, sequence_id, max_new_tokens=max_new_tokens, num_tokens=num_tokens)
+
     def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
-        """A step that uses the blocks of these sequences starts."""
+        """A step that uses the blocks of these sequences starts. It makes the copies of all forks since the last one."""
+        forks.begin_copies(self._state)
         for sequence in sequences:
             assert sequence.state is SequenceState.LIVE
             assert not sequence.in_step
@@ -132,6 +157,7 @@ class EngineCache:
 
     def end_step(self, results: Iterable[Computed], now: float) -> None:
         num_sampled = 0
+        forks.end_copies(self._state)
         for sequence, num_computed_tokens, token in results:
             sequence.in_step = False
             self._advance(sequence, num_computed_tokens, now)
@@ -139,11 +165,14 @@ class EngineCache:
                 num_sampled += 1
                 sequence.tokens.append(token)
         self._state.rate.note(num_sampled, now)
+        forks.settle(self._state)
 
     def fail_step(self, sequences: Iterable[CacheSequence]) -> None:
         """The step failed: it has computed nothing, and the device no longer uses the blocks."""
+        forks.end_copies(self._state)
         for sequence in sequences:
             sequence.in_step = False
+        forks.settle(self._state)
 
     def _advance(self, sequence: CacheSequence, num_computed_tokens: int, now: float) -> None:
         state, size = self._state, self.settings.block_size
@@ -162,9 +191,12 @@ class EngineCache:
             return
         if sequence.state is SequenceState.PARKED:
             self._state.parked.remove(sequence)
-        if sequence.maybe_granted:
+        if sequence.state is SequenceState.LIVE:
+            forks.drop_copies(self._state, sequence)
+        if sequence.parent is not None or sequence.maybe_granted:
             sequence.state = SequenceState.ENDING
             self._state.ending.append(sequence)
+            forks.settle(self._state)
         else:
             self._state.end(sequence)
 

@@ -17,6 +17,14 @@ class Entry(NamedTuple):
     generation: int
 
 
+class BlockCopy(NamedTuple):
+    """A block of a fork's parent that the fork gets a copy of, because the parent goes on writing to it."""
+
+    group: int
+    source: int
+    target: int
+
+
 class Runs(Protocol):
     """A repeated field of block runs."""
 

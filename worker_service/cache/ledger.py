@@ -112,7 +112,8 @@ class BlockLedger:
         self._generation[block] = generation
         content = self._contents[block]
         if content is not None:
-            content.blocks[self.group] = 0
+            if content.blocks[self.group] == block:  # else another block holds the same
+                content.blocks[self.group] = 0
             self._contents[block] = None
             del self._idle[block]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 _RISE = 0.1
@@ -35,6 +36,10 @@ class Reserve:
 
     def add(self, block: int, generation: int) -> None:
         self._spare.append(ReservedBlock(block, generation))
+
+    def put_back(self, blocks: Iterable[ReservedBlock]) -> None:
+        """Blocks that were taken and have not been given to the manager as anything else."""
+        self._spare.extend(blocks)
 
     def take(self) -> ReservedBlock:
         """Remove the oldest spare block. The caller has checked that there is one."""

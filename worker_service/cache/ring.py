@@ -11,10 +11,11 @@ for a group with a window.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 
 from .entry import Entry
 from .reserve import ReservedBlock
-from .scratch import Scratch
+from .scratch import Forked, Scratch
 
 
 class Ring(Scratch):
@@ -75,6 +76,28 @@ class Ring(Scratch):
             elif index in self.named:
                 self._release_named(index)
             self._first = index + 1
+
+    def _kept(self, num_computed_tokens: int) -> list[int]:
+        """Indexes of the blocks that later tokens see, and of the window at the last place of the grid."""
+        begin, end = max(0, self._first_kept(num_computed_tokens)), -(-num_computed_tokens // self._block_size)
+        return [index for index in range(begin, end) if self.table[index]]
+
+    def num_for_fork(self, num_computed_tokens: int, num_to_come: int) -> int:
+        return self._num_needed(len(self._kept(num_computed_tokens)) + num_to_come, True)
+
+    def fork(self, num_computed_tokens: int, spare: List[ReservedBlock]) -> Forked:
+        ring = Ring(self.span, self._block_size, (), (), size=self._size, grid_blocks=self._grid_blocks)
+        for reserved in spare:
+            ring._add(reserved)
+        ring.table = [0] * -(-num_computed_tokens // self._block_size)
+        copies = []
+        for index in self._kept(num_computed_tokens):
+            reserved = ring.free.pop()
+            ring.placed[index] = reserved
+            ring.table[index] = reserved.block
+            copies.append((self.table[index], reserved.block))
+        ring._first = min(ring.placed, default=len(ring.table))
+        return Forked(ring, copies)
 
     def settle(self, num_to_come: int) -> None:
         """Decoding needs the window and the block that is being filled; see Scratch."""

@@ -14,11 +14,12 @@ block for it makes none, and a hit is lost, not an error. The running state is n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from .entry import Entry
 from .reserve import ReservedBlock
-from .scratch import Scratch
+from .scratch import Forked, Scratch
 
 SCRATCH_BLOCKS = 2
 """Granted to a sequence: the running state, and the first copy."""
@@ -46,7 +47,7 @@ class RunningState(Scratch):
         self._grid_blocks = grid_blocks
         self.running = self.free.pop(0)
         self._begin = (max(self.named, default=-1) + 1) * block_size
-        """Tokens whose state is in no running state, but in the hit."""
+        """Tokens whose state is in no running state, but in the hit; −1: the running state had one from the beginning."""
 
     def __repr__(self) -> str:
         return f"<RunningState {self.running.block} named={sorted(self.named)} placed={sorted(self.placed)} free={len(self.free)}>"
@@ -74,6 +75,19 @@ class RunningState(Scratch):
 
     def _makes_copy(self, num_computed_tokens: int, num_slots: int) -> bool:
         return num_slots > num_computed_tokens and num_slots % (self._grid_blocks * self._block_size) == 0
+
+    def num_for_fork(self, num_computed_tokens: int, num_to_come: int) -> int:
+        """The running state; a copy of it that may become a snapshot is only useful. See Scratch."""
+        return 1
+
+    def fork(self, num_computed_tokens: int, spare: List[ReservedBlock]) -> Forked:
+        fork = RunningState(self._grid_blocks, self._block_size, (), spare)
+        for reserved in spare:
+            fork._scratch[reserved] = fork._from_reserve[reserved] = None
+        source = self.use(num_computed_tokens, num_computed_tokens).source
+        if source:
+            fork._begin = -1  # also after a hit: the snapshot is copied
+        return Forked(fork, [(source, fork.running.block)] if source else [])
 
     def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
         """It always has what a step needs: the running state."""

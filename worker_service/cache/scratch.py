@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from .entry import Entry
@@ -26,6 +27,14 @@ class Statement(NamedTuple):
     bound: tuple[Entry, ...] = ()
     scratch: tuple[ReservedBlock, ...] = ()
     released: tuple[Entry, ...] = ()
+
+
+class Forked(NamedTuple):
+    """What a fork has in one group."""
+
+    scratch: Scratch
+    copies: list[tuple[int, int]]
+    """From which block of its parent each of its own is to be copied, source before target."""
 
 
 class Scratch(ABC):
@@ -66,6 +75,20 @@ class Scratch(ABC):
     @abstractmethod
     def settle(self, num_to_come: int) -> None:
         """The prompt is computed, and so many blocks of tokens can follow: release what only the prompt needed."""
+
+    @abstractmethod
+    def num_for_fork(self, num_computed_tokens: int, num_to_come: int) -> int:
+        """Blocks of the reserve that `fork` needs."""
+
+    @abstractmethod
+    def fork(self, num_computed_tokens: int, spare: List[ReservedBlock]) -> Forked:
+        """The scratch of a fork of the sequence, which no step may use, where so many tokens are computed. Nothing is shared: it is
+        made of `spare`, as many blocks of the reserve as `num_for_fork` says."""
+
+    def take_reserved(self) -> list[ReservedBlock]:
+        """All blocks, where the manager knows of none: each came out of the reserve. The sequence has ended."""
+        reserved, self._from_reserve = list(self._from_reserve), {}
+        return reserved
 
     def _add(self, reserved: ReservedBlock) -> None:
         self.free.append(reserved)

@@ -90,8 +90,16 @@ class CacheSequence:
         """This worker may read or write the blocks of the table."""
         self.in_step = False
         """The running step uses its blocks."""
+        self.num_copies = 0
+        """Forks for which the running or the next step copies blocks of this one, or to it."""
+        self.num_forks_to_come = 0
+        """Forks that the engine is going to make of it: the reserve gets a tail for each. Set by the engine; each fork takes one off."""
+        self.parent: CacheSequence | None = None
+        """Whose fork it is, as long as the manager does not know of it."""
+        self.is_superseded = False
+        """A fork of which the manager cannot be told, because a larger attempt of it or of its parent runs elsewhere."""
         self.maybe_granted = False
-        """An Allocate of this round was sent and not refused: the manager may hold blocks for it."""
+        """An Allocate or a Fork of this round was sent and not refused: the manager may hold blocks for it."""
         self.acked_tokens = 0
         """Tokens that the manager has acknowledged."""
         self.acked_entries = 0
@@ -128,6 +136,11 @@ class CacheSequence:
     def key(self) -> common_pb2.SequenceKey:
         """The protocol's key, with the current round."""
         return common_pb2.SequenceKey(sequence_id=self.id.sequence_id, attempt=self.id.attempt, round=self.round)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step uses its blocks, or is about to copy to or from them."""
+        return self.in_step or self.num_copies > 0
 
     @property
     def has_news(self) -> bool:

@@ -82,6 +82,10 @@ class CacheSettings:
             return SCRATCH_BLOCKS
         return windows.ring_blocks(self.windows[group], self.max_chunk_tokens, self.block_size, self.grid_blocks)
 
+    def fork_blocks(self, group: int) -> int:
+        """Blocks of the reserve that a fork needs at most: its tail, its running state, or a ring."""
+        return self.span(group) + self.grid_blocks if self.window(group) else 1
+
     @property
     def capacity(self) -> int:
         """Blocks of tokens that one sequence can have at most: those of the smallest pool of a group that keeps everything, or of

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from typing import NamedTuple
 
 from . import boundaries, events
+from .entry import BlockCopy
 from .ledger import BlockLedger
 from .link_state import LinkState
 from .report import Report
 from .reserve import DecodingRate, Reserve, ReservedBlock, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .settings import CacheSettings
+
+
+class Copying(NamedTuple):
+    """Copies that one step makes for a fork."""
+
+    source: CacheSequence
+    """Whose blocks are read."""
+    fork: CacheSequence
+    copies: tuple[BlockCopy, ...]
 
 
 class CacheState:
@@ -29,6 +40,16 @@ class CacheState:
         """Live and ending sequences, and those the manager may hold blocks for."""
         self.ending: list[CacheSequence] = []
         """Freed by the engine; their Free is not answered yet."""
+        self.forks: list[CacheSequence] = []
+        """Forks that use blocks and that the manager does not know, oldest first: so each comes after its parent."""
+        self.copies_due: list[Copying] = []
+        """Of forks since the last step began."""
+        self.copies_made: list[Copying] = []
+        """By the running step."""
+        self.forks_retry_at = 0.0
+        """The manager had no room for a fork: no other try before this time."""
+        self.forks_found_no_room = False
+        """That was the last that it said of forks."""
         self.parked: list[CacheSequence] = []
         """Waiting for a prefix that another sequence is computing."""
         self.rate = DecodingRate()
@@ -57,9 +78,12 @@ class CacheState:
 
     def begin_session(self, link: LinkState, *, report_wanted: bool) -> None:
         """A session is open. If the manager asked for a report, it is sent first: also an empty one, since the manager waits."""
-        for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
+        for sequence in [sequence for sequence in self.ending if not sequence.is_busy]:
             self._end_unheard(sequence)
         self.link = link
+        for fork in self.forks:
+            fork.parent, fork.maybe_granted = None, True  # the report states it like any other sequence
+        self.forks, self.forks_found_no_room = [], False
         if report_wanted:
             holders = [sequence for sequence in self.sequences.values() if sequence.tables]
             self._stop_using_released(holders)
@@ -84,7 +108,7 @@ class CacheState:
                 sequence.forget()
                 sequence.state = SequenceState.WAITING
                 del self.sequences[sequence.id]
-        for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
+        for sequence in [sequence for sequence in self.ending if not sequence.is_busy]:
             self._end_unheard(sequence)
         for sequence in self.parked:
             sequence.parked_on = None
@@ -121,10 +145,25 @@ class CacheState:
         to_come += sum(max(0, sequence.num_blocks_to_come(size) - sequence.num_blocks(size)) for sequence in joining)
         rate = self.rate.tokens_per_second
         spare = spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
+        num_forks = sum(sequence.num_forks_to_come for sequence in (*live, *joining))
         return [
-            self._spare_for_boundaries(group, live) if self.settings.has_scratch(group) else spare
+            (self._spare_for_boundaries(group, live) if self.settings.has_scratch(group) else spare)
+            + min(num_forks * self.settings.fork_blocks(group), self.settings.num_blocks[group] - 1)
             for group in range(len(self.ledgers))
         ]
+
+    @property
+    def num_forks_to_come(self) -> int:
+        """Of all live sequences."""
+        live = (one for one in self.sequences.values() if one.state is SequenceState.LIVE)
+        return sum(sequence.num_forks_to_come for sequence in live)
+
+    def lacks_blocks_for_forks(self) -> bool:
+        """Whether forks are to come, and a group has no blocks for one, nor can the manager grant them."""
+        return bool(self.num_forks_to_come) and any(
+            is_empty and len(reserve) < self.settings.fork_blocks(group)
+            for group, (is_empty, reserve) in enumerate(zip(self.pool_is_empty, self.reserves, strict=True))
+        )
 
     def _spare_for_boundaries(self, group: int, live: List[CacheSequence]) -> int:
         """What sequences lack in a group to name the next window or snapshot of each; an eighth of the pool at most, or one window:
@@ -171,6 +210,9 @@ class CacheState:
         """This worker no longer uses the sequence's blocks. Drops the last one first, as the manager does."""
         if sequence.uses_blocks:
             sequence.uses_blocks = False
+            if sequence.parent is not None:
+                sequence.parent = None
+                self.forks.remove(sequence)
             for group, ledger in enumerate(self.ledgers):
                 for block in sequence.blocks(group):
                     ledger.drop(block)

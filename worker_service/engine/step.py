@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
+from ..cache.entry import BlockCopy as BlockCopy
 from .sampling_params import SamplingParams, TokenLogprobs
 from .token_counts import TokenCounts
 
@@ -81,20 +82,12 @@ class SequencePart(NamedTuple):
         return self.block_tables[1:]
 
 
-class BlockCopy(NamedTuple):
-    """A block of a fork's parent that the fork gets a copy of, because the parent goes on writing to it."""
-
-    group: int
-    source: int
-    target: int
-
-
 class Step(NamedTuple):
     """One forward pass over parts of different sequences, prefill chunks and decodes mixed."""
 
     parts: list[SequencePart]
     copies: Sequence[BlockCopy] = ()
-    """Made before anything of the step is computed or written; no block is the target of two."""
+    """Made in this order, before anything of the step is computed or written; no block is the target of two."""
 
 
 class SampledToken(NamedTuple):

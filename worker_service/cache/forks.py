@@ -1,0 +1,270 @@
+"""Forks: sequences that begin where another one is, without a call that anybody waits for.
+
+A fork shares its parent's full computed blocks. What the parent goes on to write, its tail and what it has in groups with a window or
+a state, is copied into blocks of the reserve by the next step. Of a window nothing is shared: only named blocks can be, so the parent
+would have to name one at every fork, and each fork needs the ring that takes its place all the same.
+
+The manager is told later. Until it knows of a fork, the fork's parent alone pins what it shares there, so the parent's Free waits.
+A fork that ends before it was stated never existed for the manager: what it took out of the reserve goes back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import events
+from .entry import BlockCopy
+from .reserve import ReservedBlock
+from .scratch import Forked as ForkedScratch
+from .sequence import CacheSequence, SequenceState
+from .state import CacheState, Copying
+
+
+class Forked(NamedTuple):
+    """A fork, as the engine gets it."""
+
+    sequence: CacheSequence
+    """Live, with the parent's tokens."""
+    copies: tuple[BlockCopy, ...]
+    """To be made by the step that is launched next, unless the fork ends before."""
+
+
+def fork(
+    state: CacheState, parent: CacheSequence, sequence_id: str, *, max_new_tokens: int | None, num_tokens: int | None
+) -> Forked | None:
+    """See EngineCache.fork."""
+    assert parent.state is SequenceState.LIVE
+    assert not parent.in_step
+    num_computed = parent.num_computed_tokens
+    assert len(parent.tokens) - num_computed in (0, 1), "a fork begins where its parent decodes"
+    num_tokens = len(parent.tokens) if num_tokens is None else num_tokens
+    assert max(num_computed, 1) <= num_tokens <= len(parent.tokens)
+    child = CacheSequence(
+        sequence_id,
+        parent.id.attempt,
+        parent.root,
+        parent.tokens[:num_tokens],
+        max_new_tokens=parent.max_tokens - num_tokens if max_new_tokens is None else max_new_tokens,
+        max_cached_tokens=parent.max_cached_tokens,
+        no_wait=parent.no_wait,
+    )
+    assert child.id not in state.sequences
+    copies = _take_blocks(state, parent, child)
+    if copies is None:
+        parent.num_forks_to_come = max(parent.num_forks_to_come, 1)
+        return None
+    parent.num_forks_to_come = max(parent.num_forks_to_come - 1, 0)
+    child.parent, child.level, child.progress_at = parent, parent.level, parent.progress_at
+    state.forks.append(child)
+    state.sequences[child.id] = child
+    if state.report_due_at is None:
+        state.report_due_at = parent.progress_at + state.settings.report_seconds
+    return Forked(child, _copy_later(state, parent, child, copies))
+
+
+def _take_blocks(state: CacheState, parent: CacheSequence, child: CacheSequence) -> list[BlockCopy] | None:
+    """Give a new fork its tables and scratch; returns what is to be copied. None, without a change: a reserve has too few blocks."""
+    size, num_computed = state.settings.block_size, parent.num_computed_tokens
+    num_shared, num_occupied = num_computed // size, -(-num_computed // size)
+    num_to_come = max(0, child.most_blocks(size) - num_occupied)
+    counts = [
+        num_occupied - num_shared if scratch is None else scratch.num_for_fork(num_computed, num_to_come)
+        for scratch in parent.scratch or [None] * len(state.ledgers)
+    ]
+    if any(count > len(reserve) for count, reserve in zip(counts, state.reserves, strict=True)):
+        return None
+    taken = [[reserve.take() for _ in range(count)] for count, reserve in zip(counts, state.reserves, strict=True)]
+    for ledger, blocks in zip(state.ledgers, taken, strict=True):
+        ledger.use(*(reserved.block for reserved in blocks))
+    parts: list[ForkedScratch | None] = [
+        None if scratch is None else scratch.fork(num_computed, blocks)
+        for scratch, blocks in zip(parent.scratch, taken, strict=False)
+    ]
+    tables, generations = [], []
+    for group in range(len(state.ledgers)):
+        part = parts[group] if parts else None
+        if part is not None:
+            tables.append(part.scratch.table)
+            generations.append([])
+            continue
+        shared = parent.tables[group][:num_shared]
+        state.ledgers[group].use(*shared)
+        tables.append([*shared, *(reserved.block for reserved in taken[group])])
+        stamps = parent.generations[group][:num_shared]
+        generations.append([*stamps, *(reserved.generation for reserved in taken[group])])
+    child.tables, child.generations = tuple(tables), tuple(generations)
+    child.scratch = tuple(None if part is None else part.scratch for part in parts)
+    child.uses_blocks, child.state = True, SequenceState.LIVE
+    child.content, child.num_computed_tokens = parent.content, num_computed
+    child.acked_tokens = child.acked_computed_tokens = num_shared * size
+    if state.full_groups:
+        child.num_entries, child.acked_entries = num_occupied, num_shared
+    copies = [
+        BlockCopy(group, source, target)
+        for group, part in enumerate(parts)
+        for source, target in (() if part is None else part.copies)
+    ]
+    if num_occupied > num_shared:
+        copies += [
+            BlockCopy(group, parent.tables[group][num_shared], child.tables[group][num_shared])
+            for group in state.full_groups
+        ]
+    return copies
+
+
+# -- copies
+
+
+def _copy_later(
+    state: CacheState, parent: CacheSequence, child: CacheSequence, copies: list[BlockCopy]
+) -> tuple[BlockCopy, ...]:
+    """Note copies that the next step makes. What the parent itself has yet to get is copied from where it gets it, so that no copy
+    depends on another one."""
+    source = parent
+    for waiting in state.copies_due:
+        if waiting.fork is parent:
+            source = waiting.source
+            origins = {(copy.group, copy.target): copy.source for copy in waiting.copies}
+            copies = [copy._replace(source=origins.get((copy.group, copy.source), copy.source)) for copy in copies]
+    if copies:
+        state.copies_due.append(Copying(source, child, tuple(copies)))
+        source.num_copies += 1
+        child.num_copies += 1
+    return tuple(copies)
+
+
+def begin_copies(state: CacheState) -> None:
+    """A step starts, and makes the copies of all forks since the last one."""
+    state.copies_made += state.copies_due
+    state.copies_due = []
+
+
+def end_copies(state: CacheState) -> None:
+    """The step has ended."""
+    for copying in state.copies_made:
+        _end(copying)
+    state.copies_made = []
+
+
+def drop_copies(state: CacheState, child: CacheSequence) -> None:
+    """A fork ends: the next step need not make its copies."""
+    for copying in state.copies_due:
+        if copying.fork is child:
+            _end(copying)
+    state.copies_due = [copying for copying in state.copies_due if copying.fork is not child]
+
+
+def _end(copying: Copying) -> None:
+    copying.source.num_copies -= 1
+    copying.fork.num_copies -= 1
+
+
+# -- the end of a fork, or of its parent
+
+
+def is_parent(state: CacheState, sequence: CacheSequence) -> bool:
+    """Whether the manager does not know yet who else uses its blocks."""
+    return any(child.parent is sequence for child in state.forks)
+
+
+def is_to_be_stated(state: CacheState, child: CacheSequence) -> bool:
+    """Whether the manager must hear of a fork that it does not know: it lives, others are forks of it, or it has completed blocks
+    that can be hits."""
+    if child.is_superseded:
+        return False
+    size = state.settings.block_size
+    has_content = child.num_computed_tokens // size * size > child.acked_computed_tokens
+    return (
+        child.state is not SequenceState.ENDING
+        or is_parent(state, child)
+        or (has_content and not state.forks_found_no_room)
+    )
+
+
+def may_free(state: CacheState, sequence: CacheSequence) -> bool:
+    """Whether the blocks of an ending sequence can be given back now."""
+    is_unknown_fork = sequence.parent is not None and is_to_be_stated(state, sequence)
+    return not (sequence.is_busy or is_unknown_fork or is_parent(state, sequence))
+
+
+def settle(state: CacheState) -> None:
+    """End forks that need not be stated, and were not: the blocks that they took are in the reserve again."""
+    # A fork of a fork comes after it, and may be what it waits for.
+    for child in [one for one in reversed(state.forks) if one.state is SequenceState.ENDING]:
+        if not child.maybe_granted and may_free(state, child):
+            _give_back(state, child)
+            state.ending.remove(child)
+            state.end(child)
+
+
+def _give_back(state: CacheState, child: CacheSequence) -> None:
+    """Its own blocks have never had content, so they are as they were granted."""
+    num_shared = child.acked_entries
+    for group, reserve in enumerate(state.reserves):
+        scratch = child.scratch[group] if child.scratch else None
+        if scratch is not None:
+            reserve.put_back(scratch.take_reserved())
+        else:
+            blocks, generations = child.tables[group][num_shared:], child.generations[group][num_shared:]
+            reserve.put_back(map(ReservedBlock, blocks, generations))
+
+
+# -- the link
+
+
+def to_state(state: CacheState) -> list[CacheSequence]:
+    """Forks that the manager can be told of, in order: it knows their parents, or hears of them in the same call, and all that they
+    share is computed for it."""
+    ready: list[CacheSequence] = []
+    for child in state.forks:
+        parent = child.parent
+        assert parent is not None
+        is_known = parent.parent is None and parent.acked_computed_tokens >= child.acked_computed_tokens
+        if (is_known or parent in ready) and is_to_be_stated(state, child):
+            ready.append(child)
+    return ready
+
+
+def behind(state: CacheState) -> list[CacheSequence]:
+    """Parents of which the manager must know more before it can be told of their forks."""
+    parents = [
+        child.parent
+        for child in state.forks
+        if child.parent is not None
+        and child.parent.parent is None
+        and child.parent.acked_computed_tokens < child.acked_computed_tokens
+        and is_to_be_stated(state, child)
+    ]
+    return list(dict.fromkeys(parents))
+
+
+def is_pressing(state: CacheState, now: float) -> bool:
+    """Whether blocks are not given back as long as the manager does not know of a fork."""
+    if not state.forks or now < state.forks_retry_at:
+        return False
+    return any(not sequence.is_busy and not may_free(state, sequence) for sequence in state.ending)
+
+
+def acknowledge(state: CacheState, child: CacheSequence) -> None:
+    """The manager knows of a fork."""
+    child.parent = None
+    state.forks.remove(child)
+    state.forks_found_no_room = False
+
+
+def postpone(state: CacheState, now: float) -> None:
+    """The manager had no room for a fork, or for what its parent has computed."""
+    state.forks_retry_at = now + state.settings.no_blocks_retry_seconds
+    state.forks_found_no_room = True
+
+
+def supersede(state: CacheState, sequence: CacheSequence) -> None:
+    """A larger attempt of a sequence runs on another worker: the forks that the manager does not know must end with it, and so must
+    the sequence if it is one of them."""
+    gone = [sequence]
+    for child in state.forks:
+        if child is sequence or child.parent in gone:
+            gone.append(child)
+            if not child.is_superseded and child.state is SequenceState.LIVE:
+                state.events.append(events.Stopped(child))
+            child.is_superseded = True
