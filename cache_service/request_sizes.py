@@ -29,7 +29,7 @@ def request_limits(limits: Limits) -> Mapping[str, RequestLimit]:
         "Allocate": _LINK,
         "Append": _LINK,
         "Free": _LINK,
-        "Fork": SMALL,
+        "Fork": _LINK,
         "Deregister": SMALL,
         "Drain": SMALL,
         "Route": route,

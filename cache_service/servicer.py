@@ -325,9 +325,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Fork(self, request: cache_pb2.ForkRequest, context: Context[Any, Any]) -> cache_pb2.ForkResponse:
-        raise Refusal(
-            Reason.UNSUPPORTED,
-            "Fork: not in this version; Allocate each child with the parent's tokens, full blocks are shared",
+        uplink = worker_codec.decode_uplink(request)
+        batch = worker_codec.decode_batch(request.items, worker_codec.decode_fork_item)
+        outcomes, reply = self._manager.fork(uplink, batch.items)
+        merged = batch.merge(outcomes)
+        self.counts.on_outcomes(merged)
+        return cache_pb2.ForkResponse(
+            downlink=worker_codec.encode_downlink(reply),
+            results=map(worker_codec.encode_fork_outcome, merged),
         )
 
     # -- clients

@@ -22,6 +22,7 @@ from .core.messages import (
     Boundary,
     ContentRun,
     DownlinkEntry,
+    ForkItem,
     Grant,
     Granted,
     Group,
@@ -220,7 +221,11 @@ def _decode_group(index: int, group: common_pb2.KVCacheGroup, num_blocks: int, b
 
 
 def decode_uplink(
-    request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest | cache_pb2.ReportRequest,
+    request: cache_pb2.AllocateRequest
+    | cache_pb2.AppendRequest
+    | cache_pb2.ForkRequest
+    | cache_pb2.FreeRequest
+    | cache_pb2.ReportRequest,
 ) -> Uplink:
     """What leads a mutating call. Raises Refusal: BAD_FIELD."""
     if not request.HasField("uplink"):
@@ -374,6 +379,20 @@ def _decode_update(message: cache_pb2.SequenceUpdate) -> SequenceUpdate:
 def decode_append_item(message: cache_pb2.AppendItem) -> AppendItem:
     """An update of a live sequence. Raises Refusal: BAD_FIELD."""
     return AppendItem(_decode_update(message.update), message.want_blocks)
+
+
+def decode_fork_item(message: cache_pb2.ForkItem) -> ForkItem:
+    """A fork that a worker has made. Raises Refusal: BAD_FIELD."""
+    if not message.HasField("parent"):
+        raise bad_field("parent", "missing")
+    return ForkItem(_decode_key(message.parent), message.num_shared_blocks, _decode_update(message.update))
+
+
+def encode_fork_outcome(outcome: AppendOutcome) -> cache_pb2.ForkResult:
+    """The answer to one ForkItem."""
+    if not isinstance(outcome, Appended):
+        return cache_pb2.ForkResult(status=status.of_refusal(outcome))
+    return cache_pb2.ForkResult(status=status.ok(), num_sealed_tokens=outcome.num_sealed_tokens)
 
 
 def decode_free_items(messages: Iterable[cache_pb2.FreeItem]) -> list[SequenceUpdate]:

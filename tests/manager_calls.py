@@ -38,5 +38,9 @@ def execute(manager: CacheManager, method: str, request: Any, now: float, new_ke
         appended, reply = manager.append(uplink, [worker_codec.decode_append_item(item) for item in request.items])
         answers = map(worker_codec.encode_append_outcome, appended)
         return cache_pb2.AppendResponse(downlink=worker_codec.encode_downlink(reply), results=answers)
+    if method == "Fork":
+        forked, reply = manager.fork(uplink, [worker_codec.decode_fork_item(item) for item in request.items])
+        stated = map(worker_codec.encode_fork_outcome, forked)
+        return cache_pb2.ForkResponse(downlink=worker_codec.encode_downlink(reply), results=stated)
     reply = manager.free(uplink, worker_codec.decode_free_items(request.items))
     return cache_pb2.FreeResponse(downlink=worker_codec.encode_downlink(reply))

@@ -28,17 +28,14 @@ from .hits import hits_in
 from .messages import TOKEN_BYTES, AllocateItem, Boundary, Granted, GrantedTable, Limits, ReservedBlock, Wait
 from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .session import Sequence, Session
+from .session import Sequence, Session, require_key
 from .windows import NONE_KEPT, KeptBoundaries, WindowTable
 
 
 def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
     """Refuse what is malformed, belongs to another model, or can never fit into the pool."""
-    num_id_bytes, root = len(item.key.sequence_id.encode()), item.root
-    if not 1 <= num_id_bytes <= limits.max_id_bytes:
-        raise bad_field("key.sequence_id", f"needed 1 to {limits.max_id_bytes} bytes, got {num_id_bytes}")
-    if item.key.attempt < 1:
-        raise bad_field("key.attempt", "needed 1 or more: attempts are counted from 1")
+    root = item.root
+    require_key(item.key, limits, "key")
     if root.model_fingerprint != session.registration.model_fingerprint:
         raise bad_field(
             "root.model_fingerprint",

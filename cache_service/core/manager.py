@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Sequence as List
 from typing import NoReturn
 
-from . import allocation, updates
+from . import allocation, forks, updates
 from .block_pool import BlockPool
 from .budget import Account, Budget
 from .closest_prompt import THOROUGH, Bounds
@@ -32,6 +32,7 @@ from .messages import (
     AppendItem,
     AppendOutcome,
     Drain,
+    ForkItem,
     Grant,
     Granted,
     Group,
@@ -628,6 +629,18 @@ class CacheManager:
             except Refusal as refusal:
                 outcomes.append(refusal.with_traceback(None))
         self._top_up(session, generation)
+        return outcomes, self._reply(session)
+
+    def fork(self, uplink: Uplink, items: List[ForkItem]) -> tuple[list[AppendOutcome], Reply]:
+        """Take in forks that the worker has made, in order, then refill the reserve. Raises as `allocate` does."""
+        session = self._begin(uplink, len(items))
+        outcomes: list[AppendOutcome] = []
+        for item in items:
+            try:
+                outcomes.append(forks.fork(self._tree, self._attempts, session, item, self.limits))
+            except Refusal as refusal:
+                outcomes.append(refusal.with_traceback(None))
+        self._top_up(session, self._stamp())
         return outcomes, self._reply(session)
 
     def free(self, uplink: Uplink, items: List[SequenceUpdate]) -> Reply:

@@ -350,6 +350,14 @@ class AppendItem(NamedTuple):
     want_blocks: int = 0
 
 
+class ForkItem(NamedTuple):
+    """A fork that a worker has made: `update` is of the fork, whose first `num_shared_blocks` blocks are its parent's."""
+
+    parent: SequenceKey
+    num_shared_blocks: int
+    update: SequenceUpdate
+
+
 class Appended(NamedTuple):
     """The update is taken in; `new_entries` continue the tables where the engine's knowledge of them ends."""
 

@@ -34,6 +34,15 @@ class SessionEnd(Enum):
     """The manager's epoch was raised; all workers register again."""
 
 
+def require_key(key: SequenceKey, limits: Limits, field: str) -> None:
+    """Refuse a key that no sequence can have. Raises Refusal: BAD_FIELD."""
+    num_id_bytes = len(key.sequence_id.encode())
+    if not 1 <= num_id_bytes <= limits.max_id_bytes:
+        raise bad_field(f"{field}.sequence_id", f"needed 1 to {limits.max_id_bytes} bytes, got {num_id_bytes}")
+    if key.attempt < 1:
+        raise bad_field(f"{field}.attempt", "needed 1 or more: attempts are counted from 1")
+
+
 class Session:
     """A worker's registration, from Register until it is fenced, expires or deregisters."""
 

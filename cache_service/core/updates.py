@@ -1,4 +1,4 @@
-"""Append and Free: merging what a worker states of a sequence, sealing what is computed, releasing blocks.
+"""Append and Free, and what Fork has of them: merging what a worker states, sealing what is computed, releasing blocks.
 
 An update is a statement of state that is merged, so that stating it again, or stating an older one later, is harmless. Every
 check comes before the first change.
@@ -10,14 +10,24 @@ from typing import NamedTuple, TypeVar
 
 from .block_pool import BlockPool
 from .fencing import Fencing, fenced
-from .messages import TOKEN_BYTES, Appended, AppendItem, Limits, ReservedBlock, SequenceUpdate, TableEntry, Tables
+from .messages import (
+    TOKEN_BYTES,
+    Appended,
+    AppendItem,
+    Limits,
+    ReservedBlock,
+    SequenceKey,
+    SequenceUpdate,
+    TableEntry,
+    Tables,
+)
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
 from .session import Sequence, Session
 from .windows import WindowTable
 
 
-class _Merge(NamedTuple):
+class Merge(NamedTuple):
     """An update that was checked and can be applied."""
 
     new_tokens: bytes
@@ -27,9 +37,8 @@ class _Merge(NamedTuple):
     num_computed_tokens: int
 
 
-def _find(session: Session, update: SequenceUpdate) -> Sequence:
-    """The live sequence that an Append means."""
-    key = update.key
+def find(session: Session, key: SequenceKey) -> Sequence:
+    """The live sequence that an Append means, or a Fork of it. Raises Refusal: UNKNOWN_SEQUENCE, STALE_ROUND, STALE_ATTEMPT."""
     sequence = session.sequences.get((key.sequence_id, key.attempt))
     if sequence is None or key.round > sequence.key.round:
         raise Refusal(
@@ -156,7 +165,7 @@ def _of_group(groups: tuple[tuple[_Entry, ...], ...], group: int) -> tuple[_Entr
     return groups[group] if group < len(groups) else ()
 
 
-def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge:
+def check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
     """Refuse a wrong update. Changes nothing."""
     new_tokens = _new_tokens(sequence, update, limits)
     session, bound, tables = sequence.session, update.bound, sequence.tables
@@ -193,7 +202,7 @@ def _check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> _Merge
     num_computed = max(num_computed, sequence.num_computed_tokens)
     if windows or update.scratch or update.released:
         _check_windows(sequence, update, num_computed // session.block_size, limits)
-    return _Merge(new_tokens, update, new_blocks, num_computed)
+    return Merge(new_tokens, update, new_blocks, num_computed)
 
 
 def _check_windows(sequence: Sequence, update: SequenceUpdate, num_full: int, limits: Limits) -> None:
@@ -212,7 +221,7 @@ def _at(blocks: list[list[int]], slot: int) -> list[int]:
     return blocks[slot] if slot < len(blocks) else []
 
 
-def _apply(tree: PrefixTree, sequence: Sequence, merge: _Merge) -> None:
+def apply(tree: PrefixTree, sequence: Sequence, merge: Merge) -> None:
     """Apply a checked update, and seal the blocks that are full and computed now."""
     session = sequence.session
     new_tokens, update, new_blocks, sequence.num_computed_tokens = merge
@@ -352,8 +361,8 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
     Raises Refusal (having changed nothing): UNKNOWN_SEQUENCE, STALE_ROUND, STALE_ATTEMPT, GAP, TOKENS_DIFFER, STALE_GENERATION,
     BAD_FIELD, NEVER_FITS, NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS.
     """
-    sequence = _find(session, item.update)
-    merge = _check(sequence, item.update, limits)
+    sequence = find(session, item.update.key)
+    merge = check(sequence, item.update, limits)
     if item.want_blocks > session.most_blocks_per_sequence:
         needed = f"a table of {item.want_blocks} blocks was wanted"
         raise session.never_fits(item.want_blocks, limits, needed=needed, cure="end the sequence", field="want_blocks")
@@ -365,7 +374,7 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
         for group, blocks in enumerate(merge.new_blocks):
             num_missing[group] = max(0, num_missing[group] - len(blocks))
         session.require_available(num_missing)
-    _apply(tree, sequence, merge)
+    apply(tree, sequence, merge)
     num_sealed_tokens = sequence.num_sealed * session.block_size
     if not item.want_blocks:
         return Appended(num_sealed_tokens)
@@ -390,11 +399,11 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
     if sequence is not None and sequence.key.round <= key.round:
         if sequence.key.round == key.round:
             try:
-                merge = _check(sequence, update, limits)
+                merge = check(sequence, update, limits)
             except Refusal:
                 pass  # Free never fails: what is not consistent is not sealed.
             else:
-                _apply(tree, sequence, merge)
+                apply(tree, sequence, merge)
         end(tree, attempts, sequence)
     for pool in session.pools:
         _unreserve(pool, _of_group(update.bound, pool.slot))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.cache_service.core.session import Session
 from kvpool.v1 import cache_pb2, common_pb2
@@ -32,6 +33,7 @@ class Worker:
         chunk: int = 512,
         grid: int = 0,
         retention_interval: int = 0,
+        limits: Limits | None = None,
     ) -> None:
         settings = CacheSettings(
             block_size=block_size,
@@ -44,7 +46,9 @@ class Worker:
         self.cache = EngineCache(settings)
         self.states: dict[int, tuple[int, ...]] = {}
         """By block: the tokens that the state in it was computed from."""
-        self.manager = CacheManager(1)
+        self.manager = CacheManager(1, limits=limits)
+        self.methods: list[str] = []
+        """Of all calls that the manager has executed."""
         self.now = 0.0
         self._register_no = 0
         self._waiting: list[CacheSequence] = []
@@ -92,6 +96,7 @@ class Worker:
     def execute(self, request: Any) -> Any:
         """The manager's answer."""
         method = type(request).__name__.removesuffix("Request")
+        self.methods.append(method)
         return manager_calls.execute(self.manager, method, request, self.now)
 
     # -- sequences

@@ -133,17 +133,17 @@ class EngineCache:
         max_new_tokens: int | None = None,
         num_tokens: int | None = None,
     ) -> Forked | None:
-        """Make a live sequence that goes on from where `parent`, which is live and in no step, has computed all its tokens, or all but
-        one. It shares the parent's full blocks; what it gets of the others are the copies of the result, which the step launched next
+        """Make a live sequence that goes on from where `parent`, which is live and in no step, has computed all its tokens, or all
+        but one. It shares the parent's full blocks; of the others it gets the copies of the result, which the step launched next
         must make, whichever sequences it computes. Parent and fork may be freed at any time; they keep their blocks as long as
         these copies need them. The engine must free the fork if that step fails.
 
         `sequence_id`: of no other sequence that has not ended; the attempt is the parent's. `num_tokens`: how many of the parent's
-        tokens it has, all that are computed at least; None: all. `max_new_tokens`: in addition to these; None: as many as the parent
-        may have.
+        tokens it has, at least those that are computed; None: all. `max_new_tokens`: in addition to these; None: as many as the
+        parent may have.
 
-        None, without a change: the reserve has too few blocks. It is filled as `num_forks_to_come` of the parent says, which is 1 from
-        now on if it was 0.
+        None, without a change: the reserve has too few blocks. It is filled as `num_forks_to_come` of the parent says, which is 1
+        from now on if it was 0.
         """
         return forks.fork(self._state, parent, sequence_id, max_new_tokens=max_new_tokens, num_tokens=num_tokens)
 

@@ -1,8 +1,8 @@
 """Forks: sequences that begin where another one is, without a call that anybody waits for.
 
-A fork shares its parent's full computed blocks. What the parent goes on to write, its tail and what it has in groups with a window or
-a state, is copied into blocks of the reserve by the next step. Of a window nothing is shared: only named blocks can be, so the parent
-would have to name one at every fork, and each fork needs the ring that takes its place all the same.
+A fork shares its parent's full computed blocks. What the parent goes on to write, its tail and what it has in groups with a window
+or a state, is copied into blocks of the reserve by the next step. Of a window nothing is shared: only named blocks can be, so the
+parent would have to name one at every fork, and each fork needs the ring that takes its place all the same.
 
 The manager is told later. Until it knows of a fork, the fork's parent alone pins what it shares there, so the parent's Free waits.
 A fork that ends before it was stated never existed for the manager: what it took out of the reserve goes back.
@@ -63,7 +63,7 @@ def fork(
 
 
 def _take_blocks(state: CacheState, parent: CacheSequence, child: CacheSequence) -> list[BlockCopy] | None:
-    """Give a new fork its tables and scratch; returns what is to be copied. None, without a change: a reserve has too few blocks."""
+    """Give a new fork its tables and scratch; returns what is to be copied. None, without a change: a reserve has too few."""
     size, num_computed = state.settings.block_size, parent.num_computed_tokens
     num_shared, num_occupied = num_computed // size, -(-num_computed // size)
     num_to_come = max(0, child.most_blocks(size) - num_occupied)
@@ -80,7 +80,8 @@ def _take_blocks(state: CacheState, parent: CacheSequence, child: CacheSequence)
         None if scratch is None else scratch.fork(num_computed, blocks)
         for scratch, blocks in zip(parent.scratch, taken, strict=False)
     ]
-    tables, generations = [], []
+    tables: list[list[int]] = []
+    generations: list[list[int]] = []
     for group in range(len(state.ledgers)):
         part = parts[group] if parts else None
         if part is not None:
@@ -238,11 +239,11 @@ def behind(state: CacheState) -> list[CacheSequence]:
     return list(dict.fromkeys(parents))
 
 
-def is_pressing(state: CacheState, now: float) -> bool:
+def is_pressing(state: CacheState) -> bool:
     """Whether blocks are not given back as long as the manager does not know of a fork."""
-    if not state.forks or now < state.forks_retry_at:
-        return False
-    return any(not sequence.is_busy and not may_free(state, sequence) for sequence in state.ending)
+    return bool(state.forks) and any(
+        not sequence.is_busy and not may_free(state, sequence) for sequence in state.ending
+    )
 
 
 def acknowledge(state: CacheState, child: CacheSequence) -> None:

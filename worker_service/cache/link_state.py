@@ -50,7 +50,13 @@ class Stated(NamedTuple):
 class Call:
     """One mutating call, to be sent now. Pass the reply to `EngineCache.on_reply`, a failure to `on_failure`."""
 
-    request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.FreeRequest | cache_pb2.ReportRequest
+    request: (
+        cache_pb2.AllocateRequest
+        | cache_pb2.AppendRequest
+        | cache_pb2.ForkRequest
+        | cache_pb2.FreeRequest
+        | cache_pb2.ReportRequest
+    )
     stated: tuple[Stated, ...]
     returned: Returned
 

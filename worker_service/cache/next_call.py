@@ -1,4 +1,5 @@
-"""The next call to the manager: Free before Append before Allocate, because each makes room for the next."""
+"""The next call to the manager: Free before Append before Allocate, because each makes room for the next. A Fork comes after the
+Append of what it shares, and before the Free of its parent."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Sequence as List
 from kvpool.protocol.tokens import TOKEN_BYTES, pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import naming, parking
+from . import forks, naming, parking
 from .entry import add_entries
 from .link_state import Call, LinkState, Stated
 from .scratch import Statement
@@ -23,9 +24,11 @@ def next_call(
     if link.report is not None:
         return report_call(link, link.report.part)
     parking.wake(state, now)
+    forks.settle(state)
     targets = state.spare_targets()
     return (
         _free(state, link, targets)
+        or _fork(state, link, targets, now)
         or _append(state, link, targets, now)
         or _allocate(state, link, targets, candidates(), now)
     )
@@ -42,6 +45,8 @@ def next_call_at(state: CacheState, link: LinkState, now: float) -> float | None
         times.append(state.report_due_at)
     if state.parked:
         times.append(now + state.settings.prefix_wait_seconds / 4)
+    if state.forks and now < state.forks_retry_at:
+        times.append(state.forks_retry_at)
     if now < state.ask_again_at:
         times.append(state.ask_again_at)
     return min(times, default=None)
@@ -91,7 +96,7 @@ def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], 
 
 
 def _free(state: CacheState, link: LinkState, targets: list[int]) -> Call | None:
-    ready = _one_call(state, (sequence for sequence in state.ending if not sequence.in_step))
+    ready = _one_call(state, (sequence for sequence in state.ending if forks.may_free(state, sequence)))
     if not ready:
         return None
     # From here on this worker does not use their blocks: the manager may grant them again before its answer arrives.
@@ -102,25 +107,46 @@ def _free(state: CacheState, link: LinkState, targets: list[int]) -> Call | None
     return free_call(state, link, ready, _wishes(state, link, ready, targets))
 
 
+def _fork(state: CacheState, link: LinkState, targets: list[int], now: float) -> Call | None:
+    if now < state.forks_retry_at or not (_is_due(state, now) or forks.is_pressing(state)):
+        return None
+    ready = _one_call(state, forks.to_state(state))
+    if not ready:
+        return None
+    for child in ready:
+        child.maybe_granted = True
+    return fork_call(state, link, ready, _wishes(state, link, ready, targets))
+
+
+def _is_due(state: CacheState, now: float) -> bool:
+    """Whether the manager must be told now what it does not know."""
+    return state.is_urgent or (state.report_due_at is not None and now >= state.report_due_at)
+
+
 def _append(state: CacheState, link: LinkState, targets: list[int], now: float) -> Call | None:
-    is_due = state.report_due_at is not None and now >= state.report_due_at
-    if not (is_due or state.is_urgent or _wants_refill(state, targets) or _has_idle_surplus(state, targets)):
+    # Their forks must be stated first, and before that what the forks share.
+    ending = []
+    if state.forks and now >= state.forks_retry_at and forks.is_pressing(state):
+        ending = [parent for parent in forks.behind(state) if parent.state is SequenceState.ENDING]
+    wants_blocks = _wants_refill(state, targets) or _has_idle_surplus(state, targets)
+    if not (ending or _is_due(state, now) or wants_blocks):
         return None
     size = state.settings.block_size
-    unreported = [
+    unreported = ending + [
         sequence
         for sequence in state.sequences.values()
         if sequence.state is SequenceState.LIVE
+        and sequence.parent is None
         and (sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens or sequence.has_news)
     ]
     reports = _one_call(state, unreported)
-    if not reports:
-        state.report_due_at, state.is_urgent = None, False
-        if not (_wants_refill(state, targets) or _has_idle_surplus(state, targets)):
-            return None
     if len(reports) == len(unreported):
-        # Blocks filled while the call is in flight get a time of their own. If the call fails, the next one is urgent.
-        state.report_due_at, state.is_urgent = None, False
+        # Blocks filled while the call is in flight get a time of their own, and so do forks, of which the manager can be told after
+        # it. If the call fails, the next one is urgent.
+        state.report_due_at = now + state.settings.report_seconds if state.forks else None
+        state.is_urgent = False
+    if not (reports or wants_blocks):
+        return None
     return append_call(state, link, reports, _wishes(state, link, reports, targets))
 
 
@@ -133,6 +159,8 @@ def _wants_refill(state: CacheState, targets: list[int]) -> bool:
     if not state.full_groups or any(state.pool_is_empty[group] for group in state.full_groups):
         return False
     num_spare, target = state.num_spare, targets[state.full_groups[0]]
+    if num_spare < min(target, state.num_forks_to_come):
+        return True
     # At most one block per sequence is due: cheaper to compare first.
     return num_spare < (target + 1) // 2 or (num_spare < len(state.sequences) and num_spare < state.num_blocks_due())
 
@@ -253,6 +281,22 @@ def free_call(state: CacheState, link: LinkState, sequences: List[CacheSequence]
     for sequence in sequences:
         update, what = _update(state, sequence, len(sequence.tokens), sequence.num_computed_tokens)
         request.items.add(update=update)
+        stated.append(what)
+    return Call(request, tuple(stated), returned)
+
+
+def fork_call(state: CacheState, link: LinkState, children: List[CacheSequence], wishes: List[int]) -> Call:
+    """State these forks, in order, with their full computed blocks."""
+    returned, block_size = state.returning(), state.settings.block_size
+    request = cache_pb2.ForkRequest(uplink=link.uplink(wishes, returned))
+    stated = []
+    for child in children:
+        assert child.parent is not None
+        num_shared = child.acked_computed_tokens // block_size
+        num_full = child.num_computed_tokens // block_size * block_size
+        # All tokens: a sequence has one at least.
+        update, what = _update(state, child, len(child.tokens), num_full)
+        request.items.add(parent=child.parent.key, num_shared_blocks=num_shared, update=update)
         stated.append(what)
     return Call(request, tuple(stated), returned)
 

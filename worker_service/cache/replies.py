@@ -9,7 +9,7 @@ from kvpool.protocol.status import reason_of
 from kvpool.protocol.tokens import TOKEN_BYTES
 from kvpool.v1 import cache_pb2, common_pb2
 
-from . import events, naming, parking
+from . import events, forks, naming, parking
 from .entry import Entry
 from .ledger import Content, DisagreementError
 from .link_state import Call, LinkState, Stated
@@ -23,9 +23,17 @@ from .state import CacheState
 _TAKING_BOUNDARIES = frozenset({SequenceState.ALLOCATING, SequenceState.LIVE})
 """The order may come with the answer that grants the sequence, before it."""
 
+_SUPERSEDED = frozenset({"STALE_ATTEMPT", "SEQUENCE_ELSEWHERE"})
+
 _NO_ROOM = frozenset({"NO_BLOCKS", "NOT_TRIED", "TOO_MANY_SEQUENCES", "TOO_MANY_BLOCKS", "TOO_MANY_TOKENS"})
 
-Response = cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse | cache_pb2.ReportResponse
+Response = (
+    cache_pb2.AllocateResponse
+    | cache_pb2.AppendResponse
+    | cache_pb2.ForkResponse
+    | cache_pb2.FreeResponse
+    | cache_pb2.ReportResponse
+)
 
 
 def take_reply(state: CacheState, link: LinkState, call: Call, response: Response, now: float) -> None:
@@ -46,6 +54,9 @@ def take_reply(state: CacheState, link: LinkState, call: Call, response: Respons
     elif isinstance(response, cache_pb2.AppendResponse):
         for stated, appended in zip(call.stated, response.results, strict=True):
             _on_appended(state, stated, appended, now)
+    elif isinstance(response, cache_pb2.ForkResponse):
+        for stated, forked in zip(call.stated, response.results, strict=True):
+            _on_forked(state, stated, forked, now)
     else:
         for stated in call.stated:
             state.ending.remove(stated.sequence)
@@ -245,8 +256,13 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
     sequence = stated.sequence
     if result.status.code:
         reason = reason_of(result.status)
+        if reason == "STALE_ATTEMPT":
+            forks.supersede(state, sequence)
         if sequence.state is not SequenceState.LIVE:
-            return  # the engine is done with it; Free releases its blocks
+            # The engine is done with it; Free releases its blocks, and waits for its forks.
+            if forks.is_parent(state, sequence):
+                forks.postpone(state, now)
+            return
         if reason == "TOO_MANY_TOKENS":
             # Nothing was applied. The computed blocks stay here and are stated again.
             state.report_due_at = now + state.settings.no_blocks_retry_seconds
@@ -255,6 +271,26 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
             raise DisagreementError(f"an Append of {sequence!r} was refused with {reason}: {result.status.message}")
         state.events.append(events.Stopped(sequence))
         return
+    _acknowledge(stated, now)
+
+
+def _on_forked(state: CacheState, stated: Stated, result: cache_pb2.ForkResult, now: float) -> None:
+    child = stated.sequence
+    reason = reason_of(result.status) if result.status.code else ""
+    if not result.status.code:
+        forks.acknowledge(state, child)
+        _acknowledge(stated, now)
+    elif reason in _NO_ROOM:
+        forks.postpone(state, now)
+    elif reason in _SUPERSEDED:
+        forks.supersede(state, child)
+    elif not child.is_superseded:  # else its parent is not known, because that one is superseded
+        raise DisagreementError(f"a Fork of {child!r} was refused with {reason}: {result.status.message}")
+
+
+def _acknowledge(stated: Stated, now: float) -> None:
+    """The manager knows what was stated of a sequence."""
+    sequence = stated.sequence
     if stated.num_computed_tokens > sequence.acked_computed_tokens:
         sequence.progress_at = now
     sequence.acked_tokens = max(sequence.acked_tokens, stated.num_tokens)

@@ -93,7 +93,8 @@ class CacheSequence:
         self.num_copies = 0
         """Forks for which the running or the next step copies blocks of this one, or to it."""
         self.num_forks_to_come = 0
-        """Forks that the engine is going to make of it: the reserve gets a tail for each. Set by the engine; each fork takes one off."""
+        """Forks that the engine is going to make of it: the reserve gets blocks for each. Set by the engine; each fork takes one
+        off."""
         self.parent: CacheSequence | None = None
         """Whose fork it is, as long as the manager does not know of it."""
         self.is_superseded = False

@@ -1039,7 +1039,7 @@ Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
 @_typing.final
 class SequenceUpdate(_message.Message):
-    """What is known of a sequence. Used by Append and Free."""
+    """What is known of a sequence. Used by Append, Fork and Free."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1265,45 +1265,114 @@ Global___FreeResponse: _TypeAlias = FreeResponse  # noqa: Y015
 
 @_typing.final
 class ForkRequest(_message.Message):
-    """Reserved: children of a live sequence."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     UPLINK_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def uplink(self) -> Global___Uplink: ...
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForkItem]:
+        """Taken in in this order: a fork may be the parent of a later one."""
+
     def __init__(
         self,
         *,
         uplink: Global___Uplink | None = ...,
+        items: _abc.Iterable[Global___ForkItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["uplink", b"uplink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForkRequest: _TypeAlias = ForkRequest  # noqa: Y015
 
 @_typing.final
+class ForkItem(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    NUM_SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    num_shared_blocks: _builtins.int
+    """Leading entries of the parent's tables, of every full-attention group, that are the fork's too: all of them sealed, so an Append of
+    the parent that covers them comes before. Their tokens are the fork's first ones. In groups with a window or a state nothing is
+    shared: what the fork needs was copied into scratch blocks of its own.
+    """
+    @_builtins.property
+    def parent(self) -> _common_pb2.SequenceKey:
+        """A live sequence of this session. The fork's root is its root."""
+
+    @_builtins.property
+    def update(self) -> Global___SequenceUpdate:
+        """What is known of the fork, after what it shares. Its key is the fork's: of the same attempt as the parent's or not."""
+
+    def __init__(
+        self,
+        *,
+        parent: _common_pb2.SequenceKey | None = ...,
+        num_shared_blocks: _builtins.int = ...,
+        update: Global___SequenceUpdate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_shared_blocks", b"num_shared_blocks", "parent", b"parent", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkItem: _TypeAlias = ForkItem  # noqa: Y015
+
+@_typing.final
 class ForkResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DOWNLINK_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def downlink(self) -> Global___Downlink: ...
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForkResult]:
+        """One for each item of the request, in order."""
+
     def __init__(
         self,
         *,
         downlink: Global___Downlink | None = ...,
+        results: _abc.Iterable[Global___ForkResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["downlink", b"downlink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["downlink", b"downlink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["downlink", b"downlink", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForkResponse: _TypeAlias = ForkResponse  # noqa: Y015
+
+@_typing.final
+class ForkResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    NUM_SEALED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_sealed_tokens: _builtins.int
+    """Of the fork: tokens whose blocks are sealed, shared ones included. A multiple of block_size."""
+    @_builtins.property
+    def status(self) -> _status_pb2.Status: ...
+    def __init__(
+        self,
+        *,
+        status: _status_pb2.Status | None = ...,
+        num_sealed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_sealed_tokens", b"num_sealed_tokens", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkResult: _TypeAlias = ForkResult  # noqa: Y015
 
 @_typing.final
 class RouteRequest(_message.Message):

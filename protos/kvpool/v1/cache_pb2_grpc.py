@@ -164,7 +164,9 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Children of a live sequence. UNIMPLEMENTED in this version.
+        """Tells of forks that the worker has made: sequences that go on from where a live one is. A fork shares full computed blocks of its
+        parent; all else that it has came out of the reserve. A statement like those of Append: of a fork that lives already it merges
+        the update, so that stating the same again is harmless. A worker states a fork before it frees the parent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

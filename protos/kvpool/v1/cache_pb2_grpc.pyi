@@ -78,7 +78,10 @@ class CacheServiceStub:
     a sequence that is unknown, superseded or already freed.
     """
     Fork: _aio.UnaryUnaryMultiCallable[_cache_pb2.ForkRequest, _cache_pb2.ForkResponse]
-    """Children of a live sequence. UNIMPLEMENTED in this version."""
+    """Tells of forks that the worker has made: sequences that go on from where a live one is. A fork shares full computed blocks of its
+    parent; all else that it has came out of the reserve. A statement like those of Append: of a fork that lives already it merges
+    the update, so that stating the same again is harmless. A worker states a fork before it frees the parent.
+    """
     Deregister: _aio.UnaryUnaryMultiCallable[_cache_pb2.DeregisterRequest, _cache_pb2.DeregisterResponse]
     """A drained worker leaves; its session ends and its blocks are forgotten. Idempotent. It ends the named session only: a
     worker that has not heard the answer to a Register registers once more and ends that session.
@@ -174,7 +177,10 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ForkRequest,
         context: _aio.ServicerContext[_cache_pb2.ForkRequest, _abc.Awaitable[_cache_pb2.ForkResponse]],
     ) -> _abc.Awaitable[_cache_pb2.ForkResponse]:
-        """Children of a live sequence. UNIMPLEMENTED in this version."""
+        """Tells of forks that the worker has made: sequences that go on from where a live one is. A fork shares full computed blocks of its
+        parent; all else that it has came out of the reserve. A statement like those of Append: of a fork that lives already it merges
+        the update, so that stating the same again is harmless. A worker states a fork before it frees the parent.
+        """
 
     @_abc_1.abstractmethod
     def Deregister(
