@@ -12,7 +12,7 @@ import xxhash
 from google.rpc import code_pb2
 
 from kvpool.cache_service import status as manager_status
-from kvpool.cache_service.core import allocation, updates
+from kvpool.cache_service.core import allocation, forks, updates
 from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
@@ -147,6 +147,7 @@ def test_the_table_of_reasons_of_workers_is_theirs() -> None:
         ("KeepAlive", CacheManager.keep_alive, set()),
         ("Allocate", allocation.allocate, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL", "NOT_TRIED"}),
         ("Append", updates.append, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL", "NOT_TRIED"}),
+        ("Fork", forks.fork, {"STALE_SESSION", "WRONG_KEY", "STALE_CALL"}),
         ("Deregister", CacheManager.deregister, set()),
         ("Drain", CacheManager.drain, set()),
         ("Report", CacheManager.report, {"BAD_FIELD"}),

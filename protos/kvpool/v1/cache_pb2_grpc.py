@@ -125,7 +125,7 @@ class CacheServiceServicer:
 
     def Report(self, request, context):
         """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
-        Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
+        Allocate, Append, Fork and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
         contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

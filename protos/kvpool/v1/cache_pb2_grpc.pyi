@@ -60,7 +60,7 @@ class CacheServiceStub:
     """
     Report: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReportRequest, _cache_pb2.ReportResponse]
     """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
-    Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
+    Allocate, Append, Fork and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
     contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_cache_pb2.KeepAliveRequest, _cache_pb2.KeepAliveResponse]
@@ -129,7 +129,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cache_pb2.ReportRequest, _abc.Awaitable[_cache_pb2.ReportResponse]],
     ) -> _abc.Awaitable[_cache_pb2.ReportResponse]:
         """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
-        Allocate, Append and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
+        Allocate, Append, Fork and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
         contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
         """
 

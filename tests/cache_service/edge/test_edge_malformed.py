@@ -137,7 +137,9 @@ async def test_a_malformed_item_spoils_only_itself(worker: Worker, field: str, v
     assert [result.WhichOneof("outcome") for result in results] == ["granted", None, "granted"]
 
 
-def refusal_of(response: pb.AllocateResponse | pb.AppendResponse, code: int, reason: str) -> status_pb2.Status:
+def refusal_of(
+    response: pb.AllocateResponse | pb.AppendResponse | pb.ForkResponse, code: int, reason: str
+) -> status_pb2.Status:
     """The status of a one-item batch."""
     (result,) = response.results
     assert (result.status.code, reason_of(result.status)) == (code, reason), result.status
@@ -190,6 +192,49 @@ async def test_a_wrong_update_changes_nothing(worker: Worker, spoil: Spoiler, co
         assert position_of(found) == (9 if reason == "GAP" else 0)
 
 
+_Spoiler = Callable[[pb.ForkItem], object]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "reason"),
+    [
+        (lambda fork: fork.ClearField("parent"), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda fork: fork.ClearField("update"), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda fork: setattr(fork.update.key, "sequence_id", ""), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda fork: setattr(fork.update.key, "attempt", 0), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda fork: setattr(fork.parent, "sequence_id", "who?"), code_pb2.NOT_FOUND, "UNKNOWN_SEQUENCE"),
+        (lambda fork: fork.parent.CopyFrom(fork.update.key), code_pb2.NOT_FOUND, "UNKNOWN_SEQUENCE"),
+        (lambda fork: setattr(fork.parent, "round", 1), code_pb2.NOT_FOUND, "UNKNOWN_SEQUENCE"),
+        (lambda fork: setattr(fork, "num_shared_blocks", 2), code_pb2.ABORTED, "GAP"),
+        (lambda fork: setattr(fork, "num_shared_blocks", 1 << 31), code_pb2.ABORTED, "GAP"),
+        (lambda fork: setattr(fork.update, "start", 9), code_pb2.ABORTED, "GAP"),
+        (lambda fork: setattr(fork.update, "start", 3), code_pb2.ABORTED, "TOKENS_DIFFER"),
+        (lambda fork: setattr(fork.update, "num_computed_tokens", 9), code_pb2.INVALID_ARGUMENT, "BAD_FIELD"),
+        (lambda fork: fork.update.bound.append(run(1, [2], [1])), code_pb2.FAILED_PRECONDITION, "STALE_GENERATION"),
+        (lambda fork: fork.update.bound.append(run(0, [2], [1])), code_pb2.FAILED_PRECONDITION, "STALE_GENERATION"),
+    ],
+)
+async def test_a_wrong_fork_changes_nothing(
+    server: Server, stub: Stub, worker: Worker, spoil: _Spoiler, code: int, reason: str
+) -> None:
+    """The parent has computed 6 tokens, and so one full block."""
+    await worker.allocate(item("a", prompt(9)))
+    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=6))
+    fork = pb.ForkItem(
+        parent=key("a"),
+        num_shared_blocks=1,
+        update=pb.SequenceUpdate(key=key("c"), start=4, tokens=prompt(2, first=4)),
+    )
+    spoil(fork)
+    before = (await worker.keep_alive()).downlink
+    response = await stub.Fork(pb.ForkRequest(uplink=worker.uplink(), items=[fork]))
+    found = refusal_of(response, code, reason)
+    assert (await worker.keep_alive()).downlink == before
+    assert server.manager.check().violations == []
+    if reason == "GAP":
+        assert position_of(found) == 4
+
+
 async def test_free_forgives_what_a_race_can_cause(worker: Worker) -> None:
     """Unknown, freed, superseded, with a gap, with other tokens, naming foreign blocks: all end the same way."""
     for _ in range(2):
@@ -218,6 +263,7 @@ async def test_a_malformed_uplink_refuses_the_call_whole(stub: Stub, worker: Wor
         for call in (
             stub.Allocate(pb.AllocateRequest(uplink=uplink)),
             stub.Append(pb.AppendRequest(uplink=uplink)),
+            stub.Fork(pb.ForkRequest(uplink=uplink)),
             stub.Free(pb.FreeRequest(uplink=uplink)),
         ):
             assert field_of(await refused(call, INVALID, "BAD_FIELD")) == field

@@ -303,9 +303,29 @@ async def test_drain_refuses_what_makes_no_sense(stub: Stub, worker: Worker) -> 
     assert not (await worker.keep_alive()).downlink.entries
 
 
-async def test_fork_says_what_to_do_instead(stub: Stub) -> None:
-    fork = await refused(stub.Fork(pb.ForkRequest()), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
-    assert "Allocate each child" in fork.message
+async def test_a_fork_shares_what_its_parent_has_computed(stub: Stub, worker: Worker) -> None:
+    """Also what is stated twice is done once; and the blocks that both have stay when one of them is freed."""
+    granted = (await worker.allocate(item("a", prompt(10)), wish=2)).results[0].granted
+    (reserve,) = [entry.grant for entry in (await worker.keep_alive()).downlink.entries]
+    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=10))
+    update = pb.SequenceUpdate(
+        key=key("c"),
+        start=8,
+        tokens=prompt(3, first=8),
+        num_computed_tokens=8,
+        bound=[run(2, reserve.block_ids[:1], reserve.generations[:1])],
+    )
+    fork = pb.ForkItem(parent=key("a"), num_shared_blocks=2, update=update)
+    for _ in range(2):
+        response = await stub.Fork(pb.ForkRequest(uplink=worker.uplink(), items=[fork]))
+        assert [(result.status.code, result.num_sealed_tokens) for result in response.results] == [(0, 8)]
+        counts = response.downlink.counts[0]
+        assert (counts.held, counts.shared, counts.reserved) == (4, 2, 2)
+    await worker.free(pb.SequenceUpdate(key=key("a")))
+    described = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
+    owners = {block.block_id: [owner.sequence_id for owner in block.owners] for block in described.workers[0].blocks}
+    table = [*granted.tables[0].block_ids[:2], reserve.block_ids[0]]
+    assert [owners[block] for block in table] == [["c"]] * 3
 
 
 async def test_health_answers_for_the_server_and_the_service_until_it_stops(

@@ -58,6 +58,10 @@ class Stranger:
     def append(self) -> Awaitable[Any]:
         return self.stub.Append(pb.AppendRequest(uplink=self.uplink(), items=[pb.AppendItem(update=self.update())]))
 
+    def fork(self) -> Awaitable[Any]:
+        fork = pb.ForkItem(parent=key("a"), update=pb.SequenceUpdate(key=key("stranger"), tokens=tokens(1)))
+        return self.stub.Fork(pb.ForkRequest(uplink=self.uplink(), items=[fork]))
+
     def free(self) -> Awaitable[Any]:
         uplink = self.uplink(call_no=LARGEST, downlink_ack=LARGEST)
         return self.stub.Free(pb.FreeRequest(uplink=uplink, items=[pb.FreeItem(update=self.update())]))
@@ -86,6 +90,7 @@ class Stranger:
 CALLS: dict[str, Callable[[Stranger], Awaitable[Any]]] = {
     "Allocate": Stranger.allocate,
     "Append": Stranger.append,
+    "Fork": Stranger.fork,
     "Free": Stranger.free,
     "Free with the reserve": Stranger.return_the_reserve,
     "Report": Stranger.report,
@@ -210,6 +215,7 @@ async def test_a_call_no_far_ahead_is_refused_and_uses_up_nothing(server: Server
         for call in (
             stub.Allocate(pb.AllocateRequest(uplink=uplink)),
             stub.Append(pb.AppendRequest(uplink=uplink)),
+            stub.Fork(pb.ForkRequest(uplink=uplink)),
             stub.Free(pb.FreeRequest(uplink=uplink)),
             stub.Report(pb.ReportRequest(uplink=uplink)),
         ):
