@@ -118,7 +118,11 @@ class Worker:
         self.finish(sequence, token)
 
     def launch(self, sequence: CacheSequence) -> None:
-        """Begin a step."""
+        """Begin a step, with the copies of forks."""
+        for copying in self.cache._state.copies_due:
+            for group, source, target in copying.copies:
+                if self.cache.settings.is_state(group):
+                    self.states[target] = self.states[source]
         end = self._end(sequence)
         assert self.cache.extend(sequence, end)
         use = sequence.state_use(end)
