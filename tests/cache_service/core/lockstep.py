@@ -15,6 +15,7 @@ from kvpool.cache_service.core.messages import (
     Appended,
     AppendItem,
     DownlinkEntry,
+    ForkItem,
     Granted,
     Group,
     Layout,
@@ -391,6 +392,13 @@ class Lockstep:
         return self._batch(
             lambda: self.manager.append(uplink, items),
             lambda: self.model.append(uplink, items, self.manager.last_generation),
+        )
+
+    def fork(self, uplink: Uplink, *items: ForkItem) -> tuple[list[Appended | Refused], Reply] | Refused:
+        """Fork on both."""
+        return self._batch(
+            lambda: self.manager.fork(uplink, items),
+            lambda: self.model.fork(uplink, items, self.manager.last_generation),
         )
 
     def free(self, uplink: Uplink, *items: SequenceUpdate) -> Reply | Refused:

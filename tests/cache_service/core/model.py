@@ -15,6 +15,7 @@ from kvpool.cache_service.core.messages import (
     AppendItem,
     BlockCounts,
     Boundary,
+    ForkItem,
     Grant,
     Granted,
     GrantedTable,
@@ -520,16 +521,7 @@ class Model:
             raise Refused(Reason.NEVER_FITS)
         if len(item.boundaries) > self.limits.max_boundaries:
             raise Refused(Reason.BAD_FIELD)
-        attempts = {
-            (other.key.attempt, other_session)
-            for other_session in self.sessions
-            for other in other_session.sequences
-            if other.key.sequence_id == key.sequence_id
-        }
-        if any(attempt > key.attempt for attempt, _ in attempts):
-            raise Refused(Reason.STALE_ATTEMPT)
-        if any(attempt == key.attempt and where is not session for attempt, where in attempts):
-            raise Refused(Reason.SEQUENCE_ELSEWHERE)
+        self._require_attempt(session, key)
         living = session.find(key.sequence_id, key.attempt)
         if living is not None:
             if living.fenced:
@@ -596,6 +588,25 @@ class Model:
             kept=kept,
             kept_interval=kept_interval,
         )
+        self._enter(session, sequence)
+        return self._granted(session, sequence)
+
+    def _require_attempt(self, session: ModelSession, key: SequenceKey) -> None:
+        """Refuse an attempt if a larger one lives, or the same one elsewhere."""
+        attempts = {
+            (other.key.attempt, other_session)
+            for other_session in self.sessions
+            for other in other_session.sequences
+            if other.key.sequence_id == key.sequence_id
+        }
+        if any(attempt > key.attempt for attempt, _ in attempts):
+            raise Refused(Reason.STALE_ATTEMPT)
+        if any(attempt == key.attempt and where is not session for attempt, where in attempts):
+            raise Refused(Reason.SEQUENCE_ELSEWHERE)
+
+    def _enter(self, session: ModelSession, sequence: ModelSequence) -> None:
+        """A new sequence lives, and fences its smaller attempts."""
+        key = sequence.key
         for other_session in self.sessions:
             for other in other_session.sequences:
                 if other.key.sequence_id == key.sequence_id and other.key.attempt < key.attempt and not other.fenced:
@@ -603,7 +614,6 @@ class Model:
                     if len(other_session.pending) < self.limits.max_downlink_entries:
                         other_session.push(Stop(other.key))
         session.sequences.append(sequence)
-        return self._granted(session, sequence)
 
     def _granted(self, session: ModelSession, sequence: ModelSequence) -> Granted:
         tables = []
@@ -696,14 +706,7 @@ class Model:
         return outcomes
 
     def _append(self, session: ModelSession, item: AppendItem, generation: int) -> Appended:
-        key = item.update.key
-        sequence = session.find(key.sequence_id, key.attempt)
-        if sequence is None or key.round > sequence.key.round:
-            raise Refused(Reason.UNKNOWN_SEQUENCE)
-        if key.round < sequence.key.round:
-            raise Refused(Reason.STALE_ROUND)
-        if sequence.fenced:
-            raise Refused(Reason.STALE_ATTEMPT)
+        sequence = self._find(session, item.update.key)
         tokens, tables = self._merged(session, sequence, item.update)
         if item.want_blocks > session.longest_table(self.limits):
             raise Refused(Reason.NEVER_FITS)
@@ -720,6 +723,64 @@ class Model:
             entries.append(tuple(TableEntry(index, table[index], pool.generation[table[index]]) for index in unnamed))
         num_sealed_tokens = sequence.num_computed_tokens // session.block_size * session.block_size
         return Appended(num_sealed_tokens, tuple(entries) if any(entries) else ())
+
+    def _find(self, session: ModelSession, key: SequenceKey) -> ModelSequence:
+        """The live sequence of that round."""
+        sequence = session.find(key.sequence_id, key.attempt)
+        if sequence is None or key.round > sequence.key.round:
+            raise Refused(Reason.UNKNOWN_SEQUENCE)
+        if key.round < sequence.key.round:
+            raise Refused(Reason.STALE_ROUND)
+        if sequence.fenced:
+            raise Refused(Reason.STALE_ATTEMPT)
+        return sequence
+
+    def fork(self, uplink: Uplink, items: tuple[ForkItem, ...], generation: int) -> list[Appended | Refused]:
+        """Sequences that begin with blocks of others."""
+        session = self.begin(uplink)
+        outcomes: list[Appended | Refused] = []
+        for item in items:
+            try:
+                outcomes.append(self._fork(session, item))
+            except Refused as refused:
+                outcomes.append(refused)
+        self.top_up(session, generation)
+        return outcomes
+
+    def _fork(self, session: ModelSession, item: ForkItem) -> Appended:
+        key, size = item.update.key, session.block_size
+        self._require_attempt(session, key)
+        living = session.find(key.sequence_id, key.attempt)
+        if living is not None:
+            if key.round > living.key.round:
+                raise Refused(Reason.FREE_FIRST)
+            return self._append(session, AppendItem(item.update), 0)
+        parent = self._find(session, item.parent)
+        if len(session.sequences) >= self.limits.max_sequences_per_session:
+            raise Refused(Reason.TOO_MANY_SEQUENCES)
+        num_shared = item.num_shared_blocks
+        if num_shared > parent.num_computed_tokens // size:
+            raise Refused(Reason.GAP, parent.num_computed_tokens // size * size)
+        child = ModelSequence(
+            key=key,
+            root=parent.root,
+            tokens=parent.tokens[: num_shared * size],
+            num_prompt_tokens=0,  # it leads nobody: what is generated is not known before
+            tables=[table[:num_shared] for table in parent.tables],
+            windows=[None if window is None else ModelWindow({}, []) for window in parent.windows],
+            num_cached_tokens=0,
+            num_computed_tokens=num_shared * size,
+            num_named=[min(num_shared, len(table)) for table in parent.tables],
+            boundaries=[],
+            kept=parent.kept,
+            kept_interval=parent.kept_interval,
+        )
+        tokens, tables = self._merged(session, child, item.update)
+        if len(tokens) > self.tokens_left():
+            raise Refused(Reason.TOO_MANY_TOKENS)
+        self._enter(session, child)
+        self._apply(session, child, item.update, tokens, tables)
+        return Appended(child.num_computed_tokens // size * size)
 
     def _merged(
         self, session: ModelSession, sequence: ModelSequence, update: SequenceUpdate

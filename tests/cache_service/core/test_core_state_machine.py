@@ -21,6 +21,7 @@ from kvpool.cache_service.core.messages import (
     Appended,
     AppendItem,
     Boundary,
+    ForkItem,
     Grant,
     Granted,
     Group,
@@ -174,6 +175,10 @@ class SimSequence:
     """No step touches it any more; Free is sent until one is answered."""
     comes_back: bool = False
     """Preempted: returns with the next round after the Free."""
+    parent: SimSequence | None = None
+    """Whose fork it is, as long as the manager has not said that it knows."""
+    num_shared: int = 0
+    """Of a fork: blocks of its parent's tables that are its own too."""
 
     def used(self, group: int) -> list[ReservedBlock]:
         """All its blocks in a group."""
@@ -354,12 +359,14 @@ configs_of_workers = st.lists(
 )
 
 
+FORK_NONSENSE = ("unsealed", "parent", "round", "gap", "computed")
 NONSENSE = ("gap", "token", "block", "generation", "computed", "round", "name", "table", "scratch", "groups")
 DISTURBANCES = (
     *["old message"] * 4,
     *(f"tick {seconds}" for seconds in (0.2, 0.5, 0.9, 0.9, 3.0, 30.0)),
     *(f"keep-alive {fate}" for fate in ("answered", "answered", "reply lost")),
     *(f"append {kind}" for kind in NONSENSE),
+    *(f"fork {kind}" for kind in FORK_NONSENSE),
     *(f"allocate {kind}" for kind in ("later", "earlier", "tenant")),
     *(f"fail {kind}" for kind in ("process", "link", "deregister", "manager", "epoch")),
     *["wild"] * 2,
@@ -436,6 +443,14 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _live(self, worker: SimWorker) -> list[SimSequence]:
         return [sequence for sequence in worker.sequences if sequence.granted and not sequence.ending]
+
+    def _known(self, worker: SimWorker) -> list[SimSequence]:
+        """Live ones that the manager has said that it knows."""
+        return [sequence for sequence in self._live(worker) if sequence.parent is None]
+
+    def _unstated(self, worker: SimWorker) -> list[SimSequence]:
+        """Forks that the manager may not know of, oldest first."""
+        return [sequence for sequence in worker.sequences if sequence.parent is not None]
 
     def _update(
         self, worker: SimWorker, sequence: SimSequence, back: int, hold_back: int, fewer: int = 0, again: bool = False
@@ -516,7 +531,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 worker.sequences.append(sequence)
         asking = [s for s in worker.sequences if not s.granted and not s.ending]
         if no_wait in (1, 2) or not asking:
-            asking += self._live(worker)[:1]
+            asking += self._known(worker)[:1]
         if not asking:
             return
         items = tuple(
@@ -708,7 +723,7 @@ class ManagerMachine(RuleBasedStateMachine):
     ) -> None:
         """A step and the report of it, or of less."""
         worker = self._worker(who)
-        reporting = self._live(worker)[: len(work)]
+        reporting = self._known(worker)[: len(work)]
         if not reporting:
             return
         for sequence, generated in zip(reporting, work, strict=False):
@@ -758,6 +773,94 @@ class ManagerMachine(RuleBasedStateMachine):
                     table.append(ReservedBlock(block, generation))
                 assert table[index] == ReservedBlock(block, generation), "a live table was changed"
 
+    @rule(who=small, which=small, name=names, token=st.integers(0, 1), is_reported=st.booleans(), fate=fates)
+    def fork(self, who: int, which: int, name: str, token: int, is_reported: bool, fate: str) -> None:
+        """A sequence is made out of another one, between two steps; all that are not known yet are stated."""
+        worker = self._worker(who)
+        live = self._live(worker)
+        if live:
+            parent = live[which % len(live)]
+            if is_reported and parent.parent is None:
+                self.append(who, [[] for _ in live], 0, 0, 0, 0, 0, "answered")
+            if worker.session and parent in self._live(worker):
+                self._make_fork(worker, parent, f"{name}{which % 3}", token)
+        stated = self._unstated(worker)
+        if not stated or not worker.session:
+            return
+        items: list[ForkItem] = []
+        for child in stated:
+            assert child.parent is not None
+            items.append(ForkItem(child.parent.key, child.num_shared, self._update(worker, child, 0, 0)))
+        uplink = self._uplink(worker)
+
+        def apply(outcomes: Sequence[Outcome]) -> None:
+            for child, item, outcome in zip(stated, items, outcomes, strict=True):
+                self._forked(child, item, outcome)
+
+        self._send(worker, Message(lambda: self.lockstep.fork(uplink, *items), apply, uplink), fate)
+
+    def _make_fork(self, worker: SimWorker, parent: SimSequence, name: str, token: int) -> None:
+        """Share full blocks, and copy the others into blocks of the reserve; nothing happens if there are too few."""
+        key = SequenceKey(name, parent.key.attempt, 0)
+        if not parent.num_computed or any(other.key[:2] == key[:2] for other in worker.sequences):
+            return
+        num_shared, rest = divmod(parent.num_computed, worker.block_size)
+        seen: list[list[int]] = []
+        for group, window in enumerate(parent.windows):
+            if window is None:
+                seen.append([num_shared] if rest else [])
+            else:
+                first = max(0, parent.num_computed - window.window + 1) // worker.block_size
+                places = {**window.placed, **window.entries}
+                seen.append([index for index in range(first, num_shared + bool(rest)) if index in places])
+            if len(seen[group]) > len(worker.reserves[group]):
+                return
+        tokens = [*parent.tokens[: parent.num_computed], token]
+        child = SimSequence(key, parent.root, tokens, max(1, num_shared * worker.block_size), True, habit=parent.habit)
+        child.granted, child.parent, child.num_shared = True, parent, num_shared
+        child.num_computed = parent.num_computed
+        child.num_reported = num_shared * worker.block_size
+        child.num_named = num_shared if worker.full_groups else 0
+        for group, window in enumerate(parent.windows):
+            if window is None:
+                copied = [worker.reserves[group].pop(0) for _ in seen[group]]
+                sources = parent.tables[group][num_shared:]
+                child.tables.append([*parent.tables[group][:num_shared], *copied])
+                child.windows.append(None)
+            else:
+                own = SimWindow(window.window, window.span, window.block_size)
+                own.placed = {index: own.take(worker.reserves[group]) for index in seen[group]}
+                copied = list(own.placed.values())
+                sources = [{**window.placed, **window.entries}[index] for index in seen[group]]
+                child.tables.append([])
+                child.windows.append(own)
+            for source, target in zip(sources, copied, strict=False):
+                self._copy(worker, group, source.block, target.block)
+        worker.sequences.append(child)
+
+    def _copy(self, worker: SimWorker, group: int, source: int, target: int) -> None:
+        for slot in range(worker.block_size):
+            content = self.memory.read(worker.worker_id, group, source, slot)
+            if content is not None:
+                self.memory.write(worker.worker_id, group, target, slot, content)
+
+    def _forked(self, child: SimSequence, item: ForkItem, outcome: Outcome) -> None:
+        if isinstance(outcome, Appended):
+            child.parent = None
+            self._appended(child, AppendItem(item.update), outcome)
+            return
+        assert isinstance(outcome, Refused)
+        assert outcome.reason in {
+            Reason.GAP,
+            Reason.UNKNOWN_SEQUENCE,
+            Reason.STALE_ATTEMPT,
+            Reason.SEQUENCE_ELSEWHERE,
+            Reason.TOO_MANY_SEQUENCES,
+            Reason.TOO_MANY_TOKENS,
+        }, outcome
+        if outcome.reason in {Reason.STALE_ATTEMPT, Reason.SEQUENCE_ELSEWHERE}:
+            child.ending = True
+
     @rule(
         who=small,
         picks=st.lists(st.tuples(small, st.booleans()), max_size=3),
@@ -773,7 +876,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence = worker.sequences[which % len(worker.sequences)]
                 sequence.comes_back = preempt and not sequence.ending
                 sequence.ending = True
-        leaving = [sequence for sequence in worker.sequences if sequence.ending]
+        # A fork that the manager may not know of has blocks that it pins for nobody but the parent.
+        parents = [fork.parent for fork in self._unstated(worker)]
+        leaving = [sequence for sequence in worker.sequences if sequence.ending and sequence not in parents]
         if not leaving:
             return
         for sequence in leaving:
@@ -793,6 +898,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence.key = sequence.key._replace(round=sequence.key.round + 1)
                 sequence.tables, sequence.windows, sequence.granted = [], [], False
                 sequence.ending = sequence.comes_back = False
+                sequence.parent = None
                 sequence.num_computed = sequence.num_reported = sequence.num_named = 0
                 sequence.num_prompt_tokens = len(sequence.tokens)
 
@@ -853,7 +959,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def append_nonsense(self, who: int, which: int, kind: str) -> None:
         """A broken worker: the item is refused and changes nothing."""
         worker = self._worker(who)
-        live = self._live(worker)
+        live = self._known(worker)
         if not live:
             return
         update = self._update(worker, live[which % len(live)], 0, 0)
@@ -879,11 +985,36 @@ class ManagerMachine(RuleBasedStateMachine):
         assert isinstance(result[0][0], Refused)
         worker.take_in(result[1])
 
+    def fork_nonsense(self, who: int, which: int, kind: str) -> None:
+        """A broken worker states a fork that cannot be: it is refused and changes nothing."""
+        worker = self._worker(who)
+        known = self._known(worker)
+        if not known:
+            return
+        parent = known[which % len(known)]
+        num_full = parent.num_computed // worker.block_size
+        update = SequenceUpdate(SequenceKey("nobody", 1, 0), num_full * worker.block_size)
+        item = ForkItem(parent.key, num_full, update)
+        spoilt = {
+            "unsealed": item._replace(num_shared_blocks=num_full + 1),
+            "parent": item._replace(parent=SequenceKey("nobody", 1, 0)),
+            "round": item._replace(parent=parent.key._replace(round=parent.key.round + 1)),
+            "gap": item._replace(update=update._replace(start=update.start + 1)),
+            "computed": item._replace(update=update._replace(num_computed_tokens=update.start + 1)),
+        }[kind]
+        uplink = self._uplink(worker)._replace(returned=(), reserve_wishes=(None,))
+        result = self.lockstep.fork(uplink, spoilt)
+        if isinstance(result, Refused):
+            worker.forget()
+            return
+        assert isinstance(result[0][0], Refused)
+        worker.take_in(result[1])
+
     def wild(self, who: int, which: int) -> None:
         """A worker whose bookkeeping is wrong states anything of its windows. Manager and model agree on what that means; then it
         finds out, and registers again."""
         worker = self._worker(who)
-        live = [s for s in self._live(worker) if s.in_windows()]
+        live = [s for s in self._known(worker) if s.in_windows()]
         session = next((one for one in self.lockstep.manager.sessions if one.number == worker.session), None)
         if not live or session is None:
             return
@@ -945,7 +1076,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def allocate_nonsense(self, who: int, which: int, later: bool, tenant: bool) -> None:
         """A live sequence under another round, or under another tenant's root, is never handed out."""
         worker = self._worker(who)
-        live = self._live(worker)
+        live = self._known(worker)
         if not live:
             return
         sequence = live[which % len(live)]
@@ -1015,6 +1146,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self.tick(float(detail))
         elif kind == "append":
             self.append_nonsense(who, which, detail)
+        elif kind == "fork":
+            self.fork_nonsense(who, which, detail)
         elif kind == "allocate":
             self.allocate_nonsense(who, which, later=detail == "later", tenant=detail == "tenant")
         elif kind == "fail":
@@ -1094,6 +1227,7 @@ class LongHistory:
             self._allocate: 30,
             self._append: 40,
             self._free: 14,
+            self._fork: 8,
             self._other: 20,
             self._nonsense: 6,
             self._failure: 2,
@@ -1137,6 +1271,11 @@ class LongHistory:
         picks = [(rng.randrange(8), rng.random() < 0.4) for _ in range(rng.randint(1, 2))]
         self._machine.free(who, picks, rng.choice([0, 0, 2]), rng.random() < 0.1, self._fate())
 
+    def _fork(self, who: int) -> None:
+        rng = self._random
+        name, token, is_reported = rng.choice("abcdefgh"), rng.randrange(2), rng.random() < 0.7
+        self._machine.fork(who, rng.randrange(8), name, token, is_reported, self._fate())
+
     def _other(self, who: int) -> None:
         rng = self._random
         machine = self._machine
@@ -1156,6 +1295,7 @@ class LongHistory:
         actions: list[Callable[[], None]] = [
             lambda: machine.deliver_old_message(rng.randrange(8)),
             lambda: machine.append_nonsense(who, rng.randrange(8), rng.choice(NONSENSE)),
+            lambda: machine.fork_nonsense(who, rng.randrange(8), rng.choice(FORK_NONSENSE)),
             lambda: machine.allocate_nonsense(who, rng.randrange(8), rng.random() < 0.5, rng.random() < 0.5),
             lambda: machine.register_late(who, rng.randrange(2)),
             lambda: machine.wild(who, rng.randrange(8)),
