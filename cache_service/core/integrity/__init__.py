@@ -10,8 +10,9 @@ Each violation names the law, the worker, and the block and sequence if there is
 * state: held means ref_count ≥ 1; free and reserved blocks hold nothing; cached blocks serve hits
 * null block: block 0 is in no table and in no state but free
 * generation: every granted block has a stamp, none larger than the last one given
-* sealing: a node's copy in a pool and that pool's block point at each other; blocks shared by several tables are sealed;
-  exactly the full computed blocks of a sequence are sealed
+* sealing: a node's copy in a pool and that pool's block point at each other; exactly the full computed blocks of a sequence are
+  sealed
+* fork: blocks that several tables share are sealed
 * scratch: a scratch block belongs to one live sequence, and is not sealed
 * window: the entries of a sequence's window are sealed blocks that hold its tokens
 * dependents: a copy in a group with a window has a copy in every group without one

@@ -1,4 +1,4 @@
-"""The laws of one pool's blocks: conservation, references, free list, state, null block, generation, sealing."""
+"""The laws of one pool's blocks: conservation, references, free list, state, null block, generation, sealing, fork."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class PoolLaws:
                 elif state == CACHED:
                     self._add("state", f"block {block} is cached and serves no hits", block)
                 elif ref_count >= 2:
-                    self._add("sealing", f"block {block} is shared by {ref_count} tables and not sealed", block)
+                    self._add("fork", f"block {block} is shared by {ref_count} tables and not sealed", block)
             yield 2 * (end - begin)
             begin = end
         if not pool.is_linked_back(0):

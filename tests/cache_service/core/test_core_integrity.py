@@ -319,7 +319,7 @@ CASES: list[tuple[str, Break, SequenceKey | None]] = [
     ("sealing", _seal_before_it_is_computed, C),
     ("sealing", _count_a_sealed_block_more, C),
     ("sealing", _compute_more_than_is_known, C),
-    ("sealing", _share_an_unsealed_block, A),
+    ("fork", _share_an_unsealed_block, A),
     ("sealing", _list_a_duplicate_that_is_none, B),
     ("scratch", _seal_a_scratch_block, A),
     ("scratch", _give_a_scratch_block_to_a_second_sequence, A),

@@ -782,6 +782,9 @@ class ManagerMachine(RuleBasedStateMachine):
             parent = live[which % len(live)]
             if is_reported and parent.parent is None:
                 self.append(who, [[] for _ in live], 0, 0, 0, 0, 0, "answered")
+            if not all(worker.reserves):
+                self.plan_reserve(who, 3, 0)
+                self.keep_alive(who, "answered")
             if worker.session and parent in self._live(worker):
                 self._make_fork(worker, parent, f"{name}{which % 3}", token)
         stated = self._unstated(worker)
@@ -858,7 +861,7 @@ class ManagerMachine(RuleBasedStateMachine):
             Reason.TOO_MANY_SEQUENCES,
             Reason.TOO_MANY_TOKENS,
         }, outcome
-        if outcome.reason in {Reason.STALE_ATTEMPT, Reason.SEQUENCE_ELSEWHERE}:
+        if outcome.reason is not Reason.GAP:
             child.ending = True
 
     @rule(
@@ -882,6 +885,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not leaving:
             return
         for sequence in leaving:
+            sequence.parent = None  # from now on it uses nothing, and is stated no more
             if sequence.granted and sequence.in_windows() and not sequence.habit & 2:
                 self._name_windows(worker, sequence, ending=True)
         items = [self._update(worker, sequence, back, 0) for sequence in leaving]
@@ -898,7 +902,6 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence.key = sequence.key._replace(round=sequence.key.round + 1)
                 sequence.tables, sequence.windows, sequence.granted = [], [], False
                 sequence.ending = sequence.comes_back = False
-                sequence.parent = None
                 sequence.num_computed = sequence.num_reported = sequence.num_named = 0
                 sequence.num_prompt_tokens = len(sequence.tokens)
 
@@ -1227,7 +1230,7 @@ class LongHistory:
             self._allocate: 30,
             self._append: 40,
             self._free: 14,
-            self._fork: 8,
+            self._fork: 14,
             self._other: 20,
             self._nonsense: 6,
             self._failure: 2,
@@ -1274,7 +1277,9 @@ class LongHistory:
     def _fork(self, who: int) -> None:
         rng = self._random
         name, token, is_reported = rng.choice("abcdefgh"), rng.randrange(2), rng.random() < 0.7
-        self._machine.fork(who, rng.randrange(8), name, token, is_reported, self._fate())
+        workers = self._machine.workers
+        busy = [index for index, worker in enumerate(workers) if any(one.num_computed for one in worker.sequences)]
+        self._machine.fork(rng.choice(busy or [who]), rng.randrange(8), name, token, is_reported, self._fate())
 
     def _other(self, who: int) -> None:
         rng = self._random
