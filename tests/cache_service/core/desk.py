@@ -12,6 +12,7 @@ from kvpool.cache_service.core.messages import (
     Appended,
     AppendItem,
     BlockCounts,
+    ForkItem,
     Grant,
     Granted,
     Limits,
@@ -186,6 +187,30 @@ class Desk:
         if isinstance(result[0][0], Appended):
             known += new_tokens
         return result[0][0]
+
+    def fork_item(
+        self,
+        parent: str | SequenceKey,
+        name: str | SequenceKey,
+        num_shared_blocks: int,
+        *,
+        num_computed_tokens: int = 0,
+        new_tokens: Sequence[int] = (),
+        bound: Sequence[ReservedBlock] = (),
+    ) -> ForkItem:
+        """A fork that has `new_tokens` after the shared blocks and, from there on, `bound` in the first group."""
+        start = num_shared_blocks * self.block_size
+        self.tokens[_key(name)] = [*self.tokens[_key(parent)][:start], *new_tokens]
+        entries = tuple(TableEntry(index, *reserved) for index, reserved in enumerate(bound, num_shared_blocks))
+        computed = max(start, num_computed_tokens)
+        update = SequenceUpdate(_key(name), start, token_bytes(new_tokens), computed, (entries,) if entries else ())
+        return ForkItem(_key(parent), num_shared_blocks, update)
+
+    def fork(self, *items: ForkItem) -> list[Appended | Refused]:
+        """One Fork."""
+        result = self.lockstep.fork(self.uplink(), *items)
+        assert not isinstance(result, Refused), result
+        return result[0]
 
     def statement(
         self,

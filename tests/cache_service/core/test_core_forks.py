@@ -1,0 +1,203 @@
+"""Forks as a worker states them: what is shared, who holds it, and what the order of statements may be."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.cache_service.core.messages import Appended, Limits, ReservedBlock, Root, SequenceKey, Stop
+from kvpool.cache_service.core.refusal import Reason
+from tests.cache_service.core.desk import Desk
+from tests.cache_service.core.lockstep import FINGERPRINT, key, snapshot
+from tests.cache_service.core.model import Refused
+
+
+def _desk(
+    num_tokens: int = 10, *, num_reserved: int = 4, limits: Limits | None = None
+) -> tuple[Desk, list[ReservedBlock]]:
+    """A worker whose sequence `p` has computed its prompt; and its reserve."""
+    desk = Desk(limits=limits)
+    desk.grant("p", range(1, 1 + num_tokens))
+    desk.report("p", num_tokens)
+    return desk, desk.refill(num_reserved)
+
+
+def test_a_fork_shares_sealed_blocks_and_binds_its_own() -> None:
+    desk, reserve = _desk()
+    [outcome] = desk.fork(desk.fork_item("p", "c", 2, new_tokens=[9, 10, 77], bound=reserve[:1]))
+    assert outcome == Appended(8)
+    assert desk.table("c") == [*desk.table("p")[:2], reserve[0].block]
+    assert (desk.counts.shared, desk.counts.held) == (2, 4)
+
+
+def test_what_a_fork_has_computed_since_is_sealed_with_it() -> None:
+    """It went on for a block and more before anything was said of it."""
+    desk, reserve = _desk()
+    item = desk.fork_item("p", "c", 2, num_computed_tokens=13, new_tokens=[9, 10, 7, 7, 7], bound=reserve[:2])
+    assert desk.fork(item) == [Appended(12)]
+    desk.free("c")
+    assert desk.serve("again", [*range(1, 11), 7, 7, 7, 7]) == 12
+
+
+def test_the_shared_blocks_outlive_whoever_ends_first() -> None:
+    desk, reserve = _desk()
+    desk.fork(desk.fork_item("p", "c", 2, new_tokens=[9, 10, 77], bound=reserve[:1]))
+    shared = desk.table("p")[:2]
+    desk.free("p", 10)
+    assert all(desk.pool.ref_count(block) == 1 for block in shared)
+    desk.free("c")
+    assert (desk.counts.held, desk.counts.shared) == (0, 0)
+
+
+def test_a_fork_may_share_nothing() -> None:
+    """Its parent has not computed a full block, so all that the fork has are copies."""
+    desk, reserve = _desk(3)
+    assert desk.fork(desk.fork_item("p", "c", 0, new_tokens=[1, 2, 3, 9], bound=reserve[:1])) == [Appended(0)]
+    assert desk.table("c") == [reserve[0].block]
+
+
+def test_a_fork_may_be_the_parent_of_a_later_one() -> None:
+    """Also in the same call, and when those before it have ended."""
+    desk, reserve = _desk()
+    child = desk.fork_item("p", "c", 2, num_computed_tokens=12, new_tokens=[9, 10, 7, 7], bound=reserve[:1])
+    grandchild = desk.fork_item("c", "g", 3, new_tokens=[5], bound=reserve[1:2])
+    assert desk.fork(child, grandchild) == [Appended(12), Appended(12)]
+    desk.free("p")
+    desk.free("c")
+    assert desk.table("g") == [*desk.table("g")[:2], reserve[0].block, reserve[1].block]
+    desk.free("g")
+    assert desk.counts.held == 0
+
+
+@pytest.mark.parametrize("num_times", [2, 3])
+def test_a_fork_that_is_stated_again_is_merged(num_times: int) -> None:
+    """An answer was lost; meanwhile the fork has gone on, and its parent has ended."""
+    desk, reserve = _desk()
+    desk.fork(desk.fork_item("p", "c", 2, new_tokens=[9, 10], bound=reserve[:1]))
+    desk.free("p")
+    longer = desk.fork_item("p", "c", 2, num_computed_tokens=12, new_tokens=[9, 10, 7, 7, 7], bound=reserve[:2])
+    for _ in range(num_times):
+        assert desk.fork(longer) == [Appended(12)]
+    assert [block in desk.table("c") for block, _ in reserve] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("num_shared_blocks", [2, 3, 1 << 20])
+def test_blocks_that_are_not_sealed_are_not_shared(num_shared_blocks: int) -> None:
+    """The parent may be writing them. The refusal says how far it is known, so that it is stated first."""
+    desk, reserve = _desk()
+    desk.grant("q", [7] * 10)
+    desk.report("q", 7)
+    item = desk.fork_item("q", "c", num_shared_blocks, bound=reserve[:1])
+    before = snapshot(desk.manager)
+    assert desk.fork(item) == [Refused(Reason.GAP, 4)]
+    assert snapshot(desk.manager).nodes == before.nodes
+    desk.report("q", 10)
+    assert desk.fork(desk.fork_item("q", "c", 2, bound=reserve[:1])) == [Appended(8)]
+
+
+def test_a_parent_that_has_been_freed_has_no_forks() -> None:
+    desk, reserve = _desk()
+    item = desk.fork_item("p", "c", 2, bound=reserve[:1])
+    desk.free("p", 10)
+    assert desk.fork(item) == [Refused(Reason.UNKNOWN_SEQUENCE)]
+
+
+@pytest.mark.parametrize(
+    ("parent", "fork", "reason"),
+    [
+        (SequenceKey("p", 1, 1), key("c"), Reason.UNKNOWN_SEQUENCE),
+        (SequenceKey("p", 2, 0), key("c"), Reason.UNKNOWN_SEQUENCE),
+        (key("c"), key("c"), Reason.UNKNOWN_SEQUENCE),
+        (key("p"), SequenceKey("old", 1, 1), Reason.FREE_FIRST),
+        (key("p"), SequenceKey("newer", 1, 0), Reason.STALE_ATTEMPT),
+        (key("p"), SequenceKey("elsewhere", 1, 0), Reason.SEQUENCE_ELSEWHERE),
+    ],
+)
+def test_a_fork_is_refused_that_cannot_be(parent: SequenceKey, fork: SequenceKey, reason: Reason) -> None:
+    desk, _ = _desk()
+    other = Desk(worker_id="w2", lockstep=desk.lockstep)
+    other.grant(SequenceKey("newer", 2, 0), [5])
+    other.grant("elsewhere", [5])
+    desk.grant("old", [6])
+    item = desk.fork_item("p", fork, 2)._replace(parent=parent)
+    [outcome] = desk.fork(item)
+    assert isinstance(outcome, Refused)
+    assert outcome.reason is reason
+
+
+def test_a_fork_fences_its_smaller_attempts() -> None:
+    """The request goes on on another worker, and forks there as it did here."""
+    desk, reserve = _desk()
+    other = Desk(worker_id="w2", lockstep=desk.lockstep)
+    desk.fork(desk.fork_item("p", "c", 2, new_tokens=[9], bound=reserve[:1]))
+    second = SequenceKey("p", 2, 0)
+    other.grant(second, range(1, 11))
+    other.report(second, 10)
+    own = other.refill(1)
+    assert other.fork(other.fork_item(second, SequenceKey("c", 2, 0), 2, new_tokens=[9], bound=own)) == [Appended(8)]
+    stops = [entry.entry for entry in desk.session.downlink.pending() if isinstance(entry.entry, Stop)]
+    assert [stop.key for stop in stops] == [key("p"), key("c")]
+    [outcome] = desk.fork(desk.fork_item("p", "d", 2))
+    assert outcome == Refused(Reason.STALE_ATTEMPT), "a fenced parent has no more forks"
+
+
+def test_a_fork_counts_in_the_limits_like_an_allocated_sequence() -> None:
+    desk, reserve = _desk(limits=Limits(max_sequences_per_session=2))
+    desk.fork(desk.fork_item("p", "c", 2, bound=reserve[:1]))
+    assert desk.fork(desk.fork_item("p", "d", 2, bound=reserve[1:2])) == [Refused(Reason.TOO_MANY_SEQUENCES)]
+
+
+def test_the_tokens_of_a_fork_count_in_the_budget() -> None:
+    """Those that it shares too: the manager keeps them for each sequence."""
+    desk, _ = _desk(limits=Limits(max_total_tokens=40), num_reserved=0)
+    used = desk.manager.budget.num_sequence_tokens
+    assert desk.fork(desk.fork_item("p", "c", 2)) == [Appended(8)]
+    assert desk.manager.budget.num_sequence_tokens == used + 8
+    for name in ("d", "e"):
+        assert desk.fork(desk.fork_item("p", name, 2)) == [Appended(8)]
+    assert desk.fork(desk.fork_item("p", "f", 2)) == [Refused(Reason.TOO_MANY_TOKENS)]
+    desk.free("c")
+    assert desk.fork(desk.fork_item("p", "f", 2)) == [Appended(8)]
+
+
+def test_tokens_that_were_copied_are_not_counted_as_generated() -> None:
+    desk, reserve = _desk()
+    desk.fork(desk.fork_item("p", "c", 2, new_tokens=[9, 10, 77, 78], bound=reserve[:1]))
+    assert desk.session.num_generated_tokens == 2
+
+
+def test_a_fork_stands_under_the_root_of_its_parent() -> None:
+    """So what it computes serves that tenant alone."""
+    desk = Desk()
+    secret = Root(FINGERPRINT, tenant_salt="secret")
+    desk.grant("p", range(1, 11), root=secret)
+    desk.report("p", 10)
+    own = desk.refill(1)
+    desk.fork(desk.fork_item("p", "c", 2, num_computed_tokens=12, new_tokens=[9, 10, 7, 7], bound=own))
+    desk.free("c")
+    assert desk.serve("stranger", [*range(1, 11), 7, 7, 7]) == 0
+    assert desk.serve("friend", [*range(1, 11), 7, 7, 7], root=secret) == 12
+
+
+def test_nobody_waits_for_a_fork() -> None:
+    """What it will compute is not known before."""
+    desk, reserve = _desk()
+    desk.fork(desk.fork_item("p", "c", 2, new_tokens=[9, 10, 7, 7, 7], bound=reserve[:1]))
+    granted = desk.grant("q", [*range(1, 11), 7, 7, 7])
+    assert granted.num_cached_tokens == 8
+
+
+def test_a_fork_has_scratch_of_its_own_in_groups_with_a_window() -> None:
+    """Nothing of the window is shared: the worker has copied it."""
+    desk = Desk((65, 65), windows=[(0, 0), (9, 5)])
+    desk.allocate("p", range(1, 11), max_new_tokens=9)
+    desk.report("p", 10)
+    full, window = desk.refill(1), desk.refill(3, group=1)
+    item = desk.fork_item("p", "c", 2, new_tokens=[9, 10], bound=full)
+    [outcome] = desk.fork(item._replace(update=item.update._replace(scratch=((), tuple(window)))))
+    assert outcome == Appended(8)
+    assert desk.scratch("c") == [reserved.block for reserved in window]
+    assert not set(desk.scratch("c")) & set(desk.scratch("p"))
+    desk.name("c", 2)
+    desk.free("c")
+    assert [desk.pool.ref_count(block) for block in desk.table("p")] == [1, 1, 1]
+    assert desk.session.pools[1].counts().held == len(desk.scratch("p"))
