@@ -67,6 +67,11 @@ class Slots:
         for position, digest in enumerate(digests, start):
             self._slots[table[position // size] * size + position % size] = digest
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a whole block, unwritten slots too."""
+        size = self._block_size
+        self._slots[target * size : (target + 1) * size] = self.block(source)
+
     def block(self, block: int) -> list[int | None]:
         """The slots of a block."""
         return self._slots[block * self._block_size : (block + 1) * self._block_size]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
@@ -35,6 +36,18 @@ class _Part:
         self.num_done = 0
 
 
+class _Copy:
+    """A copy that the running step begins with."""
+
+    def __init__(self, copy: BlockCopy, ledgers: tuple[BlockLedger, ...]) -> None:
+        self.group, self.source, self.target = copy
+        self.generations = self.present(ledgers)
+
+    def present(self, ledgers: tuple[BlockLedger, ...]) -> list[int]:
+        """Generations of its blocks now."""
+        return [ledgers[self.group]._generation[block] for block in (self.source, self.target)]
+
+
 class Gpu:
     """The KV slots of one worker's process, and the step that is running on them. Dies with its process."""
 
@@ -50,6 +63,7 @@ class Gpu:
         self.step_seconds = 0.02
         self.is_busy = False
         self.num_steps = 0
+        self._copies: list[_Copy] = []
         self._right: dict[CacheSequence, list[int]] = {}
         """What the slots of a sequence must hold."""
         self._random = worker.kernel.random(f"gpu {worker.name}")
@@ -74,6 +88,8 @@ class Gpu:
         self.is_busy = True
         state = worker.cache._state
         in_step = [sequence for sequence in state.sequences.values() if sequence.in_step]
+        self._copies = [_Copy(copy, state.ledgers) for copy in step.copies]
+        worker.world.counts["blocks copied for forks"] += len(step.copies)
         parts = []
         for part in step.parts:
             (sequence,) = [one for one in in_step if _is_of(part, one)]
@@ -109,11 +125,29 @@ class Gpu:
         """Write the slots of the first `num_tokens` tokens of the step."""
         if self.worker.is_dead:
             return
+        self._make_copies()
         for part in parts:
             count = min(num_tokens, len(part.tokens))
             num_tokens -= count
             if count > part.num_done:
                 self._compute_part(part, count)
+
+    def _make_copies(self) -> None:
+        """Before anything of the step is written, but not before it is written first: the blocks must be kept until then."""
+        copies, self._copies = self._copies, []
+        ledgers = self.worker.cache._state.ledgers
+        for copy in copies:
+            self.worker.world.laws.count("no use after free")
+            ledger = ledgers[copy.group]
+            is_own = ledger._num_users[copy.source] and ledger._num_users[copy.target]
+            if not is_own or copy.present(ledgers) != copy.generations:
+                what = f"block {copy.source} of group {copy.group} to {copy.target}"
+                self._fail("no use after free", f"the running step copies {what}, and one of them is free by now")
+                return
+            if ledger._contents[copy.target] is not None:
+                self._fail("sealed blocks never change", f"a fork has its tail in block {copy.target}, which is sealed")
+                return
+            self.slots[copy.group].copy(copy.source, copy.target)
 
     def _compute_part(self, part: _Part, count: int) -> None:
         first, end = part.start + part.num_done, part.start + count

@@ -35,6 +35,7 @@ _OF_A_SESSION = (
     "null block",
     "generation",
     "sealing",
+    "fork",
     "chain",
     "scratch",
     "window",
@@ -60,7 +61,7 @@ OF_THE_WHOLE = (
     "all goes quiet",
     "who has left is gone",
 )
-_MUTATING = frozenset({"Report", "Allocate", "Append", "Free"})
+_MUTATING = frozenset({"Report", "Allocate", "Append", "Fork", "Free"})
 _SPOKEN_IN_A_SESSION = _MUTATING | {"KeepAlive", "Deregister"}
 """What may be too late."""
 

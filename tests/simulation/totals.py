@@ -72,6 +72,13 @@ EVENTS = (
     "windows not named for lack of blocks",
     "windows hit",
     "windows released to be evicted first",
+    "forks",
+    "forks without blocks",
+    "forks of forks",
+    "texts of forks",
+    "blocks copied for forks",
+    "parents that ended before their forks were known",
+    "forks that ended before they were known",
 )
 OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 

@@ -14,11 +14,13 @@ from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
+from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
 from tests import tracer
 from tests.simulation import manager
 from tests.simulation.channel import Channel
+from tests.simulation.forker import Forker
 from tests.simulation.gpu import Gpu
 from tests.simulation.machine import Machine
 from tests.simulation.process import Process
@@ -56,6 +58,8 @@ class WorkerPlan:
     max_mixed_prefill_tokens: int
     max_num_waiting: int
     max_requests_of_stream: int
+    fork_rate: float
+    """How often a sequence that decodes is forked in a step."""
 
     def cache_settings(self) -> CacheSettings:
         """Of its cache side."""
@@ -110,6 +114,8 @@ class WorkerProcess(Process):
             model_thread=self.gpu,  # type: ignore[arg-type]
             clock=self.loop.clock.now,
         )
+        self.forker = Forker(self, plan.fork_rate)
+        self.engine.scheduler.schedule = self.forker.schedule  # type: ignore[method-assign]
         facts = worker_pb2.ModelFacts(
             worker_id=plan.worker_id,
             model_name="tracer",
@@ -228,7 +234,9 @@ class WorkerProcess(Process):
 
     def _execute(self, loop: Any, executor: Any, function: Any, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         if executor is self.gpu:
-            launched: asyncio.Future[Any] = self.gpu.launch(args[0])
+            step: Step = args[0]
+            copies = (*step.copies, *self.forker.take_copies())
+            launched: asyncio.Future[Any] = self.gpu.launch(step._replace(copies=copies))
             return launched
         return super()._execute(loop, executor, function, args)
 

@@ -25,7 +25,7 @@ from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
 
-_WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Free"})
+_WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free"})
 ACTIVE_SECONDS = 22.0
 """Requests and faults come in this time; then everything heals."""
 _QUIET_SECONDS = 60.0
@@ -117,7 +117,7 @@ class World:
         self.message_bytes = streams.choice([1, 1 << 16])
         """Of answers that a worker sends together."""
         self.max_model_len = 48
-        groups = self.kernel.random("groups")
+        groups, forks = self.kernel.random("groups"), self.kernel.random("forks")
         has_small = draw.random() < 0.15
         self.plans: list[WorkerPlan] = []
         for number in range(draw.choice([2, 2, 3])):
@@ -165,6 +165,7 @@ class World:
                     max_mixed_prefill_tokens=order.choice([1, 5, 512]),
                     max_num_waiting=order.choice([3, 40, 40]),
                     max_requests_of_stream=streams.choice([1, 2, 4096]),
+                    fork_rate=forks.choice([0.0, 0.02, 0.1, 0.4]),
                 )
             )
         has_small = has_small or any(

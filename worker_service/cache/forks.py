@@ -199,15 +199,18 @@ def settle(state: CacheState) -> None:
 
 
 def _give_back(state: CacheState, child: CacheSequence) -> None:
-    """Its own blocks have never had content, so they are as they were granted."""
+    """Its own blocks are again what they were when they were granted."""
     num_shared = child.acked_entries
-    for group, reserve in enumerate(state.reserves):
+    for group, (reserve, ledger) in enumerate(zip(state.reserves, state.ledgers, strict=True)):
         scratch = child.scratch[group] if child.scratch else None
         if scratch is not None:
-            reserve.put_back(scratch.take_reserved())
+            own = scratch.take_reserved()
         else:
             blocks, generations = child.tables[group][num_shared:], child.generations[group][num_shared:]
-            reserve.put_back(map(ReservedBlock, blocks, generations))
+            own = list(map(ReservedBlock, blocks, generations))
+        for reserved in own:
+            ledger.empty(reserved.block)
+        reserve.put_back(own)
 
 
 # -- the link

@@ -110,12 +110,16 @@ class BlockLedger:
                 f"block {block} was granted (generation {generation}) while {self._num_users[block]} tables name it"
             )
         self._generation[block] = generation
+        self.empty(block)
+
+    def empty(self, block: int) -> None:
+        """The block is to hold something else."""
         content = self._contents[block]
         if content is not None:
             if content.blocks[self.group] == block:  # else another block holds the same
                 content.blocks[self.group] = 0
             self._contents[block] = None
-            del self._idle[block]
+            self._idle.pop(block, None)
 
     def accept_hits(
         self, blocks: List[int], generations: List[int], tokens: bytes, root: common_pb2.Root

@@ -24,7 +24,6 @@ def next_call(
     if link.report is not None:
         return report_call(link, link.report.part)
     parking.wake(state, now)
-    forks.settle(state)
     targets = state.spare_targets()
     return (
         _free(state, link, targets)
@@ -252,7 +251,7 @@ def _state_scratch(
         if scratch is None:
             statements.append(None)
             continue
-        statement, dropped = scratch.state()
+        statement, dropped = scratch.state(is_copied=sequence.num_copies > 0)
         statements.append(statement)
         if sequence.uses_blocks:
             for block in dropped:

@@ -62,6 +62,7 @@ def take_reply(state: CacheState, link: LinkState, call: Call, response: Respons
             state.ending.remove(stated.sequence)
             state.end(stated.sequence)
         state.ask_again_at = now
+    forks.settle(state)
     if len(response.downlink.counts) == len(state.ledgers):
         state.num_free = [counts.free for counts in response.downlink.counts]
         state.pool_is_empty = [
@@ -284,7 +285,9 @@ def _on_forked(state: CacheState, stated: Stated, result: cache_pb2.ForkResult, 
         forks.postpone(state, now)
     elif reason in _SUPERSEDED:
         forks.supersede(state, child)
-    elif not child.is_superseded:  # else its parent is not known, because that one is superseded
+    elif child.parent is not None and child.parent.parent is not None:
+        return  # its parent was refused in the same call, and both are stated again if they can be
+    elif not child.is_superseded:
         raise DisagreementError(f"a Fork of {child!r} was refused with {reason}: {result.status.message}")
 
 

@@ -153,8 +153,11 @@ class Scratch(ABC):
         """Size of the statement."""
         return len(self._bound) + len(self._scratch) + len(self._released)
 
-    def state(self) -> tuple[Statement, list[int]]:
-        """What the next call states, and the blocks that this worker stops using with it."""
+    def state(self, *, is_copied: bool = False) -> tuple[Statement, list[int]]:
+        """What the next call states, and the blocks that this worker stops using with it. `is_copied`: a step has yet to copy blocks
+        for a fork, so none is released."""
+        if is_copied:
+            return Statement(tuple(self._bound), tuple(self._scratch)), []
         dropped, self._to_drop = self._to_drop, []
         return Statement(tuple(self._bound), tuple(self._scratch), tuple(self._released)), dropped
 

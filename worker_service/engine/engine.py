@@ -246,6 +246,7 @@ class Engine:
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
+        self._wake.set()  # a fork that ends may leave its blocks in the reserve
         self._note_if_empty()
 
     def _note_if_empty(self) -> None:
