@@ -12,12 +12,15 @@ from typing import NamedTuple
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.running_state import RunningState, StateUse
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 
 FINGERPRINT = "tiny"
 MAX_RUNNING = 2
+OTHER_TOKEN = 99
+"""With which forks go on."""
 
 Content = tuple[str, tuple[int, ...]]
 """Tenant salt and tokens."""
@@ -44,6 +47,14 @@ class Part(NamedTuple):
     state: StateUse | None
 
 
+class Copied(NamedTuple):
+    """A copy that the next step, or the running one, makes for a fork: what is in the blocks must not change until it has ended."""
+
+    fork: CacheSequence
+    copy: BlockCopy
+    slots: tuple[Content | None, ...]
+
+
 def content(sequence: CacheSequence, num_tokens: int) -> Content:
     """What the slot of the last of the first `num_tokens` tokens holds once it is computed."""
     return sequence.root.tenant_salt, tuple(sequence.tokens[:num_tokens])
@@ -59,6 +70,8 @@ class TinyEngine:
         """In the order of admission: the last is the youngest."""
         self.step: list[Part] = []
         """The step that is on the device."""
+        self.copies: list[Copied] = []
+        """Of forks since the last step, or of the running one. For the slots they are made at once."""
         self.slots_per_block = [
             1 if settings.is_state(group) else settings.block_size for group in range(len(settings.num_blocks))
         ]
@@ -96,6 +109,45 @@ class TinyEngine:
         room = MAX_RUNNING - len(self.running) - busy - len(unanswered)
         return unanswered + others[: max(0, room)]
 
+    # -- forks
+
+    def to_fork(self) -> CacheSequence | None:
+        """The youngest sequence that decodes and has tokens to come."""
+        able = [
+            sequence
+            for sequence in self.running
+            if 0 < sequence.num_computed_tokens >= len(sequence.tokens) - 1
+            and len(sequence.tokens) < sequence.max_tokens
+        ]
+        return able[-1] if able else None
+
+    def fork(self) -> bool:
+        """It goes on with another token as well. False if the reserve has no blocks for it."""
+        parent = self.to_fork()
+        assert parent is not None
+        num_computed = parent.num_computed_tokens
+        forked = self.cache.fork(parent, f"{parent.id.sequence_id}'", num_tokens=num_computed)
+        if forked is None:
+            return False
+        child = forked.sequence
+        child.tokens.append(OTHER_TOKEN)
+        self.running.append(child)
+        for copy in forked.copies:
+            size, slots = self.slots_per_block[copy.group], self.slots[copy.group]
+            read = slots[copy.source * size : (copy.source + 1) * size]
+            slots[copy.target * size : (copy.target + 1) * size] = read
+            self.copies.append(Copied(child, copy, tuple(read)))
+        return True
+
+    def _end_copies(self) -> None:
+        """The device has made the copies, at any time since the step began."""
+        for _, copy, read in self.copies:
+            size, slots = self.slots_per_block[copy.group], self.slots[copy.group]
+            for block in (copy.source, copy.target):
+                if tuple(slots[block * size : (block + 1) * size]) != read:
+                    raise BrokenLaw(f"use after free: the running step copies {copy}, and block {block} has changed")
+        self.copies = []
+
     # -- steps
 
     def begin_step(self) -> bool:
@@ -116,12 +168,14 @@ class TinyEngine:
                 self.waiting.insert(0, self.cache.preempt(youngest))
         for part in self.step:
             self._read(part)
+        self.copies = [copied for copied in self.copies if copied.fork.state is SequenceState.LIVE]
         self.cache.begin_step([part.sequence for part in self.step])
         return bool(self.step)
 
     def end_step(self) -> None:
         """The device has done the step: KV is written, and each sequence has its next token."""
         step, self.step = self.step, []
+        self._end_copies()
         written: set[tuple[int, int]] = set()
         for part in step:
             self._read(part)

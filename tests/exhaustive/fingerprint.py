@@ -168,6 +168,14 @@ def _peer(index: int, peer: Peer) -> Form:
             [numbered[id(sequence)] for sequence in state.sequences.values()],
             [numbered[id(sequence)] for sequence in state.ending],
             [numbered[id(sequence)] for sequence in state.parked],
+            [numbered[id(sequence)] for sequence in state.forks],
+            [
+                (numbered[id(copying.source)], numbered[id(copying.fork)], [tuple(copy) for copy in copying.copies])
+                for copying in (*state.copies_due, *state.copies_made)
+            ],
+            len(state.copies_due),
+            state.forks_found_no_room,
+            [(tuple(copied.copy), copied.slots, copied.fork.state.value) for copied in engine.copies],
             [numbered[id(sequence)] for sequence in engine.waiting],
             [numbered[id(sequence)] for sequence in engine.running],
             [
@@ -206,6 +214,8 @@ def _all_sequences(engine: TinyEngine) -> list[CacheSequence]:
         engine.running,
         [part.sequence for part in engine.step],
         [stated.sequence for stated in in_flight],
+        [one for copying in (*state.copies_due, *state.copies_made) for one in (copying.source, copying.fork)],
+        [copied.fork for copied in engine.copies],
         [event.sequence for event in state.events if isinstance(event, Granted | Refused | Stopped)],
     ]
     return list({id(sequence): sequence for place in places for sequence in place}.values())
@@ -232,6 +242,10 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
         sequence.uses_blocks,
         sequence.in_step,
         sequence.maybe_granted,
+        sequence.parent and (*sequence.parent.id, sequence.parent.round),
+        sequence.num_copies,
+        sequence.num_forks_to_come,
+        sequence.is_superseded,
         sequence.acked_tokens,
         sequence.acked_entries,
         sequence.acked_computed_tokens,

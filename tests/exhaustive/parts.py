@@ -96,7 +96,13 @@ _Pickler.dispatch_table[Limits] = lambda limits: (_of_kind, (Limits, *limits))
 _Pickler.dispatch_table[CacheSettings] = _reduce_settings
 _Pickler.dispatch_table[common_pb2.Root] = lambda root: (_root, (root.model_fingerprint, root.tenant_salt))
 _Pickler.dispatch_table[SequenceState] = _reduce_enum
-for _message in (cache_pb2.AllocateRequest, cache_pb2.AppendRequest, cache_pb2.FreeRequest, cache_pb2.ReportRequest):
+for _message in (
+    cache_pb2.AllocateRequest,
+    cache_pb2.AppendRequest,
+    cache_pb2.ForkRequest,
+    cache_pb2.FreeRequest,
+    cache_pb2.ReportRequest,
+):
     _Pickler.dispatch_table[_message] = _reduce_message
 
 _NAMES = {
@@ -112,7 +118,7 @@ _NAMES = {
     "kvpool.cache_service.core.session": "Sequence Session",
     "kvpool.cache_service.core.session_key": "SessionKey",
     "collections": "Counter OrderedDict deque",
-    "tests.exhaustive.engine": "Part TinyEngine",
+    "tests.exhaustive.engine": "Copied Part TinyEngine",
     "tests.exhaustive.parts": "_of_kind _parse _root",
     "tests.exhaustive.world": "Peer",
     "kvpool.worker_service.cache.engine_cache": "EngineCache",

@@ -43,6 +43,8 @@ _RIVALS = (Wanted("a", (1, 2, 3), 1, worker=0), Wanted("b", (5, 6), 2, worker=0)
 """Both on one worker, different texts: the second evicts what the first has left."""
 _PARTING = (Wanted("a", (1, 2, 3, 4, 5, 6, 7), 2, worker=0), Wanted("b", (1, 2, 8), 1, worker=0))
 """Both on one worker; b parts from a after the first block: its window or state there is named for b, or is written again."""
+_FORKED = (Wanted("a", (1, 2, 3), 3, worker=0),)
+"""It has a full block and a tail when it can be forked."""
 _SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
 
 STARTS: dict[str, Start] = {
@@ -54,6 +56,15 @@ STARTS: dict[str, Start] = {
     "single, restart, window": Start(_SINGLE, Budget(restarts=1), num_blocks=(3, 5), windows=(0, 3)),
     "parting, fault, state": Start(_PARTING, Budget(faults=1), num_blocks=(8, 6), grid=2),
     "single, restart, state": Start(_SINGLE, Budget(restarts=1), num_blocks=(3, 4), grid=2),
+    "2 forks": Start(_FORKED, Budget(forks=2), num_blocks=(9,)),
+    "fork, fault": Start(_FORKED, Budget(forks=1, faults=1), num_blocks=(7,)),
+    "fork, restart": Start(_FORKED, Budget(forks=1, restarts=1), num_blocks=(6,)),
+    "fork, move": Start(_FORKED, Budget(forks=1, moves=1), num_blocks=(6,)),
+    "fork, fault, window": Start(_FORKED, Budget(forks=1, faults=1), num_blocks=(7, 9), windows=(0, 3)),
+    "fork, fault, state": Start(_FORKED, Budget(forks=1, faults=1), num_blocks=(7, 7), grid=2),
+    "2 forks, restart, fault, at once": Start(
+        _FORKED, Budget(forks=2, restarts=1, faults=1), num_blocks=(9,), at_once=True
+    ),
     "single, restart, fault": Start(_SINGLE, Budget(restarts=1, faults=1)),
     "single, restart, 2 faults, at once": Start(_SINGLE, Budget(restarts=1, faults=2), at_once=True),
     "shared, restart, 2 faults, at once": Start(_SHARED, Budget(restarts=1, faults=2), at_once=True),

@@ -49,6 +49,8 @@ class Budget:
     """The client goes away."""
     heartbeats: int = 0
     """KeepAlive calls."""
+    forks: int = 0
+    """A sequence that decodes is forked."""
 
     def covers(self, other: Budget) -> bool:
         """Whether all that may happen with `other` may happen with this one."""
@@ -58,6 +60,7 @@ class Budget:
             and self.moves >= other.moves
             and self.cancels >= other.cancels
             and self.heartbeats >= other.heartbeats
+            and self.forks >= other.forks
         )
 
 
@@ -241,6 +244,8 @@ class World:
             found.append(Event("end the step", index))
         elif engine.running:
             found.append(Event("begin a step", index))
+            if self.left.forks and engine.to_fork() is not None:
+                found.append(Event("fork", index))
         if self.left.restarts:
             found.append(Event("crash", index))
         return found
@@ -325,6 +330,9 @@ class World:
         engine = peer.engine
         if what == "begin a step":
             engine.begin_step()
+        elif what == "fork":
+            if engine.fork():
+                self.left = replace(self.left, forks=self.left.forks - 1)
         elif what == "end the step":
             engine.end_step()
             self._hand_over()
