@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.worker_service.cache import forks
 from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.engine.request import GenerationParams, Rank, Request
@@ -111,7 +110,7 @@ class Forker:
         """What the cache side has to wait for just now."""
         state, counts = self._worker.cache._state, self._worker.world.counts
         for sequence in state.ending:
-            counts["parents that ended before their forks were known"] += forks.is_parent(state, sequence)
+            counts["parents that ended before their forks were known"] += state.is_parent(sequence)
             counts["forks that ended before they were known"] += sequence.parent is not None
 
     def _check_texts(self) -> None:

@@ -300,36 +300,59 @@ def test_a_fork_whose_answer_was_lost_is_freed(executed: bool) -> None:
 
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("layout", [(_FULL, 0), (_WINDOWED, 0), (_STATE, 8)], ids=["full", "window", "state"])
-def test_a_report_states_forks_like_other_sequences(is_known: bool, layout: tuple[object, int]) -> None:
+def test_a_report_states_the_forks_that_were_known(is_known: bool, layout: tuple[object, int]) -> None:
+    """Like other sequences: as tables that have blocks in common. The others are stated after it, as they would have been."""
     worker = _worker(layout[0], state_grid=layout[1])  # type: ignore[arg-type]
     parent = _decoding(worker, "p", 10)
     child, _ = _fork(worker, parent, "c")
     if is_known:
         worker.call()
     worker.cache.lose("the test says so")
+    worker.methods.clear()
     worker.register()
+    assert worker.methods.count("Fork") == (not is_known)
     assert worker.manager.sessions[0].counts()[0].shared == 2
     assert child.parent is None
-    worker.methods.clear()
     for sequence in (child, parent):
         worker.step(sequence)
+        worker.check()
         worker.end(sequence)
-    assert "Fork" not in worker.methods
     assert sum(worker.held()) == 0
     worker.check()
 
 
-def test_a_parent_that_ended_while_there_was_no_session_is_not_reported() -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_parent_that_ended_while_there_was_no_session_is_reported_for_its_forks_only(is_known: bool) -> None:
+    """What they share is pinned by it until they are stated."""
     worker = _worker()
     parent = _decoding(worker, "p", 12)
     child, _ = _fork(worker, parent, "c")
+    if is_known:
+        worker.call()
     worker.cache.lose("the test says so")
     worker.cache.free(parent)
+    worker.methods.clear()
     worker.register()
+    assert [one for one in worker.methods if one != "Report"] == ([] if is_known else ["Fork", "Free"])
     assert [key[0] for key in worker.manager.sessions[0].sequences] == ["c"]
     worker.step(child)
     worker.end(child)
     assert worker.held() == (0,)
+
+
+def test_a_fork_that_has_completed_blocks_is_stated_after_a_report() -> None:
+    """In the report these blocks are of the reserve, which the manager has them in."""
+    worker = _worker()
+    parent = _decoding(worker, "p", 10)
+    child, _ = _fork(worker, parent, "c")
+    _step_unreported(worker, child, 14)
+    worker.cache.lose("the test says so")
+    worker.begin_report()
+    worker.cache.free(child)
+    worker.call()
+    worker.check()
+    worker.end(parent)
+    assert worker.begin("again", [*child.tokens[:12], 5]).num_cached_tokens == 12
 
 
 @pytest.mark.parametrize("who", ["p", "c"])

@@ -78,7 +78,7 @@ class EngineCache:
     def is_exhausted(self) -> bool:
         """Whether reserve and pool of a group are empty: the manager has reported so, and no sequence is giving blocks back."""
         state = self._state
-        if any(not (state.forks_found_no_room and forks.is_parent(state, sequence)) for sequence in state.ending):
+        if any(not (state.forks_found_no_room and state.is_parent(sequence)) for sequence in state.ending):
             return False
         # Decoding needs no blocks of a group with a window or a state.
         is_out = any(state.pool_is_empty[group] and not state.reserves[group] for group in self._state.full_groups)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from . import events
 from .entry import BlockCopy
-from .reserve import ReservedBlock
 from .scratch import Forked as ForkedScratch
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState, Copying
@@ -163,11 +162,6 @@ def _end(copying: Copying) -> None:
 # -- the end of a fork, or of its parent
 
 
-def is_parent(state: CacheState, sequence: CacheSequence) -> bool:
-    """Whether the manager does not know yet who else uses its blocks."""
-    return any(child.parent is sequence for child in state.forks)
-
-
 def is_to_be_stated(state: CacheState, child: CacheSequence) -> bool:
     """Whether the manager must hear of a fork that it does not know: it lives, others are forks of it, or it has completed blocks
     that can be hits."""
@@ -177,7 +171,7 @@ def is_to_be_stated(state: CacheState, child: CacheSequence) -> bool:
     has_content = child.num_computed_tokens // size * size > child.acked_computed_tokens
     return (
         child.state is not SequenceState.ENDING
-        or is_parent(state, child)
+        or state.is_parent(child)
         or (has_content and not state.forks_found_no_room)
     )
 
@@ -185,7 +179,7 @@ def is_to_be_stated(state: CacheState, child: CacheSequence) -> bool:
 def may_free(state: CacheState, sequence: CacheSequence) -> bool:
     """Whether the blocks of an ending sequence can be given back now."""
     is_unknown_fork = sequence.parent is not None and is_to_be_stated(state, sequence)
-    return not (sequence.is_busy or is_unknown_fork or is_parent(state, sequence))
+    return not (sequence.is_busy or is_unknown_fork or state.is_parent(sequence))
 
 
 def settle(state: CacheState) -> None:
@@ -200,14 +194,8 @@ def settle(state: CacheState) -> None:
 
 def _give_back(state: CacheState, child: CacheSequence) -> None:
     """Its own blocks are again what they were when they were granted."""
-    num_shared = child.acked_entries
     for group, (reserve, ledger) in enumerate(zip(state.reserves, state.ledgers, strict=True)):
-        scratch = child.scratch[group] if child.scratch else None
-        if scratch is not None:
-            own = scratch.take_reserved()
-        else:
-            blocks, generations = child.tables[group][num_shared:], child.generations[group][num_shared:]
-            own = list(map(ReservedBlock, blocks, generations))
+        own = child.own_blocks(group)
         for reserved in own:
             ledger.empty(reserved.block)
         reserve.put_back(own)

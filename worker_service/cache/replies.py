@@ -261,7 +261,7 @@ def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResu
             forks.supersede(state, sequence)
         if sequence.state is not SequenceState.LIVE:
             # The engine is done with it; Free releases its blocks, and waits for its forks.
-            if forks.is_parent(state, sequence):
+            if state.is_parent(sequence):
                 forks.postpone(state, now)
             return
         if reason == "TOO_MANY_TOKENS":

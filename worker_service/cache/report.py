@@ -39,8 +39,8 @@ class _SequenceSnapshot(NamedTuple):
 
 
 class Report:
-    """A snapshot for the manager. `sequences`: those that hold blocks; their present state counts as acknowledged. `reserves`: by
-    group, as `ledgers`."""
+    """A snapshot for the manager. `sequences`: those that hold blocks and that it is to know; their present state counts as
+    acknowledged. `reserves`: by group, as `ledgers`; with the blocks of other sequences."""
 
     def __init__(
         self, ledgers: tuple[BlockLedger, ...], sequences: list[CacheSequence], reserves: list[list[ReservedBlock]]
@@ -49,6 +49,9 @@ class Report:
         self._generations = [ledger.generations() for ledger in ledgers]
         self._idle = [ledger.idle_blocks() for ledger in ledgers]
         self._reserves = reserves
+        for contents, reserve in zip(self._contents, reserves, strict=True):
+            for block, _ in reserve:
+                contents[block] = None  # of a fork that is stated later: what it has completed is told then
         self._sequences = [
             _SequenceSnapshot(
                 sequence.key,

@@ -85,10 +85,10 @@ class Scratch(ABC):
         """The scratch of a fork of the sequence, which no step may use, where so many tokens are computed. Nothing is shared: it is
         made of `spare`, as many blocks of the reserve as `num_for_fork` says."""
 
-    def take_reserved(self) -> list[ReservedBlock]:
-        """All blocks, where the manager knows of none: each came out of the reserve. The sequence has ended."""
-        reserved, self._from_reserve = list(self._from_reserve), {}
-        return reserved
+    @property
+    def from_reserve(self) -> list[ReservedBlock]:
+        """Blocks that the manager may still count as reserved. Of a fork that it does not know they are all."""
+        return list(self._from_reserve)
 
     def _add(self, reserved: ReservedBlock) -> None:
         self.free.append(reserved)
@@ -154,8 +154,8 @@ class Scratch(ABC):
         return len(self._bound) + len(self._scratch) + len(self._released)
 
     def state(self, *, is_copied: bool = False) -> tuple[Statement, list[int]]:
-        """What the next call states, and the blocks that this worker stops using with it. `is_copied`: a step has yet to copy blocks
-        for a fork, so none is released."""
+        """What the next call states, and the blocks that this worker stops using with it. `is_copied`: a step has yet to copy
+        blocks for a fork, so none is released."""
         if is_copied:
             return Statement(tuple(self._bound), tuple(self._scratch)), []
         dropped, self._to_drop = self._to_drop, []

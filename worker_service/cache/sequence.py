@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvpool.v1 import common_pb2
 
 from .ledger import Content
+from .reserve import ReservedBlock
 from .running_state import RunningState, StateUse
 from .scratch import Scratch
 
@@ -164,6 +165,14 @@ class CacheSequence:
         """All blocks of a group that this worker uses for it, in the order in which its pool may evict them."""
         scratch = self.scratch[group] if self.scratch else None
         return reversed(self.tables[group]) if scratch is None else scratch.blocks()
+
+    def own_blocks(self, group: int) -> list[ReservedBlock]:
+        """Of a fork that the manager does not know: the blocks of a group that it does not share with its parent."""
+        scratch = self.scratch[group] if self.scratch else None
+        if scratch is not None:
+            return scratch.from_reserve
+        first = self.acked_entries
+        return list(map(ReservedBlock, self.tables[group][first:], self.generations[group][first:]))
 
     def next_round(self) -> CacheSequence:
         """The same request with its generated tokens, holding nothing."""

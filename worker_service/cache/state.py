@@ -78,16 +78,20 @@ class CacheState:
 
     def begin_session(self, link: LinkState, *, report_wanted: bool) -> None:
         """A session is open. If the manager asked for a report, it is sent first: also an empty one, since the manager waits."""
-        for sequence in [sequence for sequence in self.ending if not sequence.is_busy]:
-            self._end_unheard(sequence)
+        self._end_unheard()
         self.link = link
         for fork in self.forks:
-            fork.parent, fork.maybe_granted = None, True  # the report states it like any other sequence
-        self.forks, self.forks_found_no_room = [], False
+            fork.maybe_granted = False
+        self.forks_found_no_room, self.is_urgent = False, bool(self.forks)
         if report_wanted:
-            holders = [sequence for sequence in self.sequences.values() if sequence.tables]
+            # Forks that were not acknowledged are stated after the report, as they would have been before it.
+            holders = [sequence for sequence in self.sequences.values() if sequence.tables and sequence.parent is None]
             self._stop_using_released(holders)
-            link.report = Report(self.ledgers, holders, [reserve.spare() for reserve in self.reserves])
+            reserved = [
+                [*reserve.spare(), *(block for fork in self.forks for block in fork.own_blocks(group))]
+                for group, reserve in enumerate(self.reserves)
+            ]
+            link.report = Report(self.ledgers, holders, reserved)
 
     def _stop_using_released(self, sequences: List[CacheSequence]) -> None:
         """A report states the present, so what is not in it is released."""
@@ -108,8 +112,7 @@ class CacheState:
                 sequence.forget()
                 sequence.state = SequenceState.WAITING
                 del self.sequences[sequence.id]
-        for sequence in [sequence for sequence in self.ending if not sequence.is_busy]:
-            self._end_unheard(sequence)
+        self._end_unheard()
         for sequence in self.parked:
             sequence.parked_on = None
             sequence.state = SequenceState.WAITING
@@ -120,10 +123,21 @@ class CacheState:
         self.ask_again_at, self.pool_is_empty = 0.0, [False] * len(self.ledgers)
         self.num_free = None
 
-    def _end_unheard(self, sequence: CacheSequence) -> None:
-        """End a freed sequence without a Free call: it will not be in the report."""
-        self.ending.remove(sequence)
-        self.end(sequence)
+    def _end_unheard(self) -> None:
+        """End freed sequences without a Free call: they will not be in the report. Not those whose blocks are still needed: by a
+        step, or by a fork of which the manager is told after it."""
+        is_done = False
+        while not is_done:  # what ends may be the last fork of another one
+            is_done = True
+            for sequence in list(self.ending):
+                if not (sequence.is_busy or self.is_parent(sequence)):
+                    self.ending.remove(sequence)
+                    self.end(sequence)
+                    is_done = False
+
+    def is_parent(self, sequence: CacheSequence) -> bool:
+        """Whether the manager does not know yet who else uses its blocks."""
+        return any(fork.parent is sequence for fork in self.forks)
 
     def give_up(self, why: str, *, is_defect: bool = True) -> None:
         """No block held here can be kept; the engine gets an event."""
