@@ -1,7 +1,7 @@
 """Forks that nobody has asked for: sequences that decode are forked between two steps, and forks of them again.
 
-So every kind of model, fault and end meets forks. A fork goes on with the same text as its parent, or with another token; either has
-one right continuation. The clients know nothing of it.
+So every kind of model, fault and end meets forks. A fork goes on with the same text as its parent, or with another token; either
+has one right continuation. The clients know nothing of it.
 """
 
 from __future__ import annotations

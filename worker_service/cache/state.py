@@ -161,10 +161,14 @@ class CacheState:
         spare = spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
         num_forks = sum(sequence.num_forks_to_come for sequence in (*live, *joining))
         return [
-            (self._spare_for_boundaries(group, live) if self.settings.has_scratch(group) else spare)
-            + min(num_forks * self.settings.fork_blocks(group), self.settings.num_blocks[group] - 1)
+            self._spare_for_boundaries(group, live) + self._spare_for_forks(group, num_forks)
+            if self.settings.has_scratch(group)
+            else spare + self._spare_for_forks(group, 2 * num_forks)  # beams fork again before a call is answered
             for group in range(len(self.ledgers))
         ]
+
+    def _spare_for_forks(self, group: int, num_forks: int) -> int:
+        return min(num_forks * self.settings.fork_blocks(group), self.settings.num_blocks[group] - 1)
 
     @property
     def num_forks_to_come(self) -> int:
