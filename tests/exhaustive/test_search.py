@@ -18,13 +18,14 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Uplink
 from kvpool.cache_service.core.session import Sequence, Session
 from kvpool.v1 import cache_pb2
-from kvpool.worker_service.cache import naming, parking
+from kvpool.worker_service.cache import forks, naming, parking
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
 from kvpool.worker_service.cache.ring import Ring
 from kvpool.worker_service.cache.running_state import RunningState
 from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.state import CacheState
 from tests.exhaustive.fingerprint import fingerprint
 from tests.exhaustive.search import Search, freeze, tell, thaw
 from tests.exhaustive.share import Reached, Share, pack
@@ -33,6 +34,7 @@ from tests.exhaustive.world import MISHAPS, Budget, Event, Wanted, World, begin
 
 SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
 SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
+FORKED = (Wanted("a", (1, 2, 3), 3, worker=0),)
 SHORT = (Wanted("a", (1, 2), 1, worker=0),)
 PAIR = (Wanted("a", (1, 2), 1, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
 
@@ -96,6 +98,18 @@ def test_every_state_of_a_world_with_recurrent_layers_is_right(monkeypatch: pyte
     assert found.is_complete
     assert found.num_states > 2000
     assert {name for name, count in reached.items() if count} == {"name", "_release", "add_boundary", "a hit is read"}
+
+
+def test_every_state_of_a_world_with_forks_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence is forked at every possible moment, and either ends first; a fork that ends before it was stated is taken back."""
+    reached: Counter[str] = Counter()
+    count_calls(monkeypatch, forks, "_give_back", reached)
+    found = Search(STARTS["fork, fault"].begin(), num_processes=1).run()
+    assert not found.broken, found.broken
+    assert found.is_complete
+    assert found.num_states > 2000
+    assert reached["_give_back"]
+    assert {"fork", "lose Fork answer", "double Fork", "give up Fork"} <= set(found.kinds)
 
 
 def test_every_state_around_a_restart_is_right() -> None:
@@ -290,6 +304,29 @@ def the_smaller_attempt_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     monkeypatch.setattr(Fencing, "fence", nothing)
+
+
+def parents_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker frees a parent although the manager does not know of its fork."""
+    monkeypatch.setattr(CacheState, "is_parent", lambda self, sequence: False)
+
+
+def copies_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker frees a parent although a step has yet to copy its tail."""
+    monkeypatch.setattr(CacheSequence, "is_busy", property(lambda self: self.in_step))
+
+
+@pytest.mark.parametrize(
+    ("breaks", "law"),
+    [(parents_are_not_waited_for, "everything can end"), (copies_are_not_waited_for, "use after free")],
+)
+def test_forks_that_are_forgotten_are_found(
+    monkeypatch: pytest.MonkeyPatch, breaks: Callable[[pytest.MonkeyPatch], None], law: str
+) -> None:
+    """The search names the law that does not hold."""
+    breaks(monkeypatch)
+    found = Search(begin(FORKED, Budget(forks=1, cancels=1), num_blocks=(7,))).run()
+    assert law in found.broken
 
 
 @pytest.mark.parametrize(
