@@ -66,6 +66,11 @@ class SequencePart(NamedTuple):
     counts: TokenCounts | None = None
     """The sequence's tokens; set if `sampling` has penalties."""
     prompt_rows: PromptRows | None = None
+    forks: Sequence[SamplingParams] = ()
+    """Further tokens to sample after the last one, each in its own way: the first tokens of forks. Only with `sampling`."""
+    num_candidates: int = 0
+    """If not 0, nothing is sampled: so many most likely next tokens are wanted, of which a beam search chooses. Only with
+    `sampling`, whose temperature and truncation do not count."""
     state: StateBlocks | None = None
     """Of models with recurrent layers."""
     encoder: EncoderBlocks | None = None
@@ -98,6 +103,25 @@ class SampledToken(NamedTuple):
     """If requested."""
 
 
+class Candidate(NamedTuple):
+    """A token that a beam may continue with."""
+
+    token_id: int
+    score: float
+    """Its log-probability, adjusted by bias, banned ids and penalties."""
+    logprob: float
+    """Its log-probability under the model."""
+
+
+class Candidates(NamedTuple):
+    """What a beam may continue with."""
+
+    best: Sequence[Candidate]
+    """As many as were asked for, or all tokens if there are fewer; best score first."""
+    top: list[tuple[int, float]]
+    """As in TokenLogprobs, if log-probabilities are requested."""
+
+
 class BadLogits(NamedTuple):
     """Logits without a finite maximum, from which no token or log-probability follows.
 
@@ -122,6 +146,10 @@ class PartResult(NamedTuple):
     """One for each of the part's prompt_rows."""
     bad_logits: BadLogits | None = None
     """If set, the request cannot continue and there is no other result. Other parts are not affected."""
+    forks: Sequence[SampledToken] = ()
+    """One for each of the part's forks."""
+    candidates: Candidates | None = None
+    """If the part asks for candidates, in place of the token."""
 
 
 class StepRunner(Protocol):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from ...attention.layer import KVLayer
+from ...engine.step import BlockCopy
 from ...pages import zero_pages
 from ..errors import KVCacheTooLarge
 from .kv_groups import sights
@@ -30,6 +31,7 @@ class KVCache:
         mixers: Sequence[Mixer] = (),
     ) -> None:
         self.plan = plan
+        self._device = device
         zeros = _zeros_on_demand if device.type == "cpu" else torch.zeros
         self.layers: list[KVLayer] = []
         """In the order of the layers; one that reads the KV of another one has the tensors of that one."""
@@ -51,6 +53,28 @@ class KVCache:
                 "Give a smaller --kv-cache-memory or --num-blocks."
             ) from error
 
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks as a whole, one copy after the other, so that a copy may be copied. The layout within a block does not
+        matter, so this holds for every runtime."""
+        for some in _independent(copies):
+            for group in {copy.group for copy in some}:
+                chosen = [copy for copy in some if copy.group == group]
+                sources, targets = (
+                    torch.tensor(blocks, device=self._device)
+                    for blocks in ([copy.source for copy in chosen], [copy.target for copy in chosen])
+                )
+                for tensor in self._tensors_of(group):
+                    tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+    def _tensors_of(self, group: int) -> Iterator[torch.Tensor]:
+        """All that is kept in the blocks of a group."""
+        for layer in self.layers:
+            if layer.group == group and not layer.is_reader:
+                yield layer.k_cache
+                yield layer.v_cache
+        if self.states is not None and group == len(self.plan.groups):  # that of states comes after the others
+            yield from self.states
+
     def fill(self, value: float) -> None:
         """Overwrite every slot outside the null block: unwritten slots may have any value. For the self-check and tests."""
         for layer in self.layers:
@@ -58,6 +82,20 @@ class KVCache:
             layer.v_cache[1:].fill_(value)
         if self.states is not None:
             self.states.fill(value)
+
+
+def _independent(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    """The copies in order, in runs of which none reads what another one writes."""
+    run: list[BlockCopy] = []
+    written: set[tuple[int, int]] = set()
+    for copy in copies:
+        if (copy.group, copy.source) in written:
+            yield run
+            run, written = [], set()
+        run.append(copy)
+        written.add((copy.group, copy.target))
+    if run:
+        yield run
 
 
 def _zeros_on_demand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -11,8 +11,9 @@ import torch
 from ...attention.backend import AttentionBackend
 from ...attention.layout import BlockGroup
 from ...attention.packing import Packer, StepSizes
-from ...engine.sampling_params import TokenLogprobs
-from ...engine.step import BadLogits, PartResult, PromptRows, SampledToken, SequencePart, Step
+from ...engine.sampling_params import SamplingParams, TokenLogprobs
+from ...engine.step import BadLogits, Candidates, PartResult, PromptRows, SampledToken, SequencePart, Step
+from ..sampling.candidates import candidates
 from ..sampling.draw import Draw
 from ..sampling.sampler import prompt_logprobs, sample
 from .forward import Runtime
@@ -48,7 +49,8 @@ class ModelRunner:
         self.kv_cache = kv_cache
 
     def execute(self, step: Step) -> list[PartResult]:
-        """Run the step and sample; see StepRunner. Raises PackingError for a bad part, before any KV is written.
+        """Run the step and sample; see StepRunner. Raises PackingError for a bad part, before any KV is written but that
+        of copies.
 
         Computes logits of sampled rows and of prompt rows with requested log-probabilities, the latter in slices.
         """
@@ -57,6 +59,8 @@ class ModelRunner:
         all_passes = list(passes(step.parts, self._max_prompt_rows))
         if len(all_passes) > 1:
             self._packer.pack(step.parts)  # refuses a bad part before the first pass
+        with torch.inference_mode():
+            self.kv_cache.copy_blocks(step.copies)
         for one_pass in all_passes:
             self._run_pass(one_pass, outcomes)
         return [outcome.result() for outcome in outcomes]
@@ -65,21 +69,18 @@ class ModelRunner:
         """Run one forward pass and add its results to the outcomes of its parts."""
         packing = self._packer.pack([part for _, part in parts])
         states = states_of([part for _, part in parts], self._num_state_blocks)
-        draws: list[tuple[int, Draw]] = []
+        ends = _Ends()
         prompts: list[tuple[int, int, PromptRows]] = []
-        rows: list[int] = []
         prompt_rows: list[int] = []
         for (index, part), offset in zip(parts, packing.offsets, strict=True):
             if part.sampling is not None:
-                length = len(part.token_ids)
-                draws.append((index, Draw(part.sampling, part.start + length, part.banned_ids, part.counts)))
-                rows.append(offset + length - 1)
+                ends.add(index, part, part.sampling, offset + len(part.token_ids) - 1)
             if (wanted := part.prompt_rows) is not None:
                 prompts.append((index, part.start, wanted))
                 prompt_rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
         with torch.inference_mode():
-            logits, is_finite = self.forward.run(packing, rows + prompt_rows, states)
-            first = len(draws)
+            logits, is_finite = self.forward.run(packing, ends.rows + prompt_rows, states)
+            first = len(ends.rows)
             for index, start, wanted in prompts:
                 end = first + len(wanted.targets)
                 found = prompt_logprobs(
@@ -87,10 +88,7 @@ class ModelRunner:
                 )
                 outcomes[index].add(found)
                 first = end
-            if draws:
-                sampled = sample(logits[: len(draws)], [draw for _, draw in draws])
-                for (index, _), token in zip(draws, sampled, strict=True):
-                    outcomes[index].add(token)
+            ends.choose(logits[: len(ends.rows)], outcomes)
             # Rows without logits count too: their KV would be shared.
             if not is_finite.all():
                 bad_rows = (~is_finite).nonzero()[:, 0].tolist()
@@ -113,16 +111,20 @@ class ModelRunner:
 class _Outcome:
     """The result of a part so far. The first bad logits replace everything else."""
 
-    token: SampledToken | None = None
+    tokens: list[SampledToken] = field(default_factory=list)
+    """The part's own, then those of its forks."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    candidates: Candidates | None = None
     bad_logits: BadLogits | None = None
 
-    def add(self, found: SampledToken | list[TokenLogprobs] | BadLogits) -> None:
-        """Add a token, or log-probabilities of the prompt."""
+    def add(self, found: SampledToken | Candidates | list[TokenLogprobs] | BadLogits) -> None:
+        """Add a token, what a beam may continue with, or log-probabilities of the prompt."""
         if isinstance(found, BadLogits):
             self.bad_logits = self.bad_logits or found
         elif isinstance(found, SampledToken):
-            self.token = found
+            self.tokens.append(found)
+        elif isinstance(found, Candidates):
+            self.candidates = found
         else:
             self.prompt_logprobs += found
 
@@ -135,4 +137,50 @@ class _Outcome:
     def result(self) -> PartResult:
         if self.bad_logits is not None:
             return PartResult(bad_logits=self.bad_logits)
-        return PartResult(self.token, self.prompt_logprobs)
+        token = self.tokens[0] if self.tokens else None
+        return PartResult(token, self.prompt_logprobs, forks=tuple(self.tokens[1:]), candidates=self.candidates)
+
+
+class _Ends:
+    """The last rows of parts, whose logits decide what follows: tokens are drawn, or candidates are found."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        """Packed rows, one for each part."""
+        self._draws: list[tuple[int, int, Draw]] = []
+        """(index of the part, index in `rows`, draw): several of one row if the part has forks."""
+        self._searches: list[tuple[int, int, Draw, int]] = []
+        """The same with the number of candidates."""
+
+    def add(self, index: int, part: SequencePart, sampling: SamplingParams, row: int) -> None:
+        """`row`: the packed row of the part's last token."""
+        position, place = part.start + len(part.token_ids), len(self.rows)
+        self.rows.append(row)
+        for params in (sampling, *part.forks):
+            draw = Draw(params, position, part.banned_ids, part.counts)
+            if part.num_candidates:
+                self._searches.append((index, place, draw, part.num_candidates))
+            else:
+                self._draws.append((index, place, draw))
+
+    def choose(self, logits: torch.Tensor, outcomes: list[_Outcome]) -> None:
+        """Add what follows to the outcomes. logits [rows, vocab_size], of the rows."""
+        if self._draws:
+            chosen = _rows(logits, [place for _, place, _ in self._draws])
+            tokens = sample(chosen, [draw for *_, draw in self._draws])
+            for (index, *_), token in zip(self._draws, tokens, strict=True):
+                outcomes[index].add(token)
+        if self._searches:
+            chosen = _rows(logits, [place for _, place, *_ in self._searches])
+            found = candidates(
+                chosen, [draw for _, _, draw, _ in self._searches], [search[3] for search in self._searches]
+            )
+            for (index, *_), one in zip(self._searches, found, strict=True):
+                outcomes[index].add(one)
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The logits of the rows, in order; a copy unless these are all of them."""
+    if rows == list(range(len(logits))):
+        return logits
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
