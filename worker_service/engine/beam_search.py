@@ -1,0 +1,205 @@
+"""Beam search: which continuations of which beams go on, which texts have ended, and when no better one can come.
+
+The algorithm alone: no cache, no scheduler, no torch. It decides as transformers' `generate(num_beams=…)` does (version 5.23,
+`GenerationMixin._beam_search`), number by number: scores are float32, as its tensors are, because rounding decides between close
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import nlargest
+from typing import NamedTuple
+
+import numpy as np
+
+from .sampling_params import TokenLogprobs
+from .step import Candidate, Candidates
+
+_IMPOSSIBLE = np.float32(-1e9)
+"""Added to the score of what must not be chosen; also the score of what is not there."""
+
+
+class EarlyStopping(Enum):
+    """When a search ends that has as many ended texts as beams."""
+
+    ESTIMATE = "estimate"
+    """When the best beam, at its present length, has no better score than the worst of them."""
+    FULL = "full"
+    """At once."""
+    NEVER = "never"
+    """When no beam can reach a better score, at any length up to the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How to search."""
+
+    num_beams: int
+    """2 or more."""
+    length_penalty: float = 1.0
+    """A text's score is the sum of its log-probabilities divided by length ** length_penalty: above 0 favours long texts."""
+    early_stopping: EarlyStopping = EarlyStopping.ESTIMATE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """The last token of a text, and what is before it. Texts share their beginnings."""
+
+    parent: Node | None
+    """None: the prompt is before it."""
+    token_id: int
+    logprobs: TokenLogprobs
+    length: int
+    """Tokens of the text."""
+
+    def tokens(self) -> list[Node]:
+        """All of the text, first to last."""
+        return list(self._backwards())[::-1]
+
+    def _backwards(self) -> Iterator[Node]:
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+class Continuation(NamedTuple):
+    """A beam of the next step."""
+
+    beam: int
+    """Index of the beam of this step that it continues."""
+    node: Node
+    """With its last token."""
+
+
+class Ended(NamedTuple):
+    """A text that has ended."""
+
+    node: Node
+    score: float
+    """Of transformers' `sequences_scores`."""
+    has_met_end: bool
+    """Whether its last token, or what it completes, ends it; else its length."""
+
+
+class _Found(NamedTuple):
+    """One of the best continuations of a step."""
+
+    beam: int
+    candidate: Candidate
+    score: np.float32
+    """Sum of the text's log-probabilities."""
+    has_met_end: bool
+    is_last: bool
+    """Whether nothing may follow, for whatever reason."""
+
+
+class BeamSearch:
+    """One search, step by step. A step has one row of candidates for each running beam: `beams`, one before the first step."""
+
+    def __init__(self, params: BeamParams, *, max_new_tokens: int, num_ending_ids: int) -> None:
+        """`num_ending_ids`: ids that end a text. The more there are, the more continuations are looked at, so that enough go on."""
+        self.params = params
+        self.num_candidates = max(2, 1 + num_ending_ids) * params.num_beams
+        """Candidates needed for each beam; fewer if the vocabulary has fewer."""
+        self.beams: list[Node | None] = [None]
+        """Running texts, best first; None: the prompt alone."""
+        self.is_over = False
+        self._max_new_tokens = max_new_tokens
+        # Before the first step all beams are equal, so only the first may be continued.
+        self._scores = [np.float32(0), *[_IMPOSSIBLE] * (params.num_beams - 1)]
+        self._length = 0
+        self._may_improve = True
+        nothing = Ended(Node(None, -1, TokenLogprobs(0.0, []), 0), float(_IMPOSSIBLE), False)
+        self._ended = [(nothing, False)] * params.num_beams
+        """The best ended texts, and whether there is one at that place."""
+
+    @property
+    def ended(self) -> list[Ended]:
+        """The texts that have ended, best first; when the search is over, as many as beams."""
+        return [text for text, is_there in self._ended if is_there]
+
+    def advance(self, rows: Sequence[Candidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
+        """Take the candidates of each beam, in the order of `beams`; returns the beams of the next step, which are `beams` then.
+        None if the search is over. `ends`: whether the beam's text ends with that token."""
+        assert not self.is_over
+        assert len(rows) == len(self.beams)
+        with np.errstate(over="ignore"):  # of what must not be chosen, divided by a small number
+            return self._advance(rows, ends)
+
+    def _advance(self, rows: Sequence[Candidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
+        found = self._best(rows, ends)
+        nodes = [self._node(rows, one) for one in found]
+        self._end_texts(found, nodes)
+        running = self._go_on(found)
+        self._length += 1
+        self._scores = [score for _, score in running]
+        continuations = [Continuation(found[index].beam, nodes[index]) for index, _ in running]
+        self._may_improve = self._may_improve and self._can_improve()
+        self.is_over = (
+            not self._may_improve
+            or (self._is_full and self.params.early_stopping is EarlyStopping.FULL)
+            or all(one.is_last for one in found)
+        )
+        self.beams = [] if self.is_over else [node for _, node in continuations]
+        return [] if self.is_over else continuations
+
+    @property
+    def _is_full(self) -> bool:
+        return all(is_there for _, is_there in self._ended)
+
+    def _best(self, rows: Sequence[Candidates], ends: Callable[[int, int], bool]) -> list[_Found]:
+        """The continuations with the best sums, best first."""
+        # Before the first step there is one row for all beams.
+        of_beams = [(index, rows[index % len(rows)].best) for index in range(self.params.num_beams)]
+        sums = [
+            (np.float32(candidate.score) + self._scores[index], index % len(rows), candidate)
+            for index, candidates in of_beams
+            for candidate in candidates
+        ]
+        # nlargest keeps the order of equal ones.
+        best = nlargest(self.num_candidates, sums, key=lambda one: one[0])
+        is_longest = self._length + 1 >= self._max_new_tokens
+        found = []
+        for score, beam, candidate in best:
+            has_met_end = ends(beam, candidate.token_id)
+            found.append(_Found(beam, candidate, score, has_met_end, has_met_end or is_longest))
+        return found
+
+    def _node(self, rows: Sequence[Candidates], found: _Found) -> Node:
+        logprobs = TokenLogprobs(found.candidate.logprob, rows[found.beam].top)
+        return Node(self.beams[found.beam], found.candidate.token_id, logprobs, self._length + 1)
+
+    def _go_on(self, found: list[_Found]) -> list[tuple[int, np.float32]]:
+        """The best of what has not ended: indices into `found`, and their sums."""
+        scored = [(index, one.score + _IMPOSSIBLE if one.is_last else one.score) for index, one in enumerate(found)]
+        return nlargest(self.params.num_beams, scored, key=lambda one: one[1])
+
+    def _end_texts(self, found: list[_Found], nodes: list[Node]) -> None:
+        """Keep the best of the texts that had ended before and those that end now. Only the best `num_beams` continuations may end:
+        the others are there so that beams are left."""
+        num_beams = self.params.num_beams
+        is_closed = self._is_full and self.params.early_stopping is EarlyStopping.FULL
+        divisor = np.float32((self._length + 1) ** self.params.length_penalty)
+        merged = [(np.float32(text.score), (text, is_there)) for text, is_there in self._ended]
+        for place, (one, node) in enumerate(zip(found, nodes, strict=True)):
+            has_ended = one.is_last and place < num_beams
+            score = one.score / divisor
+            for is_out in (is_closed, not self._may_improve, not has_ended):
+                score += _IMPOSSIBLE if is_out else np.float32(0)
+            merged.append((score, (Ended(node, float(score), one.has_met_end), has_ended)))
+        self._ended = [text for _, text in nlargest(num_beams, merged, key=lambda one: one[0])]
+
+    def _can_improve(self) -> bool:
+        """Whether the best running text may still become better than the worst one that has ended."""
+        params = self.params
+        length = self._length
+        if params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0:
+            length = self._max_new_tokens
+        possible = self._scores[0] / np.float32(length**params.length_penalty)
+        worst = min(np.float32(text.score) for text, _ in self._ended)
+        # A place without a text counts as the worst there can be.
+        return any(possible > (worst if is_there else _IMPOSSIBLE) for _, is_there in self._ended)
