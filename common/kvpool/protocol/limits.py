@@ -23,6 +23,11 @@ MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
 MAX_BOUNDARIES: Final = 8
 """Lengths of a prompt from where others will go on."""
+MAX_ANSWERS: Final = 128
+"""Of one request."""
+MAX_BEAMS: Final = 64
+MAX_LENGTH_PENALTY: Final = 6.0
+"""A length of a million to that power is still a float32."""
 
 
 class BadField(Exception):
@@ -54,6 +59,30 @@ def check_options(request: worker_pb2.GenerateRequest) -> None:
     for name, value in sampling_fields(sampling).items():
         if name in RANGES:
             _require_within(f"sampling.{name}", value.values() if name == "logit_bias" else [value], RANGES[name])
+    _check_answers(request)
+
+
+def _check_answers(request: worker_pb2.GenerateRequest) -> None:
+    """How many texts, and how they are searched."""
+    _require_at_most("n", request.n, MAX_ANSWERS, "answers")
+    search = request.beam_search
+    _require_at_most("beam_search.num_beams", search.num_beams, MAX_BEAMS, "beams")
+    _require_within(
+        "beam_search.length_penalty", [search.length_penalty], Range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    )
+    if search.early_stopping not in worker_pb2.EarlyStopping.values():
+        raise BadField("beam_search.early_stopping", "a value of EarlyStopping", search.early_stopping)
+    if search.num_beams > 1:
+        if request.n > search.num_beams:
+            raise BadField("n", f"at most num_beams ({search.num_beams}): each answer is a beam", request.n)
+        if request.sampling.temperature:
+            raise BadField(
+                "sampling.temperature", "0 with num_beams: beams are not drawn", request.sampling.temperature
+            )
+    elif search.HasField("length_penalty") or search.early_stopping:
+        raise BadField("beam_search.num_beams", "2 or more with length_penalty or early_stopping", search.num_beams)
+    if request.num_delivered_tokens and (request.n > 1 or search.num_beams > 1):
+        raise BadField("num_delivered_tokens", "0 with several answers or beams", request.num_delivered_tokens)
 
 
 def _require_at_most(field: str, count: int, most: int, what: str) -> None:

@@ -45,6 +45,30 @@ MODEL_FILE_SPECIAL_TOKENS: ModelFile.ValueType  # 3
 """JSON object of the special tokens that a chat template may name: bos_token, eos_token, …"""
 Global___ModelFile: _TypeAlias = ModelFile  # noqa: Y015
 
+class _EarlyStopping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
+    """When no beam, at its present length, has a better score than the worst text: transformers' False."""
+    EARLY_STOPPING_FULL: _EarlyStopping.ValueType  # 1
+    """At once: transformers' True."""
+    EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
+    """When no beam can get a better score, up to max_tokens: transformers' "never"."""
+
+class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
+    """When a search ends that has found as many texts as it has beams."""
+
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
+"""When no beam, at its present length, has a better score than the worst text: transformers' False."""
+EARLY_STOPPING_FULL: EarlyStopping.ValueType  # 1
+"""At once: transformers' True."""
+EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
+"""When no beam can get a better score, up to max_tokens: transformers' "never"."""
+Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -294,6 +318,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     attempt: _builtins.int
     """See SequenceKey."""
@@ -327,6 +353,11 @@ class GenerateRequest(_message.Message):
     """The tenant: a worker shares its steps fairly between the tenants of one priority. Empty: a tenant like the others. To share no
     blocks between tenants, set tenant_salt.
     """
+    n: _builtins.int
+    """Answers to generate; 0 or 1: one. The prompt is computed once, and the sequences of the further answers are forks of the first.
+    Answer k > 0 is the sequence `{sequence_id}.{k}` and draws with the seed sampling.seed + k (mod 2^64), so its text is that of a
+    request of its own with that seed. At most 128; a sequence_id has 12 bytes less then.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -337,6 +368,12 @@ class GenerateRequest(_message.Message):
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Lengths of the prompt, in tokens, from where other prompts will go on, as the end of a system prompt. A worker whose model
         keeps_boundaries keeps what they need there; others keep everything. At most 8.
+        """
+
+    @_builtins.property
+    def beam_search(self) -> Global___BeamSearch:
+        """Search the texts with the best scores instead of sampling one token after the other. They are sent when the search has ended,
+        the best ones first, n of them.
         """
 
     def __init__(
@@ -358,10 +395,12 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        n: _builtins.int = ...,
+        beam_search: Global___BeamSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "beam_search", b"beam_search", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "boundaries", b"boundaries", "echo", b"echo", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "num_delivered_tokens", b"num_delivered_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant", b"tenant", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "beam_search", b"beam_search", "boundaries", b"boundaries", "echo", b"echo", "logprobs", b"logprobs", "model_fingerprint", b"model_fingerprint", "n", b"n", "num_delivered_tokens", b"num_delivered_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "sequence_id", b"sequence_id", "stop", b"stop", "tenant", b"tenant", "tenant_salt", b"tenant_salt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -377,6 +416,43 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class BeamSearch(_message.Message):
+    """As in transformers' generate. Penalties, bias and min_tokens change the log-probabilities that scores are sums of. A sequence_id has
+    12 bytes less.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BEAMS_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    num_beams: _builtins.int
+    """Texts that are followed side by side, each in a sequence of its own; 0 or 1: no search. At most 64, and at most the worker's
+    max_num_seqs.
+    """
+    length_penalty: _builtins.float
+    """A text's score is the sum of its log-probabilities / length ** length_penalty; unset: 1. Above 0 favours long texts.
+    In [-6, 6].
+    """
+    early_stopping: Global___EarlyStopping.ValueType
+    def __init__(
+        self,
+        *,
+        num_beams: _builtins.int = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: Global___EarlyStopping.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "num_beams", b"num_beams"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+
+Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -540,14 +616,22 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     start_index: _builtins.int
-    """Index of token_ids[0] among the tokens generated in this stream, from 0; the client takes a token only at its next one."""
+    """Index of token_ids[0] among the tokens of this answer generated in this stream, from 0; the client takes a token only at its next
+    one.
+    """
     text: _builtins.str
     """Text that has become certain with these tokens; characters whose bytes are incomplete, and what may begin a stop string,
     come later. How much is held back must follow from prompt, tokens and stop strings alone: see num_delivered_tokens.
     """
     finish_reason: Global___FinishReason.ValueType
-    """In the last message only."""
+    """In the last message of an answer only. The stream ends with that of the last answer."""
+    index: _builtins.int
+    """Which of the n answers this is a piece of, from 0."""
+    score: _builtins.float
+    """Of a text found by beam search, in its last message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Without the id that ended the text."""
@@ -558,12 +642,13 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """In the first message and the last."""
+        """In the first message and the last of an answer. The prompt is the same one in all answers of a request."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
         """Of the next of the prompt's tokens, in order, if asked for: each sent once, before the first token of the answer or with it.
         The first token of a prompt has none: its entry is empty.
+        Each answer has them.
         """
 
     def __init__(
@@ -576,12 +661,16 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        index: _builtins.int = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "start_index", b"start_index", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "score", b"score", "start_index", b"start_index", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
@@ -671,7 +760,7 @@ class Answer(_message.Message):
     """As in GenerateManyRequest."""
     @_builtins.property
     def response(self) -> Global___GenerateResponse:
-        """As Generate sends it. The one with a finish reason is the request's last answer."""
+        """As Generate sends it. With the finish reason of the last of its n texts the request has ended."""
 
     @_builtins.property
     def status(self) -> _status_pb2.Status:
