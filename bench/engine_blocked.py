@@ -70,7 +70,7 @@ class _EndlessCache(EngineCache):
     def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
         pass
 
-    def end_step(self, results: Iterable[Computed], now: float) -> None:
+    def end_step(self, results: Iterable[Computed], now: float, *, num_added_later: int = 0) -> None:
         for sequence, num_computed_tokens, token in results:
             sequence.num_computed_tokens = num_computed_tokens
             if token is not None:

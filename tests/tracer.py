@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 VOCAB_SIZE = 4093
 EOS = frozenset(range(0, VOCAB_SIZE, 97))
@@ -27,20 +28,34 @@ def extend(slots: list[int], root: int, tokens: Sequence[int]) -> None:
         slots.append(before)
 
 
-def next_token(slots: Sequence[int | None]) -> int:
-    """The token after a sequence of which these slots were read."""
-    return hash(tuple(slots)) % VOCAB_SIZE
+def next_token(slots: Sequence[int | None], seed: int = 0) -> int:
+    """The token after a sequence of which these slots were read, drawn with a seed."""
+    return (hash(tuple(slots)) + seed * 1009) % VOCAB_SIZE
+
+
+def best_tokens(slots: Sequence[int | None], count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens after a sequence of which these slots were read, and their log-probabilities."""
+    first = hash(tuple(slots))
+    apart = 1 + (first >> 20) % 1000  # the number of tokens is a prime, so no two are the same
+    ids = [(first + rank * apart) % VOCAB_SIZE for rank in range(count)]
+    steps = (1 + (first >> (3 * rank) & 7) for rank in range(count))
+    logprobs = accumulate(-0.125 * step for step in steps)
+    return list(zip(ids, logprobs, strict=True))
 
 
 def expected_text(
-    prompt: Sequence[int], count: int, tenant_salt: str = "", eos_token_ids: Collection[int] = ()
+    prompt: Sequence[int],
+    count: int,
+    tenant_salt: str = "",
+    eos_token_ids: Collection[int] = (),
+    seed: int = 0,
 ) -> list[int]:
     """The one right continuation: `count` tokens, fewer if one of `eos_token_ids` comes next."""
     slots: list[int] = []
     text: list[int] = []
     root = root_digest(tenant_salt)
     extend(slots, root, prompt)
-    while len(text) < count and (token := next_token(slots)) not in eos_token_ids:
+    while len(text) < count and (token := next_token(slots, seed)) not in eos_token_ids:
         text.append(token)
         extend(slots, root, [token])
     return text

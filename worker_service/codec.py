@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from kvpool.protocol.answers import ID_SUFFIX_BYTES
 from kvpool.protocol.limits import MAX_ID_BYTES, BadField, check_options
 from kvpool.protocol.sampling import sampling_fields
 from kvpool.v1 import worker_pb2
 
+from .engine.beam_search import BeamParams, EarlyStopping
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
@@ -29,8 +31,10 @@ ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
 def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str) -> None:
     """Every check that needs neither a list of the prompt's ids nor the tokens of its text. Raises EngineError naming the field
     that is wrong."""
-    if not 1 <= len(request.sequence_id.encode()) <= MAX_ID_BYTES:
-        raise invalid("sequence_id", f"needed 1 to {MAX_ID_BYTES} bytes, got {len(request.sequence_id.encode())}")
+    has_further = request.n > 1 or request.beam_search.num_beams > 1
+    most = MAX_ID_BYTES - (ID_SUFFIX_BYTES if has_further else 0)
+    if not 1 <= len(request.sequence_id.encode()) <= most:
+        raise invalid("sequence_id", f"needed 1 to {most} bytes, got {len(request.sequence_id.encode())}")
     if request.attempt < 1:
         raise invalid("attempt", "needed 1 or more: attempts are counted from 1")
     try:
@@ -77,7 +81,23 @@ def decode_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder)
         priority=request.priority,
         tenant=request.tenant,
         boundaries=tuple(request.boundaries),
+        num_answers=max(1, request.n),
+        beams=_beams(request.beam_search),
     )
+
+
+def _beams(message: worker_pb2.BeamSearch) -> BeamParams | None:
+    if message.num_beams < 2:
+        return None
+    penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
+    return BeamParams(message.num_beams, penalty, _EARLY_STOPPING[message.early_stopping])
+
+
+_EARLY_STOPPING = {
+    worker_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ESTIMATE,
+    worker_pb2.EARLY_STOPPING_FULL: EarlyStopping.FULL,
+    worker_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
 
 
 def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:
@@ -104,7 +124,9 @@ def encode_chunk(chunk: Chunk) -> Iterator[worker_pb2.GenerateResponse]:
     """The next messages of the stream: one, unless log-probabilities of a long prompt need more."""
     prompt = [_encode_prompt_logprobs(logprobs) for logprobs in chunk.prompt_logprobs]
     while len(prompt) > MAX_PROMPT_LOGPROBS:
-        yield worker_pb2.GenerateResponse(usage=_usage_of(chunk), prompt_logprobs=prompt[:MAX_PROMPT_LOGPROBS])
+        yield worker_pb2.GenerateResponse(
+            index=chunk.index, usage=_usage_of(chunk), prompt_logprobs=prompt[:MAX_PROMPT_LOGPROBS]
+        )
         del prompt[:MAX_PROMPT_LOGPROBS]
     response = worker_pb2.GenerateResponse(
         start_index=chunk.start_index,
@@ -113,6 +135,8 @@ def encode_chunk(chunk: Chunk) -> Iterator[worker_pb2.GenerateResponse]:
         usage=_usage_of(chunk),
         prompt_logprobs=prompt,
         finish_reason=_FINISH_REASONS[chunk.finish_reason],
+        index=chunk.index,
+        score=chunk.score,
     )
     for token in chunk.tokens:
         if token.logprobs is not None:

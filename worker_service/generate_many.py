@@ -164,7 +164,7 @@ class RequestGroup:
             return [worker_pb2.Answer(number=number, status=status.of_error(error))]
         if chunk is None:
             return []
-        if chunk.finish_reason is not None:
+        if stream.is_read:
             self._remove(number)
         elif stream.has_unread or stream.is_finished:
             self._ready[number] = None

@@ -138,7 +138,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         waits, since an HTTP/2 stream is ordered."""
         for request in requests:
             self._engine.give_up_reader(request, self._reader_seconds)
-            self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated)
+            self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated_in_all)
 
     def on_unread(self, method: str, reason: str) -> None:
         """A call was refused before its request was read."""

@@ -1,24 +1,54 @@
-"""The scheduler over a cache side and a manager made of a few counters. Whatever it decides is held against its laws."""
+"""The scheduler over a cache side and a manager made of a few counters. Whatever it decides is held against its laws. Requests have
+one answer or several, or are searched by beams."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, cast
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import cast
 
+from kvpool.protocol.answers import answer_id
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import boundaries
 from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.entry import BlockCopy
+from kvpool.worker_service.cache.forks import Forked
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch
+from kvpool.worker_service.engine.beams import BeamRequest
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import GenerationParams, Request
-from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
-from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.engine.results import computed, next_tokens
+from kvpool.worker_service.engine.scheduler import ForkCopies, Scheduled, Scheduler
+from kvpool.worker_service.engine.step import Candidate, Candidates, PartResult, SampledToken
 
 
 def token_at(sequence_id: str, position: int) -> int:
     """The one right token: it tells whose it is, and where it stands."""
-    return int(sequence_id) * 100_000 + position
+    request, _, answer = sequence_id.partition(".")
+    return int(answer or 0) * 10_000_000 + int(request) * 100_000 + position
+
+
+def candidates_of(tokens: Sequence[int], count: int) -> Candidates:
+    """What a beam with these tokens may continue with: each token tells its place, and its rank among them."""
+    first, size = tokens[0] // 100_000 * 100_000, hash(tuple(tokens))
+    scores = accumulate(-0.125 * (1 + (size >> (3 * rank) & 7)) for rank in range(count))
+    ids = ((1 + rank) * 10_000_000 + first + len(tokens) for rank in range(count))
+    return Candidates([Candidate(token_id, score, score) for token_id, score in zip(ids, scores, strict=True)], [])
+
+
+def expected_beams(request: Request) -> list[list[int]]:
+    """What a search finds that computes every text anew."""
+    params = request.params
+    assert params.beams is not None
+    search = BeamSearch(params.beams, max_new_tokens=params.max_tokens, num_ending_ids=0)
+    while not search.is_over:
+        texts = [[] if node is None else [one.token_id for one in node.tokens()] for node in search.beams]
+        rows = [candidates_of([*params.token_ids, *text], search.num_candidates) for text in texts]
+        search.advance(rows, lambda *_: False)
+    return [[one.token_id for one in ended.node.tokens()] for ended in search.ended]
 
 
 class FakeCache:
@@ -32,6 +62,8 @@ class FakeCache:
         self.ending: list[CacheSequence] = []
         self.is_away = False
         """The reserve is empty, and the manager does not answer."""
+        self.num_tables: Counter[int] = Counter()
+        """By block: tables that it is in."""
         self.num_freed: Counter[str] = Counter()
 
     @property
@@ -43,8 +75,8 @@ class FakeCache:
         return max(0, -(-len(sequence.tokens) // self.block_size) - sequence.num_entries)
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
-        assert num_slots == len(sequence.tokens)
-        missing = self.num_needed(sequence)
+        assert num_slots <= len(sequence.tokens)
+        missing = max(0, -(-num_slots // self.block_size) - sequence.num_entries)
         if missing and (self.is_away or missing > len(self.blocks)):
             return False
         self.take(sequence, missing)
@@ -57,8 +89,32 @@ class FakeCache:
         """Bind so many blocks to the sequence."""
         if not sequence.tables:
             sequence.tables = ([],)
-        sequence.tables[0].extend(self.blocks.pop() for _ in range(count))
+        taken = [self.blocks.pop() for _ in range(count)]
+        self.num_tables.update(taken)
+        sequence.tables[0].extend(taken)
         sequence.num_entries += count
+
+    def fork(self, parent: CacheSequence, sequence_id: str) -> Forked | None:
+        """Shares the full blocks, and copies the tail."""
+        assert parent.state is SequenceState.LIVE
+        assert not parent.in_step
+        assert parent.num_computed_tokens == len(parent.tokens), "a fork begins where all is computed"
+        num_shared, num_tail = divmod(len(parent.tokens), self.block_size)
+        if num_tail and (self.is_away or not self.blocks):
+            return None
+        child = parent.alone(sequence_id)
+        shared = parent.tables[0][:num_shared]
+        child.tables, child.num_entries = (shared,), num_shared
+        self.num_tables.update(shared)
+        child.num_computed_tokens, child.state = len(parent.tokens), SequenceState.LIVE
+        if not num_tail:
+            return Forked(child, ())
+        self.take(child, 1)
+        return Forked(child, (BlockCopy(0, parent.tables[0][num_shared], child.tables[0][-1]),))
+
+    def add_token(self, sequence: CacheSequence, token_id: int) -> None:
+        assert not sequence.in_step
+        sequence.tokens.append(token_id)
 
     def free(self, sequence: CacheSequence) -> None:
         self.num_freed[sequence.id.sequence_id] += 1
@@ -77,7 +133,8 @@ class FakeCache:
         for sequence in [sequence for sequence in self.ending if not sequence.in_step]:
             self.ending.remove(sequence)
             for table in sequence.tables:
-                self.blocks += table
+                self.num_tables.subtract(table)
+                self.blocks += [block for block in table if not self.num_tables[block]]
             sequence.tables = ()
             sequence.num_entries = 0
             sequence.state = SequenceState.ENDED
@@ -108,6 +165,8 @@ class SchedulerWorld:
         )
         self.requests: list[Request] = []
         """All that were ever submitted."""
+        self.copies: list[ForkCopies] = []
+        """Of the running step."""
         self.open: set[str] = set()
         """sequence_ids of those that have not ended."""
         self.finished: set[str] = set()
@@ -120,14 +179,35 @@ class SchedulerWorld:
 
     # -- what happens
 
-    def submit(self, num_prompt: int, num_new: int, *, tenant: str = "", priority: int = 0) -> Request:
-        """A new request. It must fit into the pool alone."""
+    def fits(self, num_prompt: int, num_new: int, num_beams: int = 1) -> bool:
+        """Whether such a request fits into the pool and the batch alone."""
+        num_shared = num_prompt // self.cache.block_size if num_beams > 1 else 0
+        num_all = -(-(num_prompt + num_new - 1) // self.cache.block_size)
+        return (
+            num_shared + num_beams * (num_all - num_shared) <= self.num_blocks
+            and num_beams <= self.scheduler.max_num_seqs
+        )
+
+    def submit(
+        self, num_prompt: int, num_new: int, *, n: int = 1, num_beams: int = 1, tenant: str = "", priority: int = 0
+    ) -> Request:
+        """A new request, which fits."""
         name = str(len(self.requests))
-        assert -(-(num_prompt + num_new - 1) // self.cache.block_size) <= self.num_blocks
+        assert self.fits(num_prompt, num_new, num_beams)
         prompt = [token_at(name, position) for position in range(num_prompt)]
-        params = GenerationParams(name, 1, prompt, max_tokens=num_new, tenant=tenant, priority=priority)
+        params = GenerationParams(
+            name,
+            1,
+            prompt,
+            max_tokens=num_new,
+            tenant=tenant,
+            priority=priority,
+            num_answers=n,
+            beams=BeamParams(num_beams) if num_beams > 1 else None,
+        )
         sequence = CacheSequence(name, 1, common_pb2.Root(), prompt, max_new_tokens=num_new)
-        request = Request(params, sequence, num_new, frozenset(), None)
+        kind = Request if num_beams == 1 else BeamRequest
+        request = kind(params, sequence, num_new, frozenset(), None)
         self.requests.append(request)
         self.open.add(name)
         self.scheduler.add(request)
@@ -135,9 +215,10 @@ class SchedulerWorld:
 
     def end(self, request: Request) -> None:
         """Its reader has gone, or it was refused. Nothing happens if it has ended."""
-        self.open.discard(request.params.sequence_id)
-        if self.scheduler.find(request.sequence.id) is request:
-            self.scheduler.remove(request)
+        for answer in request.answers:
+            self.open.discard(answer.params.sequence_id)
+            if self.scheduler.find(answer.sequence.id) is answer:
+                self.scheduler.remove(answer)
 
     def talk(self, *, lose_answer: bool = False, num_to_park: int = 0, num_cached_blocks: int = 0) -> None:
         """An Allocate of all candidates, and its answer: the first so many are told to wait for a prefix; of the others those that
@@ -166,9 +247,10 @@ class SchedulerWorld:
                 self._granted.append(sequence)
 
     def _spare_target(self) -> int:
-        """One block for each live sequence that may still need one."""
-        live = [request.sequence for request in self.scheduler if request.sequence.state is SequenceState.LIVE]
-        return sum(sequence.num_blocks_to_come(self.cache.block_size) > 0 for sequence in live)
+        """One block for each live sequence that may still need one, and for each fork to come."""
+        live = [one for request in self.scheduler for one in request.sequences if one.state is SequenceState.LIVE]
+        num_tails = sum(sequence.num_forks_to_come for sequence in live)
+        return num_tails + sum(sequence.num_blocks_to_come(self.cache.block_size) > 0 for sequence in live)
 
     def wake(self) -> None:
         """The prefixes that were waited for are there."""
@@ -183,38 +265,83 @@ class SchedulerWorld:
             self.scheduler.on_granted(sequence)
         self._granted = []
         running = list(self.scheduler._running)
-        decoding = [request for request in running if request.num_uncomputed_tokens == 1]
+        decoding = [one for request in running for one in request.sequences if one.num_uncomputed_tokens == 1]
         num_preemptions = self.scheduler.num_preemptions
-        could_all_decode = not self.cache.is_away and sum(
-            self.cache.num_needed(request.sequence) for request in decoding
+        # Beams that branch take blocks first, and some of them decode in the same step.
+        is_branching = any(isinstance(request, BeamRequest) and request.is_branching for request in running)
+        could_all_decode = not (self.cache.is_away or is_branching) and sum(
+            map(self.cache.num_needed, decoding)
         ) <= len(self.cache.blocks)
+        prompts = {
+            one: one.num_uncomputed_tokens for r in running for one in r.sequences if one.num_uncomputed_tokens > 1
+        }
         self.batch = self.scheduler.schedule(now=0.0)
         preempted = [request for request in running if request not in self.scheduler._running]
         assert self.scheduler.num_preemptions == num_preemptions + len(preempted)
-        self.check_batch(running, decoding, preempted, could_all_decode)
+        self.check_batch(running, decoding, prompts, preempted, could_all_decode)
         for part in self.batch:
             part.sequence.in_step = True
             self.computed[part.request.params.tenant] += part.num_tokens
             self.num_computed += part.num_tokens
+        if self.batch:
+            self.check_copies(self.scheduler.take_copies())
         return self.batch
+
+    def check_copies(self, copies: Sequence[ForkCopies]) -> None:
+        """Each is from one block to another that nothing else has."""
+        targets = [copy.target for fork in copies for copy in fork.copies]
+        assert len(targets) == len(set(targets))
+        assert all(self.cache.num_tables[target] == 1 for target in targets)
 
     def land(self) -> None:
         """The step has completed."""
         batch, self.batch = self.batch, []
-        for part in batch:
-            sequence, request = part.sequence, part.request
-            sequence.in_step = False
-            sequence.num_computed_tokens += part.num_tokens
-            if part.samples:
-                token = token_at(sequence.id.sequence_id, len(sequence.tokens))
-                sequence.tokens.append(token)
-                if self.scheduler.find(sequence.id) is not request:
-                    continue
-                request.take(SampledToken(token))
-                if request.deliver(SampledToken(token)):
-                    self.open.remove(sequence.id.sequence_id)
-                    self.finished.add(sequence.id.sequence_id)
-                    self.scheduler.remove(request)
+        results = [self._result(part) for part in batch]
+        for part, result in zip(batch, results, strict=True):
+            part.sequence.in_step = False
+            done = computed(part, result)
+            part.sequence.num_computed_tokens = done.num_computed_tokens
+            if done.token is not None:
+                part.sequence.tokens.append(done.token)
+        for part, result in zip(batch, results, strict=True):
+            request = part.request
+            if self.scheduler.find(part.sequence.id) is not request:
+                continue
+            if isinstance(request, BeamRequest):
+                if part.samples and request.take_row(part.sequence, result.candidates) and request.is_over:
+                    self._finish_beams(request)
+            elif result.token is not None:
+                for answer, token in next_tokens(self.scheduler, cast(EngineCache, self.cache), request, result):
+                    self.open.add(answer.params.sequence_id)
+                    answer.take(token)
+                    if answer.deliver(token):
+                        self._finish(answer)
+
+    def _result(self, scheduled: Scheduled) -> PartResult:
+        """What the model computes."""
+        part, sequence, request = scheduled.part(), scheduled.sequence, scheduled.request
+        if part.sampling is None:
+            return PartResult()
+        if part.num_candidates:
+            return PartResult(candidates=candidates_of(sequence.tokens, part.num_candidates))
+        name, position = request.params.sequence_id, len(sequence.tokens)
+        names = [name, *(answer_id(name, index) for index in range(1, 1 + len(part.forks)))]
+        token, *forks = (SampledToken(token_at(one, position)) for one in names)
+        return PartResult(token, forks=tuple(forks))
+
+    def _finish(self, request: Request) -> None:
+        name = request.params.sequence_id
+        self.open.remove(name)
+        self.finished.add(name)
+        self.scheduler.remove(request)
+
+    def _finish_beams(self, request: BeamRequest) -> None:
+        request.finish()
+        texts: dict[int, list[int]] = {}
+        while (chunk := request.stream.take()) is not None:
+            texts.setdefault(chunk.index, []).extend(token.token_id for token in chunk.tokens)
+        assert list(texts.values()) == expected_beams(request)[: request.params.num_answers]
+        self._finish(request)
 
     def step(self) -> list[Scheduled]:
         """A whole step."""
@@ -225,13 +352,18 @@ class SchedulerWorld:
     def run_dry(self) -> None:
         """Until all requests have ended: somebody always gets on."""
         self.cache.is_away = False
+        num_idle = 0
         while self.open:
             before = self.num_computed, self.scheduler.num_preemptions, len(self.open)
             self.wake()
             self.talk()
             self.step()
             self.check_books()
-            assert before != (self.num_computed, self.scheduler.num_preemptions, len(self.open)), "nobody gets on"
+            # Beams may have to wait until what they have freed has come back.
+            num_idle = (
+                num_idle + 1 if before == (self.num_computed, self.scheduler.num_preemptions, len(self.open)) else 0
+            )
+            assert num_idle < 3, "nobody gets on"
         self.cache.settle()
         assert sorted(self.cache.blocks) == list(range(1, self.num_blocks + 1)), "blocks have leaked"
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
@@ -245,10 +377,14 @@ class SchedulerWorld:
         assert all(sequence.state is SequenceState.WAITING for sequence in candidates)
         unanswered = [sequence.maybe_granted for sequence in candidates]
         assert unanswered == sorted(unanswered, reverse=True)
-        placed = scheduler.num_running + sum(
-            request.sequence.state in (SequenceState.LIVE, SequenceState.ALLOCATING) for request in scheduler.waiting
-        )
-        assert len(candidates) <= max(scheduler.max_num_seqs - placed, sum(unanswered))
+        joining = [
+            request
+            for request in scheduler.waiting
+            if request.sequence.state in (SequenceState.LIVE, SequenceState.ALLOCATING)
+        ]
+        placed = self.num_places([*scheduler._running, *joining])
+        num_unanswered = self.num_places(requests[: sum(unanswered)])
+        assert self.num_places(requests) <= max(scheduler.max_num_seqs - placed, num_unanswered)
         others = requests[sum(unanswered) :]
         levels = [request.rank.level for request in others]
         assert levels == sorted(levels), "a worse level goes before a better one"
@@ -258,7 +394,8 @@ class SchedulerWorld:
             if request.sequence.state is SequenceState.WAITING and not request.sequence.maybe_granted
         ]
         if len(others) < len(ready):
-            assert placed + len(candidates) == scheduler.max_num_seqs, "a place is left empty"
+            most = max(self.num_places([request]) for request in ready if request not in others)
+            assert placed + self.num_places(requests) + most > scheduler.max_num_seqs, "a place is left empty"
         for payer in {(request.rank.level, request.params.tenant) for request in ready}:
             mine = [request for request in others if (request.rank.level, request.params.tenant) == payer]
             of_all = [request for request in ready if (request.rank.level, request.params.tenant) == payer]
@@ -266,47 +403,59 @@ class SchedulerWorld:
         passed_over = [request.rank.level for request in ready if request not in others]
         assert not (levels and passed_over) or levels[-1] <= min(passed_over), "a better level is passed over"
 
+    def num_places(self, requests: Sequence[Request]) -> int:
+        """Sequences that they will have in the batch."""
+        return sum(min(request.num_places, self.scheduler.max_num_seqs) for request in requests)
+
     def check_batch(
-        self, running: list[Request], decoding: list[Request], preempted: list[Request], could_all_decode: bool
+        self,
+        running: list[Request],
+        decoding: list[CacheSequence],
+        prompts: dict[CacheSequence, int],
+        preempted: list[Request],
+        could_all_decode: bool,
     ) -> None:
+        """`decoding` and `prompts` (how much of them is not computed): of the requests that were running before."""
         scheduler, batch = self.scheduler, self.batch
-        assert len(running) <= scheduler.max_num_seqs
+        assert self.num_places(list(scheduler._running)) <= scheduler.max_num_seqs
+        assert scheduler.num_running <= scheduler.max_num_seqs
         # The budget.
         assert sum(part.num_tokens for part in batch) <= scheduler.max_num_batched_tokens
         assert len({id(part.sequence) for part in batch}) == len(batch)
-        # Nothing without its blocks.
-        used: list[int] = []
+        # Nothing without its blocks, and no block written that another sequence has too.
         for part in batch:
             sequence = part.sequence
-            assert part.request.sequence is sequence
+            assert sequence in part.request.sequences
             assert part.request in scheduler._running
             assert sequence.state is SequenceState.LIVE
-            end = sequence.num_computed_tokens + part.num_tokens
+            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + part.num_tokens
             assert 1 <= part.num_tokens <= len(sequence.tokens) - sequence.num_computed_tokens
             assert sequence.num_entries * self.cache.block_size >= end, "a slot without a block"
             assert part.samples == (end == len(sequence.tokens))
-            used += sequence.tables[0]
-        assert len(used) == len(set(used)), "a block in two tables"
+            written = sequence.tables[0][start // self.cache.block_size : -(-end // self.cache.block_size)]
+            assert all(self.cache.num_tables[block] == 1 for block in written), "a shared block is written"
         # The pace of those that decode.
-        scheduled = {id(part.request): part.num_tokens for part in batch}
-        left = [request for request in decoding if request not in preempted]
+        scheduled = {part.sequence: part.num_tokens for part in batch}
         if could_all_decode:
             assert not preempted
-            assert all(id(request) in scheduled for request in decoding), "a sequence that could decode is left out"
-        prefilling = [request for request in running if request not in preempted and request not in decoding]
-        num_prefilled = sum(scheduled.get(id(request), 0) for request in prefilling)
-        num_decoded = len(batch) - sum(id(request) in scheduled for request in prefilling)
+            assert all(sequence in scheduled for sequence in decoding), "a sequence that could decode is left out"
+        left = {sequence: count for sequence, count in prompts.items() if sequence.state is SequenceState.LIVE}
+        num_prefilled = sum(scheduled.get(sequence, 0) for sequence in left)
+        num_decoded = len(batch) - sum(sequence in scheduled for sequence in left)
         room = scheduler.max_num_batched_tokens - num_decoded
-        if left:
+        if any(sequence not in left for request in scheduler._running for sequence in request.sequences):
             room = min(room, scheduler.max_mixed_prefill_tokens)
         assert num_prefilled <= room, "too much is prefilled beside a decode"
-        # No room is left while something could be computed, and a worse level has it only if a better one needs no more.
-        wanted = {id(request): request.num_uncomputed_tokens for request in prefilling}
-        assert num_prefilled == min(room, sum(wanted.values()))
-        worst = max((r.rank.level for r in prefilling if id(r) in scheduled), default=0)
-        for request in prefilling:
-            if request.rank.level < worst:
-                assert scheduled.get(id(request), 0) == wanted[id(request)], "a worse level is computed first"
+        # No room is left while something could be computed, and a worse level has it only if a better one needs no more. Beams that
+        # are computed again may lack blocks.
+        of_beams = {one for r in scheduler._running if isinstance(r, BeamRequest) for one in r.sequences}
+        if not of_beams.intersection(left) and not preempted:
+            assert num_prefilled == min(room, sum(left.values()))
+            level_of = {one: request.rank.level for request in scheduler._running for one in request.sequences}
+            worst = max((level_of[sequence] for sequence in left if sequence in scheduled), default=0)
+            for sequence, wanted in left.items():
+                if level_of[sequence] < worst:
+                    assert scheduled.get(sequence, 0) == wanted, "a worse level is computed first"
         # Blocks are given back only if there are none and none are on their way; by the last in rank.
         assert not preempted or not (self.cache.blocks or self.cache.is_away)
         assert len(preempted) <= 1
@@ -327,14 +476,29 @@ class SchedulerWorld:
             assert queue.num_prompt_tokens == sum(request.num_prompt_tokens for request in queue)
         for arrival, request in enumerate(self.requests, 1):
             assert request.rank.arrival == arrival, "a request has lost its place"
-            name, tokens = request.params.sequence_id, request.sequence.tokens
-            assert tokens == [token_at(name, position) for position in range(len(tokens))]
-            if name in self.open:
-                assert request.num_generated == len(tokens) - request.num_prompt_tokens
-        holders: list[Any] = [request.sequence for request in queued] + self.cache.ending
-        held = [
-            block
-            for sequence in {id(s): s for s in holders}.values()
-            for block in (sequence.tables[0] if sequence.tables else ())
-        ]
-        assert sorted(held + self.cache.blocks) == list(range(1, self.num_blocks + 1))
+            for answer in request.answers:
+                assert answer.rank == request.rank._replace(answer=answer.index)
+                self.check_tokens(answer)
+        sequences = [one for request in queued for one in request.sequences] + self.cache.ending
+        tables = [one.tables[0] for one in dict.fromkeys(sequences) if one.tables]
+        held = Counter(block for table in tables for block in table)
+        assert held == +self.cache.num_tables
+        assert sorted([*held, *self.cache.blocks]) == list(range(1, self.num_blocks + 1))
+
+    def check_tokens(self, request: Request) -> None:
+        """All its tokens are right and in their places."""
+        name, prompt = request.params.sequence_id, request.params.token_ids
+        if isinstance(request, BeamRequest):
+            if name in self.open and not request.is_branching and len(request.sequences) > 1:
+                texts = [
+                    sequence.tokens[len(prompt) :]
+                    for sequence in request.sequences
+                    if sequence.tokens[: len(prompt)] == prompt
+                ]
+                assert texts == request._texts()
+            return
+        tokens = request.sequence.tokens
+        right = prompt + [token_at(name, position) for position in range(len(prompt), len(tokens))]
+        assert tokens == right
+        if name in self.open:
+            assert request.num_generated == len(tokens) - request.num_prompt_tokens

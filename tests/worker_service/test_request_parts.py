@@ -47,7 +47,7 @@ async def test_each_token_of_a_prompt_is_told_of_once(
         num_tokens = min(size, len(prompt) - sequence.num_computed_tokens)
         if not num_tokens:
             break
-        part = asked.part(num_tokens, samples=False)
+        part = asked.part(asked.sequence, num_tokens, samples=False)
         rows = part.prompt_rows
         if rows is not None:
             assert rows.num_top == 3
@@ -68,7 +68,7 @@ async def test_each_token_of_a_prompt_is_told_of_once(
 def test_nothing_is_told_of_a_prompt_that_nobody_asks_about() -> None:
     for asked in (request([1, 2, 3]), request([1, 2, 3], num_prompt_logprobs=0, num_delivered_tokens=1)):
         asked.on_granted()
-        assert asked.part(3, samples=True).prompt_rows is None
+        assert asked.part(asked.sequence, 3, samples=True).prompt_rows is None
 
 
 def test_delivered_tokens_count_as_generated() -> None:
@@ -78,11 +78,12 @@ def test_delivered_tokens_count_as_generated() -> None:
     for token in (5, 6, 5):
         whole.take(SampledToken(token))
     for asked in (moved, whole):
-        counts = asked.part(1, samples=True).counts
+        counts = asked.part(asked.sequence, 1, samples=True).counts
         assert counts is not None
         assert counts.ids.tolist() == [1, 2, 5, 6]
         assert counts.num_generated.tolist() == [0, 0, 2, 1]
-    assert request([1, 2]).part(1, samples=True).counts is None
+    plain = request([1, 2])
+    assert plain.part(plain.sequence, 1, samples=True).counts is None
 
 
 @pytest.mark.parametrize("num_delivered", [0, 2])
@@ -92,7 +93,7 @@ def test_what_ends_a_text_is_banned_before_min_tokens(num_delivered: int) -> Non
     asked = request(prompt, num_delivered_tokens=num_delivered, min_tokens=4)
     banned = []
     for _ in range(6 - num_delivered):
-        banned.append(asked.part(1, samples=True).banned_ids)
+        banned.append(asked.part(asked.sequence, 1, samples=True).banned_ids)
         asked.take(SampledToken(9))
     assert banned == [STOPS] * (4 - num_delivered) + [()] * 2
 

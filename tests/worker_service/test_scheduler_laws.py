@@ -44,6 +44,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, num_prompt: int, num_new: int, tenant: str, priority: int) -> None:
         self.world.submit(num_prompt, num_new, tenant=tenant, priority=priority)
 
+    @rule(
+        num_prompt=st.integers(1, 20),
+        num_new=st.integers(1, 9),
+        n=st.integers(2, 7),
+        tenant=TENANTS,
+        priority=st.integers(-1, 1),
+    )
+    def submit_several(self, num_prompt: int, num_new: int, n: int, tenant: str, priority: int) -> None:
+        self.world.submit(num_prompt, num_new, n=n, tenant=tenant, priority=priority)
+
+    @rule(
+        num_prompt=st.integers(1, 12),
+        num_new=st.integers(1, 9),
+        num_beams=st.integers(2, 4),
+        n=st.integers(1, 4),
+        tenant=TENANTS,
+    )
+    def submit_beams(self, num_prompt: int, num_new: int, num_beams: int, n: int, tenant: str) -> None:
+        if self.world.fits(num_prompt, num_new, num_beams):
+            self.world.submit(num_prompt, num_new, n=min(n, num_beams), num_beams=num_beams, tenant=tenant)
+
     @rule(num_to_park=st.sampled_from([0, 0, 0, 1, 3]), num_cached_blocks=st.integers(0, 5))
     def talk(self, num_to_park: int, num_cached_blocks: int) -> None:
         self.world.talk(num_to_park=num_to_park, num_cached_blocks=num_cached_blocks)

@@ -7,7 +7,15 @@ import threading
 import time
 
 from kvpool.worker_service.engine.sampling_params import TokenLogprobs
-from kvpool.worker_service.engine.step import BadLogits, PartResult, SampledToken, SequencePart, Step
+from kvpool.worker_service.engine.step import (
+    BadLogits,
+    Candidate,
+    Candidates,
+    PartResult,
+    SampledToken,
+    SequencePart,
+    Step,
+)
 from tests import tracer
 
 
@@ -39,6 +47,8 @@ class TracerModel:
             self.fail_next = False
             raise RuntimeError("the device fell off the bus")
         self.num_steps += 1
+        for copy in step.copies:
+            self._slots[copy.group].copy(copy.source, copy.target)
         written: set[tuple[int, int, int]] = set()
         results: list[PartResult] = []
         for part in step.parts:
@@ -50,7 +60,7 @@ class TracerModel:
             self.num_forwarded += len(tokens)
             targets = [] if part.prompt_rows is None else part.prompt_rows.targets
             told = [TokenLogprobs(-float(target), []) for target in targets]
-            result = PartResult(None if part.sampling is None else SampledToken(tracer.next_token(slots)), told)
+            result = _end_of(part, slots)._replace(prompt_logprobs=told)
             bad = self._bad_logits(part)
             results.append(result if bad is None else PartResult(bad_logits=bad))
         return results
@@ -83,3 +93,14 @@ class TracerModel:
             if token in self.bad_rows:
                 return BadLogits(position + 1, math.nan)
         return None
+
+
+def _end_of(part: SequencePart, slots: list[int]) -> PartResult:
+    """What follows a part."""
+    if part.sampling is None:
+        return PartResult()
+    if part.num_candidates:
+        best = tracer.best_tokens(slots, part.num_candidates)
+        return PartResult(candidates=Candidates([Candidate(token_id, score, score) for token_id, score in best], []))
+    token, *forks = (SampledToken(tracer.next_token(slots, way.seed)) for way in (part.sampling, *part.forks))
+    return PartResult(token, forks=tuple(forks))

@@ -155,8 +155,9 @@ class EngineCache:
             assert not sequence.in_step
             sequence.in_step = True
 
-    def end_step(self, results: Iterable[Computed], now: float) -> None:
-        num_sampled = 0
+    def end_step(self, results: Iterable[Computed], now: float, *, num_added_later: int = 0) -> None:
+        """`num_added_later`: tokens that the step has found as well, and `add_token` adds."""
+        num_sampled = num_added_later
         forks.end_copies(self._state)
         for sequence, num_computed_tokens, token in results:
             sequence.in_step = False
@@ -166,6 +167,11 @@ class EngineCache:
                 sequence.tokens.append(token)
         self._state.rate.note(num_sampled, now)
         forks.settle(self._state)
+
+    def add_token(self, sequence: CacheSequence, token_id: int) -> None:
+        """The next token of a sequence, found by the last step. Not by `end_step`: its forks had to be made without it."""
+        assert not sequence.in_step
+        sequence.tokens.append(token_id)
 
     def fail_step(self, sequences: Iterable[CacheSequence]) -> None:
         """The step failed: it has computed nothing, and the device no longer uses the blocks."""

@@ -145,6 +145,11 @@ class CacheSequence:
         return self.in_step or self.num_copies > 0
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is not complete; one while it decodes."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
     def has_news(self) -> bool:
         """Whether there is something to state of its windows and state."""
         return any(scratch is not None and scratch.has_news for scratch in self.scratch)
@@ -174,20 +179,26 @@ class CacheSequence:
         first = self.acked_entries
         return list(map(ReservedBlock, self.tables[group][first:], self.generations[group][first:]))
 
-    def next_round(self) -> CacheSequence:
-        """The same request with its generated tokens, holding nothing."""
+    def alone(self, sequence_id: str, tokens: list[int] | None = None) -> CacheSequence:
+        """Another sequence that begins with these tokens, None: all that this one has, holding nothing."""
+        tokens = self.tokens if tokens is None else tokens
         again = CacheSequence(
-            self.id.sequence_id,
+            sequence_id,
             self.id.attempt,
             self.root,
-            self.tokens,
-            max_new_tokens=self.max_tokens - len(self.tokens),
+            tokens,
+            max_new_tokens=self.max_tokens - len(tokens),
             max_cached_tokens=self.max_cached_tokens,
             no_wait=self.no_wait,
             kept=self.kept,
         )
-        again.round = self.round + 1
         again.level = self.level
+        return again
+
+    def next_round(self) -> CacheSequence:
+        """The same request with its generated tokens, holding nothing."""
+        again = self.alone(self.id.sequence_id)
+        again.round = self.round + 1
         return again
 
     def forget(self) -> None:

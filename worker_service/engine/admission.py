@@ -62,7 +62,7 @@ class Admission:
         self._rate.note(num_tokens, seconds, now)
 
     def on_finished(self, request: Request) -> None:
-        work = request.num_prompt_tokens - request.num_cached_tokens + request.num_generated
+        work = request.num_prompt_tokens - request.num_cached_tokens + request.num_generated_in_all
         self._num_finished += 1
         self._mean_work += (work - self._mean_work) / min(self._num_finished, _MEAN_OF_REQUESTS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from copy import copy
 
 from tokenizers import Tokenizer
 
@@ -46,6 +47,12 @@ class _Decoder:
         self._returned = self._decode(self._ids[: self._num_returned])
         """Text of the first `_num_returned` ids."""
         self._text = self._decode(self._ids)
+
+    def copy(self) -> _Decoder:
+        """One that goes on by itself from here."""
+        again = copy(self)
+        again._ids = list(self._ids)
+        return again
 
     def _tail(self, prompt: List[int]) -> list[int]:
         """Indices of the prompt's last tokens that decoding does not skip, in order."""
@@ -138,6 +145,12 @@ class TextDecoder:
             self.add(token_id)
         if echo and not num_delivered:
             self._echo = self._decoder.prompt_text(prompt)
+
+    def copy(self) -> TextDecoder:
+        """One that goes on by itself from here: that of a fork."""
+        again = copy(self)
+        again._decoder = self._decoder.copy()
+        return again
 
     def add(self, token_id: int) -> str:
         """The text that is certain with this token."""

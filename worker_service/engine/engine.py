@@ -18,9 +18,13 @@ from tokenizers import Tokenizer
 from kvpool.v1 import common_pb2
 
 from ..cache import events
-from ..cache.engine_cache import Computed, EngineCache
+from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId
+from . import results as results_of
 from .admission import Admission
+from .beams import BeamRequest
+from .capacity import Capacity
+from .detokenizer import TextDecoder
 from .errors import EngineError, ErrorKind, invalid
 from .policy import SchedulingPolicy
 from .prompt import PromptEncoder
@@ -28,7 +32,8 @@ from .request import GenerationParams, Payer, Request
 from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
-from .step import BadLogits, PartResult, SampledToken, StepRunner
+from .step import PartResult, SampledToken, StepRunner
+from .stream import FinishReason
 
 log = structlog.get_logger()
 
@@ -83,6 +88,7 @@ class Engine:
         self._admission = Admission(
             max_num_waiting=settings.max_num_waiting, max_num_waiting_tokens=settings.max_num_waiting_tokens
         )
+        self._capacity = Capacity(settings, cache.settings)
         self.stats = EngineStats()
         self.changed_for_link = asyncio.Event()
         """Set when a call to the manager may be due."""
@@ -132,15 +138,11 @@ class Engine:
             no_wait=not may_hit,
             kept=params.boundaries,
         )
-        decoder = None
-        if self.tokenizer is not None:
-            decoder = params.text_decoder(self.tokenizer)
-            if decoder.is_stopped:
-                raise invalid(
-                    "num_delivered_tokens",
-                    "the delivered tokens contain a stop string already: the text has ended",
-                )
-        request = Request(params, sequence, max_tokens, ending_ids, decoder)
+        request: Request
+        if params.beams is not None:
+            request = BeamRequest(params, sequence, max_tokens, ending_ids, self.tokenizer)
+        else:
+            request = Request(params, sequence, max_tokens, ending_ids, self._text_decoder(params))
         request.times.arrived_at = self._clock()
         for other in displaced:
             self._fail(other, self._admission.displaced(self.scheduler.waiting, self._clock()))
@@ -148,51 +150,30 @@ class Engine:
         self.changed_for_link.set()
         return request
 
+    def _text_decoder(self, params: GenerationParams) -> TextDecoder | None:
+        if self.tokenizer is None:
+            return None
+        decoder = params.text_decoder(self.tokenizer)
+        if decoder.is_stopped:
+            raise invalid(
+                "num_delivered_tokens", "the delivered tokens contain a stop string already: the text has ended"
+            )
+        return decoder
+
     def _check(self, params: GenerationParams) -> int:
         """Refuse what cannot be served; returns how many tokens may be generated."""
-        settings = self.settings
         if self.is_draining:
             raise EngineError(ErrorKind.DRAINING, "this worker is draining and takes no new requests; use another one")
         if not self.cache.is_ready():
             raise EngineError(ErrorKind.UNAVAILABLE, "this worker has no session with the manager right now; try again")
-        num_prompt = len(params.token_ids)
-        if not num_prompt:
-            raise invalid("prompt", "needed at least one token, got none")
-        self.prompts.check_num_tokens(num_prompt)
-        largest = max(params.token_ids)
-        if largest >= settings.vocab_size or min(params.token_ids) < 0:
-            raise invalid("prompt", f"token id {largest} is outside the vocabulary of {settings.vocab_size} tokens")
-        room = settings.max_model_len - num_prompt
-        if params.max_tokens > room:
-            raise invalid(
-                "max_tokens",
-                f"{num_prompt} prompt tokens and {params.max_tokens} new ones exceed this worker's limit of "
-                f"{settings.max_model_len}; at most {room} can be generated",
-            )
+        self.prompts.check_num_tokens(len(params.token_ids))
+        max_tokens = self._capacity.max_tokens(params)
         if self.scheduler.find(SequenceId(params.sequence_id, params.attempt)) is not None:
             raise EngineError(
                 ErrorKind.EXISTS,
                 f"attempt {params.attempt} of sequence {params.sequence_id!r} already has a stream on this worker",
             )
-        max_tokens = params.max_tokens or self._tokens_that_fit(room, num_prompt)
-        self._check_fits(num_prompt, max_tokens)
         return max_tokens
-
-    def _tokens_that_fit(self, room: int, num_prompt: int) -> int:
-        """The largest number of new tokens, by the model's limit and the pools'."""
-        cache = self.cache.settings
-        return max(1, min(room, cache.capacity * cache.block_size - num_prompt + 1))
-
-    def _check_fits(self, num_prompt: int, max_tokens: int) -> None:
-        cache = self.cache.settings
-        num_blocks = -(-(num_prompt + max_tokens - 1) // cache.block_size)
-        if num_blocks > cache.capacity:
-            raise EngineError(
-                ErrorKind.NEVER_FITS,
-                f"{num_prompt} prompt tokens and {max_tokens} new ones need {num_blocks} blocks of {cache.block_size}; this worker "
-                f"has {cache.capacity}: lower max_tokens, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
-                field="max_tokens",
-            )
 
     def abort(self, request: Request) -> None:
         """The reader has gone: end the request and free its blocks. No effect if it has ended."""
@@ -202,7 +183,7 @@ class Engine:
     def give_up_reader(self, request: Request, seconds: float) -> None:
         """The reader has taken nothing for `seconds`: end the request, free its blocks and drop unread chunks. The stream fails
         even after its last token, since it is incomplete without them. No effect if it has failed before."""
-        num_tokens = request.num_generated
+        num_tokens = request.num_generated_in_all
         request.stream.give_up(
             EngineError(
                 ErrorKind.SLOW_READER,
@@ -278,7 +259,8 @@ class Engine:
     async def _run_step(self, batch: list[Scheduled]) -> None:
         sequences = [scheduled.sequence for scheduled in batch]
         self.cache.begin_step(sequences)
-        step = as_step(batch)
+        copies = self.scheduler.take_copies()
+        step = as_step(batch, copies)
         loop = asyncio.get_running_loop()
         launched_at = self._clock()
         try:
@@ -288,10 +270,8 @@ class Engine:
         except Exception as error:
             log.exception("step failed", num_sequences=len(batch))
             self.cache.fail_step(sequences)
-            for scheduled in batch:
-                self._fail(
-                    scheduled.request, EngineError(ErrorKind.INTERNAL, f"the model step failed: {type(error).__name__}")
-                )
+            for request in [scheduled.request for scheduled in batch] + [fork.request for fork in copies]:
+                self._fail(request, EngineError(ErrorKind.INTERNAL, f"the model step failed: {type(error).__name__}"))
             return
         now = self._clock()
         self._count_step(batch, now - launched_at, now)
@@ -304,29 +284,51 @@ class Engine:
         self._admission.on_step(num_tokens, seconds, now)
 
     def _finish_step(self, batch: list[Scheduled], results: list[PartResult], now: float) -> None:
-        computed = [_computed(scheduled, result) for scheduled, result in zip(batch, results, strict=True)]
-        self.cache.end_step(computed, now)
+        computed = [results_of.computed(scheduled, result) for scheduled, result in zip(batch, results, strict=True)]
+        self.cache.end_step(computed, now, num_added_later=sum(map(results_of.num_added_later, results)))
         for scheduled, result in zip(batch, results, strict=True):
-            request = scheduled.request
             # A request may have been aborted while its step ran.
-            if self.scheduler.find(scheduled.sequence.id) is request:
-                self._take(request, result, now)
+            if self.scheduler.find(scheduled.sequence.id) is scheduled.request:
+                self._take(scheduled, result, now)
 
-    def _take(self, request: Request, result: PartResult, now: float) -> None:
+    def _take(self, scheduled: Scheduled, result: PartResult, now: float) -> None:
         """Give the request its result of the step. Its reader gets the token after the next step is launched."""
+        request = scheduled.request
         if result.bad_logits is not None:
             log.warning(
                 "no token can be sampled", sequence_id=request.params.sequence_id, **result.bad_logits._asdict()
             )
-            self._fail(request, _error_of(result.bad_logits))
+            self._fail(request, results_of.error_of(result.bad_logits))
             return
         request.on_prompt_logprobs(result.prompt_logprobs)
-        request.times.on_computed(request.sequence.num_computed_tokens, now)
-        if result.token is not None:
-            self.stats.on_token(request, now)
-            if request.take(result.token):
-                self._remove(request)
-            self._undelivered.append((request, result.token, now))
+        request.times.on_computed(scheduled.sequence.num_computed_tokens, now)
+        if isinstance(request, BeamRequest):
+            if scheduled.samples:
+                self._take_row(request, scheduled.sequence, result, now)
+            return
+        if result.token is None:
+            return
+        self.stats.on_token(request, now)
+        for answer, token in results_of.next_tokens(self.scheduler, self.cache, request, result):
+            if answer is not request:
+                self.stats.on_forked()
+            if answer.take(token):
+                self._remove(answer)
+            self._undelivered.append((answer, token, now))
+
+    def _take_row(self, request: BeamRequest, sequence: CacheSequence, result: PartResult, now: float) -> None:
+        try:
+            if not request.take_row(sequence, result.candidates):
+                return
+            reason = request.finish() if request.is_over else None
+        except Exception as error:
+            self._fail_to_decode(request, error)
+            return
+        self.stats.on_token(request, now)
+        if reason is not None:
+            self._remove(request)
+            self._on_finished(request, reason, now)
+            self.changed_for_link.set()
 
     def _deliver(self) -> None:
         """Pass on the tokens of the last step, now that the next one runs: decoding text takes longer than all else between two
@@ -338,24 +340,30 @@ class Engine:
 
     def _pass_on(self, request: Request, token: SampledToken, now: float) -> None:
         """Pass on one token. An error in one text ends that request, not the engine."""
-        is_running = self.scheduler.find(request.sequence.id) is request
+        is_running = self._is_running(request)
         try:
             if not request.deliver(token):
                 return
         except Exception as error:
-            log.exception("token could not be decoded", sequence_id=request.params.sequence_id)
-            if not is_running:
-                self.stats.ended[ErrorKind.INTERNAL.name.lower()] += 1
-            self._fail(
-                request, EngineError(ErrorKind.INTERNAL, f"the text could not be decoded: {type(error).__name__}")
-            )
+            self._fail_to_decode(request, error)
         else:
             assert request.finish_reason is not None
-            self.stats.on_finished(request, request.finish_reason.value, now)
-            self._admission.on_finished(request)
+            if request.stream.is_finished:
+                self._on_finished(request.answers[0], request.finish_reason, now)
             if is_running:
                 self._remove(request)
         self.changed_for_link.set()
+
+    def _fail_to_decode(self, request: Request, error: Exception) -> None:
+        log.exception("token could not be decoded", sequence_id=request.params.sequence_id)
+        if not any(self._is_running(answer) for answer in request.answers):
+            self.stats.ended[ErrorKind.INTERNAL.name.lower()] += 1
+        self._fail(request, EngineError(ErrorKind.INTERNAL, f"the text could not be decoded: {type(error).__name__}"))
+
+    def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        """All answers of the request, whose first one this is, are complete; the last one ended for that reason."""
+        self.stats.on_finished(request, reason.value, now)
+        self._admission.on_finished(request)
 
     def _take_events(self) -> None:
         for event in self.cache.take_events():
@@ -395,7 +403,7 @@ class Engine:
     def _fail_sequence(self, sequence: CacheSequence, error: EngineError) -> None:
         request = self.scheduler.find(sequence.id)
         # The id may belong to another request by now, or this one may have been preempted since.
-        if request is not None and request.sequence is sequence:
+        if request is not None and sequence in request.sequences:
             self._fail(request, error)
 
     def _fail(self, request: Request, error: EngineError) -> None:
@@ -403,36 +411,13 @@ class Engine:
         self._break_off(request, error.kind.name.lower())
 
     def _break_off(self, request: Request, outcome: str) -> None:
-        if self.scheduler.find(request.sequence.id) is request:
+        """End all answers of the request that have not ended; it counts once."""
+        running = [answer for answer in request.answers if self._is_running(answer)]
+        if running:
             self.stats.ended[outcome] += 1
-            self._remove(request)
+        for answer in running:
+            self._remove(answer)
 
-
-def _computed(scheduled: Scheduled, result: PartResult) -> Computed:
-    sequence = scheduled.sequence
-    if result.bad_logits is not None:
-        # KV that led to such logits must not be served to other requests.
-        return Computed(sequence, sequence.num_computed_tokens, None)
-    token_id = None if result.token is None else result.token.token_id
-    return Computed(sequence, sequence.num_computed_tokens + scheduled.num_tokens, token_id)
-
-
-def _error_of(bad: BadLogits) -> EngineError:
-    """Why a request cannot continue. Neither kind is retried on another worker, where the result would be the same."""
-    what = f"no token can be chosen for position {bad.position}: the largest logit is {bad.largest:g}"
-    if not bad.is_adjusted:
-        return EngineError(
-            ErrorKind.INTERNAL,
-            f"{what} where a finite number was needed. The model does this for these tokens on every worker: change the prompt, "
-            "or check for weights that are not finite or overflow in the worker's dtype (--dtype)",
-        )
-    if bad.largest < 0:
-        return invalid(
-            "stop.min_tokens",
-            f"{what}; ids that end the text are excluded before min_tokens, and the model excludes all others: "
-            "lower min_tokens, or give fewer stop_token_ids",
-        )
-    return invalid(
-        "sampling.repetition_penalty",
-        f"{what}, the model's own is finite: bias and penalties overflow float32; use a penalty nearer to 1",
-    )
+    def _is_running(self, request: Request) -> bool:
+        """Whether it has not ended: it runs or waits."""
+        return self.scheduler.find(request.sequence.id) is request

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from kvpool.protocol.answers import answer_id, answer_seed
+
+from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
+from .beam_search import BeamParams
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes
 from .sampling_params import SamplingParams, TokenLogprobs
-from .step import PromptRows, SampledToken, SequencePart, StateBlocks
+from .step import BlockCopy, PromptRows, SampledToken, SequencePart, StateBlocks
 from .stream import Chunk, FinishReason, TokenStream, Usage
 from .token_counts import TokenCounts
 
@@ -50,6 +54,10 @@ class GenerationParams:
     """Steps are shared fairly between the tenants of one priority."""
     boundaries: tuple[int, ...] = ()
     """Lengths of the prompt, in tokens, from where other prompts will go on."""
+    num_answers: int = 1
+    """Texts that begin with the prompt: the further ones are forks of the first, or the next best beams."""
+    beams: BeamParams | None = None
+    """Search the best texts, instead of sampling."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -68,7 +76,7 @@ class GenerationParams:
 
 
 class Request:
-    """A request that the engine has accepted."""
+    """A request that the engine has accepted: one text, or one of several that share their prompt and their reader."""
 
     def __init__(
         self,
@@ -80,10 +88,18 @@ class Request:
     ) -> None:
         self.params = params
         self.sequence = sequence
+        self.index = 0
+        """Which of the answers it is."""
+        self.answers = [self]
+        """All answers that there are so far, this one included; one list for all of them."""
+        self.num_forks_due = params.num_answers - 1
+        """Answers that begin when the prompt is computed."""
+        self._expect_forks()
         self.rank = Rank(0, 0)
         """Set by the scheduler, like `payer`."""
         self.payer = Payer(0, params.tenant)
-        self.stream = TokenStream()
+        self.stream = TokenStream(params.num_answers)
+        """Of all answers."""
         self.num_prompt_tokens = len(params.token_ids)
         self.num_cached_tokens = 0
         """Prompt tokens served from the cache at the first admission."""
@@ -112,9 +128,24 @@ class Request:
         return self._was_granted
 
     @property
+    def sequences(self) -> tuple[CacheSequence, ...]:
+        """All that it has now."""
+        return (self.sequence,)
+
+    @property
+    def num_places(self) -> int:
+        """Sequences that it will have in the batch."""
+        return 1 + self.num_forks_due
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose KV is not computed; one while it decodes."""
-        return len(self.sequence.tokens) - self.sequence.num_computed_tokens
+        return self.sequence.num_uncomputed_tokens
+
+    @property
+    def num_generated_in_all(self) -> int:
+        """Tokens of all answers."""
+        return sum(answer.num_generated for answer in self.answers)
 
     def usage(self) -> Usage:
         """Token counts and preemptions so far; where the time went once it has finished."""
@@ -132,14 +163,14 @@ class Request:
             self._was_granted = True
             self.num_cached_tokens = self.sequence.num_cached_tokens
             chunk = Chunk(0, usage=self.usage())
-            if self.params.wants_prompt_logprobs:
-                chunk.prompt_logprobs.append(None)
-                self._num_prompt_returned = 1
             self.stream.put(chunk)
+            if self.params.wants_prompt_logprobs:
+                self._put_prompt_logprobs([None])
 
-    def part(self, num_tokens: int, *, samples: bool) -> SequencePart:
-        """Its part of a step that computes `num_tokens` more of its tokens and, if it `samples`, the next one."""
-        sequence, start = self.sequence, self.sequence.num_computed_tokens
+    def part(self, sequence: CacheSequence, num_tokens: int, *, samples: bool) -> SequencePart:
+        """The part in a step of one of its sequences, which computes `num_tokens` more of its tokens and, if it `samples`, the next
+        one."""
+        start = sequence.num_computed_tokens
         state = sequence.state_use(start + num_tokens)
         return SequencePart(
             token_ids=sequence.tokens[start : start + num_tokens],
@@ -150,6 +181,7 @@ class Request:
             counts=self._counts,
             prompt_rows=self._prompt_rows(start, start + num_tokens),
             state=None if state is None else StateBlocks(*state),
+            forks=[self._fork_params(index).sampling for index in range(1, 1 + self.num_forks_due)] if samples else (),
         )
 
     def _is_too_short(self) -> bool:
@@ -167,8 +199,52 @@ class Request:
     def on_prompt_logprobs(self, logprobs: List[TokenLogprobs]) -> None:
         """Pass on the prompt log-probabilities of the last step."""
         if logprobs:
-            self._num_prompt_returned += len(logprobs)
-            self.stream.put(Chunk(0, prompt_logprobs=list(logprobs)))
+            self._put_prompt_logprobs(logprobs)
+
+    def _put_prompt_logprobs(self, logprobs: List[TokenLogprobs | None]) -> None:
+        """Each answer has them, as if it were alone."""
+        self._num_prompt_returned += len(logprobs)
+        for index in range(self.params.num_answers):
+            self.stream.put(Chunk(0, prompt_logprobs=list(logprobs), index=index))
+
+    def preempt(self, cache: EngineCache) -> None:
+        """Give its blocks back, and be computed again from its tokens."""
+        self.num_preemptions += 1
+        self.sequence = cache.preempt(self.sequence)
+        self._expect_forks()
+
+    def _expect_forks(self) -> None:
+        """Let the reserve have blocks for what will be forked."""
+        self.sequence.num_forks_to_come = self.num_places - 1
+
+    def _fork_params(self, index: int) -> GenerationParams:
+        """What a request alone would be asked for, whose text is the answer with that index."""
+        params = self.params
+        return replace(
+            params,
+            sequence_id=answer_id(params.sequence_id, index),
+            sampling=replace(params.sampling, seed=answer_seed(params.sampling.seed, index)),
+            num_answers=1,
+        )
+
+    def fork(self, cache: EngineCache, *, may_share: bool) -> Fork:
+        """The next answer, which shares the KV of the prompt, just computed. Its first token is to be taken next. Without blocks
+        for it, or unless it `may_share`, it gets them like a request that was preempted."""
+        index = len(self.answers)
+        params = self._fork_params(index)
+        forked = cache.fork(self.sequence, params.sequence_id) if may_share else None
+        sequence = self.sequence.alone(params.sequence_id) if forked is None else forked.sequence
+        decoder = None if self._decoder is None else self._decoder.copy()
+        answer = Request(params, sequence, self._max_tokens, self._stop_token_ids, decoder)
+        answer.rank, answer.payer = self.rank._replace(answer=index), self.payer
+        answer.stream, answer.answers, answer.index = self.stream, self.answers, index
+        answer.num_cached_tokens, answer.times = self.num_cached_tokens, self.times.fork()
+        answer._was_granted, answer._num_prompt_returned = True, self._num_prompt_returned
+        answer._counts = None if self._counts is None else self._counts.copy()
+        self.answers.append(answer)
+        self.num_forks_due -= 1
+        self.stream.put(Chunk(0, usage=answer.usage(), index=index))
+        return Fork(answer, () if forked is None else forked.copies)
 
     def take(self, token: SampledToken) -> bool:
         """Count the next token; returns whether none can follow it. `deliver` is to be called before the next one."""
@@ -182,9 +258,9 @@ class Request:
         a stop string."""
         index = self.num_generated - 1
         if token.token_id in self._stop_token_ids:
-            self._finish(Chunk(index), FinishReason.STOP)
+            self._finish(Chunk(index, index=self.index), FinishReason.STOP)
             return True
-        chunk = Chunk(index, [token])
+        chunk = Chunk(index, [token], index=self.index)
         if self._decoder is not None:
             chunk.text = self._decoder.add(token.token_id)
             if self._decoder.is_stopped:
@@ -204,6 +280,14 @@ class Request:
         self.stream.put(chunk)
 
 
+class Fork(NamedTuple):
+    """One more answer of a request."""
+
+    request: Request
+    copies: List[BlockCopy]
+    """To be made by the next step."""
+
+
 class Rank(NamedTuple):
     """A request's place in a total order that never changes. Preemption takes the last, so the first running request always
     finishes."""
@@ -211,6 +295,7 @@ class Rank(NamedTuple):
     level: int
     arrival: int
     """Number of the request in order of acceptance. Preemption does not change it."""
+    answer: int = 0
 
 
 class Payer(NamedTuple):

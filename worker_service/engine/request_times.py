@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 
@@ -43,6 +44,10 @@ class RequestTimes:
         self._num_computed_before = 0
         self._preempted_prefill = 0.0
         self._preempted_decode = 0.0
+
+    def fork(self) -> RequestTimes:
+        """Those of a fork that goes on from here."""
+        return copy(self)
 
     def on_preempted(self, num_computed_tokens: int, now: float) -> None:
         """It lost its blocks, and with them the KV of so many tokens. One that was not as far again goes on waiting for that."""

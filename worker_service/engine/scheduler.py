@@ -9,17 +9,17 @@ The order of requests is decided in `policy.py` (levels) and `fairness.py` (tena
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
+from .beams import BeamRequest
 from .fairness import Fairness, tokens_by_payer
 from .policy import SchedulingPolicy
 from .queue import RequestQueue
 from .request import Payer, Rank, Request
-from .step import SequencePart, Step
+from .step import BlockCopy, SequencePart, Step
 
 
 class Scheduled(NamedTuple):
@@ -31,13 +31,21 @@ class Scheduled(NamedTuple):
     samples: bool
 
     def part(self) -> SequencePart:
-        assert self.sequence is self.request.sequence
-        return self.request.part(self.num_tokens, samples=self.samples)
+        assert self.sequence in self.request.sequences
+        return self.request.part(self.sequence, self.num_tokens, samples=self.samples)
 
 
-def as_step(batch: list[Scheduled]) -> Step:
+class ForkCopies(NamedTuple):
+    """What the next step copies for a fork."""
+
+    request: Request
+    """Whose fork it is: without the copies it has lost its text."""
+    copies: Sequence[BlockCopy]
+
+
+def as_step(batch: list[Scheduled], copies: Sequence[ForkCopies] = ()) -> Step:
     """The batch as input of the model side."""
-    return Step([scheduled.part() for scheduled in batch])
+    return Step([scheduled.part() for scheduled in batch], [copy for fork in copies for copy in fork.copies])
 
 
 class Scheduler:
@@ -68,14 +76,16 @@ class Scheduler:
         self._running = RequestQueue()
         self._fairness = Fairness()
         self._requests: dict[SequenceId, Request] = {}
+        """By the ids of all their sequences."""
+        self._copies: list[ForkCopies] = []
         self._num_arrived = 0
 
     # -- requests
 
     @property
     def num_running(self) -> int:
-        """Requests that have a block table."""
-        return len(self._running)
+        """Sequences that have a block table."""
+        return sum(len(request.sequences) for request in self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -93,7 +103,7 @@ class Scheduler:
         return sum(request.num_uncomputed_tokens for request in self)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(list(self._requests.values()))
+        return iter(list(dict.fromkeys(self._requests.values())))
 
     def find(self, sequence_id: SequenceId) -> Request | None:
         """The request of a live (sequence_id, attempt)."""
@@ -108,11 +118,43 @@ class Scheduler:
         self._requests[request.sequence.id] = request
         self._wait(request)
 
+    def add_fork(self, request: Request, copies: Sequence[BlockCopy]) -> None:
+        """An answer that begins where another one is: it runs, or waits if it has no blocks."""
+        sequence = request.sequence
+        sequence.level = request.rank.level
+        self._requests[sequence.id] = request
+        if sequence.state is SequenceState.LIVE:
+            self._running.add(request)
+            self._copies.append(ForkCopies(request, copies))
+        else:
+            self._wait(request)
+
+    def has_place_for(self, request: Request) -> bool:
+        """Whether one more answer of a running request may run, in one of the places that it was admitted with."""
+        others = [one for one in self._running if one.answers is not request.answers]
+        num_own = len(self._running) - len(others)
+        return self._num_places(others) + num_own < self.max_num_seqs
+
     def remove(self, request: Request) -> None:
         """Remove a request that has not ended, and free its blocks."""
-        del self._requests[request.sequence.id]
         (self._running if request in self._running else self._waiting).remove(request)
-        self._cache.free(request.sequence)
+        for sequence in request.sequences:
+            del self._requests[sequence.id]
+            self._cache.free(sequence)
+        self._drop_copies(request)
+
+    def take_copies(self) -> list[ForkCopies]:
+        """What the step that is launched now copies first, for all forks since the last one."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def _drop_copies(self, request: Request) -> None:
+        """Its blocks are given back, and may be another's by the next step."""
+        self._copies = [fork for fork in self._copies if fork.request is not request]
+
+    def _num_places(self, requests: Iterable[Request]) -> int:
+        """Places in the batch. What does not get one there waits for its turn."""
+        return sum(min(request.num_places, self.max_num_seqs) for request in requests)
 
     def on_granted(self, sequence: CacheSequence) -> Request | None:
         """The sequence of a waiting request has its block table; returns the request, None if it has ended."""
@@ -125,9 +167,9 @@ class Scheduler:
         return request
 
     def candidates(self) -> list[CacheSequence]:
-        """Waiting sequences that the batch has room for, in order. Sequences that wait for a prefix in flight are skipped and not
-        counted: they hold nothing. Sequences whose Allocate was not answered come first and keep their place in the batch: the
-        manager may hold blocks for them that others need."""
+        """Waiting sequences that the batch has room for, in order. A request counts with all the sequences that it will have. Those
+        that wait for a prefix in flight are skipped and not counted: they hold nothing. Sequences whose Allocate was not answered
+        come first and keep their place in the batch: the manager may hold blocks for them that others need."""
         ready: list[Request] = []
         unanswered: list[Request] = []
         admitted: list[Request] = []
@@ -139,13 +181,16 @@ class Scheduler:
                 # Being allocated; or live: granted during a step, it joins the next batch.
                 admitted.append(request)
         sequences = [request.sequence for request in unanswered]
-        room = self.max_num_seqs - len(self._running) - len(admitted) - len(unanswered)
+        placed = (*self._running, *admitted, *unanswered)
+        room = self.max_num_seqs - self._num_places(placed)
         if ready and room > 0:
             # Admitted requests count as computed: else one tenant could take all places at once.
-            placed = (*self._running, *admitted, *unanswered)
             committed = tokens_by_payer((request, request.num_uncomputed_tokens) for request in placed)
-            chosen = islice(self._fairness.in_order(ready, committed), room)
-            sequences += [request.sequence for request in chosen]
+            for request in self._fairness.in_order(ready, committed):
+                room -= self._num_places([request])
+                if room < 0:
+                    break  # not the next one: a request with many sequences would be overtaken for ever
+                sequences.append(request.sequence)
         return sequences
 
     # -- steps
@@ -153,68 +198,98 @@ class Scheduler:
     def schedule(self, now: float) -> list[Scheduled]:
         """The next batch; empty if nothing can run now. Preempts requests, last in rank first, while the pool is exhausted. `now`,
         in monotonic seconds, decides nothing: it is noted where one is preempted."""
-        assert len(self._running) <= self.max_num_seqs
+        assert self._num_places(self._running) <= self.max_num_seqs
+        self._fork_beams(now)
         decodes = self._schedule_decodes(now)
-        batch = decodes + self._schedule_prefills(decodes)
+        batch = decodes + self._schedule_prefills(decodes, now)
+        # A request of several sequences may have been preempted after one of them was scheduled.
+        batch = [scheduled for scheduled in batch if scheduled.sequence.state is SequenceState.LIVE]
         self._fairness.charge((part.request, part.num_tokens) for part in batch)
         return batch
 
+    def _fork_beams(self, now: float) -> None:
+        """Let searches go on that have chosen their next beams. One without blocks for them waits, and all its beams with it."""
+        for request in list(self._running):
+            if isinstance(request, BeamRequest) and request in self._running and request.is_branching:
+                before = request.sequences
+                self._copies.extend(ForkCopies(request, copies) for copies in request.branch(self._cache))
+                self._rename(request, before)
+                if request.is_branching:
+                    self._preempt_if_exhausted(now)
+
+    def _rename(self, request: Request, before: Sequence[CacheSequence]) -> None:
+        """The request has other sequences than before."""
+        for sequence in before:
+            del self._requests[sequence.id]
+        for sequence in request.sequences:
+            self._requests[sequence.id] = request
+
     def _schedule_decodes(self, now: float) -> list[Scheduled]:
         return [
-            Scheduled(request, request.sequence, 1, True)
+            Scheduled(request, sequence, 1, True)
             for request in list(self._running)
+            for sequence in request.sequences
             # One before it in this loop may have preempted it.
-            if request.sequence.state is SequenceState.LIVE
-            and request.num_uncomputed_tokens == 1
-            and self._make_room(request, now)
+            if sequence.state is SequenceState.LIVE
+            and sequence.num_uncomputed_tokens == 1
+            and self._make_room(sequence, len(sequence.tokens), now)
         ]
 
-    def _schedule_prefills(self, decodes: list[Scheduled]) -> list[Scheduled]:
-        prefilling = [request for request in self._running if request.num_uncomputed_tokens > 1]
+    def _schedule_prefills(self, decodes: list[Scheduled], now: float) -> list[Scheduled]:
+        prefilling = [request for request in self._running if _prompts(request)]
         self._fairness.settle({*self._waiting.payers, *(request.payer for request in prefilling)})
         if not prefilling:
             return []
         budget = self.max_num_batched_tokens - len(decodes)
-        if len(prefilling) < len(self._running):
+        if any(len(_prompts(request)) < len(request.sequences) for request in self._running):
             # Also if no decode has a block now: it may get one during this step.
             budget = min(budget, self.max_mixed_prefill_tokens)
         prefills: list[Scheduled] = []
         committed = tokens_by_payer((part.request, 1) for part in decodes)
         for request in self._fairness.in_order(prefilling, committed):
-            remaining = request.num_uncomputed_tokens
-            sequence = request.sequence
-            count = self._cache.chunk(sequence, min(budget, self.max_chunk_tokens))
-            if not count and not prefills:
-                # Chunks of a state end on a grid. Were the budget smaller than that, the prompt would wait for ever.
-                count = self._cache.chunk(sequence, self._cache.settings.state_grid)
-            if not count:
-                continue
-            if sequence.scratch and not self._cache.extend(sequence, sequence.num_computed_tokens + count):
-                continue  # scratch has what a chunk needs, so this cannot be; but a step without blocks would write into others
-            prefills.append(Scheduled(request, sequence, count, count == remaining))
-            budget -= count
-            if budget <= 0:
-                break
+            for sequence in _prompts(request):
+                if sequence.state is not SequenceState.LIVE:
+                    break  # one before it has preempted its request
+                count = self._cache.chunk(sequence, min(budget, self.max_chunk_tokens))
+                if not count and not prefills:
+                    # Chunks of a state end on a grid. Were the budget smaller than that, the prompt would wait for ever.
+                    count = self._cache.chunk(sequence, self._cache.settings.state_grid)
+                # A granted prompt has its blocks; a beam that is computed again may lack some.
+                if not (count and self._make_room(sequence, sequence.num_computed_tokens + count, now)):
+                    continue
+                prefills.append(Scheduled(request, sequence, count, count == sequence.num_uncomputed_tokens))
+                budget -= count
+                if budget <= 0:
+                    return prefills
         return prefills
 
-    def _make_room(self, request: Request, now: float) -> bool:
-        """Get a slot for the token to be computed. If the pool is exhausted, preempt the last in rank."""
-        sequence = request.sequence
-        if self._cache.extend(sequence, len(sequence.tokens)):
+    def _make_room(self, sequence: CacheSequence, num_slots: int, now: float) -> bool:
+        """Get slots for the tokens to be computed. If the pool is exhausted, preempt the last in rank."""
+        if self._cache.extend(sequence, num_slots):
             return True
-        if self._cache.is_exhausted and len(self._running) > 1:
-            self._preempt(self._running.last, now)
+        self._preempt_if_exhausted(now)
         return False
 
+    def _preempt_if_exhausted(self, now: float) -> None:
+        if self._cache.is_exhausted and len(self._running) > 1:
+            self._preempt(self._running.last, now)
+
     def _preempt(self, request: Request, now: float) -> None:
-        """Return a request to its place in the queue; its KV is computed again."""
+        """Return a request with all its sequences to its place in the queue; its KV is computed again."""
         self._running.remove(request)
         request.times.on_preempted(request.sequence.num_computed_tokens, now)
-        request.sequence = self._cache.preempt(request.sequence)
-        request.num_preemptions += 1
+        before = request.sequences
+        request.preempt(self._cache)
+        self._drop_copies(request)
+        self._rename(request, before)
         self.num_preemptions += 1
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
         self._waiting.add(request)
         self._fairness.enter(request.payer)
+
+
+def _prompts(request: Request) -> list[CacheSequence]:
+    """Its sequences whose prompts are not computed, or must be computed again."""
+    return [sequence for sequence in request.sequences if sequence.num_uncomputed_tokens > 1]

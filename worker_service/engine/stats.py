@@ -97,6 +97,7 @@ class EngineStats:
         self.step_sequences.observe(num_sequences)
 
     def on_token(self, request: Request, now: float) -> None:
+        """An answer has its next token, or the beams of a search have. The prompt counts with the first token."""
         times = request.times
         self.num_generated_tokens += 1
         if times.first_token_at is None:
@@ -107,13 +108,19 @@ class EngineStats:
             self.inter_token_seconds.observe(now - times.last_token_at)
         times.last_token_at = now
 
+    def on_forked(self) -> None:
+        """A further answer has its first token, at the same time as the first answer."""
+        self.num_generated_tokens += 1
+
     def on_finished(self, request: Request, outcome: str, now: float) -> None:
-        """A request has finished. Without a token there is no prefill or decode time."""
+        """A request has finished, with all its answers, of which this is the first. Without a token there is no prefill or decode
+        time."""
         self.ended[outcome] += 1
         times = request.times
         self.request_seconds.observe(now - times.arrived_at)
         self.request_prompt_tokens.observe(request.num_prompt_tokens)
-        self.request_generated_tokens.observe(request.num_generated)
+        self.request_generated_tokens.observe(request.num_generated_in_all)
         if times.granted_at is not None and times.first_token_at is not None:
             self.prefill_seconds.observe(times.first_token_at - times.granted_at)
-            self.decode_seconds.observe(times.last_token_at - times.first_token_at)
+            last_token_at = max(answer.times.last_token_at for answer in request.answers)
+            self.decode_seconds.observe(last_token_at - times.first_token_at)

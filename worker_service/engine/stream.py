@@ -48,34 +48,47 @@ class Chunk:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Of the prompt's next tokens; None for its first, which has no context."""
+    index: int = 0
+    """Which of the request's answers it is a piece of."""
+    score: float | None = None
+    """Of a text found by beam search, in its last chunk."""
 
     def merge(self, later: Chunk) -> None:
-        """Append the chunk that follows this one."""
+        """Append the chunk of the same answer that follows this one."""
         self.tokens += later.tokens
         self.text += later.text
         self.usage = later.usage or self.usage
         self.finish_reason = later.finish_reason
+        self.score = later.score
         self.prompt_logprobs += later.prompt_logprobs
 
 
 class TokenStream:
-    """A queue for one reader that coalesces: a slow reader gets fewer, larger chunks, up to MAX_CHUNK_TOKENS."""
+    """A queue for one reader that coalesces: a slow reader gets fewer, larger chunks, up to MAX_CHUNK_TOKENS. Each answer's chunks
+    are in order; those of other answers are between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_answers: int = 1) -> None:
         self._pending: deque[Chunk] = deque()
+        self._last: dict[int, Chunk] = {}
+        """By answer, the last of its pending chunks."""
+        self._num_unfinished = num_answers
         self._error: EngineError | None = None
         self._changed = asyncio.Event()
         self._on_change: Callable[[], None] | None = None
         self.is_finished = False
 
     def put(self, chunk: Chunk) -> None:
-        """Append a chunk. None may follow a chunk with a finish reason."""
+        """Append a chunk. None of its answer may follow a chunk with a finish reason."""
         assert not self.is_finished
-        if self._pending and len(self._pending[-1].tokens) + len(chunk.tokens) <= MAX_CHUNK_TOKENS:
-            self._pending[-1].merge(chunk)
+        last = self._last.get(chunk.index)
+        if last is not None and len(last.tokens) + len(chunk.tokens) <= MAX_CHUNK_TOKENS:
+            last.merge(chunk)
         else:
             self._pending.append(chunk)
-        self.is_finished = chunk.finish_reason is not None
+            self._last[chunk.index] = chunk
+        if chunk.finish_reason is not None:
+            self._num_unfinished -= 1
+            self.is_finished = not self._num_unfinished
         self._note_change()
 
     def fail(self, error: EngineError) -> None:
@@ -87,6 +100,7 @@ class TokenStream:
         """Replace all that is unread, the end of the stream included, by an error."""
         if self._error is None:
             self._pending.clear()
+            self._last.clear()
             self._end(error)
 
     def _end(self, error: EngineError) -> None:
@@ -107,7 +121,10 @@ class TokenStream:
     def take(self) -> Chunk | None:
         """The next chunk; None if there is none, now or ever (`is_finished`). Raises EngineError if the stream failed."""
         if self._pending:
-            return self._pending.popleft()
+            chunk = self._pending.popleft()
+            if self._last[chunk.index] is chunk:
+                del self._last[chunk.index]
+            return chunk
         if self._error is not None:
             raise self._error
         return None
@@ -123,3 +140,8 @@ class TokenStream:
     def has_unread(self) -> bool:
         """Whether a chunk waits to be taken."""
         return bool(self._pending)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all answers are complete and all chunks were taken."""
+        return not self._num_unfinished and not self._pending and self._error is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,13 @@ class TokenCounts:
 
     def __repr__(self) -> str:
         return f"<TokenCounts distinct={len(self._index)} generated={int(self._num_generated.sum())}>"
+
+    def copy(self) -> TokenCounts:
+        """Those of a fork that goes on from here."""
+        again = copy(self)
+        again._ids, again._num_generated = self._ids.copy(), self._num_generated.copy()
+        again._index = dict(self._index)
+        return again
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:

@@ -1,0 +1,310 @@
+"""Several answers and beams, by the engine over the manager's core: right texts, the prompt computed once, nothing leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.protocol.answers import answer_id
+from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch, EarlyStopping
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.policy import SchedulingPolicy
+from kvpool.worker_service.engine.request import Request
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import Candidate, Candidates
+from kvpool.worker_service.engine.stream import Chunk, FinishReason
+from tests import tracer
+from tests.tracer import expected_text
+from tests.until import until
+from tests.worker_service.world import Wire, World
+
+SEED = 40
+
+
+def several(n: int) -> dict[str, Any]:
+    """Options of a request for n answers."""
+    return {"num_answers": n, "sampling": SamplingParams(temperature=1.0, seed=SEED)}
+
+
+def expected_texts(prompt: list[int], count: int, n: int, *, first_seed: int = SEED) -> list[list[int]]:
+    """Each answer is the text of a request of its own, with the next seed."""
+    return [expected_text(prompt, count, seed=first_seed + index) for index in range(n)]
+
+
+def expected_beams(prompt: list[int], params: BeamParams, count: int, ending_ids: frozenset[int]) -> list[list[int]]:
+    """What a search finds that computes every text anew."""
+    search = BeamSearch(params, max_new_tokens=count, num_ending_ids=len(ending_ids))
+    while not search.is_over:
+        rows = []
+        for node in search.beams:
+            slots: list[int] = []
+            text = [] if node is None else [one.token_id for one in node.tokens()]
+            tracer.extend(slots, tracer.root_digest(), [*prompt, *text])
+            best = tracer.best_tokens(slots, search.num_candidates)
+            rows.append(Candidates([Candidate(token_id, score, score) for token_id, score in best], []))
+        search.advance(rows, lambda _, token_id: token_id in ending_ids)
+    texts = [[one.token_id for one in ended.node.tokens()] for ended in search.ended]
+    return [text[:-1] if text[-1] in ending_ids else text for text in texts]
+
+
+async def read_all(request: Request) -> list[list[int]]:
+    """The texts of all answers. Raises EngineError."""
+    texts: list[list[int]] = [[] for _ in range(request.params.num_answers)]
+    finished: set[int] = set()
+    while (chunk := await request.stream.get()) is not None:
+        assert chunk.index not in finished
+        assert chunk.start_index == len(texts[chunk.index]) or not chunk.tokens
+        texts[chunk.index] += [token.token_id for token in chunk.tokens]
+        if chunk.finish_reason is not None:
+            finished.add(chunk.index)
+    assert len(finished) == len(texts)
+    return texts
+
+
+def has_generated(request: Request, count: int) -> bool:
+    """So many tokens, or steps of a search."""
+    return request.num_generated >= count
+
+
+def some_prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Of 1 to 40 tokens, many with a common beginning."""
+    trunk = [rng.randrange(1000) for _ in range(40)]
+    return [
+        [*trunk[: rng.choice([0, 16, 30])], *(rng.randrange(1000) for _ in range(rng.randint(1, 10)))]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("block_size", "budget"), [(1, 16), (4, 8), (16, 64)])
+async def test_each_answer_is_that_of_a_request_alone(block_size: int, budget: int, prefix_caching: bool) -> None:
+    """Beside others, in chunks, cold and warm."""
+    prompts = some_prompts(random.Random(block_size), 10)
+    world = World(
+        num_blocks=2000 // block_size,
+        block_size=block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        prefix_caching=prefix_caching,
+    )
+    async with world.running():
+        for _ in range(2):
+            requests = [world.submit(prompt, 9, **several(1 + index % 4)) for index, prompt in enumerate(prompts)]
+            found = await asyncio.gather(*map(read_all, requests))
+            for request, texts in zip(requests, found, strict=True):
+                expected = expected_texts(request.params.token_ids, 9, request.params.num_answers)
+                assert texts == expected
+
+
+async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -> None:
+    prompt, n, count = list(range(100)), 8, 5
+    world = World(num_blocks=200, block_size=4, max_num_seqs=n)
+    most_used = 0
+    async with world.running():
+        request = world.submit(prompt, count, **several(n))
+        reading = asyncio.create_task(read_all(request))
+        while not reading.done():
+            most_used = max(most_used, *world.cache.num_used_blocks)
+            await asyncio.sleep(0)
+        assert await reading == expected_texts(prompt, count, n)
+    assert world.model.num_forwarded == len(prompt) + n * (count - 1)
+    num_full, num_all = len(prompt) // 4, -(-(len(prompt) + count - 1) // 4)
+    assert most_used <= num_full + n * (num_all - num_full)
+
+
+async def test_more_answers_than_the_batch_has_places_are_all_there() -> None:
+    world = World(num_blocks=100, block_size=4, max_num_seqs=3)
+    prompt = list(range(21))
+    async with world.running():
+        beside = world.submit([7, 8, 9], 12)
+        request = world.submit(prompt, 6, **several(8))
+        assert await read_all(request) == expected_texts(prompt, 6, 8)
+        assert await read_all(beside) == [expected_text([7, 8, 9], 12)]
+        assert world.engine.scheduler.num_preemptions == 0
+
+
+async def test_answers_that_do_not_fit_together_are_computed_one_after_the_other() -> None:
+    """Each fits by itself, so none is refused, and none is lost."""
+    world = World(num_blocks=13, block_size=4, max_num_seqs=8)
+    prompt = list(range(18))
+    async with world.running():
+        assert await read_all(world.submit(prompt, 20, **several(4))) == expected_texts(prompt, 20, 4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
+    """Of many requests of both kinds, in every policy and size of pool and blocks; some lose their reader."""
+    rng = random.Random(seed)
+    wire = Wire(CacheManager(1), seed)
+    if seed % 3:
+        wire.lose_request, wire.lose_reply, wire.repeat_later = 0.1, 0.1, 0.2
+    block_size = rng.choice([1, 4, 4, 16])
+    num_blocks = {1: rng.randint(120, 200), 4: rng.randint(36, 60), 16: rng.randint(12, 20)}[block_size]
+    max_num_seqs = rng.randint(4, 10)
+    world = World(
+        num_blocks=rng.choice([num_blocks, (num_blocks, num_blocks + 9)]),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice([0, 8, 40]),
+        max_mixed_prefill_tokens=rng.choice([1, 8, 64]),
+        scheduling_policy=rng.choice(list(SchedulingPolicy)),
+        prefix_caching=rng.random() < 0.7,
+        reserve_seconds=rng.choice([0.0, 2.0]),
+        wire=wire,
+    )
+    async with world.running():
+        requests = []
+        for number, prompt in enumerate(some_prompts(rng, 14)):
+            num_beams = rng.randint(2, 4)
+            options = searching(num_beams, rng.randint(1, num_beams)) if number % 3 == 0 else several(rng.randint(1, 6))
+            options |= {"tenant": rng.choice("ab"), "priority": rng.randint(-1, 1)}
+            requests.append(world.submit(prompt, rng.randint(1, 14), **options))
+        gone = rng.sample(requests, 3)
+        for request in gone:
+            await asyncio.sleep(rng.random() * 0.05)
+            world.engine.abort(request)
+            request.stream.fail(EngineError(ErrorKind.INTERNAL, "gone"))
+        for request in requests:
+            try:
+                texts = await read_all(request)
+            except EngineError as error:
+                assert request in gone
+                assert error.message == "gone"  # noqa: PT017 - most of these requests do not fail
+            else:
+                assert texts == right_texts(request)
+
+
+def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
+    """Options of a beam search."""
+    return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
+
+
+def right_texts(request: Request) -> list[list[int]]:
+    """What its answers must be."""
+    params = request.params
+    if params.beams is None:
+        count, first_seed = params.max_tokens, params.sampling.seed
+        return expected_texts(params.token_ids, count, params.num_answers, first_seed=first_seed)
+    return expected_beams(params.token_ids, params.beams, params.max_tokens, params.stop_token_ids)[
+        : params.num_answers
+    ]
+
+
+ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 9))
+FEW_ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 512))
+
+
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+@pytest.mark.parametrize("block_size", [1, 4])
+async def test_beams_find_what_a_search_that_shares_nothing_finds(
+    early_stopping: EarlyStopping, block_size: int
+) -> None:
+    """With chunks, beside others, and with texts that end early."""
+    rng = random.Random(3)
+    world = World(num_blocks=1500, block_size=block_size, max_num_seqs=12, max_num_batched_tokens=16)
+    async with world.running():
+        requests = [
+            world.submit(
+                prompt,
+                rng.randint(1, 12),
+                **searching(
+                    num, rng.randint(1, num), early_stopping=early_stopping, length_penalty=rng.choice([0.0, 1.0])
+                ),
+                stop_token_ids=rng.choice([frozenset(), FEW_ENDING]),
+            )
+            for num, prompt in zip([2, 3, 4, 4, 6, 2], some_prompts(rng, 6), strict=True)
+        ]
+        beside = world.submit([1, 2, 3], 30, **several(3))
+        for request in requests:
+            assert await read_all(request) == right_texts(request)
+        assert await read_all(beside) == right_texts(beside)
+
+
+async def test_a_group_of_beams_is_preempted_and_resumed_as_one() -> None:
+    """A better request takes the blocks; the beams are computed again from their texts, their common beginning once."""
+    world = World(num_blocks=31, block_size=4, max_num_seqs=8)
+    async with world.running():
+        better = [world.submit(list(range(30)), 60), world.submit(list(range(100, 120)), 60)]
+        group = world.submit([5, 6, 7, 8, 9], 24, **searching(4, 4))
+        found = await asyncio.gather(*map(read_all, [group, *better]))
+        assert found == [right_texts(group), *map(right_texts, better)]
+        assert group.num_preemptions > 0
+
+
+async def test_beams_that_never_fit_are_refused_with_the_figures() -> None:
+    world = World(num_blocks=21, block_size=4, max_num_seqs=4)
+    async with world.running():
+        with pytest.raises(EngineError, match="of each of 4 beams need 22 blocks of 4; this worker has 20") as caught:
+            world.submit(list(range(10)), 19, **searching(4, 1))
+        assert caught.value.kind is ErrorKind.NEVER_FITS
+        with pytest.raises(EngineError, match="5 beams are computed together"):
+            world.submit([1], 4, **searching(5, 1))
+        request = world.submit(list(range(10)), 15, **searching(4, 2))
+        assert await read_all(request) == right_texts(request)
+
+
+async def test_no_step_of_beams_waits_for_a_call() -> None:
+    world = World(num_blocks=400, block_size=4, max_num_seqs=8, reserve_seconds=1.0)
+    async with world.running():
+        await read_all(world.submit([1, 2, 3], 40, **searching(4, 1)))
+        assert world.cache.num_reserve_waits == 0
+
+
+async def test_a_reader_that_leaves_ends_all_answers() -> None:
+    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
+    async with world.running():
+        for options in (several(4), searching(4, 4)):
+            request = world.submit(list(range(10)), 60, **options)
+            await until(partial(has_generated, request, 4))
+            world.engine.abort(request)
+            await world.until_idle()
+        assert world.engine.stats.ended["cancelled"] == 2
+
+
+async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
+    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
+    async with world.running():
+        for options in (several(4), searching(4, 4)):
+            request = world.submit(list(range(10)), 50, **options)
+            await until(partial(has_generated, request, 1))
+            world.model.fail_next = True
+            with pytest.raises(EngineError):
+                await read_all(request)
+        again = world.submit(list(range(10)), 5, **several(3))
+        assert await read_all(again) == right_texts(again)
+
+
+async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
+    """Of any of its sequences: the caller has gone on without this worker."""
+    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
+    async with world.running():
+        request = world.submit(list(range(10)), 300, sequence_id="s", **several(3))
+        await until(lambda: request.num_generated > 3 and len(request.answers) == 3)
+        await until(lambda: not world.cache._state.forks)
+        elsewhere = World(num_blocks=100, block_size=4, worker_id="w1", wire=world.wire)
+        async with elsewhere.running():
+            await elsewhere.generate([1, 2], 3, sequence_id=answer_id("s", 2), attempt=2)
+        with pytest.raises(EngineError) as caught:
+            await read_all(request)
+        assert caught.value.kind is ErrorKind.SUPERSEDED
+
+
+async def test_usage_and_statistics_count_the_prompt_once() -> None:
+    prompt = list(range(20))
+    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
+    async with world.running():
+        chunks: list[Chunk] = []
+        request = world.submit(prompt, 6, **several(3))
+        while (chunk := await request.stream.get()) is not None:
+            chunks.append(chunk)
+        last = [chunk.usage for chunk in chunks if chunk.finish_reason is FinishReason.LENGTH]
+        assert [(usage.num_prompt_tokens, usage.num_generated_tokens) for usage in last if usage] == [(20, 6)] * 3
+        stats = world.engine.stats
+        assert (stats.num_prompt_tokens, stats.num_admitted_tokens, stats.num_generated_tokens) == (20, 20, 18)
+        assert stats.ended.total() == 1
+        assert stats.request_generated_tokens.count == 1

@@ -1,0 +1,55 @@
+"""Several answers and beams in the scheduler: what the laws meet too seldom."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker_service.scheduler_world import SchedulerWorld
+
+
+def test_a_group_that_is_preempted_between_its_beams_forgets_what_some_of_them_had_computed() -> None:
+    """Only two of three beams find a block, the third one's comes too late: the group is taken away before."""
+    world = SchedulerWorld(num_blocks=24, block_size=1, max_num_seqs=6)
+    group = world.submit(2, 5, n=3, num_beams=3)
+    worse = world.submit(2, 12)
+    for _ in range(3):
+        world.talk()
+        world.step()
+    assert len(group.sequences) == 3
+    assert worse in world.scheduler._running
+    kept, world.cache.blocks = world.cache.blocks[2:], world.cache.blocks[:2]
+    batch = world.launch()
+    assert [part.request for part in batch] == [group, group]
+    world.land()
+    world.cache.blocks += kept
+    world.scheduler._preempt(group, 0.0)
+    world.run_dry()
+    assert group.num_preemptions == 1
+
+
+@pytest.mark.parametrize("max_num_seqs", [4, 5, 9])
+def test_answers_take_the_places_that_their_request_was_admitted_with(max_num_seqs: int) -> None:
+    """Those for which the batch has places share the prompt at once, the others wait."""
+    world = SchedulerWorld(max_num_seqs=max_num_seqs, max_num_batched_tokens=40)
+    request = world.submit(6, 9, n=6)
+    world.talk()
+    world.step()
+    assert world.scheduler.num_running == min(6, max_num_seqs)
+    assert world.scheduler.num_waiting == 6 - world.scheduler.num_running
+    assert len(request.answers) == 6
+    world.run_dry()
+
+
+def test_a_request_with_many_answers_is_not_overtaken() -> None:
+    world = SchedulerWorld(max_num_seqs=4)
+    first = world.submit(4, 6)
+    world.talk()
+    several = world.submit(4, 6, n=4)
+    single = world.submit(4, 6)
+    for _ in range(4):
+        world.talk()
+        world.step()
+    assert first.num_generated > 1
+    assert not several.has_begun
+    assert not single.has_begun
+    world.run_dry()

@@ -1,0 +1,83 @@
+"""What can be served at all: prompts of the model's vocabulary, tokens and beams for which there is room."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..cache.settings import CacheSettings
+from .errors import EngineError, ErrorKind, invalid
+from .request import GenerationParams
+
+
+class ModelLimits(Protocol):
+    """Of the engine's settings."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+
+
+class Capacity:
+    """Of one worker."""
+
+    def __init__(self, model: ModelLimits, cache: CacheSettings) -> None:
+        self._model = model
+        self._cache = cache
+
+    def max_tokens(self, params: GenerationParams) -> int:
+        """How many tokens may be generated. EngineError if the request can never be served."""
+        num_prompt = len(params.token_ids)
+        if not num_prompt:
+            raise invalid("prompt", "needed at least one token, got none")
+        largest, vocab_size = max(params.token_ids), self._model.vocab_size
+        if largest >= vocab_size or min(params.token_ids) < 0:
+            raise invalid("prompt", f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
+        room = self._model.max_model_len - num_prompt
+        if params.max_tokens > room:
+            raise invalid(
+                "max_tokens",
+                f"{num_prompt} prompt tokens and {params.max_tokens} new ones exceed this worker's limit of "
+                f"{self._model.max_model_len}; at most {room} can be generated",
+            )
+        num_beams = 1 if params.beams is None else params.beams.num_beams
+        self._check_beams(num_beams)
+        max_tokens = params.max_tokens or self._tokens_that_fit(room, num_prompt, num_beams)
+        self._check_blocks(num_prompt, max_tokens, num_beams)
+        return max_tokens
+
+    def _check_beams(self, num_beams: int) -> None:
+        most = self._model.max_num_seqs
+        if num_beams > most:
+            raise invalid(
+                "beam_search.num_beams",
+                f"{num_beams} beams are computed together, and this worker's batch has {most} sequences: ask for fewer, or start "
+                "the workers with a larger --max-num-seqs",
+            )
+
+    def _tokens_that_fit(self, room: int, num_prompt: int, num_beams: int) -> int:
+        """The largest number of new tokens, by the model's limit and the pools'."""
+        size, capacity = self._cache.block_size, self._cache.capacity
+        num_shared = num_prompt // size if num_beams > 1 else 0
+        num_blocks = num_shared + (capacity - num_shared) // num_beams
+        return max(1, min(room, num_blocks * size - num_prompt + 1))
+
+    def _check_blocks(self, num_prompt: int, max_tokens: int, num_beams: int) -> None:
+        """Beams share the full blocks of the prompt, and each may need all of the rest. Answers that are sampled need not fit
+        together: each is preempted by itself."""
+        size, capacity = self._cache.block_size, self._cache.capacity
+        num_blocks = -(-(num_prompt + max_tokens - 1) // size)
+        who, change = "", "lower max_tokens"
+        if num_beams > 1:
+            num_shared = num_prompt // size
+            num_blocks = num_shared + num_beams * (num_blocks - num_shared)
+            who, change = f" of each of {num_beams} beams", "lower max_tokens, ask for fewer beams"
+        if num_blocks > capacity:
+            raise EngineError(
+                ErrorKind.NEVER_FITS,
+                f"{num_prompt} prompt tokens and {max_tokens} new ones{who} need {num_blocks} blocks of {size}; this worker has "
+                f"{capacity}: {change}, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
+                field="max_tokens",
+            )
