@@ -37,7 +37,8 @@ class Ended(Exception):
 class Answers:
     """The responses to one request. For one reader."""
 
-    def __init__(self, cancel: Callable[[], None], abandon: Callable[[], None]) -> None:
+    def __init__(self, cancel: Callable[[], None], abandon: Callable[[], None], num_texts: int = 1) -> None:
+        self._num_unfinished = num_texts
         self._cancel = cancel
         self._abandon = abandon
         self._unread: deque[worker_pb2.GenerateResponse] = deque()
@@ -67,10 +68,18 @@ class Answers:
         self.cancel(why)
 
     def put(self, response: worker_pb2.GenerateResponse) -> None:
-        """The stream has brought a response."""
+        """The stream has brought a response. The one that finishes the last text is the last one."""
         if self._end is None:
             self._unread.append(response)
             self._wake()
+            self._num_unfinished -= response.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED
+            if not self._num_unfinished:
+                self.end(Ended(None))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing follows what was put."""
+        return self._end is not None
 
     def end(self, why: Exception) -> None:
         """Nothing follows what was put."""
@@ -109,7 +118,8 @@ class _Stream:
     def begin(self, request: worker_pb2.GenerateRequest) -> Answers:
         self._last_number += 1
         number = self._last_number
-        answers = self._answers[number] = Answers(lambda: self._cancel(number), self._retire)
+        num_texts = max(1, request.n)
+        answers = self._answers[number] = Answers(lambda: self._cancel(number), self._retire, num_texts)
         self._outgoing.put_nowait(worker_pb2.GenerateManyRequest(number=number, start=request))
         return answers
 
@@ -164,9 +174,8 @@ class _Stream:
             answers.end(Ended(answer.status))
         else:
             answers.put(answer.response)
-            if answer.response.finish_reason == worker_pb2.FINISH_REASON_UNSPECIFIED:
+            if not answers.has_ended:
                 return
-            answers.end(Ended(None))
         del self._answers[answer.number]
         self._close_if_empty()
 

@@ -92,6 +92,10 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     """Of the prompt's next tokens, in order, if they were asked for; they come before the first token of the answer. None for
     the prompt's first token, which has nothing before it."""
+    index: int = 0
+    """Which of the answers it is a piece of, from 0: those of a request with `n` come side by side."""
+    score: float | None = None
+    """Of a text that a beam search has found, in its last chunk: the sum of its log-probabilities / length ** length_penalty."""
 
 
 def chunk_from_proto(
@@ -102,6 +106,7 @@ def chunk_from_proto(
     attempt: int,
     want_logprobs: bool,
     first_prompt_logprob: int | None,
+    index: int = 0,
 ) -> Chunk:
     """Decode one message. ProtocolError for an unknown finish reason or a wrong number of log-probabilities.
 
@@ -131,6 +136,8 @@ def chunk_from_proto(
         worker_id=worker_id,
         attempt=attempt,
         prompt_logprobs=_prompt_logprobs_from_proto(message, first_prompt_logprob),
+        index=index,
+        score=message.score if message.HasField("score") else None,
     )
 
 

@@ -36,6 +36,8 @@ class Completion:
     """One per token of the prompt if they were asked for; None for the first, which has nothing before it."""
     times: Times | None = None
     """Where the time went; None without a token, and if the worker does not say."""
+    score: float | None = None
+    """Of a text that a beam search has found."""
 
 
 class CompletionBuilder:
@@ -100,4 +102,5 @@ class CompletionBuilder:
             num_attempts=last.attempt,
             prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             times=usage.times,
+            score=last.score,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from copy import copy
 from typing import Final, NamedTuple
 
 from kvpool.v1 import cache_pb2
@@ -46,6 +47,12 @@ class Failover:
 
     def __repr__(self) -> str:
         return f"Failover(made={self._num_attempts}, left={len(self._ranked)}, rankings={self._num_rankings})"
+
+    def fork(self) -> Failover:
+        """That of an answer that goes on by itself from here: the same failures, and as many attempts left."""
+        again = copy(self)
+        again._ranked, again._failures = deque(self._ranked), list(self._failures)
+        return again
 
     @property
     def wants_ranking(self) -> bool:

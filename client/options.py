@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -29,6 +29,18 @@ class GenerateOptions(TypedDict, total=False):
     """Token id → what is added to its logit, in [-100, 100]; at most 1,024 ids."""
     seed: int | None
     """0 … 2**64 − 1; the same seed gives the same text. None: a random one."""
+    n: int
+    """Answers to one prompt, which is computed once; 1, the default, to 128. Answer k draws with seed + k: it is the answer to a
+    request of its own with that seed. Chunks have the `index` of their answer. With num_beams the n best texts."""
+    num_beams: int
+    """Beam search, as in transformers: so many texts are followed side by side, and the best ones come when all have ended. 1, the
+    default: none; at most 64. Not with a temperature."""
+    length_penalty: float
+    """With num_beams: a text's score is the sum of its log-probabilities divided by its length to this power, in [-6, 6]. 1, the
+    default; above 0 favours long texts."""
+    early_stopping: bool | Literal["never"]
+    """With num_beams, when a search ends that has found as many texts as beams: False, the default: when no beam, at its present
+    length, is better than the worst of them; True: at once; "never": when no beam can become better."""
     max_tokens: int | None
     """Tokens to generate at most. None: as many as the model's longest sequence leaves."""
     min_tokens: int

@@ -11,6 +11,7 @@ from typing import Final
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from kvpool.protocol.answers import answer_seed
 from kvpool.protocol.limits import BadField, check_options
 from kvpool.v1 import worker_pb2
 
@@ -23,6 +24,12 @@ _OPTION_OF: Final = {"stop_strings": "stop"}
 """Fields that have another name than their option."""
 _FIELD_OF: Final = {option: field for field, option in _OPTION_OF.items()}
 
+_EARLY_STOPPING: Final[Mapping[object, object]] = {
+    False: worker_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: worker_pb2.EARLY_STOPPING_FULL,
+    "never": worker_pb2.EARLY_STOPPING_NEVER,
+}
+
 _TYPES: Final[Mapping[int, str]] = {
     FieldDescriptor.CPPTYPE_BOOL: "True or False",
     FieldDescriptor.CPPTYPE_FLOAT: "a number",
@@ -30,6 +37,7 @@ _TYPES: Final[Mapping[int, str]] = {
     FieldDescriptor.CPPTYPE_UINT32: "an integer in 0 … 2**32 − 1",
     FieldDescriptor.CPPTYPE_UINT64: "an integer in 0 … 2**64 − 1",
     FieldDescriptor.CPPTYPE_STRING: "text",
+    FieldDescriptor.CPPTYPE_ENUM: 'True, False or "never"',
     FieldDescriptor.CPPTYPE_MESSAGE: "token ids, each with a number",
 }
 
@@ -44,7 +52,9 @@ def build_request(options: GenerateOptions) -> worker_pb2.GenerateRequest:
     request = worker_pb2.GenerateRequest()
     for option, value in options.items():
         if value is not None and option not in _CLIENTS_OWN:
-            _set(request, option, value)
+            _set(request, option, _EARLY_STOPPING.get(value, value) if option == "early_stopping" else value)
+    _require(options.get("n") != 0, "n", "at least 1", 0)
+    _require(options.get("num_beams") != 0, "num_beams", "at least 1", 0)
     stop, timeout = request.stop, options.get("timeout")
     _require(options.get("max_tokens") != 0, "max_tokens", "at least 1, or None", 0)
     _require(stop.min_tokens <= (stop.max_tokens or 2**32), "min_tokens", "at most max_tokens", stop.min_tokens)
@@ -86,10 +96,20 @@ def attempt_request(
     return message
 
 
+def answer_request(request: worker_pb2.GenerateRequest, index: int) -> worker_pb2.GenerateRequest:
+    """A request for one of the n answers alone."""
+    message = worker_pb2.GenerateRequest()
+    message.CopyFrom(request)
+    message.ClearField("n")
+    if request.sampling.seed or request.sampling.temperature:
+        message.sampling.seed = answer_seed(request.sampling.seed, index)
+    return message
+
+
 def _set(request: worker_pb2.GenerateRequest, option: str, value: object) -> None:
     """Set the field of that option, wherever in the request it is."""
     name = _FIELD_OF.get(option, option)
-    parts: tuple[Message, ...] = (request.sampling, request.stop, request)
+    parts: tuple[Message, ...] = (request.sampling, request.stop, request.beam_search, request)
     part = next(part for part in parts if name in part.DESCRIPTOR.fields_by_name)
     field = part.DESCRIPTOR.fields_by_name[name]
     try:

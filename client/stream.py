@@ -1,31 +1,33 @@
-"""One request: from the prompt to the last token, over as many workers as it takes."""
+"""One request: from the prompt to the last token of its answers, over as many workers as it takes."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 from typing import Final
 from uuid import uuid4
 
+from kvpool.protocol.answers import answer_id
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import common_pb2, worker_pb2
 
+from .answer import Answer
 from .channels import Channels
-from .chunk import Chunk, FinishReason, chunk_from_proto
-from .completion import Completion, CompletionBuilder
+from .chunk import Chunk
+from .completion import Completion
 from .config import ClientConfig
-from .continuation import Account, another_may_begin, another_may_go_on
+from .continuation import another_may_begin, another_may_go_on
 from .deadline import Deadline
-from .errors import Cancelled, InvalidRequest, KvpoolError, Unavailable
+from .errors import Cancelled, InvalidRequest, KvpoolError, ProtocolError, Unavailable
 from .explanation import Explanation
 from .failover import Failover, Target
-from .gate import Gate
+from .forked_streams import MergedStreams
 from .manager import Manager
 from .model import Model
 from .models import Models
-from .request import attempt_request
+from .request import answer_request, attempt_request
 from .watched_call import WatchedCall
 
 _NO_WORKER_PAUSE_SECONDS: Final = 0.2
@@ -34,10 +36,12 @@ _NEXT_ROUND_PAUSE_SECONDS: Final = 1.3
 
 
 class GenerateStream:
-    """The chunks of one answer, in order, however many workers it takes. Nothing happens before the first is asked for.
+    """The chunks of the answers to one prompt, each answer's in order, however many workers it takes. Nothing happens before the
+    first is asked for.
 
     When its worker dies, freezes or leaves, the stream continues on another one, after the last token delivered: the next
-    chunk has a larger `attempt`, and otherwise the reader sees nothing of it (ClientConfig.continuation).
+    chunk has a larger `attempt`, and otherwise the reader sees nothing of it (ClientConfig.continuation). Several answers then
+    continue each by itself.
 
     Use it as `async with client.generate(…) as stream: async for chunk in stream: …`: leaving the block cancels the call,
     and the worker frees the sequence's blocks. Without the block the call ends with the last chunk, or when the object
@@ -67,15 +71,22 @@ class GenerateStream:
         self._manager = manager
         self._channels = channels
         self._config = config
-        self._sequence_id: Final = str(uuid4())
+        self._sequence_id = str(uuid4())
         self._attempts = Failover(config.max_attempts)
-        self._gate = Gate()
-        self._builder = CompletionBuilder()
+        self._answers = [Answer(index, request) for index in range(max(1, request.n))]
+        """By the index that messages of the call have."""
+        self._num_unfinished = len(self._answers)
+        """Those of which the reader has not taken the last chunk."""
+        self._held: list[worker_pb2.GenerateResponse] = []
+        """Texts of a beam search: they are delivered when all are there, so that it can begin again without a trace."""
+        self._ready: deque[Chunk] = deque()
+        """Accepted, and not yet taken."""
         self._deadline: Deadline | None = None
         self._model: Model | None = None
         self._token_ids: list[int] = []
-        self._account = Account()
         self._call: WatchedCall | None = None
+        self._forks: MergedStreams | None = None
+        """Answers that go on by themselves, after the call of all has broken off."""
         self._is_ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -86,12 +97,21 @@ class GenerateStream:
             self._loop.call_soon_threadsafe(self._call.cancel)
 
     def __repr__(self) -> str:
-        return f"GenerateStream({self._sequence_id}, {self._call}, {self._gate}, ended={self._is_ended})"
+        return f"GenerateStream({self._sequence_id}, {self._call}, {self._answers}, ended={self._is_ended})"
 
     @property
     def sequence_id(self) -> str:
-        """The name of the sequence at the manager and the workers."""
+        """The name of the sequence at the manager and the workers; of several answers that of the first."""
         return self._sequence_id
+
+    @property
+    def num_answers(self) -> int:
+        """How many there will be."""
+        return len(self._answers)
+
+    def sequence_id_of(self, index: int) -> str:
+        """The name of the sequence of one of the answers."""
+        return answer_id(self._sequence_id, index)
 
     @property
     def model(self) -> Model | None:
@@ -130,12 +150,20 @@ class GenerateStream:
         """End the request: its call is cancelled if it still runs. May be repeated."""
         self._is_ended = True
         self._drop_call()
+        forks, self._forks = self._forks, None
+        if forks is not None:
+            await forks.aclose()
 
     async def collect(self) -> Completion:
-        """Wait for the end and return the whole answer, chunks that were already taken included."""
+        """Wait for the end and return the whole answer, chunks that were already taken included. Of several answers the first one,
+        which of a beam search is the best."""
+        return (await self.collect_all())[0]
+
+    async def collect_all(self) -> list[Completion]:
+        """Wait for the end and return all answers, by their index, chunks that were already taken included."""
         while await self.next_chunk() is not None:
             pass
-        return self._builder.build()
+        return [answer.builder.build() for answer in self._answers]
 
     async def next_chunk(self) -> Chunk | None:
         """The next chunk; None after the last. An error, or cancelling the task, ends the stream and its call."""
@@ -146,86 +174,120 @@ class GenerateStream:
         except BaseException:
             await self.aclose()
             raise
-        if chunk.finish_reason is not None:
-            await self.aclose()
+        if chunk is not None and chunk.finish_reason is not None:
+            self._num_unfinished -= 1
+            if not self._num_unfinished:
+                await self.aclose()
         return chunk
 
-    async def _next_chunk(self) -> Chunk:
+    async def _next_chunk(self) -> Chunk | None:
         if self._deadline is None:
             self._deadline = Deadline(self._timeout or self._config.timeout)
             self._loop = asyncio.get_running_loop()
-        while True:
+        while not self._ready and self._forks is None:
             if self._call is None:
                 self._call = await self._open_next(self._deadline)
             target = self._call.target
             try:
-                message = await self._call.read(self._gate.num_delivered)
+                message = await self._call.read(self._num_delivered)
             except KvpoolError as error:
                 if not self._may_move(error):
                     raise
-                self._drop_call()
-                if self._gate.num_delivered > self._gate.base:
-                    self._attempts.broke_off(target, error)
-                else:
-                    self._attempts.failed(target, error)
-                if self._has_all_tokens():
-                    return self._add(self._missing_end(target), self._deadline)
-                continue
-            accepted = self._gate.take(target.attempt, message.start_index, len(message.token_ids))
-            if accepted is None:
-                continue
-            num_known = self._gate.take_prompt(len(message.prompt_logprobs))
-            chunk = chunk_from_proto(
-                message,
-                start_index=accepted.start_index,
-                worker_id=target.worker_id,
-                attempt=target.attempt,
-                want_logprobs=self._request.HasField("logprobs"),
-                first_prompt_logprob=num_known if self._request.HasField("prompt_logprobs") else None,
-            )
-            if chunk.usage is not None:
-                chunk = replace(chunk, usage=self._account.join(chunk.usage, self._gate.base))
-            return self._add(chunk, self._deadline)
+                self._move(target, error)
+            else:
+                self._take(message, target)
+        return self._deliver() if self._ready or self._forks is None else await self._forks.next_chunk()
 
-    def _add(self, chunk: Chunk, deadline: Deadline) -> Chunk:
-        self._builder.add(chunk, deadline.elapsed() * 1000)
-        return chunk
+    @property
+    def _num_delivered(self) -> int:
+        """Tokens so far, of all answers."""
+        return sum(answer.num_delivered for answer in self._answers)
+
+    def _take(self, message: worker_pb2.GenerateResponse, target: Target) -> None:
+        """A message has come; what it brings is ready, or held back."""
+        is_of_text = bool(message.token_ids) or message.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED
+        if self._request.beam_search.num_beams > 1 and is_of_text:
+            self._held.append(message)
+            num_finished = sum(one.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED for one in self._held)
+            if num_finished < len(self._answers):
+                return
+            messages, self._held = self._held, []
+        else:
+            messages = [message]
+        for one in messages:
+            if one.index >= len(self._answers):
+                raise ProtocolError(
+                    f"{target.worker_id} sent a piece of answer {one.index}; {len(self._answers)} were asked for",
+                    reason="OUT_OF_ORDER",
+                )
+            chunk = self._answers[one.index].take(one, target)
+            if chunk is not None:
+                self._ready.append(chunk)
+
+    def _deliver(self) -> Chunk:
+        assert self._deadline is not None
+        chunk = self._ready.popleft()
+        answer = next(answer for answer in self._answers if answer.index == chunk.index)
+        return answer.add(chunk, self._deadline.elapsed() * 1000)
 
     def _may_move(self, error: KvpoolError) -> bool:
-        if self._gate.num_delivered == 0:
+        if self._num_delivered == 0:
             return another_may_begin(error)
         return self._config.continuation and another_may_go_on(error)
 
-    def _has_all_tokens(self) -> bool:
-        """Whether no token can follow: the worker went away between the last one and the finish reason."""
+    def _move(self, target: Target, error: KvpoolError) -> None:
+        """The call has broken off: another worker goes on. Ends that are missing are ready then."""
+        self._drop_call()
+        self._held.clear()
+        if any(answer.has_grown for answer in self._answers):
+            self._attempts.broke_off(target, error)
+        else:
+            self._attempts.failed(target, error)
+        if self._num_delivered == 0:
+            return
         assert self._model is not None
-        num_delivered = self._gate.num_delivered
-        limit = self._model.max_model_len - len(self._token_ids)
-        return num_delivered > 0 and num_delivered >= min(self._request.stop.max_tokens or limit, limit)
+        num_prompt, max_model_len = len(self._token_ids), self._model.max_model_len
+        unfinished = [answer for answer in self._answers if not answer.is_finished]
+        complete = [answer for answer in unfinished if answer.has_all_tokens(num_prompt, max_model_len)]
+        self._ready.extend(answer.missing_end(target, num_prompt) for answer in complete)
+        if len(self._answers) > 1:
+            self._forks = MergedStreams([self._alone(answer) for answer in unfinished if answer not in complete])
 
-    def _missing_end(self, target: Target) -> Chunk:
-        """The chunk that such a worker owes us. A worker of ours sends its last token and what it held back of the text
-        together with the finish reason, so no text is missing."""
-        num_delivered = self._gate.num_delivered
-        return Chunk(
-            start_index=num_delivered,
-            token_ids=(),
-            text="",
-            logprobs=() if self._request.HasField("logprobs") else None,
-            usage=self._account.at_the_end(len(self._token_ids), num_delivered),
-            finish_reason=FinishReason.LENGTH,
-            worker_id=target.worker_id,
-            attempt=target.attempt,
-            prompt_logprobs=() if self._request.HasField("prompt_logprobs") else None,
+    def _alone(self, answer: Answer) -> GenerateStream:
+        """A stream in which one of the answers goes on by itself: on any worker its tokens are those that it would have had."""
+        stream = GenerateStream(
+            encode=self._encode,
+            request=answer_request(self._request, answer.index),
+            model_name=self._model_name,
+            explain=False,
+            timeout=self._timeout,
+            models=self._models,
+            manager=self._manager,
+            channels=self._channels,
+            config=self._config,
         )
+        stream._sequence_id = self.sequence_id_of(answer.index)
+        stream._attempts = self._attempts.fork()
+        assert stream._num_unfinished == 1
+        stream._answers = [answer]
+        stream._deadline, stream._loop = self._deadline, self._loop
+        stream._model, stream._token_ids = self._model, self._token_ids
+        return stream
 
     async def _open_next(self, deadline: Deadline) -> WatchedCall:
         try:
             return await self._open(deadline)
         except KvpoolError as error:
-            if self._gate.num_delivered == 0 or isinstance(error, Cancelled):
+            if self._num_delivered == 0 or isinstance(error, Cancelled):
                 raise
-            raise self._attempts.gave_up(error, self._gate.num_delivered) from error
+            raise self._attempts.gave_up(error, self._num_delivered) from error
+
+    @property
+    def _all_token_ids(self) -> list[int]:
+        """The prompt and what is delivered of the only answer; several go on each by itself."""
+        if len(self._answers) > 1:
+            return self._token_ids
+        return [*self._token_ids, *self._answers[0].builder.token_ids]
 
     async def _open(self, deadline: Deadline) -> WatchedCall:
         """Begin the next attempt. Its first message may still be an error."""
@@ -240,8 +302,8 @@ class GenerateStream:
         assert self._model is not None
         request = attempt_request(
             self._request,
-            token_ids=[*self._token_ids, *self._builder.token_ids],
-            num_delivered=self._gate.num_delivered,
+            token_ids=self._all_token_ids,
+            num_delivered=self._num_delivered,
             sequence_id=self._sequence_id,
             attempt=target.attempt,
             model_fingerprint=self._model.fingerprint,
@@ -250,8 +312,8 @@ class GenerateStream:
             raise InvalidRequest(
                 f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}", reason="NEVER_FITS"
             )
-        self._gate.open(target.attempt)
-        self._account.begin(deadline.elapsed() * 1000)
+        for answer in self._answers:
+            answer.begin(target.attempt, deadline.elapsed() * 1000)
         return WatchedCall(
             self._channels.generate(target.address, request),
             target,
@@ -273,7 +335,7 @@ class GenerateStream:
                     adapter=self._request.adapter,
                     tenant_salt=self._request.tenant_salt,
                 )
-                token_ids = [*self._token_ids, *self._builder.token_ids]
+                token_ids = self._all_token_ids
                 response = await self._manager.route(
                     deadline,
                     root,
@@ -303,7 +365,7 @@ class GenerateStream:
 
     async def _model_to_ask(self, deadline: Deadline) -> Model:
         """The model that is served by now, its prompt tokenised; after the first token only the one that began."""
-        if self._model is not None and self._gate.num_delivered > 0:
+        if self._model is not None and self._num_delivered > 0:
             return self._model
         model = await self._models.get(self._model_name, deadline)
         if model is not self._model:

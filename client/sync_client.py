@@ -122,8 +122,12 @@ class SyncStream:
             self._loop.run(self._stream.aclose())
 
     def collect(self) -> Completion:
-        """Wait for the end and return the whole answer."""
+        """Wait for the end and return the whole answer; with `n` the first one, which of a beam search is the best."""
         return self._loop.run(self._stream.collect())
+
+    def collect_all(self) -> list[Completion]:
+        """Wait for the end and return all answers, by their index."""
+        return self._loop.run(self._stream.collect_all())
 
 
 async def _next(updates: AsyncGenerator[WatchUpdate, None]) -> WatchUpdate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from enum import StrEnum
 from typing import Annotated, Any, cast, get_type_hints
 
 import typer
@@ -25,6 +26,18 @@ Tenant = Annotated[
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Name or fingerprint, where workers serve several models.")
 ]
+
+
+class EarlyStopping(StrEnum):
+    """The values of the option early_stopping, as words."""
+
+    FALSE = "false"
+    TRUE = "true"
+    NEVER = "never"
+
+    @property
+    def value_of_option(self) -> bool | str:
+        return self.value if self is EarlyStopping.NEVER else self is EarlyStopping.TRUE
 
 
 class AnswerFlags:
@@ -51,6 +64,22 @@ class AnswerFlags:
         typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to the logit of a token id; may be repeated."),
     ] = None
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text. Default: a random one.")] = None
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to one prompt; answer k draws with seed + k.")] = 1
+    num_beams: Annotated[
+        int, typer.Option("--num-beams", min=1, help="Beam search: follow so many texts and return the n best ones.")
+    ] = 1
+    length_penalty: Annotated[
+        float | None,
+        typer.Option("--length-penalty", help="With beams: above 0 favours long texts.", show_default="1"),
+    ] = None
+    early_stopping: Annotated[
+        EarlyStopping | None,
+        typer.Option(
+            "--early-stopping",
+            help="With beams: end as soon as there are as many texts, or never before none can be better.",
+            show_default="false",
+        ),
+    ] = None
     stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; may be repeated.")] = None
     stop_token_ids: Annotated[
         list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
@@ -94,6 +123,8 @@ def takes_answer_flags(
         def run(**given: Any) -> None:
             options = {flag.name: given.pop(flag.name) for flag in flags}
             options["logit_bias"] = parse_logit_bias(options["logit_bias"] or ())
+            if options["early_stopping"] is not None:
+                options["early_stopping"] = options["early_stopping"].value_of_option
             command(options=cast(GenerateOptions, options), **given)
 
         parameters: list[inspect.Parameter] = []

@@ -209,13 +209,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.requests.append(request)
         self.asked.set()
         self.num_live += 1
+        num_unfinished = max(1, request.n)
         try:
             async for result in self._answer(request):
                 if isinstance(result, status_pb2.Status):
                     answers.put_nowait(worker_pb2.Answer(number=number, status=result))
                     return
                 answers.put_nowait(worker_pb2.Answer(number=number, response=result))
-                if result.finish_reason:
+                num_unfinished -= bool(result.finish_reason)
+                if not num_unfinished:
                     return
             answers.put_nowait(None)  # a stream that ends without an end of the answer
         except asyncio.CancelledError:

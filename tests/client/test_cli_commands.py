@@ -92,6 +92,43 @@ async def test_every_answer_flag_reaches_the_worker(capsys: pytest.CaptureFixtur
     assert (worker.requests[0].echo, worker.requests[1].echo) == (True, False)
 
 
+def two_texts(score: float | None = None) -> list[Any]:
+    """Two answers, the second of which is shorter."""
+    messages = []
+    for index, (token_ids, text) in enumerate((([THE, SAT], " the sat"), ([THE], " the"))):
+        message = worker_pb2.GenerateResponse(
+            index=index, token_ids=token_ids, text=text, usage=usage(), finish_reason=worker_pb2.FINISH_REASON_STOP
+        )
+        if score is not None:
+            message.score = score - index
+        messages.append(message)
+    return messages
+
+
+async def test_several_answers_are_printed_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = FakeWorker("w", two_texts())
+    async with fake_cluster(worker) as manager:
+        status = await kvpool("generate", "the", "--n", "2", "--seed", "4", "--manager", manager.address)
+        assert (status, capsys.readouterr().out) == (0, "[1 of 2]\n the sat\n[2 of 2]\n the\n")
+        assert await kvpool("generate", "the", "--n", "2", "--json", "--manager", manager.address) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["text"], line["token_ids"]) for line in lines] == [(" the sat", [THE, SAT]), (" the", [THE])]
+    assert not any("score" in line for line in lines)
+    assert [request.n for request in worker.requests] == [2, 2]
+
+
+async def test_a_beam_search_has_its_flags_and_its_scores(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = FakeWorker("w", two_texts(score=-1.5))
+    flags = ["--num-beams", "3", "--n", "2", "--length-penalty", "0.5", "--early-stopping", "never"]
+    async with fake_cluster(worker) as manager:
+        assert await kvpool("generate", "the", "--json", *flags, "--manager", manager.address) == 0
+    scores = [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()]
+    assert scores == [-1.5, -2.5]
+    search = worker.requests[0].beam_search
+    assert (search.num_beams, search.length_penalty) == (3, 0.5)
+    assert search.early_stopping == worker_pb2.EARLY_STOPPING_NEVER
+
+
 async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     message = worker_pb2.GenerateResponse(
         token_ids=[THE], text=" the", usage=usage(num_prompt=2), finish_reason=worker_pb2.FINISH_REASON_LENGTH
@@ -119,6 +156,9 @@ async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixtur
         (["--priority", "2147483648"], "priority must be an integer in"),
         (["--tenant", "x" * 257], "tenant must be at most 256 bytes"),
         (["--logprobs", "1"], "--json"),
+        (["--n", "129"], "n must be at most 128 answers"),
+        (["--num-beams", "2", "--temperature", "1"], "temperature must be 0 with num_beams"),
+        (["--early-stopping", "true"], "num_beams must be 2 or more"),
     ],
 )
 async def test_a_wrong_answer_flag_is_told(

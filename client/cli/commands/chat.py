@@ -23,6 +23,7 @@ _HELP: Final = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C 
 @takes_answer_flags(
     max_tokens=512,
     without=(
+        "n",
         "stop_token_ids",
         "min_tokens",
         "ignore_eos",

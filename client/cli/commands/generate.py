@@ -24,21 +24,28 @@ def generate(
     as_json: JsonOption = False,
     manager: ManagerOption = None,
 ) -> None:
-    """Continue a text; it streams to stdout."""
+    """Continue a text; it streams to stdout. Several answers come when all have ended, one after the other."""
     if not as_json and (options["logprobs"], options["prompt_logprobs"]) != (None, None):
         raise typer.BadParameter("they are no part of the text: give --json as well", param_hint="--logprobs")
     prompt = sys.stdin.read() if text == "-" else text
     with SyncClient(config=client_config(manager)) as client, client.generate(prompt, **options) as stream:
         if as_json:
-            print_json(completion_object(stream.collect()))
-            return
-        for chunk in stream:
-            print_answer(chunk.text)
-        print()
+            for completion in stream.collect_all():
+                print_json(completion_object(completion))
+        elif options["n"] == 1:
+            for chunk in stream:
+                print_answer(chunk.text)
+            print()
+        else:
+            for number, completion in enumerate(stream.collect_all(), 1):
+                print(f"[{number} of {options['n']}]")
+                print_answer(completion.text)
+                print()
 
 
 def completion_object(completion: Completion) -> dict[str, object]:
-    """What `--json` prints; the names are part of the interface. Log-probabilities only if they were asked for."""
+    """What `--json` prints, a line for each answer; the names are part of the interface. Log-probabilities only if they were asked
+    for, a score only of a beam search."""
     found: dict[str, object] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
@@ -51,6 +58,8 @@ def completion_object(completion: Completion) -> dict[str, object]:
         "time_to_first_token_ms": round(completion.time_to_first_token_ms, 3),
         "times": None if completion.times is None else asdict(completion.times),
     }
+    if completion.score is not None:
+        found["score"] = completion.score
     if completion.logprobs is not None:
         found["logprobs"] = [_logprobs_object(entry) for entry in completion.logprobs]
     if completion.prompt_logprobs is not None:

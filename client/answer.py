@@ -1,0 +1,91 @@
+"""One of the answers of a request, as far as it is there: over all the attempts that have delivered parts of it. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from kvpool.v1 import worker_pb2
+
+from .chunk import Chunk, FinishReason, chunk_from_proto
+from .completion import CompletionBuilder
+from .continuation import Account
+from .failover import Target
+from .gate import Gate
+
+
+class Answer:
+    """What came of one answer, and what joins on."""
+
+    def __init__(self, index: int, request: worker_pb2.GenerateRequest) -> None:
+        self.index: Final = index
+        self.builder: Final = CompletionBuilder()
+        self.is_finished = False
+        """Whether its last chunk was taken."""
+        self._request = request
+        self._gate = Gate()
+        self._account = Account()
+
+    def __repr__(self) -> str:
+        return f"Answer({self.index}, {self._gate}, finished={self.is_finished})"
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens so far."""
+        return self._gate.num_delivered
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the present attempt has delivered tokens."""
+        return self._gate.num_delivered > self._gate.base
+
+    def begin(self, attempt: int, elapsed_ms: float) -> None:
+        """An attempt begins, `elapsed_ms` after the start of the call: from now on only it may deliver."""
+        self._gate.open(attempt)
+        self._account.begin(elapsed_ms)
+
+    def take(self, message: worker_pb2.GenerateResponse, target: Target) -> Chunk | None:
+        """What a message brings; None: it is of an older attempt. ProtocolError if it does not join on."""
+        accepted = self._gate.take(target.attempt, message.start_index, len(message.token_ids))
+        if accepted is None:
+            return None
+        num_known = self._gate.take_prompt(len(message.prompt_logprobs))
+        chunk = chunk_from_proto(
+            message,
+            start_index=accepted.start_index,
+            worker_id=target.worker_id,
+            attempt=target.attempt,
+            want_logprobs=self._request.HasField("logprobs"),
+            first_prompt_logprob=num_known if self._request.HasField("prompt_logprobs") else None,
+            index=self.index,
+        )
+        if chunk.usage is not None:
+            chunk = replace(chunk, usage=self._account.join(chunk.usage, self._gate.base))
+        return chunk
+
+    def add(self, chunk: Chunk, elapsed_ms: float) -> Chunk:
+        """The reader gets this chunk, `elapsed_ms` after the start of the call."""
+        self.builder.add(chunk, elapsed_ms)
+        self.is_finished = chunk.finish_reason is not None
+        return chunk
+
+    def has_all_tokens(self, num_prompt_tokens: int, max_model_len: int) -> bool:
+        """Whether no token can follow: the worker went away between the last one and the finish reason."""
+        limit = max_model_len - num_prompt_tokens
+        return 0 < self.num_delivered >= min(self._request.stop.max_tokens or limit, limit)
+
+    def missing_end(self, target: Target, num_prompt_tokens: int) -> Chunk:
+        """The chunk that such a worker owes us. A worker of ours sends its last token and what it held back of the text
+        together with the finish reason, so no text is missing."""
+        return Chunk(
+            start_index=self.num_delivered,
+            token_ids=(),
+            text="",
+            logprobs=() if self._request.HasField("logprobs") else None,
+            usage=self._account.at_the_end(num_prompt_tokens, self.num_delivered),
+            finish_reason=FinishReason.LENGTH,
+            worker_id=target.worker_id,
+            attempt=target.attempt,
+            prompt_logprobs=() if self._request.HasField("prompt_logprobs") else None,
+            index=self.index,
+        )

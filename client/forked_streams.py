@@ -1,0 +1,55 @@
+"""The streams of several answers that go on by themselves, as one sequence of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Protocol
+
+from .chunk import Chunk
+
+
+class ChunkStream(Protocol):
+    """The chunks of one answer."""
+
+    async def next_chunk(self) -> Chunk | None:
+        """The next one; None after the last."""
+        ...
+
+    async def aclose(self) -> None:
+        """End it. May be repeated."""
+        ...
+
+
+class MergedStreams:
+    """Reads all of them at once; one chunk of each waits at most."""
+
+    def __init__(self, streams: Iterable[ChunkStream]) -> None:
+        """Inside a running event loop."""
+        self._reading: dict[asyncio.Task[Chunk | None], ChunkStream] = {}
+        for stream in streams:
+            self._read(stream)
+
+    def _read(self, stream: ChunkStream) -> None:
+        self._reading[asyncio.create_task(stream.next_chunk())] = stream
+
+    async def next_chunk(self) -> Chunk | None:
+        """The next chunk of any of them; None after the last of all. Raises what one of them raises."""
+        while self._reading:
+            done, _ = await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
+            task = next(iter(done))
+            stream = self._reading.pop(task)
+            chunk = task.result()
+            if chunk is not None:
+                self._read(stream)
+                return chunk
+        return None
+
+    async def aclose(self) -> None:
+        """End all of them. May be repeated."""
+        reading, self._reading = self._reading, {}
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        for stream in reading.values():
+            await stream.aclose()
