@@ -30,19 +30,23 @@ class Outcome(StrEnum):
 class AnswerRecord:
     """One answer, which is one sequence."""
 
-    def __init__(self, log: RequestLog, number: int, request_id: str, choice: int, stream: GenerateStream) -> None:
+    def __init__(
+        self, log: RequestLog, number: int, request_id: str, choice: int, stream: GenerateStream, index: int
+    ) -> None:
         self.number: Final = number
         """In order of their beginning, from 1."""
         self.outcome = Outcome.RUNNING
         self.version = 0
         """The log's, when this record changed last."""
         self.explanation: dict[str, Any] | None = None
-        """Why no more of its prompt was cached, asked before a worker had it. None: not asked for, or not answered."""
+        """Why no more of its prompt was cached, asked before a worker had it: the first answer of a prompt has it. None: not asked
+        for, or not answered."""
         self._log = log
         self._request_id = request_id
         self._choice = choice
+        self._index = index
         self._stream: GenerateStream | None = stream
-        self._sequence_id = stream.sequence_id
+        self._sequence_id = stream.sequence_id_of(index)
         self._model = ""
         self._began = log.clock()
         self._end_ms: float | None = None
@@ -103,7 +107,7 @@ class AnswerRecord:
         if model is None:
             return
         self._model = model.name
-        if found is not None:
+        if found is not None and not self._index:
             self.explanation = found.as_object() | {"sentences": found.sentences(model.tokenizer)}
 
     def _end(self, outcome: Outcome, reason: str) -> None:
@@ -136,9 +140,9 @@ class RequestLog:
         self._ended: deque[int] = deque()
         self._numbers = itertools.count(1)
 
-    def begin(self, request_id: str, choice: int, stream: GenerateStream) -> AnswerRecord:
-        """One more answer begins; it is kept while it runs."""
-        record = AnswerRecord(self, next(self._numbers), request_id, choice, stream)
+    def begin(self, request_id: str, choice: int, stream: GenerateStream, index: int) -> AnswerRecord:
+        """One more answer begins, that with the index in its stream; it is kept while it runs."""
+        record = AnswerRecord(self, next(self._numbers), request_id, choice, stream, index)
         self._records[record.number] = record
         self.note(record)
         return record

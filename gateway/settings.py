@@ -76,7 +76,7 @@ class GatewaySettings(ProcessSettings):
         default=1024, ge=1, le=1 << 20, description="Answers that are generated at the same time; more get 429."
     )
     max_body_bytes: int = Field(default=16 << 20, ge=1024, le=1 << 30, description="Bytes of a request's body.")
-    max_n: int = Field(default=64, ge=1, le=4096, description="Largest n: answers to one prompt.")
+    max_n: int = Field(default=64, ge=1, le=128, description="Largest n: answers to one prompt.")
     max_prompts: int = Field(default=256, ge=1, le=1 << 16, description="Prompts of one request.")
     head_seconds: float = Field(
         default=10.0, gt=0, le=3600, description="Seconds that a request's head may take, from its first byte."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
@@ -40,14 +40,18 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """What chats and completions have in common. Any field may be null, which is its default."""
 
+    early_stopping: bool | Literal["never"] | None = None
     frequency_penalty: Number | None = None
     ignore_eos: bool | None = None
+    length_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     """Token ids, as text because JSON's keys are."""
     max_tokens: int | None = Field(default=None, ge=0)
     min_p: Number | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1)
+    num_beams: int | None = Field(default=None, ge=1)
+    """As in transformers; vLLM writes use_beam_search, and n for their number."""
     presence_penalty: Number | None = None
     priority: int | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -61,6 +65,7 @@ class GenerationBody(Body):
     temperature: Number | None = None
     top_k: int | None = Field(default=None, ge=-1)
     top_p: Number | None = None
+    use_beam_search: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
 

@@ -20,7 +20,7 @@ from .event_stream import EventStream, data
 from .fields import check_other_fields
 from .generation import Generation
 from .logprobs import ChatLogprobs, prompt_logprobs
-from .options import chat_options, for_choice
+from .options import chat_options
 from .serving import check_count, respond
 from .token_bytes import TokenBytes, TokenBytesOfModels
 from .usage import encode_usage
@@ -35,19 +35,13 @@ def chat_route(known: TokenBytesOfModels) -> Route:
         gateway = gateway_of(request)
         body = await read_body(request, ChatBody)
         headers = check_other_fields(body, ignore=gateway.settings.ignore_unknown_fields)
-        n = body.n or 1
-        check_count(gateway, n)
+        check_count(gateway, body.n or 1)
         options = chat_options(body, gateway.settings)
         try:
-            streams = [
-                gateway.client.chat(
-                    plain(body.messages), template_arguments=body.chat_template_kwargs, **for_choice(options, index)
-                )
-                for index in range(n)
-            ]
+            stream = gateway.client.chat(plain(body.messages), template_arguments=body.chat_template_kwargs, **options)
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
-        generation = Generation(gateway, streams, request_id=request_id_of(request))
+        generation = Generation(gateway, [stream], request_id=request_id_of(request))
         answer = ChatAnswer(body, generation, known)
         return await respond(
             request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers
@@ -81,7 +75,7 @@ class ChatAnswer:
                 role: dict[str, Any] = {"role": "assistant", "content": ""}
                 first = head | {"choices": [_choice_of_chunk(choice, role, None, None)]}
                 if wants_ids:
-                    first["prompt_token_ids"] = self._generation.streams[choice].prompt_token_ids
+                    first["prompt_token_ids"] = self._generation.stream_of(choice).prompt_token_ids
                 yield data(first)
             logprobs = None
             if chunk.logprobs is not None and chunk.token_ids:
@@ -113,7 +107,7 @@ class ChatAnswer:
             if chunk.finish_reason is not None:
                 reasons[choice] = chunk.finish_reason.value
         choices = []
-        for choice in range(len(self._generation.streams)):
+        for choice in range(self._generation.num_choices):
             found = None
             if self._body.logprobs:
                 found = ChatLogprobs(self._tokens()).encode(ids[choice], logprobs[choice])
@@ -123,7 +117,7 @@ class ChatAnswer:
                 entry["token_ids"] = ids[choice]
             choices.append(entry)
         whole = self._head("chat.completion") | {"choices": choices, "usage": self._usage()}
-        prompt_ids = self._generation.streams[0].prompt_token_ids
+        prompt_ids = self._generation.stream_of(0).prompt_token_ids
         if self._body.return_token_ids:
             whole["prompt_token_ids"] = prompt_ids
         if self._body.prompt_logprobs is not None:
@@ -140,7 +134,7 @@ class ChatAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        return encode_usage(self._generation.usages, len(self._generation.streams))
+        return encode_usage(self._generation.usages, self._generation.num_choices)
 
     def _model(self) -> Model:
         return self._generation.model

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvpool.client import Chunk, GenerateOptions, GenerateStream, KvpoolError, Model, TokenLogprobs
+from kvpool.client import Chunk, KvpoolError, Model, TokenLogprobs
 
-from ..context import Gateway, gateway_of, request_id_of
+from ..context import gateway_of, request_id_of
 from ..errors import ApiError
 from .bodies import CompletionBody, read_body
 from .errors import openai_error
@@ -22,7 +22,7 @@ from .event_stream import EventStream, data
 from .fields import check_other_fields
 from .generation import Generation
 from .logprobs import CompletionLogprobs, prompt_logprobs
-from .options import completion_options, for_choice
+from .options import completion_options
 from .serving import check_count, respond
 from .token_bytes import TokenBytesOfModels
 from .usage import encode_usage
@@ -41,7 +41,7 @@ def completion_route(known: TokenBytesOfModels) -> Route:
         check_count(gateway, body.n or 1, len(prompts))
         options = completion_options(body, gateway.settings)
         try:
-            streams = _streams(gateway, prompts, body.n or 1, options)
+            streams = [gateway.client.generate(prompt, **options) for prompt in prompts]
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
         generation = Generation(gateway, streams, request_id=request_id_of(request))
@@ -66,13 +66,6 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
             code="invalid_value",
         )
     return prompts
-
-
-def _streams(
-    gateway: Gateway, prompts: Sequence[str | list[int]], n: int, options: GenerateOptions
-) -> list[GenerateStream]:
-    """Answer k to prompt p has the index p · n + k."""
-    return [gateway.client.generate(prompt, **for_choice(options, k)) for prompt in prompts for k in range(n)]
 
 
 class CompletionAnswer:
@@ -106,7 +99,7 @@ class CompletionAnswer:
             if wants_ids:
                 event["token_ids"] = token_ids
                 if choice not in begun:
-                    event["prompt_token_ids"] = self._generation.streams[choice].prompt_token_ids
+                    event["prompt_token_ids"] = self._generation.stream_of(choice).prompt_token_ids
             begun.add(choice)
             yield data(head | {"choices": [event]})
         if with_usage:
@@ -114,7 +107,7 @@ class CompletionAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """All choices."""
-        num_choices = len(self._generation.streams)
+        num_choices = self._generation.num_choices
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         ids: list[list[int]] = [[] for _ in range(num_choices)]
         logprobs: list[dict[str, list[Any]]] = [{} for _ in range(num_choices)]
@@ -128,7 +121,8 @@ class CompletionAnswer:
                 logprobs[choice].setdefault(name, []).extend(values)
             reasons[choice] = self._finish_reason(chunk) or reasons[choice]
         choices = []
-        for choice, stream in enumerate(self._generation.streams):
+        for choice in range(num_choices):
+            prompt_ids = self._generation.stream_of(choice).prompt_token_ids
             entry: dict[str, Any] = {
                 "index": choice,
                 "text": "".join(texts[choice]),
@@ -136,9 +130,9 @@ class CompletionAnswer:
                 "finish_reason": reasons[choice],
             }
             if self._body.return_token_ids:
-                entry |= {"prompt_token_ids": stream.prompt_token_ids, "token_ids": ids[choice]}
+                entry |= {"prompt_token_ids": prompt_ids, "token_ids": ids[choice]}
             if self._body.prompt_logprobs is not None and (tokens := self._known.of(self._model())) is not None:
-                entry["prompt_logprobs"] = prompt_logprobs(tokens, stream.prompt_token_ids, of_prompts[choice])
+                entry["prompt_logprobs"] = prompt_logprobs(tokens, prompt_ids, of_prompts[choice])
             choices.append(entry)
         return self._head() | {"choices": choices, "usage": self._usage()}
 
@@ -149,7 +143,7 @@ class CompletionAnswer:
         tokenizer = self._model().tokenizer
         if not chunk.text or tokenizer is None:
             return ""
-        text: str = tokenizer.decode(list(self._generation.streams[choice].prompt_token_ids))
+        text: str = tokenizer.decode(list(self._generation.stream_of(choice).prompt_token_ids))
         return text
 
     def _token_ids(self, chunk: Chunk) -> tuple[int, ...]:
@@ -178,7 +172,7 @@ class CompletionAnswer:
             begin = self._num_prompt_tokens_shown.get(choice, 0)
             end = begin + len(chunk.prompt_logprobs)
             self._num_prompt_tokens_shown[choice] = end
-            ids += self._generation.streams[choice].prompt_token_ids[begin:end]
+            ids += self._generation.stream_of(choice).prompt_token_ids[begin:end]
             found += chunk.prompt_logprobs
         if not self._drops_generated:
             ids += chunk.token_ids

@@ -41,7 +41,6 @@ _AS_USUAL: Final[Mapping[str, Callable[[Any], bool]]] = {
     "functions": _one_of([]),
     "include_reasoning": _one_of(True),
     "include_stop_str_in_output": _one_of(False),
-    "length_penalty": _one_of(1, 1.0),
     "logits_processors": _one_of([]),
     "metadata": _one_of({}),
     "modalities": _one_of(["text"]),
@@ -59,7 +58,6 @@ _AS_USUAL: Final[Mapping[str, Callable[[Any], bool]]] = {
     "suffix": _one_of(""),
     "tool_choice": _one_of("none", "auto"),
     "tools": _one_of([]),
-    "use_beam_search": _one_of(False),
     "verbosity": _one_of("medium"),
 }
 

@@ -1,4 +1,4 @@
-"""The answers of one request: several sequences, whose pieces come in the order in which they are computed."""
+"""The answers of one request, to one prompt or several: their pieces come in the order in which they are computed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ class Generation:
     their blocks are free."""
 
     def __init__(self, gateway: Gateway, streams: Sequence[GenerateStream], *, request_id: str) -> None:
+        """`streams`: one for each prompt, all with the same number of answers, n: answer k to prompt p is the choice p · n + k."""
         self._gateway = gateway
         self._request_id = request_id
         self._records: list[AnswerRecord] = []
-        self.streams = streams
+        self._streams = streams
+        self._num_per_prompt = streams[0].num_answers
+        self.num_choices = self._num_per_prompt * len(streams)
         self._began = gateway.clock()
         self._first: Piece | None = None
         self._has_token = False
@@ -40,32 +43,39 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         metrics, most = self._gateway.metrics, self._gateway.settings.max_streams
-        if metrics.open_streams + len(self.streams) > most:
+        if metrics.open_streams + self.num_choices > most:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{metrics.open_streams} answers are being generated, this gateway takes {most} (--max-streams): try again later",
                 code="too_many_streams",
                 headers={"Retry-After": "1"},
             )
-        metrics.open_streams += len(self.streams)
+        metrics.open_streams += self.num_choices
         log = self._gateway.request_log
-        self._records = [log.begin(self._request_id, choice, stream) for choice, stream in enumerate(self.streams)]
+        self._records = [
+            log.begin(self._request_id, choice, self.stream_of(choice), choice % self._num_per_prompt)
+            for choice in range(self.num_choices)
+        ]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._gateway.metrics.open_streams -= len(self.streams)
+        self._gateway.metrics.open_streams -= self.num_choices
         for record in self._records:
             record.close()
         await self._pieces.aclose()
-        for stream in self.streams:
+        for stream in self._streams:
             await stream.aclose()
+
+    def stream_of(self, choice: int) -> GenerateStream:
+        """The stream that it is in."""
+        return self._streams[choice // self._num_per_prompt]
 
     @property
     def model(self) -> Model:
         """The model that answers; known after `begin`."""
-        model = next((stream.model for stream in self.streams if stream.model is not None), None)
+        model = next((stream.model for stream in self._streams if stream.model is not None), None)
         assert model is not None, "begin() comes first"
         return model
 
@@ -83,10 +93,10 @@ class Generation:
 
     async def _alone(self) -> AsyncGenerator[Piece, None]:
         try:
-            async for chunk in self.streams[0]:
-                yield self._noted(Piece(0, chunk))
+            async for chunk in self._streams[0]:
+                yield self._noted(Piece(chunk.index, chunk))
         except KvpoolError as error:
-            self._records[0].on_error(error)
+            self._on_error(error)
             raise
 
     async def _merged(self) -> AsyncGenerator[Piece, None]:
@@ -96,21 +106,20 @@ class Generation:
         async def read(index: int, stream: GenerateStream) -> None:
             try:
                 async for chunk in stream:
-                    await ready.put(Piece(index, chunk))
+                    await ready.put(Piece(index * self._num_per_prompt + chunk.index, chunk))
             except Exception as error:
                 await ready.put(error)
             else:
                 await ready.put(None)
 
-        tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(self.streams)]
+        tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(self._streams)]
         try:
             num_running = len(tasks)
             while num_running:
                 found = await ready.get()
                 if isinstance(found, BaseException):
                     if isinstance(found, KvpoolError):
-                        for record in self._records:
-                            record.on_error(found)
+                        self._on_error(found)
                     raise found
                 if found is None:
                     num_running -= 1
@@ -120,6 +129,10 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_error(self, error: KvpoolError) -> None:
+        for record in self._records:
+            record.on_error(error)
 
     def _noted(self, piece: Piece) -> Piece:
         self._records[piece.choice].on_chunk(piece.chunk)

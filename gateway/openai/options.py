@@ -14,12 +14,18 @@ from .bodies import ChatBody, CompletionBody, GenerationBody
 DEFAULT_TEMPERATURE: Final = 1.0
 DEFAULT_COMPLETION_TOKENS: Final = 16
 _SEEDS: Final = 2**64
+"""Negative seeds count back from there."""
 
 
 def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateOptions:
     """Those of all answers of a request. Raises ApiError."""
+    num_beams = _num_beams(body)
+    # Beams are not drawn, so without a word about it there is no temperature.
+    usual_temperature = DEFAULT_TEMPERATURE if num_beams == 1 else 0.0
     options: GenerateOptions = {
-        "temperature": DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
+        "n": body.n or 1,
+        "num_beams": num_beams,
+        "temperature": usual_temperature if body.temperature is None else body.temperature,
         "timeout": settings.timeout,
         "explain": settings.kept_requests > 0,
         "model": body.model,
@@ -30,9 +36,13 @@ def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateO
         "min_tokens": body.min_tokens or 0,
         "stop_token_ids": body.stop_token_ids or (),
         "max_tokens": body.max_tokens,
-        "seed": body.seed,
+        "seed": None if body.seed is None else body.seed % _SEEDS,
         "prompt_logprobs": body.prompt_logprobs,
     }
+    if body.early_stopping:
+        options["early_stopping"] = body.early_stopping
+    if body.length_penalty not in (None, 1):
+        options["length_penalty"] = body.length_penalty
     if body.stop:
         options["stop"] = body.stop
     if body.logit_bias:
@@ -93,11 +103,11 @@ def completion_options(body: CompletionBody, settings: GatewaySettings) -> Gener
     return options
 
 
-def for_choice(options: GenerateOptions, index: int) -> GenerateOptions:
-    """Those of the answer with that index: each draws with a seed of its own, and only the first asks why its prompt misses."""
-    own: GenerateOptions = {**options, "explain": options.get("explain", False) and index == 0}
-    seed = options.get("seed")
-    return own if seed is None else {**own, "seed": (seed + index) % _SEEDS}
+def _num_beams(body: GenerationBody) -> int:
+    """1: no beam search."""
+    if body.num_beams is not None or not body.use_beam_search:
+        return body.num_beams or 1
+    return body.n or 1
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

@@ -120,6 +120,59 @@ async def test_n_answers_have_seeds_of_their_own_and_a_list_of_prompts_its_order
     assert whole.usage.prompt_tokens == sum(map(len, prompts)), "each prompt counts once"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"num_beams": 3}, {"num_beams": 3}),
+        ({"use_beam_search": True}, {"num_beams": 2}),
+        ({"use_beam_search": True, "num_beams": 4, "length_penalty": 0.5, "early_stopping": "never"},
+         {"num_beams": 4, "length_penalty": 0.5, "early_stopping": "never"}),
+        ({"use_beam_search": False, "length_penalty": 1, "num_beams": 1}, {}),
+    ],
+)  # fmt: skip
+async def test_beams_are_those_of_the_client(
+    front: Front, fields: dict[str, Any], options: GenerateOptions, stream: bool
+) -> None:
+    """vLLM's spelling too: there n is the number of beams. Streamed or not, the texts come with their index, the best one first."""
+    asked: GenerateOptions = {"n": 2, "max_tokens": 8, "ignore_eos": True, "seed": 3, **options}
+    own = await front.cluster.client.generate(PROMPT, **asked).collect_all()
+    body = {**RAW, "n": 2, "seed": 3, "max_tokens": 8, **fields}
+    if not options:
+        body["temperature"] = 0
+    found: dict[int, list[int]] = {0: [], 1: []}
+    arguments: dict[str, Any] = {"model": front.model, "prompt": PROMPT, "extra_body": body}
+    if stream:
+        async for event in await front.openai.completions.create(stream=True, **arguments):
+            for choice in event.choices:
+                found[choice.index] += cast(list[int], choice.to_dict().get("token_ids", []))
+    else:
+        whole = await front.openai.completions.create(**arguments)
+        found = {choice.index: cast(list[int], choice.to_dict()["token_ids"]) for choice in whole.choices}
+        assert whole.usage is not None
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(PROMPT), 16)
+    assert found == {index: list(one.token_ids) for index, one in enumerate(own)}
+
+
+async def test_beams_are_not_drawn(front: Front) -> None:
+    """A temperature is refused by name rather than ignored, and so is what only beams can have."""
+    for fields, name in (({"num_beams": 2, "temperature": 0.5}, "temperature"), ({"length_penalty": 2}, "num_beams")):
+        with pytest.raises(openai.BadRequestError, match=name):
+            await front.openai.completions.create(model=front.model, prompt=PROMPT, extra_body={"n": 2, **fields})
+
+
+async def test_the_choices_of_a_chat_are_answers_with_the_next_seeds(front: Front) -> None:
+    messages: Any = [{"role": "user", "content": "abc"}]
+    asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
+    alone = [await front.cluster.client.chat(messages, **{**asked, "seed": seed}).collect() for seed in (5, 6, 7)]
+    whole = await front.openai.chat.completions.create(
+        model=front.model, messages=messages, n=3, seed=5, temperature=1, max_tokens=6, extra_body=RAW
+    )
+    assert [choice.to_dict()["token_ids"] for choice in whole.choices] == [list(one.token_ids) for one in alone]
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (alone[0].num_prompt_tokens, 18)
+
+
 async def test_token_ids_are_a_prompt(front: Front) -> None:
     ids = [7, 8, 9, 10, 11]
     own = await front.cluster.complete(ids, max_tokens=NUM_NEW)

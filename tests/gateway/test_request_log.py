@@ -128,9 +128,11 @@ async def next_requests(events: AsyncGenerator[bytes, None]) -> Any:
 class FakeStream:
     """What a record needs of a stream that has not begun."""
 
-    sequence_id = "s"
     model = None
     explanation = None
+
+    def sequence_id_of(self, index: int) -> str:
+        return f"s.{index}"
 
 
 async def test_a_browser_gets_all_first_and_then_what_changes() -> None:
@@ -138,11 +140,11 @@ async def test_a_browser_gets_all_first_and_then_what_changes() -> None:
     log = RequestLog(1, clock=lambda: 0.0)
     source = ScriptedPictures()
     hub = Hub(source.open, RequestFeed(log, collect_seconds=0.01), retry_seconds=0)
-    first = log.begin("r1", 0, FakeStream())  # type: ignore[arg-type]
+    first = log.begin("r1", 0, FakeStream(), 0)  # type: ignore[arg-type]
     async with aclosing(hub.events(Viewer(include_blocks=False, pause_seconds=0))) as events:
         whole = await next_requests(events)
         assert (whole["whole"], [one["number"] for one in whole["requests"]]) == (True, [1])
-        second = log.begin("r2", 0, FakeStream())  # type: ignore[arg-type]
+        second = log.begin("r2", 0, FakeStream(), 0)  # type: ignore[arg-type]
         first.close()
         second.close()
         changes = await next_requests(events)
