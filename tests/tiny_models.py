@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -171,11 +172,50 @@ class Oracle:
         tokens: list[int] = output.sequences[0, len(prompt) :].tolist()
         return tokens, torch.cat(output.logits)
 
+    def beams(
+        self, prompt: tuple[int, ...], num_tokens: int, *, ending_ids: Sequence[int] = (), **options: Any
+    ) -> list[Beam]:
+        """What `generate` finds with num_beams and further options, best first: as many texts as beams."""
+        prompt_ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = self._model.generate(
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                use_cache=self._use_cache,
+                eos_token_id=list(ending_ids) or None,
+                pad_token_id=0,
+                num_return_sequences=options["num_beams"],
+                output_scores=True,
+                return_dict_in_generate=True,
+                **options,
+            )
+        texts = output.sequences[:, len(prompt) :].tolist()
+        return [
+            Beam(_until(text, ending_ids), score)
+            for text, score in zip(texts, output.sequences_scores.tolist(), strict=True)
+        ]
+
     def margin(self, prompt: tuple[int, ...], num_tokens: int) -> float:
         """Smallest distance between the two best logits on the way."""
         _, logits = self.logits(prompt, num_tokens)
         best = logits.topk(2, dim=-1).values
         return float((best[:, 0] - best[:, 1]).min())
+
+
+class Beam(NamedTuple):
+    """A text that a beam search has found."""
+
+    tokens: list[int]
+    """Without the id that ended it."""
+    score: float
+
+
+def _until(text: list[int], ending_ids: Sequence[int]) -> list[int]:
+    """The text up to the id that ends it; what follows fills it up."""
+    end = next((place for place, token_id in enumerate(text) if token_id in ending_ids), len(text))
+    return text[:end]
 
 
 def make_tiny_model(

@@ -229,3 +229,48 @@ async def test_streams_survive_a_manager_that_is_killed(subject: Subject) -> Non
         cluster.kill(MANAGER)
         await cluster.start_manager()
         await scene.check()
+
+
+PROMPT = (77, *range(10))
+ANSWERS = GenerateOptions(n=4, temperature=TEMPERATURE, seed=2**64 - 2, max_tokens=NUM_TOKENS)
+BEAMS = GenerateOptions(n=3, num_beams=4, max_tokens=NUM_TOKENS)
+
+
+async def test_each_of_several_answers_goes_on_when_their_worker_is_killed(subject: Subject) -> None:
+    """Each by itself, at the other worker, with the tokens that it would have had; and they are those of single requests."""
+    cluster = subject.cluster
+    async with cluster.client(liveness_interval=0.5) as client:
+        expected = await client.generate(PROMPT, **ANSWERS).collect_all()
+        for index, answer in enumerate(expected):
+            options: GenerateOptions = {**ANSWERS, "n": 1, "seed": ((ANSWERS["seed"] or 0) + index) % 2**64}
+            alone = await client.generate(PROMPT, **options).collect()
+            assert (alone.token_ids, alone.text) == (answer.token_ids, answer.text)
+        stream = client.generate(PROMPT, **ANSWERS)
+        counts = [0] * len(expected)
+        victim = ""
+        async for chunk in stream:
+            assert chunk.start_index == counts[chunk.index]
+            counts[chunk.index] += len(chunk.token_ids)
+            if not victim and min(counts) >= NUM_TOKENS_BEFORE:
+                victim = chunk.worker_id
+                cluster.kill(victim)
+        found = await stream.collect_all()
+    assert [(one.token_ids, one.text) for one in found] == [(one.token_ids, one.text) for one in expected]
+    assert all(one.worker_id != victim and one.num_attempts > 1 for one in found)
+    assert {one.num_prompt_tokens for one in found} == {len(PROMPT)}
+
+
+async def test_a_beam_search_begins_again_when_its_worker_is_killed(subject: Subject) -> None:
+    cluster = subject.cluster
+    async with cluster.client(liveness_interval=0.5) as client:
+        expected = await client.generate(PROMPT, **BEAMS).collect_all()
+        stream = client.generate(PROMPT, **BEAMS)
+        begun = await stream.next_chunk()
+        assert begun is not None
+        assert not begun.token_ids
+        await asyncio.sleep(20 * STEP_SECONDS)
+        cluster.kill(begun.worker_id)
+        found = await stream.collect_all()
+    assert [(one.token_ids, one.text) for one in found] == [(one.token_ids, one.text) for one in expected]
+    assert [one.score for one in found] == [one.score for one in expected]
+    assert {one.num_attempts for one in found} == {2}

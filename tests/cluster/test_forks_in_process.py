@@ -1,0 +1,177 @@
+"""Several answers and beams over the real model: in float32 those of single requests, and of transformers' beam search."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvpool.client import Completion
+from tests.cluster.in_process import TIGHT, InProcessCluster, in_process_cluster
+from tests.tiny_models import MAX_MODEL_LEN, Beam, Oracle, TinyModel, make_tiny_model
+
+SEED = 2**64 - 2
+LONGEST: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN}
+"""Not every config says it."""
+SAMPLED: dict[str, Any] = {"temperature": 1.2, "top_p": 0.95}
+NUM_BEAMS = 4
+MODELS = ("llama", "gpt2", "gemma2", "qwen2", "mistral", "deepseek_v3", "lfm2", "mamba2", "jamba")
+"""Full attention, windows beside it, windows only, K and V of different sizes, states beside attention and alone."""
+
+
+async def all_answers(cluster: InProcessCluster, prompt: tuple[int, ...], **options: Any) -> list[Completion]:
+    """The answers to one request."""
+    return await cluster.client.generate(prompt, **options).collect_all()
+
+
+async def check_answers(cluster: InProcessCluster, tiny: TinyModel, n: int, *, salt: str = "") -> None:
+    """Those of all prompts at once are those of requests alone."""
+    common = {**SAMPLED, "max_tokens": tiny.num_new_tokens, "ignore_eos": True}
+    found = await asyncio.gather(
+        *(all_answers(cluster, prompt, n=n, seed=SEED, tenant_salt=salt, **common) for prompt in tiny.prompts)
+    )
+    for prompt, answers in zip(tiny.prompts, found, strict=True):
+        for index, answer in enumerate(answers):
+            seed = (SEED + index) % 2**64
+            alone = await cluster.complete(prompt, seed=seed, tenant_salt="alone", **common)
+            assert answer.token_ids == alone.token_ids
+            assert answer.num_prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize(("architecture", "runtime"), [*((name, "auto") for name in MODELS), ("llama", "torch")])
+async def test_answers_are_those_of_single_requests(architecture: str, runtime: str, tmp_path: Path) -> None:
+    """Cold and warm, in a pool with room and in a tight one, and with the cache switched off."""
+    tiny = make_tiny_model(architecture, tmp_path / architecture)
+    async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST) as cluster:
+        await check_answers(cluster, tiny, 4)
+        await check_answers(cluster, tiny, 4)
+    async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST, **TIGHT) as cluster:
+        await check_answers(cluster, tiny, 4)
+    async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST, prefix_caching=False) as cluster:
+        await check_answers(cluster, tiny, 4)
+
+
+def found_beams(answers: list[Completion]) -> list[Beam]:
+    """As the oracle gives them."""
+    assert all(answer.score is not None for answer in answers)
+    return [Beam(list(answer.token_ids), answer.score or 0.0) for answer in answers]
+
+
+def check_beams(found: list[Beam], expected: list[Beam]) -> None:
+    assert [beam.tokens for beam in found] == [beam.tokens for beam in expected]
+    assert [beam.score for beam in found] == pytest.approx([beam.score for beam in expected], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(("architecture", "runtime"), [*((name, "auto") for name in MODELS), ("llama", "torch")])
+async def test_beams_are_those_of_generate(architecture: str, runtime: str, tmp_path: Path) -> None:
+    """All prompts at once, among answers that are sampled: cold, warm, and with texts that end early in every kind of search."""
+    tiny = make_tiny_model(architecture, tmp_path / architecture)
+    oracle = Oracle.of(tiny.path)
+    count = tiny.num_new_tokens
+    common: dict[str, Any] = {"n": NUM_BEAMS, "num_beams": NUM_BEAMS, "max_tokens": count}
+    expected = [oracle.beams(prompt, count, num_beams=NUM_BEAMS) for prompt in tiny.prompts]
+    async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST, num_blocks=257) as cluster:
+        for _ in range(2):
+            beside = asyncio.create_task(check_answers(cluster, tiny, 2))
+            found = await asyncio.gather(*(all_answers(cluster, prompt, **common) for prompt in tiny.prompts))
+            await beside
+            for one, other in zip(found, expected, strict=True):
+                check_beams(found_beams(one), other)
+        prompt = tiny.prompts[1]
+        ending_ids = [expected[1][0].tokens[4], expected[1][-1].tokens[6]]
+        for options in (
+            {"early_stopping": True},
+            {"early_stopping": "never", "length_penalty": 0.0},
+            {"length_penalty": 2.0},
+            {"repetition_penalty": 1.3},
+            {"min_new_tokens": 7},
+        ):
+            others = oracle.beams(prompt, count, ending_ids=ending_ids, num_beams=NUM_BEAMS, **options)
+            asked = {("min_tokens" if name == "min_new_tokens" else name): value for name, value in options.items()}
+            answers = await all_answers(cluster, prompt, **common, **asked, stop_token_ids=ending_ids)
+            check_beams(found_beams(answers), others)
+        best = await cluster.client.generate(prompt, num_beams=NUM_BEAMS, max_tokens=count).collect()
+        assert list(best.token_ids) == expected[1][0].tokens
+
+
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+async def test_beams_in_a_tight_pool_are_preempted_and_find_the_same(runtime: str, tmp_path: Path) -> None:
+    """Groups give their blocks back and are computed again from their texts."""
+    tiny = make_tiny_model("llama", tmp_path / "llama")
+    oracle = Oracle.of(tiny.path)
+    prompts = [prompt[:10] for prompt in tiny.prompts]
+    expected = [oracle.beams(prompt, 24, num_beams=NUM_BEAMS) for prompt in prompts]
+    settings = {**TIGHT, "num_blocks": 31, "max_num_seqs": 13, "max_num_batched_tokens": 16}
+    async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **settings) as cluster:
+        num_preemptions = 0
+        for salt in "abc":
+            found = await asyncio.gather(
+                *(
+                    all_answers(cluster, prompt, n=NUM_BEAMS, num_beams=NUM_BEAMS, max_tokens=24, tenant_salt=salt)
+                    for prompt in prompts
+                )
+            )
+            for one, other in zip(found, expected, strict=True):
+                check_beams(found_beams(one), other)
+            num_preemptions += sum(answers[0].num_preemptions for answers in found)
+            if num_preemptions:
+                break
+        assert num_preemptions
+
+
+async def test_each_answer_has_all_that_was_asked_for(tmp_path: Path) -> None:
+    """Echo, log-probabilities of the prompt and of the tokens, text and usage are those of a request alone."""
+    tiny = make_tiny_model("llama", tmp_path / "llama", tokenizer=True)
+    prompt = "the cache keeps what it has read"
+    common: dict[str, Any] = {
+        **SAMPLED,
+        "max_tokens": 12,
+        "echo": True,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "repetition_penalty": 1.2,
+        "min_tokens": 3,
+    }
+    async with in_process_cluster(tiny.path, tmp_path) as cluster:
+        plain = await cluster.client.generate(prompt, seed=SEED, **common).collect()
+        middle = plain.text[len(prompt) + 4 :]
+        common["stop"] = next(sign for sign in middle if sign.isascii() and sign.isprintable())
+        found = await cluster.client.generate(prompt, n=5, seed=SEED, **common).collect_all()
+        for index, answer in enumerate(found):
+            alone = await cluster.client.generate(prompt, seed=(SEED + index) % 2**64, **common).collect()
+            for field in ("text", "token_ids", "finish_reason", "logprobs", "prompt_logprobs", "num_prompt_tokens"):
+                assert getattr(answer, field) == getattr(alone, field), field
+    assert {answer.finish_reason for answer in found} == {"stop", "length"}, "both ends should be there"
+
+
+async def test_a_stop_string_ends_a_beam_and_tokens_have_their_log_probabilities(tmp_path: Path) -> None:
+    """As in generate with stop_strings; log-probabilities are the model's own."""
+    tiny = make_tiny_model("llama", tmp_path / "llama", tokenizer=True)
+    oracle = Oracle.of(tiny.path)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.path)
+    prompt, count = tiny.prompts[1], 14
+    plain = oracle.beams(prompt, count, num_beams=NUM_BEAMS)
+    # What some of the beams have in the middle, as text; the oracle looks for it in the whole text.
+    stop = next(
+        text
+        for place in range(4, count - 2)
+        for text in [tokenizer.decode([plain[0].tokens[place]])]
+        if text.isascii() and text.isprintable() and text not in tokenizer.decode(prompt)
+    )
+    async with in_process_cluster(tiny.path, tmp_path) as cluster:
+        answers = await all_answers(
+            cluster, prompt, n=NUM_BEAMS, num_beams=NUM_BEAMS, max_tokens=count, stop=stop, logprobs=1
+        )
+    expected = oracle.beams(prompt, count, num_beams=NUM_BEAMS, stop_strings=[stop], tokenizer=tokenizer)
+    for answer, beam in zip(answers, expected, strict=True):
+        assert list(answer.token_ids) == beam.tokens[: len(answer.token_ids)]
+        assert answer.score == pytest.approx(beam.score, rel=1e-4, abs=1e-4)
+        assert stop not in answer.text
+        assert answer.logprobs is not None
+        total = sum(one.logprob for one in answer.logprobs)
+        assert total / len(answer.token_ids) == pytest.approx(answer.score, rel=1e-4, abs=1e-4)
+        assert all(len(one.top) == 1 and one.logprob <= one.top[0][1] + 1e-6 for one in answer.logprobs)
+    assert "stop" in {answer.finish_reason for answer in answers}
