@@ -20,6 +20,7 @@ from .messages import Message, as_messages
 from .model import Model
 from .models import Models
 from .options import GenerateOptions
+from .prompt import Prompt
 from .request import build_request
 from .stream import GenerateStream
 from .template_process import TemplateProcess
@@ -70,7 +71,7 @@ class Client:
         is taken each time (temperature 0). Options are checked here (InvalidRequest), the prompt when the stream starts.
         """
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-        return self._stream(lambda model: model.encode_prompt(prompt), options)
+        return self._stream(lambda model: Prompt(model.encode_prompt(prompt)), options)
 
     def chat(
         self,
@@ -83,7 +84,7 @@ class Client:
         chat template; `template_arguments` are more variables for it. A content may be a list of text parts, as in the OpenAI
         API. Messages and options are checked here (InvalidRequest)."""
         messages = as_messages(messages)
-        return self._stream(lambda model: model.encode_chat(messages, template_arguments), options)
+        return self._stream(lambda model: model.chat_prompt(messages, template_arguments), options)
 
     async def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
         """Facts, tokenizer and chat template of a model; None: of the one that all workers serve."""
@@ -191,7 +192,7 @@ class Client:
         response = await self._manager.drain(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, grace)
         return response.session
 
-    def _stream(self, encode: Callable[[Model], list[int]], options: GenerateOptions) -> GenerateStream:
+    def _stream(self, encode: Callable[[Model], Prompt], options: GenerateOptions) -> GenerateStream:
         return GenerateStream(
             encode=encode,
             request=build_request(options),

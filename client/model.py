@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -14,11 +15,13 @@ from kvpool.v1 import worker_pb2
 from .chat_template import ChatTemplate
 from .errors import InvalidRequest, ProtocolError
 from .messages import Message
+from .prompt import Prompt
 from .template_process import TemplateProcess
 
 _TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER
 _CHAT_TEMPLATE: Final = worker_pb2.MODEL_FILE_CHAT_TEMPLATE
 _SPECIAL_TOKENS: Final = worker_pb2.MODEL_FILE_SPECIAL_TOKENS
+_SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Model:
     """None: the model folder has none; talk to it in token ids."""
     chat_template: ChatTemplate | None
     """None: the model folder has none; generate() only."""
+    keeps_boundaries: bool = False
+    """Layers with a sliding window or a state: other prompts go on from boundaries only."""
 
     @classmethod
     def from_parts(
@@ -76,6 +81,7 @@ class Model:
             eos_token_ids=tuple(facts.eos_token_ids),
             tokenizer=tokenizer,
             chat_template=chat_template,
+            keeps_boundaries=facts.keeps_boundaries,
         )
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
@@ -98,6 +104,28 @@ class Model:
         # The template writes the special tokens itself, a BOS among them: the tokenizer must not add a second one.
         ids = self._encode(self.chat_template.render(messages, arguments=arguments), special=False)
         return self._checked(ids) if check else ids
+
+    def chat_prompt(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> Prompt:
+        """A chat up to where the assistant is to speak. Where boundaries matter it has one at the end of the system prompt, which
+        other chats begin with too."""
+        token_ids = self.encode_chat(messages, arguments)
+        return Prompt(token_ids, self._end_of_system_prompt(token_ids, messages, arguments))
+
+    def _end_of_system_prompt(
+        self, token_ids: list[int], messages: Sequence[Message], arguments: Mapping[str, Any] | None
+    ) -> tuple[int, ...]:
+        system = list(takewhile(lambda message: message["role"] in _SYSTEM_ROLES, messages))
+        if not (self.keeps_boundaries and self.chat_template is not None and 0 < len(system) < len(messages)):
+            return ()
+        try:
+            text = self.chat_template.render(system, add_generation_prompt=False, arguments=arguments)
+        except InvalidRequest:
+            return ()  # a template may refuse a chat in which nobody speaks
+        same = takewhile(
+            lambda pair: pair[0] == pair[1], zip(token_ids, self._encode(text, special=False), strict=False)
+        )
+        length = sum(1 for _ in same)
+        return (length,) if length else ()
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.tokenizer is None:

@@ -70,6 +70,9 @@ class GenerateOptions(TypedDict, total=False):
     tenant: str
     """On whose behalf; a worker shares its steps fairly between tenants of one priority. To share no blocks either, set
     tenant_salt."""
+    boundaries: Sequence[int]
+    """Lengths of the prompt, in tokens, from where other prompts will go on, at most 8: models with a sliding window or recurrent
+    layers keep what those need there. A chat has one at the end of its system prompt without being asked."""
     explain: bool
     """Ask the manager, before the request is sent to a worker, why the cache cannot serve more of the prompt; the answer is the
     stream's `explanation`. It costs one call, and the request does not fail if there is no answer. False, the default: not."""

@@ -75,13 +75,14 @@ def attempt_request(
     request: worker_pb2.GenerateRequest,
     *,
     token_ids: Sequence[int],
+    boundaries: Sequence[int] = (),
     num_delivered: int,
     sequence_id: str,
     attempt: int,
     model_fingerprint: str,
 ) -> worker_pb2.GenerateRequest:
     """The message of one attempt. `token_ids`: the prompt, then the `num_delivered` tokens of earlier attempts, fewer than
-    max_tokens."""
+    max_tokens. `boundaries`: those of the prompt, if the request has none of its own."""
     message = worker_pb2.GenerateRequest(
         sequence_id=sequence_id,
         attempt=attempt,
@@ -90,6 +91,8 @@ def attempt_request(
         num_delivered_tokens=num_delivered,
     )
     message.MergeFrom(request)
+    if not request.boundaries:
+        message.boundaries.extend(boundaries)
     if request.stop.max_tokens:
         assert num_delivered < request.stop.max_tokens, (num_delivered, request.stop.max_tokens)
         message.stop.max_tokens -= num_delivered

@@ -27,6 +27,7 @@ from .forked_streams import MergedStreams
 from .manager import Manager
 from .model import Model
 from .models import Models
+from .prompt import Prompt
 from .request import answer_request, attempt_request
 from .watched_call import WatchedCall
 
@@ -51,7 +52,7 @@ class GenerateStream:
     def __init__(
         self,
         *,
-        encode: Callable[[Model], list[int]],
+        encode: Callable[[Model], Prompt],
         request: worker_pb2.GenerateRequest,
         model_name: str | None,
         explain: bool,
@@ -84,6 +85,7 @@ class GenerateStream:
         self._deadline: Deadline | None = None
         self._model: Model | None = None
         self._token_ids: list[int] = []
+        self._boundaries: tuple[int, ...] = ()
         self._call: WatchedCall | None = None
         self._forks: MergedStreams | None = None
         """Answers that go on by themselves, after the call of all has broken off."""
@@ -271,7 +273,7 @@ class GenerateStream:
         assert stream._num_unfinished == 1
         stream._answers = [answer]
         stream._deadline, stream._loop = self._deadline, self._loop
-        stream._model, stream._token_ids = self._model, self._token_ids
+        stream._model, stream._token_ids, stream._boundaries = self._model, self._token_ids, self._boundaries
         return stream
 
     async def _open_next(self, deadline: Deadline) -> WatchedCall:
@@ -303,6 +305,7 @@ class GenerateStream:
         request = attempt_request(
             self._request,
             token_ids=self._all_token_ids,
+            boundaries=self._boundaries,
             num_delivered=self._num_delivered,
             sequence_id=self._sequence_id,
             attempt=target.attempt,
@@ -369,11 +372,11 @@ class GenerateStream:
             return self._model
         model = await self._models.get(self._model_name, deadline)
         if model is not self._model:
-            self._token_ids = await self._encode_within(model, deadline)
+            self._token_ids, self._boundaries = await self._encode_within(model, deadline)
             self._model = model
         return model
 
-    async def _encode_within(self, model: Model, deadline: Deadline) -> list[int]:
+    async def _encode_within(self, model: Model, deadline: Deadline) -> Prompt:
         """Render and tokenise off the event loop."""
         try:
             async with asyncio.timeout(deadline.remaining()):

@@ -72,8 +72,8 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             field="tokens",
         )
     session.require_window_room(num_blocks, "tokens")
-    if len(item.boundaries) > limits.max_boundaries:
-        raise bad_field("boundaries", f"at most {limits.max_boundaries}, got {len(item.boundaries)}")
+    if len(item.boundaries) > limits.max_asked_boundaries:
+        raise bad_field("boundaries", f"at most {limits.max_asked_boundaries}, got {len(item.boundaries)}")
 
 
 def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence | None:

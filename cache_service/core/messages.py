@@ -27,6 +27,8 @@ class Limits(NamedTuple):
     """Of one worker."""
     max_boundaries: int = 8
     """Of one sequence, to come."""
+    max_asked_boundaries: int = 8
+    """That one request asks for."""
     max_block_size: int = 1 << 16
     max_id_bytes: int = 128
     max_name_bytes: int = 256

@@ -22,6 +22,7 @@ from kvpool.client.errors import (
 )
 from kvpool.client.manager import Manager
 from kvpool.client.models import Models
+from kvpool.client.prompt import Prompt
 from kvpool.client.request import build_request
 from kvpool.client.stream import GenerateStream
 from kvpool.client.template_process import TemplateProcess
@@ -55,6 +56,8 @@ class RequestPlan:
     """Seconds that the reader rests between two chunks."""
     tenant: str = ""
     priority: int = 0
+    boundaries: tuple[int, ...] = ()
+    """From where other prompts will go on, as far as the client knows."""
 
 
 class _Channels(Channels):
@@ -111,11 +114,12 @@ class ClientProcess(Process):
         """Read the stream to its end and compare each token; returns how it ended."""
         right, ends_by_itself = self.world.right_text(plan)
         stream = GenerateStream(
-            encode=lambda model: list(plan.prompt),
+            encode=lambda model: Prompt(list(plan.prompt)),
             request=build_request(
                 {
                     "max_tokens": plan.max_tokens,
                     "tenant_salt": plan.tenant_salt,
+                    "boundaries": plan.boundaries,
                     "tenant": plan.tenant,
                     "priority": plan.priority,
                 }

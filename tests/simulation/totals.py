@@ -65,6 +65,7 @@ EVENTS = (
     "states copied",
     "boundaries at the end of a prompt",
     "boundaries where prompts part",
+    "boundaries that a request asked for",
     "boundaries at an interval",
     "windows named at the end of a text",
     "rings turned",

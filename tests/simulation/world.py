@@ -174,6 +174,7 @@ class World:
         self.client_names = ["c0", "c1"]
         bases = [[draw.randrange(tracer.VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
         self.requests: list[RequestPlan] = []
+        asked = self.kernel.random("asked boundaries")
         for number in range(draw.randint(35, 39)):
             if self.requests and draw.random() < 0.15:
                 prompt, salt = list(self.requests[-1].prompt), self.requests[-1].tenant_salt
@@ -193,6 +194,7 @@ class World:
                     pause=draw.choice([0.0, 0.0, 0.0, 0.0, 0.2]),
                     tenant=order.choice(["", "", "a", "b"]),
                     priority=order.choice([0, 0, -1, 1]),
+                    boundaries=asked.choice([(), (), (8,), (16, 24), (6, 13, 100)]),
                 )
             )
 

@@ -519,7 +519,7 @@ class Model:
             raise Refused(Reason.NEVER_FITS)
         if any(min(most_blocks, pool.span + pool.ring) > pool.capacity for pool in session.window_pools):
             raise Refused(Reason.NEVER_FITS)
-        if len(item.boundaries) > self.limits.max_boundaries:
+        if len(item.boundaries) > self.limits.max_asked_boundaries:
             raise Refused(Reason.BAD_FIELD)
         self._require_attempt(session, key)
         living = session.find(key.sequence_id, key.attempt)
