@@ -59,12 +59,8 @@ STARTS: dict[str, Start] = {
     "2 forks": Start(_FORKED, Budget(forks=2), num_blocks=(9,)),
     "fork, fault": Start(_FORKED, Budget(forks=1, faults=1), num_blocks=(7,)),
     "fork, restart": Start(_FORKED, Budget(forks=1, restarts=1), num_blocks=(6,)),
-    "fork, move": Start(_FORKED, Budget(forks=1, moves=1), num_blocks=(6,)),
     "fork, fault, window": Start(_FORKED, Budget(forks=1, faults=1), num_blocks=(7, 9), windows=(0, 3)),
     "fork, fault, state": Start(_FORKED, Budget(forks=1, faults=1), num_blocks=(7, 7), grid=2),
-    "2 forks, restart, fault, at once": Start(
-        _FORKED, Budget(forks=2, restarts=1, faults=1), num_blocks=(9,), at_once=True
-    ),
     "single, restart, fault": Start(_SINGLE, Budget(restarts=1, faults=1)),
     "single, restart, 2 faults, at once": Start(_SINGLE, Budget(restarts=1, faults=2), at_once=True),
     "shared, restart, 2 faults, at once": Start(_SHARED, Budget(restarts=1, faults=2), at_once=True),
@@ -72,6 +68,10 @@ STARTS: dict[str, Start] = {
 """Those of `make exhaustive`: minutes, all together."""
 
 LARGE: dict[str, Start] = {
+    "fork, move": Start(_FORKED, Budget(forks=1, moves=1), num_blocks=(6,)),
+    "2 forks, restart, fault, at once": Start(
+        _FORKED, Budget(forks=2, restarts=1, faults=1), num_blocks=(9,), at_once=True
+    ),
     "single, move": Start(_SINGLE, Budget(moves=1)),
     "rivals, 2 faults, cancel": Start(_RIVALS, Budget(faults=2, cancels=1)),
     "rivals, restart, 2 faults, at once": Start(_RIVALS, Budget(restarts=1, faults=2), at_once=True),
