@@ -114,10 +114,12 @@ class Forker:
             counts["forks that ended before they were known"] += sequence.parent is not None
 
     def _check_texts(self) -> None:
-        """Of forks that have come to their end."""
+        """Of forks that have come to their end, whatever it was."""
         scheduler = self._worker.engine.scheduler
-        for request, num_first in self._going:
-            if request.finish_reason is None:
+        going = self._going
+        self._going = [(one, count) for one, count in going if scheduler.find(one.sequence.id) is one]
+        for request, num_first in going:
+            if scheduler.find(request.sequence.id) is request:
                 continue
             self._worker.world.laws.count("one right text")
             tokens = request.sequence.tokens
@@ -126,7 +128,4 @@ class Forker:
             if generated != right:
                 what = f"the fork {request!r} has generated {generated}, not {right}"
                 self._worker.world.fail("one right text", f"{self._worker.name}: {what}")
-            self._worker.world.counts["texts of forks"] += 1
-        self._going = [
-            (request, count) for request, count in self._going if scheduler.find(request.sequence.id) is request
-        ]
+            self._worker.world.counts["texts of forks"] += bool(generated)
