@@ -52,6 +52,8 @@ def _model_table(outline: Outline) -> Table:
         table.add_row(f"weights in {name}", show_bytes(num_bytes) + (" (chosen)" if chosen else ""))
     table.add_row("runtime", outline.runtime)
     table.add_row("longest sequence", f"{outline.max_model_len:,} tokens")
+    if outline.max_encoder_tokens is not None:
+        table.add_row("longest input of the encoder", f"{outline.max_encoder_tokens:,} tokens")
     return table
 
 
@@ -64,18 +66,24 @@ def _memory_table(budget: MemoryBudget) -> Table:
 
 def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
     table = _table("KV cache", "")
-    if len(plan.groups) == 1 and plan.states is None:
+    has_one = len(plan.groups) == 1 and plan.states is None and plan.cross is None
+    if has_one:
         table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
         table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
         table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
         table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
-    for group in plan.groups if len(plan.groups) > 1 or plan.states else ():
+    for group in () if has_one else plan.groups:
         sight = "full attention" if group.window is None else f"window {group.window:,}"
         size = f"{plan.block_size * group.bytes_per_token:,} bytes, {plan.block_size} tokens"
         table.add_row(f"blocks of group {group.index}, {sight}", f"{group.num_blocks:,} of {size}")
     if plan.states is not None:
         states = f"{plan.states.num_blocks:,} of {plan.states.bytes_per_block:,} bytes"
         table.add_row(f"blocks of group {len(plan.groups)}, states", states)
+    if (cross := plan.cross) is not None:
+        size = f"{cross.bytes_per_block(plan.block_size):,} bytes, {plan.block_size} tokens"
+        table.add_row(f"blocks of group {plan.cross_index}, encoder's outputs", f"{cross.num_blocks:,} of {size}")
+        at_once = cross.capacity / cross.blocks_per_input(plan.block_size)
+        table.add_row(f"inputs of {cross.max_tokens:,} tokens", f"{at_once:,.2f} at once")
     for length in sorted({*(length for length in _LENGTHS if length < max_model_len), max_model_len}):
         table.add_row(f"sequences of {length:,} tokens", f"{plan.concurrency(length):,.2f} at once")
     return table

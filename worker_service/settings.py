@@ -90,6 +90,12 @@ class WorkerSettings(ServerSettings):
         description="For models with recurrent layers: blocks of their states, the null block 0 included. Default: for each of "
         "--max-num-seqs sequences two, and two that are kept for others, but at most half of the KV cache.",
     )
+    cross_blocks: int | None = Field(
+        None,
+        ge=2,
+        description="For encoder-decoder models: blocks for the KV of encoders' outputs, the null block 0 included. Default: "
+        "for each of --max-num-seqs sequences the longest input, but at most half of the KV cache.",
+    )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
@@ -107,6 +113,12 @@ class WorkerSettings(ServerSettings):
         ge=2,
         description="Largest sequence in tokens, prompt and generated together. Default: the model's own; with longrope, "
         "the length up to which texts equal those of transformers.",
+    )
+    max_encoder_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Largest prompt in tokens of an encoder-decoder model, whose encoder it feeds; --max-model-len then counts the "
+        "decoder's tokens. Default: the model's own.",
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences in one batch.")
     max_num_batched_tokens: int = Field(
@@ -232,6 +244,7 @@ class WorkerSettings(ServerSettings):
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
+            max_encoder_tokens=self.max_encoder_tokens,
             cache_dir=self.cache_dir,
             # A backend is one for torch's modules.
             runtime="torch" if self.runtime == "auto" and self.attention_backend != "auto" else self.runtime,
@@ -248,6 +261,7 @@ class WorkerSettings(ServerSettings):
             kv_cache_memory=self.kv_cache_memory,
             window_blocks=self.window_blocks,
             state_blocks=self.state_blocks,
+            cross_blocks=self.cross_blocks,
             gpu_memory_utilization=self.gpu_memory_utilization,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

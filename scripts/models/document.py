@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,13 +13,15 @@ import torch
 import transformers
 
 from .outcome import NATIVE, Outcome, Result
+from .subjects import SEQ2SEQ
 
 PATH = Path(__file__).parents[2] / "docs" / "MODELS.md"
 
 _INTRODUCTION = """\
 # Which models run
 
-Every type with a causal language model in `transformers`, tried as a tiny random model; written by `make models`, not by hand.
+Every type with a language model in `transformers`, causal models first, then encoder-decoder models, tried as a tiny random model;
+written by `make models`, not by hand.
 
 * **runs**: load_model accepts it, and over the paged pool it equals transformers' `generate` with eager attention in float32: the
   same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation. Prompts are shorter and
@@ -41,15 +44,33 @@ with `dynamic` RoPE beyond the original length, and some of a type that is refus
 """
 
 
+_SEQ2SEQ_HEADING = "## Encoder-decoder models"
+_SEQ2SEQ_INTRODUCTION = """\
+The prompt feeds the encoder, and the text is the decoder's. A type runs if the decoder over the paged pool equals `generate` as
+above: over encoder inputs of different lengths in one row, from decoder prompts whole and in chunks, and with the KV of an encoder
+input that the blocks hold already. Transformers' modules run all of them, with the torch backend; the native step computes none.
+They are refused by the config, by the way in which layers call attention, or by what a tiny model of the kind computes. Models of
+speech and images are no encoder-decoder models of texts.
+"""
+
+
+class Part(NamedTuple):
+    """What the document states of one kind of models."""
+
+    counts: dict[str, int]
+    """By result, as stated."""
+    table: dict[str, str]
+    """Result by type."""
+
+
 class Summary(NamedTuple):
     """The document's own statements."""
 
     transformers: str
     torch: str
-    counts: dict[str, int]
-    """By result, as stated."""
-    table: dict[str, str]
-    """Result by type."""
+    causal: Part
+    seq2seq: Part
+    """Types without the prefix of their trials."""
 
 
 def write(outcomes: Sequence[Outcome], tolerance: float) -> None:
@@ -60,46 +81,75 @@ def write(outcomes: Sequence[Outcome], tolerance: float) -> None:
 def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
     """The document's text."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.kind)
-    counts = Counter(outcome.result for outcome in ordered)
+    causal = [outcome for outcome in ordered if not outcome.kind.startswith(SEQ2SEQ)]
+    seq2seq = [
+        replace(outcome, kind=outcome.kind.removeprefix(SEQ2SEQ))
+        for outcome in ordered
+        if outcome.kind.startswith(SEQ2SEQ)
+    ]
     lines = [
         _INTRODUCTION.format(tolerance=tolerance),
-        f"transformers {transformers.__version__}, torch {_torch_version()}, {len(ordered)} types:\n",
-        "| result | types |",
-        "|---|---|",
-        *(f"| {result.value} | {counts[result]} |" for result in Result),
+        f"transformers {transformers.__version__}, torch {_torch_version()}, {len(causal)} types of causal models:\n",
+        *_counts(causal),
         "",
-        f"Of those that run, {sum(outcome.native == NATIVE for outcome in ordered)} run natively on a CPU.",
+        f"Of those that run, {sum(outcome.native == NATIVE for outcome in causal)} run natively on a CPU.",
         "",
         "## Why types are refused\n",
-        "| reason | types |",
-        "|---|---|",
-        *(f"| {_cell(reason)} | {', '.join(kinds)} |" for reason, kinds in _grouped(ordered)),
+        *_reasons(_grouped(causal)),
         "",
         "## Why types that run do not run natively\n",
-        "| reason | types |",
-        "|---|---|",
-        *(f"| {_cell(reason)} | {', '.join(kinds)} |" for reason, kinds in _not_native(ordered)),
+        *_reasons(_not_native(causal)),
         "",
         "## All types\n",
         "| type | result | native | |",
         "|---|---|---|---|",
         *(
             f"| {outcome.kind} | {outcome.result.value} | {'yes' if outcome.native == NATIVE else ''} | {_cell(_remark(outcome))} |"
-            for outcome in ordered
+            for outcome in causal
         ),
+        "",
+        f"{_SEQ2SEQ_HEADING}\n",
+        _SEQ2SEQ_INTRODUCTION,
+        f"{len(seq2seq)} types:\n",
+        *_counts(seq2seq),
+        "",
+        "| reason for which types are refused | types |",
+        "|---|---|",
+        *_reasons(_grouped(seq2seq))[2:],
+        "",
+        "| type | result | |",
+        "|---|---|---|",
+        *(f"| {outcome.kind} | {outcome.result.value} | {_cell(_remark(outcome))} |" for outcome in seq2seq),
     ]
     return "\n".join(lines) + "\n"
 
 
+def _counts(outcomes: Sequence[Outcome]) -> list[str]:
+    counts = Counter(outcome.result for outcome in outcomes)
+    return ["| result | types |", "|---|---|", *(f"| {result.value} | {counts[result]} |" for result in Result)]
+
+
+def _reasons(grouped: Sequence[tuple[str, list[str]]]) -> list[str]:
+    return [
+        "| reason | types |",
+        "|---|---|",
+        *(f"| {_cell(reason)} | {', '.join(kinds)} |" for reason, kinds in grouped),
+    ]
+
+
 def read(text: str) -> Summary:
     """Raises ValueError for a text that `render` did not make."""
-    versions = re.search(r"^transformers (\S+), torch (\S+), (\d+) types:$", text, re.MULTILINE)
+    versions = re.search(r"^transformers (\S+), torch (\S+), (\d+) types of causal models:$", text, re.MULTILINE)
     if versions is None:
         raise ValueError("no line of versions")
+    causal, _, seq2seq = text.partition(_SEQ2SEQ_HEADING)
+    return Summary(versions[1], versions[2], _read_part(causal), _read_part(seq2seq))
+
+
+def _read_part(text: str) -> Part:
     counts = {name: int(count) for name, count in re.findall(r"^\| ([\w ]+) \| (\d+) \|$", text, re.MULTILINE)}
     results = "|".join(result.value for result in Result)
-    table = dict(re.findall(rf"^\| (\S+) \| ({results}) \| .*\|$", text.partition("## All types")[2], re.MULTILINE))
-    return Summary(versions[1], versions[2], counts, table)
+    return Part(counts, dict(re.findall(rf"^\| (\S+) \| ({results}) \| .*\|$", text, re.MULTILINE)))
 
 
 def _torch_version() -> str:
@@ -128,10 +178,13 @@ def _not_native(outcomes: Sequence[Outcome]) -> list[tuple[str, list[str]]]:
 def _general(outcome: Outcome) -> str:
     reason = re.sub(rf"^{re.escape(outcome.kind)} ", "", outcome.reason)
     reason = reason.removeprefix("cannot be served, according to a tiny model of its kind: ")
-    reason = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|WithLMHead|Decoder) ", "", reason)
+    reason = re.sub(
+        r"^\w+(ForCausalLM|ForConditionalGeneration|ForTextToText|LMHeadModel|WithLMHead|Decoder) ", "", reason
+    )
     reason = re.sub(r"has layers of type [\w, ]+; only", "has layers of other types; only", reason)
     reason = re.sub(r"has \d+ layers with a state, but \d+ of them", "has layers with a state that", reason)
     reason = re.sub(r"\d+(\.\d+)?%", "x %", reason)
+    reason = re.sub(r" for '[\w-]+'\.$", " for the type.", reason)
     reason = re.sub(r"its module \S+ ", "a module ", reason)
     return re.sub(r"has \d+ layers, but \d+ of them reach", "has layers that do not reach", reason)
 

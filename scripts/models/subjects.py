@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+SEQ2SEQ = "seq2seq:"
+"""Before the names of types that are tried as encoder-decoder models."""
 
 # Fields of published models that the default config of the type lacks.
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -70,8 +76,37 @@ _IS_DECODER = frozenset(
 
 
 def all_types() -> list[str]:
-    """Every model_type that the installed transformers has a causal language model for, and the variants."""
-    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_VARIANTS])
+    """Every model_type that the installed transformers has a causal language model for, and the variants; less those of
+    encoder-decoder models, whose decoder alone is rarely a model."""
+    kinds = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not _is_encoder_decoder(kind)]
+    return sorted([*kinds, *_VARIANTS])
+
+
+def _is_encoder_decoder(kind: str) -> bool:
+    return bool(getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False))
+
+
+_SEQ2SEQ_FIELDS: dict[str, dict[str, Any]] = {
+    # BERT as both halves, as it is published most often.
+    "encoder-decoder": {
+        "encoder": {"model_type": "bert"},
+        "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "decoder_start_token_id": 101,
+    },
+    **{kind: {"decoder_start_token_id": 0} for kind in ("longt5", "mt5", "switch_transformers", "t5", "umt5")},
+}
+
+
+def all_seq2seq_types() -> list[str]:
+    """Every other model_type that it has a sequence-to-sequence language model for, with the prefix, and the encoder-decoder models
+    among the causal ones."""
+    kinds = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*all_types()}
+    return sorted(f"{SEQ2SEQ}{kind}" for kind in kinds)
+
+
+def default_seq2seq_config(kind: str) -> Any:
+    """The same for a type of an encoder-decoder model; `kind` without the prefix. Raises any exception."""
+    return CONFIG_MAPPING[kind](**_SEQ2SEQ_FIELDS.get(kind, {}))
 
 
 def default_config(kind: str) -> Any:

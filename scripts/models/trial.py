@@ -30,22 +30,22 @@ from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, Request, load
 from tests.tiny_models import Oracle
 
 from .outcome import NATIVE, Outcome, Result
-from .subjects import default_config
+from .subjects import SEQ2SEQ, default_config
 
 TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32, as a share of the logits' standard deviation."""
-_MIN_MARGIN = 1e-3
+MIN_MARGIN = 1e-3
 """Least distance of the oracle's two best logits at every step, the same share; else equal tokens could be chance."""
-_MIN_EFFECT = 0.02
+MIN_EFFECT = 0.02
 """Least effect of an earlier token on a logit, the same share; else equal logits prove nothing about attention."""
-_NUM_NEW = 12
+NUM_NEW = 12
 _PROMPT_LENGTHS = (5, 19, 41)
-_FIRST_PLAIN = 16
-_SEEDS = range(8)
+FIRST_PLAIN = 16
+SEEDS = range(8)
 _ENDLESS = 1 << 20
 """Tokens; longer than all lengths in configs."""
 # Whole prompts; in chunks; in chunks and joining one after the other, so that prefill is mixed with decode.
-_WAYS = ((NEVER, 0), (7, 0), (3, 2))
+WAYS = ((NEVER, 0), (7, 0), (3, 2))
 
 
 class _Truth(NamedTuple):
@@ -71,23 +71,27 @@ def try_type(kind: str, folder: Path) -> Outcome:
 
 
 def _try(kind: str, folder: Path) -> Outcome:
+    if kind.startswith(SEQ2SEQ):
+        from .seq2seq_trial import try_seq2seq
+
+        return replace(try_seq2seq(kind.removeprefix(SEQ2SEQ), folder), kind=kind)
     try:
         config = default_config(kind)
     except Exception as error:
-        return Outcome(kind, Result.NOT_BUILT, _shown(error))
-    refusal = _refusal(config, _longest(config))
+        return Outcome(kind, Result.NOT_BUILT, shown(error))
+    refusal = refusal_of(config, longest(config))
     limit = None if refusal is None else _length_named(refusal)
     if refusal is not None and (limit is None or limit < 2):
         missing = re.search(r"ImportError: (.*)$", refusal)
         return Outcome(kind, Result.NOT_BUILT, missing[1]) if missing else Outcome(kind, Result.REFUSED, refusal)
-    if limit is not None and (again := _refusal(config, limit)) is not None:
+    if limit is not None and (again := refusal_of(config, limit)) is not None:
         return Outcome(kind, Result.WRONG, f"its message recommends --max-model-len {limit}, which is refused: {again}")
     # Such that all thresholds are within the prompts, unless texts that long would be refused.
-    length = limit or longest_exact(config) or (_ENDLESS if _refusal(config, _ENDLESS) is None else _longest(config))
+    length = limit or longest_exact(config) or (_ENDLESS if refusal_of(config, _ENDLESS) is None else longest(config))
     try:
         save(replica_config(config, length), folder)
     except Exception as error:
-        return Outcome(kind, Result.NOT_BUILT, _shown(error))
+        return Outcome(kind, Result.NOT_BUILT, shown(error))
     return _compare(kind, folder, replica_length(config, length), limit or longest_exact(config))
 
 
@@ -97,14 +101,14 @@ def save(config: Any, folder: Path, seed: int = 0) -> None:
     config.save_pretrained(folder)  # some composite models save only their text's config
 
 
-def _longest(config: Any) -> int:
+def longest(config: Any) -> int:
     try:
         return choose_max_model_len(config, None)
     except ModelError:  # the config has none
         return _ENDLESS
 
 
-def _refusal(config: Any, max_model_len: int) -> str | None:
+def refusal_of(config: Any, max_model_len: int) -> str | None:
     """load_model's refusal of a full-size model of this config, before it reads weights; None if it accepts it."""
     config = copy.deepcopy(config)
     fix_longrope(config, max_model_len)
@@ -138,12 +142,12 @@ def _compare(kind: str, folder: Path, max_model_len: int, limit: int | None) -> 
     except Meaningless as error:
         return Outcome(kind, Result.NOT_BUILT, str(error))
     except Exception as error:
-        remark = f"equals generate without a cache; with one, generate fails: {_shown(error)}"
+        remark = f"equals generate without a cache; with one, generate fails: {shown(error)}"
     # Each type has its own cache code; the truth is the result without a cache.
     try:
         uncached = _truths(folder, loaded, use_cache=False)
     except Exception as error:
-        return Outcome(kind, Result.NOT_BUILT, f"transformers' own generate fails: {_shown(error)}")
+        return Outcome(kind, Result.NOT_BUILT, f"transformers' own generate fails: {shown(error)}")
     if (unlike := _first_difference(loaded, uncached)) is not None:
         return Outcome(kind, Result.WRONG, wrong or unlike)
     return _natively(
@@ -165,23 +169,23 @@ def _natively(outcome: Outcome, folder: Path, max_model_len: int, truths: list[_
 
 def _first_difference(loaded: LoadedModel, truths: list[_Truth]) -> str | None:
     try:
-        return next((wrong for way in _WAYS if (wrong := _difference(loaded, truths, *way))), None)
+        return next((wrong for way in WAYS if (wrong := _difference(loaded, truths, *way))), None)
     except Exception as error:
-        return f"fails over paged KV: {_shown(error)}"
+        return f"fails over paged KV: {shown(error)}"
 
 
 def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_Truth]:
     """The oracle's answers to prompts for which they do not depend on rounding."""
     oracle = Oracle.of(folder, use_cache)
     why = "its greedy tokens always depend on rounding"
-    for seed in _SEEDS:
+    for seed in SEEDS:
         numbers = random.Random(seed)
-        lengths = [min(length, loaded.facts.max_model_len - _NUM_NEW) for length in _PROMPT_LENGTHS]
-        prompts = [[numbers.randrange(_FIRST_PLAIN, NUM_PLAIN_TOKENS) for _ in range(length)] for length in lengths]
-        answers = [oracle.logits(tuple(prompt), _NUM_NEW) for prompt in prompts]
+        lengths = [min(length, loaded.facts.max_model_len - NUM_NEW) for length in _PROMPT_LENGTHS]
+        prompts = [[numbers.randrange(FIRST_PLAIN, NUM_PLAIN_TOKENS) for _ in range(length)] for length in lengths]
+        answers = [oracle.logits(tuple(prompt), NUM_NEW) for prompt in prompts]
         margins = [logits.topk(2, dim=-1).values.diff(dim=-1).abs().min() / logits.std() for _, logits in answers]
-        if all(float(margin) >= _MIN_MARGIN for margin in margins):
-            if _effect(oracle, prompts[-1], answers[-1][1]) >= _MIN_EFFECT:
+        if all(float(margin) >= MIN_MARGIN for margin in margins):
+            if _effect(oracle, prompts[-1], answers[-1][1]) >= MIN_EFFECT:
                 break
             why = "its logits hardly depend on earlier tokens"
     else:
@@ -205,7 +209,7 @@ def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: 
     more from states that were kept on the way, and computed again from the beginning with the tokens that were generated."""
     paged = PagedModel(loaded)
     everything = SamplingParams(num_logprobs=truths[0].logprobs.shape[-1])
-    requests = [paged.request(truth.prompt, _NUM_NEW, sampling=everything) for truth in truths]
+    requests = [paged.request(truth.prompt, NUM_NEW, sampling=everything) for truth in truths]
     if loaded.runtime.mixers:
         for request in requests:
             request.snapshots[_kept_at(request)] = paged.state_block()
@@ -218,7 +222,7 @@ def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: 
         hits = [
             paged.request(
                 request.prompt,
-                _NUM_NEW,
+                NUM_NEW,
                 request.table[: _kept_at(request) // BLOCK_SIZE],
                 everything,
                 source=request.snapshots[_kept_at(request)],
@@ -229,7 +233,7 @@ def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: 
         if (wrong := _unlike(hits, truths, f"{way}, from a state that was kept")) is not None:
             return wrong
         for request in requests:
-            request.sampled = request.sampled[: _NUM_NEW // 2]
+            request.sampled = request.sampled[: NUM_NEW // 2]
         paged.run(requests, chunk, stagger)
         return _unlike(requests, truths, f"{way}, computed again")
     finally:
@@ -258,5 +262,5 @@ def _unlike(requests: Sequence[Request], truths: Sequence[_Truth], way: str) -> 
     return None
 
 
-def _shown(error: Exception) -> str:
+def shown(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())

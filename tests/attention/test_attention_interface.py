@@ -33,9 +33,9 @@ def attend(notes: Notes | None, **kwargs: Any) -> None:
 
 
 def test_the_call_reaches_the_target_whole() -> None:
-    notes, sinks = Notes(), torch.zeros(2)
-    attend(notes, scaling=0.1, sliding_window=8, softcap=30.0, s_aux=sinks, dropout=0.0, position_bias=None)
-    assert notes.calls == [AttentionCall(0.1, 8, 30.0, sinks)]
+    notes, sinks, bias = Notes(), torch.zeros(2), torch.zeros(1, 2, 3, 3)
+    attend(notes, scaling=0.1, sliding_window=8, softcap=30.0, s_aux=sinks, dropout=0.0, position_bias=bias)
+    assert notes.calls == [AttentionCall(0.1, 8, 30.0, sinks, bias)]
 
 
 def test_scaling_defaults_to_that_of_the_head_dim() -> None:
@@ -48,7 +48,6 @@ def test_scaling_defaults_to_that_of_the_head_dim() -> None:
     "kwargs",
     [
         {"attention_mask": torch.zeros(1, 1, 3, 3)},
-        {"position_bias": torch.zeros(1)},
         {"something_new": 3},
         {"dropout": 0.1},
         {"is_causal": False},

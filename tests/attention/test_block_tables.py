@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.worker_service.attention.block_tables import BlockTables
-from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, one_group, pack
+from kvpool.worker_service.attention.layout import PackingError
+from kvpool.worker_service.attention.packing import Packer, Packing, StepSizes, one_group, pack
 from kvpool.worker_service.attention.staging import Staging
 from tests.attention.part import Part
 

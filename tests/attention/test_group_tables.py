@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvpool.worker_service.attention.layout import BlockGroup
-from kvpool.worker_service.attention.packing import Packer, Packing, PackingError, StepSizes, pack
+from kvpool.worker_service.attention.layout import BlockGroup, PackingError
+from kvpool.worker_service.attention.packing import Packer, Packing, StepSizes, pack
 from kvpool.worker_service.attention.staging import Staging
 from tests.attention.part import Part
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpool.worker_service.attention.packing import PackingError, one_group, pack
+from kvpool.worker_service.attention.layout import PackingError
+from kvpool.worker_service.attention.packing import one_group, pack
 from tests.attention.part import Part
 
 CPU = torch.device("cpu")

@@ -41,8 +41,8 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("bart", {}, "encoder-decoder"),
-        ("t5", {}, "encoder-decoder"),
+        ("whisper", {}, "no sequence-to-sequence language model"),
+        ("led", {}, "not with transformers' AttentionInterface"),
         ("bloom", {}, "not with transformers' AttentionInterface"),
         ("llama4_text", {}, "in chunks of"),
         ("deepseek_v32", {}, "layers of type indexed_attention"),

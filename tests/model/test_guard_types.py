@@ -12,7 +12,7 @@ import transformers
 from kvpool.worker_service.model.forward.layers import PagedTarget
 from scripts.models import document, trial
 from scripts.models.outcome import Outcome, Result
-from scripts.models.subjects import all_types
+from scripts.models.subjects import SEQ2SEQ, all_seq2seq_types, all_types
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -22,6 +22,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers
 HANDFUL = (
     *("longcat_flash", "gpt_oss", "opt", "diffllama", "bloom", "qwen3_next"),
     *("jamba", "zamba", "recurrent_gemma", "minimax"),
+)
+# Experts with a capacity, local attention in the encoder, padding that counts, an encoder that changes with its inputs,
+# attention over text and encoder at once, code of its own, speech.
+SEQ2SEQ_HANDFUL = (
+    "switch_transformers",
+    "longt5",
+    "nllb-moe",
+    "bigbird_pegasus",
+    "t5gemma2",
+    "prophetnet",
+    "voxtral",
+    "whisper",
 )
 
 
@@ -33,24 +45,35 @@ def summary() -> document.Summary:
 def test_the_document_is_of_the_installed_transformers(summary: document.Summary) -> None:
     """Each of its types is in the table, once; `make models` writes it anew."""
     assert summary.transformers == transformers.__version__
-    assert sorted(summary.table) == all_types()
+    assert sorted(summary.causal.table) == all_types()
+    assert sorted(f"{SEQ2SEQ}{kind}" for kind in summary.seq2seq.table) == all_seq2seq_types()
 
 
 def test_the_document_counts_its_own_table(summary: document.Summary) -> None:
-    results = list(summary.table.values())
-    assert summary.counts == {result.value: results.count(result.value) for result in Result}
+    for part in (summary.causal, summary.seq2seq):
+        results = list(part.table.values())
+        assert part.counts == {result.value: results.count(result.value) for result in Result}
 
 
 def test_none_is_silently_wrong_and_most_run(summary: document.Summary) -> None:
-    assert summary.counts[Result.WRONG.value] == 0
-    assert summary.counts[Result.RUNS.value] >= 132
+    assert summary.causal.counts[Result.WRONG.value] == summary.seq2seq.counts[Result.WRONG.value] == 0
+    assert summary.causal.counts[Result.RUNS.value] >= 132
+    assert summary.seq2seq.counts[Result.RUNS.value] >= 19
 
 
 @pytest.mark.parametrize("kind", HANDFUL)
 def test_a_type_does_what_the_document_says(kind: str, summary: document.Summary, tmp_path: Path) -> None:
     outcome = trial.try_type(kind, tmp_path)
-    assert outcome.result.value == summary.table[kind], outcome.reason
+    assert outcome.result.value == summary.causal.table[kind], outcome.reason
     assert outcome.reason or outcome.result is Result.RUNS
+
+
+@pytest.mark.parametrize("kind", SEQ2SEQ_HANDFUL)
+def test_an_encoder_decoder_type_does_what_the_document_says(
+    kind: str, summary: document.Summary, tmp_path: Path
+) -> None:
+    outcome = trial.try_type(f"{SEQ2SEQ}{kind}", tmp_path)
+    assert outcome.result.value == summary.seq2seq.table[kind], outcome.reason
 
 
 def test_a_model_that_is_taken_and_differs_is_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +85,12 @@ def test_a_model_that_is_taken_and_differs_is_called_wrong(tmp_path: Path, monke
         return attend(self, module, query, key, value, call._replace(scaling=call.scaling * 1.1))
 
     monkeypatch.setattr(PagedTarget, "attend", a_little_off)
-    assert trial.try_type("llama", tmp_path).result is Result.REFUSED
+    kinds = ("llama", f"{SEQ2SEQ}bart")
+    for kind in kinds:
+        assert trial.try_type(kind, tmp_path / f"refused-{kind}").result is Result.REFUSED
     monkeypatch.setattr("kvpool.worker_service.model.guard.self_check._TOLERANCE", {torch.float32: 1e9})
-    assert trial.try_type("llama", tmp_path).result is Result.WRONG
+    for kind in kinds:
+        assert trial.try_type(kind, tmp_path / kind).result is Result.WRONG
 
 
 def test_what_is_written_can_be_read() -> None:
@@ -72,9 +98,11 @@ def test_what_is_written_can_be_read() -> None:
         Outcome("b", Result.REFUSED, "b has | in it"),
         Outcome("a-1", Result.RUNS),
         Outcome("c", Result.NOT_BUILT, "ImportError: of\nmany lines"),
+        Outcome(f"{SEQ2SEQ}b", Result.RUNS),
     ]
     read = document.read(document.render(outcomes, 1e-3))
-    assert read.table == {"a-1": "runs", "b": "refused", "c": "not built here"}
-    assert read.counts == {"runs": 1, "refused": 1, "not built here": 1, "WRONG": 0}
+    assert read.causal.table == {"a-1": "runs", "b": "refused", "c": "not built here"}
+    assert read.causal.counts == {"runs": 1, "refused": 1, "not built here": 1, "WRONG": 0}
+    assert read.seq2seq == ({"runs": 1, "refused": 0, "not built here": 0, "WRONG": 0}, {"b": "runs"})
     with pytest.raises(ValueError, match="no line of versions"):
         document.read("# Which models run")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.worker_service.attention.packing import PackingError
+from kvpool.worker_service.attention.layout import PackingError
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import PartResult, PromptRows, SequencePart, Step
 from kvpool.worker_service.engine.token_counts import TokenCounts

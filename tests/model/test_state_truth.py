@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool.worker_service.attention.packing import PackingError
+from kvpool.worker_service.attention.layout import PackingError
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.engine.step import PromptRows, SequencePart, StateBlocks, Step
 from kvpool.worker_service.model.forward.modules import ModulesRuntime

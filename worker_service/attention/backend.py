@@ -30,7 +30,8 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         call: AttentionCall,
     ) -> torch.Tensor:
-        """Write the new K and V to their slots, then attend causally over each sequence's blocks.
+        """Write the new K and V to their slots, then attend causally over each sequence's blocks; in a cross layer write
+        nothing, and attend to all of each sequence's encoder.
 
         query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv]; returns contiguous [1, ΣT, Hq, Dv].
         """

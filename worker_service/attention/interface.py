@@ -65,6 +65,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """One attention call of one module, passed to its target; see AttentionTarget for shapes."""
@@ -81,6 +82,7 @@ def attention_forward(
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        bias=position_bias,
     )
     return target.attend(module, query, key, value, call), None
 

@@ -120,7 +120,9 @@ def _case(needs: LayerNeeds, partition: int) -> LayerNeeds:
     if kv_heads > _MAX_KV_HEADS:  # an even number stays even, so that rows in memory keep their alignment
         kv_heads = _MAX_KV_HEADS - kv_heads % 2
     groups = needs.num_heads // needs.num_kv_heads
-    return needs._replace(window=window, num_heads=groups * kv_heads, num_kv_heads=kv_heads)
+    # Cross attention calls the same products with the same shapes, and a bias is added element by element.
+    heads = needs._replace(num_heads=groups * kv_heads, num_kv_heads=kv_heads)
+    return heads._replace(window=window, is_cross=False, has_bias=False)
 
 
 def _tried(needs: LayerNeeds, shapes: Shapes) -> str | None:

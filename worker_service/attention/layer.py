@@ -19,6 +19,9 @@ class AttentionCall(NamedTuple):
     """Scores become softcap · tanh(score / softcap) before the mask."""
     sinks: torch.Tensor | None = None
     """[num_heads] logits that take part in the softmax and have no value (gpt-oss)."""
+    bias: torch.Tensor | None = None
+    """[1, num_heads, T, S] added to the scores, as the module computed it from the places of the row (T5). It shows that there is a
+    bias; the one of our positions is in KVLayer.distance_bias."""
 
 
 class LayerNeeds(NamedTuple):
@@ -32,6 +35,10 @@ class LayerNeeds(NamedTuple):
     window: int | None
     softcap: float | None
     has_sinks: bool
+    is_cross: bool = False
+    """It attends to the output of an encoder."""
+    has_bias: bool = False
+    """Its scores have a bias by distance."""
 
 
 class AttentionTarget(Protocol):
@@ -45,7 +52,8 @@ class AttentionTarget(Protocol):
         value: torch.Tensor,
         call: AttentionCall,
     ) -> torch.Tensor:
-        """query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv] after RoPE → contiguous [1, ΣT, Hq, Dv]."""
+        """query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv] after RoPE → contiguous [1, ΣT, Hq, Dv]. Cross
+        attention has keys and values of any length."""
         ...
 
 
@@ -63,6 +71,10 @@ class KVLayer:
     """[num_blocks, block_size, num_kv_heads, head_dim of V]."""
     is_reader: bool = False
     """The KV is that of an earlier layer, which has written it: nothing is written again."""
+    is_cross: bool = False
+    """The KV is that of the encoder's outputs, which are in its blocks before the step: a row sees all of its own one."""
+    distance_bias: torch.Tensor | None = None
+    """[num_heads, max_model_len] added to the scores: entry d for a key d positions before the query. None: no bias."""
 
     @property
     def block_size(self) -> int:

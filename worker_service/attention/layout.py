@@ -10,6 +10,10 @@ from .block_tables import IntArray
 from .shared_prefix import SharedPrefix
 
 
+class PackingError(ValueError):
+    """A part that cannot be packed: it would read or write KV outside its blocks."""
+
+
 class PackedPart(Protocol):
     """The fields of the engine's SequencePart that packing reads."""
 

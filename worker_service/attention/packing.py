@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from .block_tables import NO_CHANGES, BlockTables, Changes, IntArray
-from .layout import BlockGroup, GroupLayout, Grown, Layout, PackedPart
+from .encoder_tables import EncoderTables
+from .layout import BlockGroup, GroupLayout, Grown, Layout, PackedPart, PackingError
 from .shared_prefix import SharedPrefix, find_shared_prefixes
 from .staging import Staging
 
@@ -40,10 +41,6 @@ class StepSizes(NamedTuple):
     max_num_seqs: int = 1
     max_num_tokens: int = 1
     max_blocks_per_seq: int = 1
-
-
-class PackingError(ValueError):
-    """A part that cannot be packed: it would read or write KV outside its blocks."""
 
 
 def one_group(num_blocks: int) -> tuple[BlockGroup, ...]:
@@ -90,6 +87,8 @@ class Packing:
     """[1, ΣT] int64."""
     position_ids: torch.Tensor
     """[1, ΣT] int64: position of each token in its own sequence."""
+    encoders: EncoderTables | None = None
+    """What cross attention reads; of encoder-decoder models. The Packer knows nothing of it."""
 
     @property
     def query_lens(self) -> list[int]:

@@ -31,6 +31,10 @@ def kernel_limits(setting: AttentionSpec) -> str | None:
     if setting.dtype not in _DTYPES:
         return f"it computes in float16 and bfloat16, not in {str(setting.dtype).removeprefix('torch.')}"
     for needs in setting.needs:
+        if needs.is_cross:
+            return "it does not attend to an encoder's output"
+        if needs.has_bias:
+            return "it adds no bias to scores"
         if needs.k_head_dim != needs.v_head_dim:
             return (
                 f"its heads of K and V have the same size, this model's have {needs.k_head_dim} and {needs.v_head_dim}"

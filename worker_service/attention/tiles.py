@@ -13,6 +13,8 @@ One segment [a, b), and the rows of one part (new tokens at positions t from `st
 | b ≤ t < a + w                 | everything         | LEAVING, STEADY, or ENTERING  |
 | max(b, a + w) ≤ t < b + w − 1 | its end            | FRONT                         |
 | b + w − 1 ≤ t                 | nothing            |                               |
+
+In cross attention the keys are an encoder's output, and all rows see all of them: CROSS.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+from .encoder_tables import EncoderTables
 from .packing import Packing
 from .shared_prefix import SharedPrefix, find_shared_prefixes
 
@@ -40,6 +43,8 @@ class Kind(IntEnum):
     """The last rows of a part see the whole segment; the rows before them do not."""
     DIAGONAL = 5
     """Rows of a part that are in the segment. One per row."""
+    CROSS = 6
+    """All rows of the parts with one encoder's output see all of a segment of it, whose last one may be short."""
 
 
 class Rows(NamedTuple):
@@ -91,6 +96,20 @@ def make_tiles(
         new = Rows(part, packing.starts[part], context_lens[part])
         tiles.extend(_own_tiles(new, first, window, partition))
     return sorted(tiles, key=lambda tile: (tile.kind, tile.first))
+
+
+def make_cross_tiles(packing: Packing, encoders: EncoderTables, partition: int | None) -> list[Tile]:
+    """All tiles of a step for cross attention, in an order that has each row's keys from left to right. Keys are positions of the
+    encoder's input. Parts with the same blocks read them once."""
+    sharers: dict[tuple[tuple[int, ...], int], list[Rows]] = {}
+    for part, (start, end) in enumerate(zip(packing.starts, packing.context_lens, strict=True)):
+        sharers.setdefault((encoders.tables[part], encoders.num_tokens[part]), []).append(Rows(part, start, end))
+    tiles = [
+        Tile(Kind.CROSS, tuple(rows), first, min(first + (partition or length), length))
+        for (_, length), rows in sharers.items()
+        for first in range(0, length, partition or length)
+    ]
+    return sorted(tiles, key=lambda tile: tile.first)
 
 
 def _shared_prefixes(

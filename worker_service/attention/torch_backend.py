@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+from typing import NamedTuple
+
 import torch
 
 from .fixed_order import attend_in_fixed_order
@@ -9,7 +13,7 @@ from .layer import AttentionCall, KVLayer
 from .merge import Piece, join, merge
 from .packing import Packing
 from .softmax import Attended, Keys, attend
-from .torch_plan import Batch, Shapes, View, build_view
+from .torch_plan import Batch, Shapes, Sight, View, build_view
 
 MIN_SHARED_TOKENS = 1024
 """KV reads per layer that a shared prefix must save to pay for its extra calls."""
@@ -39,12 +43,13 @@ class TorchAttention:
         self._min_shared_tokens = min_shared_tokens
         self.shapes = shapes
         self._packing: Packing | None = None
-        self._views: dict[tuple[int, int | None], View] = {}
-        """By group and window."""
+        self._views: dict[Sight, View] = {}
+        self._bias: _Bias | None = None
 
     def begin(self, packing: Packing) -> None:
         self._packing = packing
         self._views = {}
+        self._bias = None
 
     def attend(
         self,
@@ -56,26 +61,52 @@ class TorchAttention:
     ) -> torch.Tensor:
         packing = self._packing
         assert packing is not None, "attend before begin"
-        layer.write(packing.groups[layer.group].slot_mapping, key, value)
+        if not layer.is_cross:
+            layer.write(packing.groups[layer.group].slot_mapping, key, value)
         # A model has few different windows; the first layer with a window builds its view.
-        sight = layer.group, layer.window
+        sight = Sight(layer.group, layer.window, layer.is_cross, layer.distance_bias is not None)
         view = self._views.get(sight)
         if view is None:
-            view = self._views[sight] = build_view(packing, *sight, self._dtype, self._min_shared_tokens, self.shapes)
-        out = _attend_view(view, query[0].transpose(0, 1), *layer.rows(), call)
+            view = self._views[sight] = build_view(packing, sight, self._dtype, self._min_shared_tokens, self.shapes)
+        masks = None if layer.distance_bias is None else self._masks_of_bias(view, layer.distance_bias)
+        out = _attend_view(view, query[0].transpose(0, 1), *layer.rows(), call, masks)
         # Contiguous, because some models take a view of it.
         return out.to(query.dtype)[None].contiguous()
 
+    def _masks_of_bias(self, view: View, table: torch.Tensor) -> list[torch.Tensor]:
+        """For each batch of the view, the bias of its scores [B, Hq, T', S], −inf for keys that are not seen. Those of the
+        layer before are kept: in most models all layers have one table."""
+        known = self._bias
+        if known is None or known.view is not view or known.table is not table:
+            # Distance −1 is the last column.
+            hidden = torch.nn.functional.pad(table.to(self._dtype), (0, 1), value=float("-inf"))
+            masks = [hidden[:, batch.distances].transpose(0, 1).contiguous() for batch in view.batches]
+            known = self._bias = _Bias(view, table, masks)
+        return known.masks
+
+
+class _Bias(NamedTuple):
+    """The bias of a view's scores."""
+
+    view: View
+    table: torch.Tensor
+    masks: list[torch.Tensor]
+
 
 def _attend_view(
-    view: View, query: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, call: AttentionCall
+    view: View,
+    query: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    call: AttentionCall,
+    masks: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:
-    """query [ΣT, Hq, Dk] → [ΣT, Hq, Dv]."""
+    """query [ΣT, Hq, Dk] → [ΣT, Hq, Dv]. masks: those of the batches, with a bias."""
     need_lse = view.merges or call.sinks is not None
     pieces = (
         Piece(span.rows, _slice(attended, span.first, span.end), span.is_first)
-        for batch in view.batches
-        for attended in (_attend_batch(batch, query, k_rows, v_rows, call, view.shapes, need_lse),)
+        for batch, mask in zip(view.batches, repeat(None) if masks is None else masks, strict=masks is not None)
+        for attended in (_attend_batch(batch, query, k_rows, v_rows, call, view.shapes, need_lse, mask),)
         for span in batch.spans
     )
     if not need_lse:
@@ -91,21 +122,23 @@ def _attend_batch(
     call: AttentionCall,
     shapes: Shapes,
     need_lse: bool,
+    biased_mask: torch.Tensor | None,
 ) -> Attended:
-    """query [ΣT, Hq, Dk] → out [B · T, Hq, Dv], lse [B · T, Hq]."""
+    """query [ΣT, Hq, Dk] → out [B · T, Hq, Dv], lse [B · T, Hq]. biased_mask: [B, Hq, T', S] instead of the batch's."""
     selected = query if batch.rows is None else query.index_select(0, batch.rows)
     num_tiles, num_rows = batch.num_tiles, batch.num_rows
     heads, dim, kv_heads = selected.shape[1], selected.shape[2], k_rows.shape[1]
     tiles = selected.view(num_tiles, num_rows, kv_heads, heads // kv_heads, dim)
     # If all rows see the same keys, the query heads of one KV head become its rows: K and V are read once for all of them.
-    folds = num_rows == 1 or (batch.mask is None and not batch.causal)
+    mask = batch.mask if biased_mask is None else biased_mask
+    sees_alike = not batch.causal if mask is None else mask.shape[2] == 1
+    folds = sees_alike and biased_mask is None
     tiles = tiles.permute(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads if folds else heads, -1, dim)
     length = tiles.shape[2]
     padding = -length % shapes.row_multiple
     if padding:
         tiles = torch.nn.functional.pad(tiles, (0, 0, 0, padding))
-    mask = batch.mask
-    if mask is not None and num_rows == 1:
+    if mask is not None and folds:
         mask = mask.expand(-1, -1, length + padding, -1)
     key = k_rows.index_select(0, batch.kv_slots).view(num_tiles, -1, *k_rows.shape[1:])
     value = v_rows.index_select(0, batch.kv_slots).view(num_tiles, -1, *v_rows.shape[1:])

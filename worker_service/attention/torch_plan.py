@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .encoder_tables import slots_of
 from .packing import Packing
-from .tiles import Kind, Tile, make_tiles
+from .tiles import Kind, Tile, make_cross_tiles, make_tiles
 
 _MAX_PADDING_SHARE = 0.5
 """A tile shorter than this share of a batch's longest goes into another batch."""
@@ -56,10 +57,14 @@ class Batch(NamedTuple):
     kv_slots: torch.Tensor
     """[B · S] slots; slot 0 of the null block for keys that no row of the tile sees."""
     mask: torch.Tensor | None
-    """[B, 1, T', S] additive, in the KV's dtype; T' is 1, or T padded to the row multiple. None: see causal."""
+    """[B, 1, T', S] additive, in the KV's dtype; T' is 1 if all rows see the same keys, or T padded to the row multiple. None: see
+    causal."""
     causal: bool
     """Row t of each tile sees keys 0 … t."""
     spans: list[Span]
+    distances: torch.Tensor | None = None
+    """[B, T', S] int64 instead of a mask, for layers with a bias by distance, T' as T padded: positions from a key to a query;
+    −1 where a row may not see a key."""
 
 
 class View(NamedTuple):
@@ -74,13 +79,29 @@ class View(NamedTuple):
         return not all(span.is_first for batch in self.batches for span in batch.spans)
 
 
-def build_view(
-    packing: Packing, group: int, window: int | None, dtype: torch.dtype, min_shared_tokens: int, shapes: Shapes
-) -> View:
-    """Batches of all parts under one sliding window (None: full attention), over the blocks of one group."""
-    tiles = make_tiles(packing, group, window, min_shared_tokens, shapes.partition)
-    builder = _Builder(packing, group, window, dtype, shapes)
-    return View([builder.build(group) for group in _groups(tiles, window)], shapes)
+class Sight(NamedTuple):
+    """Which keys the rows of a layer see, and whether their scores depend on positions. Layers with the same sight have one
+    view."""
+
+    group: int
+    """Whose blocks they read."""
+    window: int | None
+    """Sliding window in tokens; None: full attention."""
+    is_cross: bool = False
+    """The keys are those of encoders' outputs."""
+    is_biased: bool = False
+    """Scores have a bias by distance."""
+
+
+def build_view(packing: Packing, sight: Sight, dtype: torch.dtype, min_shared_tokens: int, shapes: Shapes) -> View:
+    """Batches of all parts."""
+    if sight.is_cross:
+        assert packing.encoders is not None, "the runner gives the encoders of a model that has cross attention"
+        tiles = make_cross_tiles(packing, packing.encoders, shapes.partition)
+    else:
+        tiles = make_tiles(packing, sight.group, sight.window, min_shared_tokens, shapes.partition)
+    builder = _Builder(packing, sight, dtype, shapes)
+    return View([builder.build(group) for group in _groups(tiles, sight.window)], shapes)
 
 
 def _groups(tiles: list[Tile], window: int | None) -> Iterator[list[Tile]]:
@@ -92,6 +113,8 @@ def _groups(tiles: list[Tile], window: int | None) -> Iterator[list[Tile]]:
         for members in groups.values():
             if kind == Kind.DIAGONAL:
                 members.sort(key=lambda tile: -tile.num_keys)
+            if kind == Kind.CROSS:
+                members.sort(key=lambda tile: (tile.first, -tile.num_keys))
             yield from _cut(members)
 
 
@@ -101,7 +124,7 @@ def _group_key(tile: Tile, window: int | None) -> Hashable:
     if tile.kind in (Kind.LEAVING, Kind.ENTERING):
         # A part has a sequence of such tiles with different numbers of rows.
         return tile.first, tile.num_rows
-    return tile.num_rows, _is_causal(tile, window)
+    return tile.num_rows, _is_causal(tile, window)  # never causal in cross attention
 
 
 def _is_causal(tile: Tile, window: int | None) -> bool:
@@ -128,15 +151,17 @@ def _cut(tiles: list[Tile]) -> Iterator[list[Tile]]:
 class _Builder:
     """Builds the tensors of groups of tiles, in the order of merging."""
 
-    def __init__(self, packing: Packing, group: int, window: int | None, dtype: torch.dtype, shapes: Shapes) -> None:
-        self._packing, self._group, self._window, self._dtype, self._shapes = packing, group, window, dtype, shapes
+    def __init__(self, packing: Packing, sight: Sight, dtype: torch.dtype, shapes: Shapes) -> None:
+        self._packing, self._sight, self._dtype, self._shapes = packing, sight, dtype, shapes
+        self._window = sight.window
         self._all_rows = np.arange(packing.num_tokens)
         self._seen = np.zeros(packing.num_tokens, dtype=bool)
 
     def build(self, tiles: list[Tile]) -> Batch:
         num_rows = tiles[0].num_rows
         rows = np.concatenate([self._rows(tile) for tile in tiles])
-        causal = _is_causal(tiles[0], self._window)
+        biased = self._sight.is_biased
+        causal = _is_causal(tiles[0], self._window) and not biased
         width = _round_up(max(tile.num_keys for tile in tiles), self._shapes.key_multiple)
         slots = np.zeros((len(tiles), width), dtype=np.int64)
         for index, tile in enumerate(tiles):
@@ -145,18 +170,25 @@ class _Builder:
             # block, as in the padding: they are hidden, and their weights are exact zeros. So the bits of a row are the same
             # whether a key before its window is read for another row of the tile, is not read, or has no block any more.
             first = self._first_seen(tile)
-            slots[index, first - tile.first : tile.num_keys] = self._packing.slots(
-                tile.rows[0].part, first, tile.end, self._group
-            )
+            slots[index, first - tile.first : tile.num_keys] = self._slots(tile, first)
         return Batch(
             num_tiles=len(tiles),
             num_rows=num_rows,
             rows=self._index(rows),
             kv_slots=self._to_device(slots.reshape(-1)),
-            mask=None if causal else self._mask(tiles, width),
+            mask=None if causal or biased else self._mask(tiles, width),
             causal=causal,
             spans=[self._span(rows, first, end) for first, end in _span_bounds(tiles)],
+            distances=self._distances(tiles, width) if biased else None,
         )
+
+    def _slots(self, tile: Tile, first: int) -> npt.NDArray[np.int64]:
+        """Of the tile's keys from position `first` on."""
+        packing, part = self._packing, tile.rows[0].part
+        if tile.kind == Kind.CROSS:
+            assert packing.encoders is not None, "see build_view"
+            return slots_of(packing.encoders.tables[part], first, tile.end, packing.block_size)
+        return packing.slots(part, first, tile.end, self._sight.group)
 
     def _rows(self, tile: Tile) -> npt.NDArray[np.int64]:
         """Indices of a tile's rows in the packed row."""
@@ -168,6 +200,20 @@ class _Builder:
         """Position of the first key that any row sees."""
         return tile.first if self._window is None else max(tile.first, tile.rows[0].first + 1 - self._window)
 
+    def _distances(self, tiles: list[Tile], width: int) -> torch.Tensor:
+        """See Batch. Rows of the padding see the first key."""
+        num_rows = tiles[0].num_rows
+        padded = _round_up(num_rows, self._shapes.row_multiple)
+        distances = np.full((len(tiles), padded, width), -1, dtype=np.int64)
+        distances[:, num_rows:, 0] = 0
+        for index, tile in enumerate(tiles):
+            queries = np.concatenate([np.arange(rows.first, rows.end) for rows in tile.rows])
+            keys = np.arange(tile.first, tile.end)
+            distance = queries[:, None] - keys
+            seen = distance >= 0 if self._window is None else (distance >= 0) & (distance < self._window)
+            distances[index, :num_rows, : tile.num_keys] = np.where(seen, distance, -1)
+        return torch.from_numpy(distances).to(self._packing.device)
+
     def _span(self, rows: npt.NDArray[np.int64], first: int, end: int) -> Span:
         members = rows[first:end]
         is_first = not self._seen[members].any()
@@ -176,6 +222,8 @@ class _Builder:
 
     def _mask(self, tiles: list[Tile], width: int) -> torch.Tensor | None:
         """−inf where a row may not see a key; None if every row sees every key."""
+        if tiles[0].kind == Kind.CROSS:
+            return self._mask_of_padding(tiles, width)
         if tiles[0].kind not in (Kind.DIAGONAL, Kind.FRONT):
             return None
         num_rows = tiles[0].num_rows
@@ -192,6 +240,15 @@ class _Builder:
         mask[:, :num_rows].masked_fill_(torch.from_numpy(hidden), float("-inf"))
         return mask[:, None].to(self._packing.device)
 
+    def _mask_of_padding(self, tiles: list[Tile], width: int) -> torch.Tensor | None:
+        """−inf after the last key of a tile; None if no tile has padding."""
+        lengths = np.array([tile.num_keys for tile in tiles])
+        hidden = np.arange(width)[None] >= lengths[:, None]
+        if not hidden.any():
+            return None
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+        return mask[:, None, None].to(self._packing.device)
+
     def _index(self, rows: npt.NDArray[np.int64]) -> torch.Tensor | None:
         return None if np.array_equal(rows, self._all_rows) else self._to_device(rows)
 
@@ -202,7 +259,7 @@ class _Builder:
 def _span_bounds(tiles: list[Tile]) -> Iterator[tuple[int, int]]:
     """Ranges of a batch's rows without duplicates."""
     num_rows = tiles[0].num_rows
-    if tiles[0].kind not in (Kind.SHARED, Kind.STEADY):
+    if tiles[0].kind not in (Kind.SHARED, Kind.STEADY, Kind.CROSS):
         yield 0, len(tiles) * num_rows
         return
     first = 0

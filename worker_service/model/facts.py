@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .errors import ModelError
+
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
@@ -28,6 +30,26 @@ NOT_TRIED = BatchInvariance(False, 0, "it was not tried")
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderFacts:
+    """Facts about a model whose prompt feeds an encoder."""
+
+    max_tokens: int
+    """Of an input of the encoder."""
+    vocab_size: int
+    """Ids of its input are 0 … vocab_size − 1."""
+    decoder_start_token_id: int
+    """Every text of the decoder begins with it."""
+    forced_bos_token_id: int | None
+    """The first token that is generated, whatever the model would choose, as the model's files ask; None: none is forced."""
+
+    @property
+    def decoder_prompt(self) -> tuple[int, ...]:
+        """What every text of the decoder begins with."""
+        forced = self.forced_bos_token_id
+        return (self.decoder_start_token_id,) if forced is None else (self.decoder_start_token_id, forced)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts about a loaded model."""
 
@@ -44,7 +66,7 @@ class ModelFacts:
     vocab_size: int
     """Token ids are 0 … vocab_size − 1."""
     max_model_len: int
-    """Prompt and generated tokens together."""
+    """Prompt and generated tokens together; with an encoder, tokens of the decoder."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a text, ascending."""
     tokenizer_json: bytes | None
@@ -54,6 +76,8 @@ class ModelFacts:
     special_tokens: dict[str, str]
     """bos_token, eos_token, … for the chat template."""
     batch_invariance: BatchInvariance = NOT_TRIED
+    encoder: EncoderFacts | None = None
+    """None: the prompt is the beginning of the text."""
 
     @property
     def special_tokens_json(self) -> bytes:
@@ -98,6 +122,21 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
+
+
+def read_encoder_facts(generation_config: Any, config: Any, max_tokens: int, vocab_size: int) -> EncoderFacts:
+    """generation_config: None: there is none. Raises ModelError if no file of the model says how its texts begin."""
+    parts = [part for part in (generation_config, config, getattr(config, "decoder", None)) if part is not None]
+    # In the order of transformers' generate.
+    starts = [getattr(part, name, None) for name in ("decoder_start_token_id", "bos_token_id") for part in parts]
+    start = next((token for token in starts if isinstance(token, int)), None)
+    if start is None:
+        raise ModelError(
+            "Neither config.json nor generation_config.json of this encoder-decoder model has a decoder_start_token_id, with which "
+            "its texts begin."
+        )
+    forced = next((token for part in parts if (token := getattr(part, "forced_bos_token_id", None)) is not None), None)
+    return EncoderFacts(max_tokens, vocab_size, start, forced if isinstance(forced, int) else None)
 
 
 def eos_token_ids(*configs: Any) -> tuple[int, ...]:

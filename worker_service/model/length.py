@@ -12,6 +12,8 @@ _LIMIT = "max_position_embeddings"
 _N_POSITIONS = "n_positions"
 _NAMED_N_POSITIONS = frozenset({"codegen", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"})
 """Values of model_type whose config.json has the limit as n_positions."""
+_USUAL_LENGTH = 512
+"""Tokens of the longest text of an encoder-decoder model without a limit, as T5 was trained with."""
 _SECTION_NAMES = frozenset({"decoder", "generator"})
 
 
@@ -22,11 +24,44 @@ def choose_max_model_len(config: Any, wanted: int | None) -> int:
     """
     limit = getattr(config.get_text_config(decoder=True), _LIMIT, None)
     if wanted is None:
+        if limit is None and is_encoder_decoder(config):
+            return _usual_length(config)
         if limit is None:
             raise ModelError(f"The config of {config.model_type} has no longest sequence: give --max-model-len.")
         return min(int(limit), longest_exact(config) or int(limit))
     require_length(wanted, limit)
     return wanted
+
+
+def choose_max_encoder_tokens(config: Any, max_model_len: int, wanted: int | None = None) -> int:
+    """Tokens of the longest input of an encoder: `wanted`, else the config's limit. An encoder without a limit gets inputs as
+    long as the longest text of the decoder, and as the model was trained with.
+
+    Raises ModelError.
+    """
+    limit = getattr(encoder_config(config), _LIMIT, None)
+    if wanted is None:
+        return max(max_model_len, _usual_length(config)) if limit is None else int(limit)
+    if wanted < 1 or (limit is not None and wanted > limit):
+        raise ModelError(f"--max-encoder-tokens {wanted} is not within 1 … {limit}, the limits of the model's config.")
+    return wanted
+
+
+def is_encoder_decoder(config: Any) -> bool:
+    """Whether a prompt feeds an encoder, to whose output the decoder attends."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def encoder_config(config: Any) -> Any:
+    """The part of an encoder-decoder model's config that describes its encoder; of most models the config itself."""
+    part = getattr(config, "encoder", None)
+    return part if hasattr(part, "to_dict") else config
+
+
+def _usual_length(config: Any) -> int:
+    """Of a model whose positions are distances, which bound nothing: the length of its training, if the config states it."""
+    stated = getattr(config, _N_POSITIONS, None)
+    return stated if isinstance(stated, int) and stated > 1 else _USUAL_LENGTH
 
 
 def require_length(wanted: int, limit: int | None) -> None:

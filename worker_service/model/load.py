@@ -19,25 +19,24 @@ from ..attention.selection import BackendName, UnsuitableBackend, choose_backend
 from ..attention.spec import AttentionSpec
 from .device import choose_device
 from .errors import ModelError
-from .facts import ModelFacts, TokenizerFiles, eos_token_ids
+from .facts import ModelFacts, TokenizerFiles, eos_token_ids, read_encoder_facts
 from .forward.forward import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
 from .forward.layers import AttentionLayer
-from .forward.modules import ModulesRuntime
 from .forward.native import NativeRuntime
 from .forward.runner import ModelRunner
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
-from .length import choose_max_model_len
-from .memory.facts import facts_of_loaded, group_needs
+from .length import choose_max_encoder_tokens, choose_max_model_len, encoder_config, is_encoder_decoder
+from .memory.facts import cross_needs, facts_of_loaded, group_needs
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.load import NATIVE_DTYPES
 from .native.timing import Measure, measure_runtime
 from .placement import choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress
 from .rope import Regime, describe_regime, fix_longrope
-from .runtimes import RuntimeLoader
+from .runtimes import Lengths, RuntimeLoader
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.fingerprint import fingerprint
@@ -87,10 +86,12 @@ class LoadedModel:
         def make_runner(plan: KVCachePlan) -> ModelRunner:
             return self.runner(plan, backend)
 
+        limit = None if self.facts.encoder is None else self.facts.encoder.max_tokens
         facts = facts_of_loaded(
-            self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner
+            self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner, limit
         )
-        return plan_memory(facts, settings, group_needs(self.layers, self.dtype))
+        cross = cross_needs(self.layers, self.dtype, limit)
+        return plan_memory(facts, settings, group_needs(self.layers, self.dtype), cross)
 
     def runner(
         self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None
@@ -98,7 +99,7 @@ class LoadedModel:
         """Allocate the KV cache and bind the model to it. backend: None: plain torch, unless the runtime attends itself. sizes: see
         ModelRunner."""
         cache = KVCache(plan, self.layers, self.dtype, self.device, self.runtime.mixers)
-        if isinstance(self.runtime, ModulesRuntime):
+        if not isinstance(self.runtime, NativeRuntime):
             backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
         return ModelRunner(self.runtime, cache, backend, self.device, sizes=sizes)
 
@@ -123,7 +124,8 @@ def load_model(
     device, dtype = prepared.device, prepared.dtype
     facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
     started = time.monotonic()
-    loader = RuntimeLoader(folder.path, config, device, dtype, prepared.max_model_len, settings, cache_dir, progress)
+    lengths = Lengths(prepared.max_model_len, prepared.max_encoder_tokens)
+    loader = RuntimeLoader(folder.path, config, device, dtype, lengths, settings, cache_dir, progress)
     runtime, layers = loader.load(facts.fingerprint, measure)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
     return LoadedModel(facts, layers, dtype, device, runtime)
@@ -137,6 +139,8 @@ class Prepared:
     dtype: torch.dtype
     max_model_len: int
     rope_regime: Regime | None
+    max_encoder_tokens: int | None
+    """Of the longest input of its encoder; None: it has none."""
 
 
 def prepare(config: Any, settings: ModelSettings) -> Prepared:
@@ -153,9 +157,18 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
         )
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     rope_regime = fix_longrope(config, max_model_len)
+    max_encoder_tokens = _choose_max_encoder_tokens(config, max_model_len, settings)
     check_config(config, max_model_len)
-    check_replica(config, max_model_len)
-    return Prepared(device, dtype, max_model_len, rope_regime)
+    check_replica(config, max_model_len, max_encoder_tokens)
+    return Prepared(device, dtype, max_model_len, rope_regime, max_encoder_tokens)
+
+
+def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelSettings) -> int | None:
+    if is_encoder_decoder(config):
+        return choose_max_encoder_tokens(config, max_model_len, settings.max_encoder_tokens)
+    if settings.max_encoder_tokens is not None:
+        raise ModelError("This model has no encoder: leave out --max-encoder-tokens.")
+    return None
 
 
 def _read_facts(
@@ -169,6 +182,10 @@ def _read_facts(
     files = TokenizerFiles(folder.path)
     text = config.get_text_config(decoder=True)
     dtype = dtype_name(prepared.dtype)
+    generation_config = _generation_config(folder.path)
+    encoder = None
+    if (limit := prepared.max_encoder_tokens) is not None:
+        encoder = read_encoder_facts(generation_config, config, limit, encoder_config(config).vocab_size)
     return ModelFacts(
         name=folder.name,
         fingerprint=fingerprint(folder.path, dtype, cache_dir, progress, prepared.rope_regime, quantize),
@@ -177,10 +194,11 @@ def _read_facts(
         device=str(prepared.device),
         vocab_size=text.vocab_size,
         max_model_len=prepared.max_model_len,
-        eos_token_ids=eos_token_ids(_generation_config(folder.path), text),
+        eos_token_ids=eos_token_ids(generation_config, text),
         tokenizer_json=files.tokenizer_json(),
         chat_template=files.chat_template(),
         special_tokens=files.special_tokens(),
+        encoder=encoder,
     )
 
 

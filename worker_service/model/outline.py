@@ -8,7 +8,7 @@ import torch
 
 from .candidate import Candidate
 from .load import prepare
-from .memory.facts import facts_of_meta_model, group_needs
+from .memory.facts import cross_needs, facts_of_meta_model, group_needs
 from .memory.meta_model import MetaModel, build_meta_model
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.comparison import expected_runtime
@@ -28,6 +28,8 @@ class Outline:
     dtype: torch.dtype
     """The dtype that it would be loaded in."""
     max_model_len: int
+    max_encoder_tokens: int | None
+    """Of the longest input of its encoder; None: it has none."""
     meta_model: MetaModel
     runtime: str
     """The one that a start is expected to choose, in words."""
@@ -40,7 +42,9 @@ class Outline:
     def plan(self, settings: MemorySettings) -> MemoryBudget:
         """As LoadedModel.plan, with estimated activations. Raises ModelError."""
         facts = facts_of_meta_model(self.meta_model, self.dtype, self.device, settings, self.is_quantized)
-        return plan_memory(facts, settings, group_needs(self.meta_model.layers, self.dtype))
+        layers = self.meta_model.layers
+        cross = cross_needs(layers, self.dtype, self.max_encoder_tokens)
+        return plan_memory(facts, settings, group_needs(layers, self.dtype), cross)
 
 
 def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
@@ -55,14 +59,19 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
     if source.gguf is not None and prepared.device.type == "cuda":
         # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
         dtype = choose_dtype(settings.dtype, prepared.device, dtype_that_keeps(source.path / source.gguf))
-    meta_model = build_meta_model(config)
+    meta_model = build_meta_model(config, prepared.max_encoder_tokens)
+    if prepared.max_encoder_tokens is None:
+        runtime = expected_runtime(settings, prepared.device, dtype, is_recurrent=bool(meta_model.mixers))
+    else:
+        runtime = "torch: the native step computes no encoder-decoder models"
     return Outline(
         name=source.name,
         architecture=config.model_type,
         device=prepared.device,
         dtype=dtype,
         max_model_len=prepared.max_model_len,
+        max_encoder_tokens=prepared.max_encoder_tokens,
         meta_model=meta_model,
-        runtime=expected_runtime(settings, prepared.device, dtype, is_recurrent=bool(meta_model.mixers)),
+        runtime=runtime,
         is_quantized=settings.quantize != "none",
     )

@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ..attention.interface import ATTENTION_NAME, register
 from .errors import ModelError
+from .forward.encoder_decoder import EncoderDecoderRuntime
 from .forward.forward import Runtime
 from .forward.layers import AttentionLayer
 from .forward.mixer import describe_mixers
 from .forward.modules import ModulesRuntime
 from .forward.native import NativeRuntime
 from .forward.packed_linear import pack_linears
+from .guard.encoder_decoder import guarded_encoder_decoder
 from .guard.support import guarded_layers
+from .length import is_encoder_decoder
 from .native.comparison import Comparison
 from .native.errors import NotNative
 from .native.load import NotNativeAfterAll, try_native
@@ -34,6 +37,14 @@ class Loaded(NamedTuple):
     layers: Sequence[AttentionLayer]
 
 
+class Lengths(NamedTuple):
+    """The longest texts of a model."""
+
+    max_model_len: int
+    max_encoder_tokens: int | None
+    """Of its encoder's input; None: it has no encoder."""
+
+
 @dataclass(frozen=True, slots=True)
 class RuntimeLoader:
     """Loads one model, once or several times, one in memory at a time. Every method raises ModelError."""
@@ -42,13 +53,15 @@ class RuntimeLoader:
     config: Any
     device: torch.device
     dtype: torch.dtype
-    max_model_len: int
+    lengths: Lengths
     settings: ModelSettings
     cache_dir: Path
     progress: Progress
 
     def load(self, fingerprint: str, measure: Measure) -> Loaded:
         """As the settings say. For `auto` also the choice between runtimes, which a first start may have to measure."""
+        if self.lengths.max_encoder_tokens is not None:
+            return self._load_encoder_decoder(self.lengths.max_encoder_tokens)
         if self.settings.runtime == "torch":
             return self._load_torch()
         if self.settings.runtime == "native" or self.settings.quantize != "none":
@@ -57,12 +70,28 @@ class RuntimeLoader:
             fingerprint,
             self.dtype,
             self.settings.block_size,
-            Workload.within(self.max_model_len, self.settings.max_num_batched_tokens, self.settings.max_num_seqs),
+            Workload.within(
+                self.lengths.max_model_len, self.settings.max_num_batched_tokens, self.settings.max_num_seqs
+            ),
             self.cache_dir,
             self.progress,
             measure,
         )
         return self._load_faster(comparison)
+
+    def _load_encoder_decoder(self, max_encoder_tokens: int) -> Loaded:
+        reason = "it computes no encoder-decoder models"
+        if self.settings.runtime == "native" or self.settings.quantize != "none":
+            raise _not_native(self.settings, reason)
+        if self.device.type == "cpu":
+            self.progress(f"runtime: torch; not native: {reason}")
+        model = _load_weights(self.path, self.config, self.dtype, self.device)
+        if self.device.type == "cpu":
+            pack_linears(model)
+        seq2seq, layers = guarded_encoder_decoder(
+            model, self.config, self.dtype, self.device, self.lengths.max_model_len, max_encoder_tokens
+        )
+        return Loaded(EncoderDecoderRuntime(seq2seq, layers, self.device), layers)
 
     def _load_faster(self, comparison: Comparison) -> Loaded:
         """Where torch may be faster: both are loaded and timed, once. Torch has its weights in oneDNN's layout, as it serves them;
@@ -94,7 +123,7 @@ class RuntimeLoader:
                 self.config,
                 self.dtype,
                 self.device,
-                self.max_model_len,
+                self.lengths.max_model_len,
                 settings.block_size,
                 self.cache_dir,
                 self.progress,
@@ -103,15 +132,8 @@ class RuntimeLoader:
             )
             return Loaded(runtime, layers)
         except NotNative as error:
-            if settings.quantize != "none":
-                raise ModelError(
-                    f"--quantize {settings.quantize} needs the native step, which cannot serve this model here: {error}. "
-                    "Leave --quantize out."
-                ) from error
-            if settings.runtime == "native":
-                raise ModelError(
-                    f"--runtime native cannot serve this model here: {error}. Give --runtime auto or torch."
-                ) from error
+            if settings.quantize != "none" or settings.runtime == "native":
+                raise _not_native(settings, str(error)) from error
             if self.device.type == "cpu":
                 self.progress(f"runtime: torch; not native: {error}")
             is_empty = isinstance(error, NotNativeAfterAll)
@@ -134,16 +156,26 @@ class RuntimeLoader:
     def _with_torch(self, model: Any) -> Loaded:
         if self.device.type == "cpu":
             pack_linears(model)
-        layers, mixers = guarded_layers(model, self.config, self.dtype, self.device, self.max_model_len)
+        layers, mixers = guarded_layers(model, self.config, self.dtype, self.device, self.lengths.max_model_len)
         if mixers:
             self.progress(describe_mixers(mixers))
         return Loaded(ModulesRuntime(model, layers, self.device, mixers), layers)
 
 
+def _not_native(settings: ModelSettings, reason: str) -> ModelError:
+    if settings.quantize != "none":
+        return ModelError(
+            f"--quantize {settings.quantize} needs the native step, which cannot serve this model here: {reason}. "
+            "Leave --quantize out."
+        )
+    return ModelError(f"--runtime native cannot serve this model here: {reason}. Give --runtime auto or torch.")
+
+
 def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     register()
+    auto = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto.from_pretrained(
             path,
             config=config,
             dtype=dtype,

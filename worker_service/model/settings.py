@@ -22,7 +22,7 @@ class ModelSettings:
     device: str = "auto"
     """auto (the first CUDA device if there is one, else the CPU), cpu, cuda, or cuda:N."""
     max_model_len: int | None = None
-    """Prompt and generated tokens together; None: the limit of the model's config."""
+    """Prompt and generated tokens together, with an encoder those of the decoder; None: the limit of the model's config."""
     cache_dir: Path | None = None
     """Folder of converted models and digests; None: $KVPOOL_CACHE_DIR, else kvpool in the user's cache folder."""
     runtime: RuntimeName = "auto"
@@ -35,6 +35,8 @@ class ModelSettings:
     max_num_batched_tokens: int = 2048
     """Tokens of a step, and sequences of one: `auto` compares runtimes within these limits."""
     max_num_seqs: int = 64
+    max_encoder_tokens: int | None = None
+    """Of an encoder-decoder model's prompt, which feeds the encoder; None: the limit of the model's config."""
     num_threads: int | None = None
     """CPU threads of this process for tensor work; None: torch's choice, all cores. Workers on one machine must divide its cores:
     threads of two processes on the same cores slow both down many times."""

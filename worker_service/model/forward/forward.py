@@ -34,6 +34,11 @@ class Forward(Protocol):
         """
         ...
 
+    def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
+        """Run the encoder over one input and write the KV of its output into the slots of the cross group, one for each token.
+        Only of encoder-decoder models. Called in inference mode."""
+        ...
+
     def close(self) -> None:
         """Release the KV tensors; it must not be used afterwards."""
         ...

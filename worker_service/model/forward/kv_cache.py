@@ -40,11 +40,27 @@ class KVCache:
                 if layer.source is not None:
                     self.layers.append(replace(self.layers[layer.source], window=layer.window, is_reader=True))
                     continue
-                group = plan.groups[plan.group_of(window)]
-                shape = (group.num_blocks, plan.block_size, layer.num_kv_heads)
+                if layer.is_cross:
+                    assert plan.cross is not None, (
+                        "the plan of a model that attends to an encoder's output has a cross group"
+                    )
+                    index, num_blocks = plan.cross_index, plan.cross.num_blocks
+                else:
+                    index = plan.group_of(window)
+                    num_blocks = plan.groups[index].num_blocks
+                shape = (num_blocks, plan.block_size, layer.num_kv_heads)
                 k_cache = zeros(*shape, layer.k_head_dim, dtype=dtype, device=device)
                 v_cache = zeros(*shape, layer.v_head_dim, dtype=dtype, device=device)
-                self.layers.append(KVLayer(group.index, layer.window, k_cache, v_cache))
+                self.layers.append(
+                    KVLayer(
+                        index,
+                        layer.window,
+                        k_cache,
+                        v_cache,
+                        is_cross=layer.is_cross,
+                        distance_bias=layer.distance_bias,
+                    )
+                )
             self.states = None if plan.states is None else StateTensors(mixers, plan.states.num_blocks, device, zeros)
             """Of recurrent layers."""
         except (RuntimeError, OSError) as error:  # out of memory: torch's errors, and the kernel's

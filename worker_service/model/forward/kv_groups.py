@@ -32,10 +32,10 @@ def groups_of(layers: Sequence[AttentionLayer], *, by_window: bool = True) -> tu
     """The groups of a model: full attention first, if there is any, then one for each window, from the largest to the smallest.
 
     by_window: False puts all layers into one group that keeps everything. Layers that read the KV of another one store nothing, and
-    are in no group.
+    are in no group; those of cross attention are in one of their own, after all others.
     """
     windows = [window if by_window else None for window in sights(layers)]
-    storing = [index for index, layer in enumerate(layers) if layer.source is None]
+    storing = [index for index, layer in enumerate(layers) if layer.source is None and not layer.is_cross]
     distinct = {windows[index] for index in storing}
     full = [None] if None in distinct else []
     order = [*full, *sorted((window for window in distinct if window is not None), reverse=True)]

@@ -62,6 +62,41 @@ class StatesPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossPlan:
+    """Size of the cross group: the KV of encoders' outputs, to which a decoder attends."""
+
+    num_blocks: int
+    """Including the null block."""
+    bytes_per_token: int
+    """K and V of all layers that attend to an encoder's output, for a token of the encoder's input."""
+    max_tokens: int
+    """Of the encoder's longest input."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can hold KV."""
+        return self.num_blocks - 1
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return block_size * self.bytes_per_token
+
+    def total_bytes(self, block_size: int) -> int:
+        return self.num_blocks * self.bytes_per_block(block_size)
+
+    def blocks_per_input(self, block_size: int) -> int:
+        """Blocks of the longest input."""
+        return -(-self.max_tokens // block_size)
+
+    def describe(self, index: int, block_size: int) -> str:
+        """One line for the log. index: of the group."""
+        return (
+            f"group {index} (encoder's outputs): {show_bytes(self.total_bytes(block_size))}, {self.capacity:,} blocks of "
+            f"{show_bytes(self.bytes_per_block(block_size))}, {self.capacity // self.blocks_per_input(block_size):,} inputs of "
+            f"{self.max_tokens:,} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class KVCachePlan:
     """Size of a KV cache before anything is allocated."""
 
@@ -73,6 +108,8 @@ class KVCachePlan:
     """Most tokens of one sequence in one step, if a group has a window: its rings have room for no more."""
     states: StatesPlan | None = None
     """Of recurrent layers, whose group comes after all others; None: there are none."""
+    cross: CrossPlan | None = None
+    """Of encoder-decoder models, which have no recurrent layers: one more group, after all others; None: there is no encoder."""
 
     def __post_init__(self) -> None:
         assert [group.index for group in self.groups] == list(range(len(self.groups))), self.groups
@@ -85,11 +122,13 @@ class KVCachePlan:
         block_size: int,
         bytes_per_token: int,
         states: StatesPlan | None = None,
+        cross: CrossPlan | None = None,
         *,
         attends: bool = True,
     ) -> Self:
         """All attention layers keep all tokens, in the same blocks. attends: whether there are such layers."""
-        return cls(block_size, (GroupPlan(0, None, num_blocks, bytes_per_token),) if attends else (), states=states)
+        groups = (GroupPlan(0, None, num_blocks, bytes_per_token),) if attends else ()
+        return cls(block_size, groups, states=states, cross=cross)
 
     @property
     def only_group(self) -> GroupPlan:
@@ -120,7 +159,13 @@ class KVCachePlan:
     @property
     def total_bytes(self) -> int:
         kv = sum(group.num_blocks * self.block_size * group.bytes_per_token for group in self.groups)
+        kv += self.cross.total_bytes(self.block_size) if self.cross else 0
         return kv + (self.states.total_bytes if self.states else 0)
+
+    @property
+    def cross_index(self) -> int:
+        """Index of the cross group, if there is one."""
+        return len(self.groups)
 
     def concurrency(self, num_tokens: int) -> float:
         """Number of sequences of `num_tokens` that the cache holds at once, if they share nothing."""
@@ -141,6 +186,8 @@ class KVCachePlan:
         lines = [group.describe(self.block_size) for group in self.groups]
         if self.states is not None:
             lines.append(self.states.describe(len(self.groups)))
+        if self.cross is not None:
+            lines.append(self.cross.describe(self.cross_index, self.block_size))
         if len(lines) > 1 or not self.groups:
             groups = f"{len(lines)} groups" if len(lines) > 1 else "one group"
             size = f"{show_bytes(self.total_bytes)} in {groups}, blocks of {self.block_size} tokens"

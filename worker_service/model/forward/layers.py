@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 
 from ...attention.backend import AttentionBackend
 from ...attention.interface import UnsupportedAttention, bind, target_of, unbind
-from ...attention.layer import AttentionCall, KVLayer, LayerNeeds
+from ...attention.layer import AttentionCall, AttentionTarget, KVLayer, LayerNeeds
 from ..errors import UnsupportedModel
 
 _WATCHED_TOKENS = 3
@@ -32,6 +33,12 @@ class AttentionLayer(NamedTuple):
     """The recorded arguments."""
     source: int | None = None
     """Index of the layer whose K and V it reads; it stores none. None: it has its own."""
+    is_cross: bool = False
+    """It attends to the output of an encoder."""
+    has_bias: bool = False
+    """It adds a bias to its scores."""
+    distance_bias: torch.Tensor | None = None
+    """See KVLayer."""
 
     @property
     def needs(self) -> LayerNeeds:
@@ -44,24 +51,29 @@ class AttentionLayer(NamedTuple):
             window=self.window,
             softcap=self.call.softcap,
             has_sinks=self.call.sinks is not None,
+            is_cross=self.is_cross,
+            has_bias=self.has_bias,
         )
 
 
 def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLayer]:
     """All modules that call attention_forward in a forward pass, in the order of calls. Raises UnsupportedModel."""
+    tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
+    return record_layers(model, lambda: model(input_ids=tokens, position_ids=tokens, use_cache=False), _WATCHED_TOKENS)
+
+
+def record_layers(
+    model: Any, run: Callable[[], object], num_tokens: int, num_states: int | None = None
+) -> list[AttentionLayer]:
+    """All modules that call attention_forward in `run`, a forward pass over num_tokens tokens, in the order of calls. num_states:
+    length of the encoder's output, another one; None: there is no encoder. Raises UnsupportedModel."""
     names = {module: name for name, module in model.named_modules()}
-    recorder = _Recorder(names)
-    for module in names:
-        bind(module, recorder)
+    recorder = _Recorder(names, num_tokens, num_states)
     try:
-        tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
-        with torch.inference_mode():
-            model(input_ids=tokens, position_ids=tokens, use_cache=False)
+        with bound(names, recorder), torch.inference_mode():
+            run()
     except UnsupportedAttention as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error
-    finally:
-        for module in names:
-            unbind(module)
     if len({layer.module for layer in recorder.found}) < len(recorder.found):
         model.register_forward_pre_hook(_restart_turns)
     return recorder.found
@@ -76,7 +88,9 @@ def _restart_turns(model: torch.nn.Module, _: Any) -> None:
 
 
 def placeholder_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape that attention returns for these; see AttentionTarget."""
+    """A tensor of the shape that attention returns for these, which depends on all queries; see AttentionTarget."""
+    if query.shape[2] != value.shape[2]:  # cross attention
+        return query.mean(-1, keepdim=True).expand(-1, -1, -1, value.shape[3]).transpose(1, 2).contiguous()
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
@@ -89,11 +103,24 @@ class PlaceholderTarget:
         return placeholder_output(query, value)
 
 
+@contextmanager
+def bound(modules: Iterable[torch.nn.Module], target: AttentionTarget) -> Iterator[None]:
+    """All these modules are bound to the target; afterwards to none."""
+    modules = list(modules)
+    for module in modules:
+        bind(module, target)
+    try:
+        yield
+    finally:
+        for module in modules:
+            unbind(module)
+
+
 class _Recorder:
     """An AttentionTarget that records calls and returns placeholders."""
 
-    def __init__(self, names: dict[torch.nn.Module, str]) -> None:
-        self._names = names
+    def __init__(self, names: dict[torch.nn.Module, str], num_tokens: int, num_states: int | None) -> None:
+        self._names, self._num_tokens, self._num_states = names, num_tokens, num_states
         self.found: list[AttentionLayer] = []
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         """K and V of each; kept, so that no other tensors get their memory."""
@@ -107,14 +134,33 @@ class _Recorder:
         call: AttentionCall,
     ) -> torch.Tensor:
         name = self._names[module]
-        if query.shape[2] != _WATCHED_TOKENS or key.shape[2] != _WATCHED_TOKENS or query.shape[0] != 1:
+        num_keys = key.shape[2]
+        is_cross = num_keys == self._num_states
+        if query.shape[2] != self._num_tokens or query.shape[0] != 1 or not (is_cross or num_keys == self._num_tokens):
             raise UnsupportedAttention(f"its module {name} does not attend to every token of the row from every token")
+        bias = call.bias
+        if bias is not None and self._num_states is None:
+            raise UnsupportedAttention(
+                f"{type(module).__name__} passes position_bias=a tensor to attention, which is not supported"
+            )
+        if bias is not None and is_cross and not bias.is_meta and bool(bias.any()):
+            raise UnsupportedAttention(f"its module {name} adds a bias to scores of the encoder's output")
         k_head_dim, v_head_dim = key.shape[3], value.shape[3]
         source = self._source(key, value)
         self._seen.append((key, value))
         self.found.append(
             AttentionLayer(
-                name, module, key.shape[1], k_head_dim, v_head_dim, call.window, query.shape[1], call, source
+                name,
+                module,
+                key.shape[1],
+                k_head_dim,
+                v_head_dim,
+                call.window,
+                query.shape[1],
+                call._replace(bias=None),
+                source,
+                is_cross,
+                has_bias=bias is not None and not is_cross,
             )
         )
         return placeholder_output(query, value)
@@ -152,6 +198,8 @@ class PagedTarget:
     ) -> torch.Tensor:
         if call.window != self.layer.window:
             raise UnsupportedAttention(f"window {call.window} differs from {self.layer.window} seen while loading")
+        if call.bias is not None and self.layer.distance_bias is None and not self.layer.is_cross:
+            raise UnsupportedAttention("its scores have a bias that was not seen while loading")
         return self.backend.attend(self.layer, query, key, value, call)
 
 

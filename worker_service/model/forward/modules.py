@@ -71,6 +71,9 @@ class ModulesForward:
             selected.is_finite[rows_of_snapshots] &= self._states.are_finite(blocks)
         return selected
 
+    def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
+        raise AssertionError("the model has no encoder")
+
     def close(self) -> None:
         self._selector.close()
         self._mixers.release()
@@ -79,8 +82,9 @@ class ModulesForward:
 
 def modules_of(runtime: Runtime) -> Any:
     """The transformers model of a runtime that has one."""
-    assert isinstance(runtime, ModulesRuntime)
-    return runtime.model
+    model = getattr(runtime, "model", None)
+    assert model is not None, f"{type(runtime).__name__} has none"
+    return model
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:

@@ -55,6 +55,9 @@ class NativeForward:
         logits, is_finite = self._program.run(packing, rows)
         return Selected(logits if self._finish is None else self._finish(logits), is_finite)
 
+    def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
+        raise AssertionError("the native step computes no encoder-decoder model")
+
     def phase_seconds(self) -> dict[str, float]:
         """See Program."""
         return self._program.phase_seconds()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...attention.backend import AttentionBackend
+from ...attention.encoder_tables import EncoderTables, slots_of
 from ...attention.layout import BlockGroup
-from ...attention.packing import Packer, StepSizes
+from ...attention.packing import Packer, Packing, StepSizes
 from ...engine.sampling_params import SamplingParams, TokenLogprobs
 from ...engine.step import BadLogits, Candidates, PartResult, PromptRows, SampledToken, SequencePart, Step
 from ..sampling.candidates import candidates
@@ -44,6 +45,8 @@ class ModelRunner:
         groups = [BlockGroup(group.num_blocks, group.window) for group in plan.groups]
         self._packer = Packer(plan.block_size, groups, device, sizes)
         self._num_state_blocks = 0 if plan.states is None else plan.states.num_blocks
+        self._cross = None if plan.cross is None else BlockGroup(plan.cross.num_blocks)
+        self._device = device
         vocab_size = runtime.config.get_text_config(decoder=True).vocab_size
         self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
         self.kv_cache = kv_cache
@@ -57,17 +60,34 @@ class ModelRunner:
         states_of(step.parts, self._num_state_blocks)  # refuses a bad part before the first pass
         outcomes = [_Outcome() for _ in step.parts]
         all_passes = list(passes(step.parts, self._max_prompt_rows))
-        if len(all_passes) > 1:
-            self._packer.pack(step.parts)  # refuses a bad part before the first pass
+        if len(all_passes) > 1 or self._cross is not None:
+            self._pack(step.parts)  # refuses a bad part before the first pass
         with torch.inference_mode():
             self.kv_cache.copy_blocks(step.copies)
+        self._encode(step.parts)
         for one_pass in all_passes:
             self._run_pass(one_pass, outcomes)
         return [outcome.result() for outcome in outcomes]
 
+    def _pack(self, parts: Sequence[SequencePart]) -> Packing:
+        """Raises PackingError."""
+        packing = self._packer.pack(parts)
+        if self._cross is None:
+            return packing
+        return replace(packing, encoders=EncoderTables.of(parts, self._cross, packing.block_size))
+
+    def _encode(self, parts: Sequence[SequencePart]) -> None:
+        """Run the encoder for the parts that bring its input. They are good."""
+        block_size = self.kv_cache.plan.block_size
+        with torch.inference_mode():
+            for encoder in (part.encoder for part in parts):
+                if encoder is not None and encoder.token_ids:
+                    slots = slots_of(encoder.table, 0, encoder.num_tokens, block_size)
+                    self.forward.encode(encoder.token_ids, torch.from_numpy(slots).to(self._device))
+
     def _run_pass(self, parts: list[PassPart], outcomes: list[_Outcome]) -> None:
         """Run one forward pass and add its results to the outcomes of its parts."""
-        packing = self._packer.pack([part for _, part in parts])
+        packing = self._pack([part for _, part in parts])
         states = states_of([part for _, part in parts], self._num_state_blocks)
         ends = _Ends()
         prompts: list[tuple[int, int, PromptRows]] = []
@@ -97,8 +117,9 @@ class ModelRunner:
 
     def logits(self, parts: Sequence[SequencePart]) -> torch.Tensor:
         """Run the parts and return the logits of every new token, [ΣT, vocab_size]."""
-        packing = self._packer.pack(parts)
+        packing = self._pack(parts)
         states = states_of(parts, self._num_state_blocks)
+        self._encode(parts)
         with torch.inference_mode():
             return self.forward.run(packing, range(packing.num_tokens), states).logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...attention.packing import PackingError
+from ...attention.layout import PackingError
 from ...engine.step import SequencePart, StateBlocks
 
 

@@ -11,11 +11,13 @@ from ...attention.backend import AttentionBackend
 from ...attention.invariance import Finding
 from ...attention.selection import find_invariance
 from ...attention.torch_backend import TorchAttention
+from ...engine.step import EncoderBlocks
 from ...native.program import PARTITION
 from ..facts import BatchInvariance
+from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.forward import Runtime
 from ..forward.kv_cache import KVCache
-from ..forward.kv_plan import KVCachePlan, StatesPlan
+from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.layers import AttentionLayer
 from ..forward.modules import modules_of
 from ..forward.native import NativeRuntime
@@ -28,6 +30,8 @@ _BLOCK_SIZE = 16
 _TEXT, _NEIGHBOUR = 0, 1
 _LENGTHS = (18, 5)
 """Tokens of the text and of its neighbour; short, because forward passes of a large model are slow."""
+_ENCODER_LENGTHS = (7, 4)
+"""Tokens of the encoder's input for each; less than a block."""
 _STEPS = (
     ((_TEXT, 0, 1),),
     ((_NEIGHBOUR, 0, 3), (_TEXT, 1, 7)),
@@ -111,16 +115,27 @@ def _different_rows(trial: _Trial) -> int:
     per_sequence = -(-max(lengths) // _BLOCK_SIZE)
     num_blocks, mixers = 1 + 2 * per_sequence, trial.runtime.mixers
     states = StatesPlan(num_blocks=3, bytes_per_block=0) if mixers else None
-    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, bytes_per_token=0, states=states, attends=bool(trial.layers))
+    encoders = _encoders(trial)
+    cross = CrossPlan(1 + len(encoders), 0, _BLOCK_SIZE) if encoders else None
+    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, 0, states, cross, attends=bool(trial.layers))
     cache = KVCache(plan, trial.layers, trial.dtype, trial.device, mixers)
     tables = [list(range(1 + index, num_blocks, 2)) for index in range(2)]
     runner = ModelRunner(trial.runtime, cache, trial.backend, trial.device)
     try:
-        at_once = next(iter(logits_in_steps(runner, sequences, tables, [[(_TEXT, 0, lengths[_TEXT])]])))[2]
+        whole = [[(_TEXT, 0, lengths[_TEXT])]]
+        at_once = next(iter(logits_in_steps(runner, sequences, tables, whole, encoders)))[2]
         return sum(
             int((rows != at_once[first : first + len(rows)]).any(-1).sum())
-            for index, first, rows in logits_in_steps(runner, sequences, tables, _STEPS)
+            for index, first, rows in logits_in_steps(runner, sequences, tables, _STEPS, encoders)
             if index == _TEXT
         )
     finally:
         runner.close()
+
+
+def _encoders(trial: _Trial) -> list[EncoderBlocks]:
+    """An input of the encoder for the text and another one for its neighbour, of a block each; none if the model has no encoder."""
+    if not isinstance(trial.runtime, EncoderDecoderRuntime):
+        return []
+    inputs = random_sequences(trial.runtime.config, _ENCODER_LENGTHS, 1, trial.runtime.seq2seq.num_encoder_ids)
+    return [EncoderBlocks([block], len(tokens), tokens) for block, tokens in enumerate(inputs, start=1)]

@@ -14,7 +14,7 @@ from ...attention.interface import ATTENTION_NAME
 from ...attention.layout import BlockGroup
 from ...attention.packing import pack
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import SequencePart, StateBlocks
+from ...engine.step import EncoderBlocks, SequencePart, StateBlocks
 from ..errors import UnsupportedModel
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan, StatesPlan
@@ -120,15 +120,18 @@ def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((ours - reference).norm() / varies.norm())
 
 
-def random_sequences(config: Any, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Token ids without a special meaning in the config, such as padding or an image."""
+def random_sequences(
+    config: Any, lengths: Sequence[int], seed: int = 0, vocab_size: int | None = None
+) -> list[list[int]]:
+    """Token ids without a special meaning in the config, such as padding or an image. vocab_size: None: the decoder's."""
     special: set[int] = set()
-    for part in (config, config.get_text_config(decoder=True)):
+    parts = [getattr(config, name, None) for name in config.sub_configs]
+    for part in (config, config.get_text_config(decoder=True), *(part for part in parts if hasattr(part, "to_dict"))):
         for name, value in part.to_dict().items():
             if name.endswith(("_token_id", "_token_index")):
                 special.update(value if isinstance(value, list) else [value])
     numbers = random.Random(seed)
-    ids = range(config.get_text_config(decoder=True).vocab_size)
+    ids = range(vocab_size or config.get_text_config(decoder=True).vocab_size)
     plain = [token for token in ids if token not in special] if len(ids) < 1000 else ids
     return [_draw(numbers, plain, special, length) for length in lengths]
 
@@ -145,12 +148,18 @@ def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length:
 def _compare(
     trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str, tolerance: float | None = None
 ) -> None:
-    """tolerance: None: of the dtype."""
-    difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[trial.dtype]
+    require_equal(trial.model, ours, reference, where, why, tolerance)
+
+
+def require_equal(
+    model: Any, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str, tolerance: float | None = None
+) -> None:
+    """Raises UnsupportedModel if logits [T, vocab_size] differ by more than rounding. tolerance: None: of the dtype."""
+    difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[ours.dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(
-            f"{type(trial.model).__name__} computes other logits over paged KV, {where}, than alone in eager attention: "
-            f"they differ by {difference:.2%}, rounding in {trial.dtype} explains {tolerance:.2%}. It probably {why}."
+            f"{type(model).__name__} computes other logits over paged KV, {where}, than alone in eager attention: "
+            f"they differ by {difference:.2%}, rounding in {ours.dtype} explains {tolerance:.2%}. It probably {why}."
         )
 
 
@@ -244,24 +253,37 @@ def logits_in_steps(
     sequences: Sequence[list[int]],
     tables: Sequence[list[int]],
     steps: Sequence[Sequence[tuple[int, int, int]]],
+    encoders: Sequence[EncoderBlocks] = (),
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Run steps of (sequence, first token, end), less the tokens that the sequences do not have. Yields (sequence, first token,
-    logits [T, vocab_size]) per part. The state of a sequence is in the block after its index."""
+    logits [T, vocab_size]) per part. The state of a sequence is in the block after its index. encoders: of each sequence, if the
+    model has an encoder, which runs with its first tokens."""
     plan = runner.kv_cache.plan
 
     def state(index: int, first: int) -> StateBlocks | None:
         return StateBlocks(1 + index if first else 0, 1 + index) if plan.states else None
 
+    def encoder(index: int, first: int) -> EncoderBlocks | None:
+        if not encoders:
+            return None
+        return encoders[index]._replace(token_ids=()) if first else encoders[index]
+
     for step in steps:
         chunks = [(index, first, sequences[index][first:end]) for index, first, end in step if index < len(sequences)]
         chunks = [chunk for chunk in chunks if chunk[2]]
         if chunks:
-            logits = runner.logits(
-                [
-                    SequencePart(tokens, first, (tables[index],) * len(plan.groups), None, state=state(index, first))
-                    for index, first, tokens in chunks
-                ]
-            )
+            parts = [
+                SequencePart(
+                    tokens,
+                    first,
+                    (tables[index],) * len(plan.groups),
+                    None,
+                    state=state(index, first),
+                    encoder=encoder(index, first),
+                )
+                for index, first, tokens in chunks
+            ]
+            logits = runner.logits(parts)
             rows = torch.split(logits, [len(tokens) for _, _, tokens in chunks])
             yield from ((index, first, own) for (index, first, _), own in zip(chunks, rows, strict=True))
 

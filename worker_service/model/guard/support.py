@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import structlog
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from ...attention.interface import ATTENTION_NAME
 from ..errors import ModelError, UnsupportedModel
@@ -16,7 +16,9 @@ from ..forward.invariant import replacing
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
+from ..length import choose_max_encoder_tokens, is_encoder_decoder
 from ..rope import original_length, rope_sets
+from .encoder_decoder import guarded_encoder_decoder
 from .self_check import probe
 from .tiny_replica import THRESHOLD, build_replica, replica_config, replica_length, thresholds
 
@@ -36,10 +38,9 @@ def check_config(config: Any, max_model_len: int) -> None:
     """Check the config, before weights are read. Raises UnsupportedModel."""
     kind = config.model_type
     text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{kind} is an encoder-decoder model; only decoder-only language models are served.")
+    is_causal = is_encoder_decoder(config) or getattr(text, "is_causal", True)
     # "vision": between the parts of an image only.
-    if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+    if is_causal is False or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise UnsupportedModel(f"{kind} is configured for bidirectional attention; only causal models are served.")
     # Texts shorter than a chunk are not safe either: llama4 counts positions from the start of the packed row.
     if getattr(text, "attention_chunk_size", None):
@@ -58,11 +59,15 @@ def check_config(config: Any, max_model_len: int) -> None:
 
 
 def _check_dispatch(config: Any) -> None:
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if is_encoder_decoder(config):
+        cls, kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None), "sequence-to-sequence"
+    else:
+        cls, kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "causal"
     if cls is None:
-        raise UnsupportedModel(f"transformers has no causal language model for {config.model_type!r}.")
+        raise UnsupportedModel(f"transformers has no {kind} language model for {config.model_type!r}.")
     # The class of a composite model need not attend itself; its layers are checked later.
-    if config.get_text_config(decoder=True) is config and not cls._can_set_attn_implementation():
+    is_composite = not is_encoder_decoder(config) and config.get_text_config(decoder=True) is not config
+    if not is_composite and not cls._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{cls.__name__} computes attention in its own code, not with transformers' AttentionInterface, "
             "so its KV cannot be paged."
@@ -81,16 +86,17 @@ def _check_rope(kind: str, text: Any, max_model_len: int) -> None:
             )
 
 
-def check_replica(config: Any, max_model_len: int) -> None:
+def check_replica(config: Any, max_model_len: int, max_encoder_tokens: int | None = None) -> None:
     """Check the behaviour of a tiny model with the same rules, before weights are read. Takes tenths of a second.
 
-    It runs in float32, and its windows and other thresholds are within the lengths of the check. Raises UnsupportedModel.
+    It runs in float32, and its windows and other thresholds are within the lengths of the check. max_encoder_tokens: of its
+    encoder's longest input, if it has one; None: the config's. Raises UnsupportedModel.
     """
     started = time.monotonic()
     try:
-        _check_replica(config, max_model_len)
+        _check_replica(config, max_model_len, max_encoder_tokens)
     except UnsupportedModel as error:
-        length = _length_that_works(config, max_model_len)
+        length = _length_that_works(config, max_model_len, max_encoder_tokens)
         advice = f" Give --max-model-len {length} or less (it is {max_model_len})." if length else ""
         raise UnsupportedModel(
             f"{config.model_type} cannot be served, according to a tiny model of its kind: {error}{advice}"
@@ -98,8 +104,10 @@ def check_replica(config: Any, max_model_len: int) -> None:
     _log.debug("probed a tiny model of the same kind", seconds=round(time.monotonic() - started, 3))
 
 
-def _check_replica(config: Any, max_model_len: int) -> None:
+def _check_replica(config: Any, max_model_len: int, max_encoder_tokens: int | None) -> None:
     cpu = torch.device("cpu")
+    if is_encoder_decoder(config):  # thresholds are also those of the encoder
+        max_model_len = max(max_model_len, max_encoder_tokens or choose_max_encoder_tokens(config, max_model_len))
     try:
         small = replica_config(config, max_model_len)
         replica = build_replica(small)
@@ -107,15 +115,20 @@ def _check_replica(config: Any, max_model_len: int) -> None:
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             raise UnsupportedModel("it selects its attention from a table of its own.") from error
         raise UnsupportedModel(f"it cannot be built: {type(error).__name__}: {error}") from error
-    guarded_layers(replica, small, torch.float32, cpu, replica_length(config, max_model_len), is_thorough=True)
+    length = replica_length(config, max_model_len)
+    if is_encoder_decoder(config):
+        longest_input = choose_max_encoder_tokens(small, length)
+        guarded_encoder_decoder(replica, small, torch.float32, cpu, length, longest_input, is_thorough=True)
+    else:
+        guarded_layers(replica, small, torch.float32, cpu, length, is_thorough=True)
 
 
-def _length_that_works(config: Any, max_model_len: int) -> int | None:
+def _length_that_works(config: Any, max_model_len: int, max_encoder_tokens: int | None) -> int | None:
     """The largest max_model_len below a threshold with which the model passes; None if there is none."""
     for length in sorted((value for value in thresholds(config) if THRESHOLD < value < max_model_len), reverse=True):
         try:
             check_config(config, length)
-            _check_replica(config, length)
+            _check_replica(config, length, max_encoder_tokens)
         except UnsupportedModel:
             continue
         return length

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ...attention.interface import ATTENTION_NAME, register
+from ..length import is_encoder_decoder
 from .replica_layers import derived_kinds, is_indices, kept_layers, num_layers
 
 VOCAB_SIZE = 264
@@ -71,7 +72,8 @@ def build_replica(config: Any, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+        auto = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -289,6 +291,8 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
         re.compile(r"num_\w*experts|n_routed_experts|moe_num_experts|zero_expert_num"),
         lambda sizes, value: min(value, 8),
     ),
+    # Exact buckets end below THRESHOLD.
+    (re.compile(r"\w*num_buckets"), lambda sizes, value: min(value, THRESHOLD)),
     (re.compile(r"n_group|num_expert_group"), lambda sizes, value: min(value, 2)),
     (re.compile(r"topk_group"), lambda sizes, value: 1),
     (

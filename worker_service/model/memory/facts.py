@@ -13,6 +13,7 @@ from ..forward.kv_groups import groups_of
 from ..forward.layers import AttentionLayer
 from ..forward.mixer import state_bytes
 from .cpu import read_cpu_memory
+from .cross import CrossNeeds
 from .meta_model import MetaModel, build_meta_model
 from .plan import MemoryFacts, MemorySettings
 from .profile import CUDAMeter, MakeRunner, measure_batch
@@ -22,8 +23,21 @@ _ESTIMATED = "estimated without attention"
 
 
 def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
-    """K and V of all layers that store them."""
-    storing = [layer for layer in layers if layer.source is None]
+    """K and V of all layers that store them, for a token of the text."""
+    storing = [layer for layer in layers if layer.source is None and not layer.is_cross]
+    return _bytes_per_token(storing, dtype)
+
+
+def cross_needs(
+    layers: Sequence[AttentionLayer], dtype: torch.dtype, max_encoder_tokens: int | None
+) -> CrossNeeds | None:
+    """Of the layers that attend to an encoder's output, of at most so many tokens. None: there is no encoder."""
+    if max_encoder_tokens is None:
+        return None
+    return CrossNeeds(_bytes_per_token([layer for layer in layers if layer.is_cross], dtype), max_encoder_tokens)
+
+
+def _bytes_per_token(storing: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
     return sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in storing) * dtype.itemsize
 
 
@@ -43,15 +57,17 @@ def facts_of_loaded(
     max_model_len: int,
     settings: MemorySettings,
     make_runner: MakeRunner,
+    max_encoder_tokens: int | None = None,
 ) -> MemoryFacts:
-    """Facts of a loaded model. On a GPU a maximum batch runs, on a CPU its needs are estimated.
+    """Facts of a loaded model. max_encoder_tokens: of its encoder's longest input; None: it has none. On a GPU a maximum batch
+    runs, on a CPU its needs are estimated.
 
     Raises ModelError if the batch does not fit, or the memory is unknown.
     """
     bytes_per_token, of_states = kv_bytes_per_token(layers, dtype), state_bytes(runtime.mixers)
     if device.type != "cuda":
         num_bytes = runtime.num_bytes()
-        activations, origin = _estimated(runtime.config, dtype, settings)
+        activations, origin = _estimated(runtime.config, dtype, settings, max_encoder_tokens)
         total, available = read_cpu_memory()
         return MemoryFacts(
             device=str(device),
@@ -64,7 +80,8 @@ def facts_of_loaded(
             activations_from=origin,
         )
     weights = torch.cuda.memory_allocated(device)
-    needs = measure_batch(make_runner, CUDAMeter(device), settings, max_model_len, bytes_per_token, of_states)
+    cross = cross_needs(layers, dtype, max_encoder_tokens)
+    needs = measure_batch(make_runner, CUDAMeter(device), settings, max_model_len, bytes_per_token, of_states, cross)
     free, total = torch.cuda.mem_get_info(device)
     return MemoryFacts(
         device=str(device),
@@ -103,9 +120,11 @@ def facts_of_meta_model(
     )
 
 
-def _estimated(config: Any, dtype: torch.dtype, settings: MemorySettings) -> tuple[int, str]:
+def _estimated(
+    config: Any, dtype: torch.dtype, settings: MemorySettings, max_encoder_tokens: int | None
+) -> tuple[int, str]:
     try:
-        meta_model = build_meta_model(config)
+        meta_model = build_meta_model(config, max_encoder_tokens)
         estimate = meta_model.activation_bytes(dtype, settings.max_num_batched_tokens, settings.max_num_seqs)
     except UnsupportedModel:
         return 0, "unknown: the model does not run without values"

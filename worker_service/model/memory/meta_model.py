@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 from ...attention.interface import ATTENTION_NAME, bind, register, unbind
 from ..errors import UnsupportedModel
+from ..forward.decoder_layers import find_decoder_layers
 from ..forward.layers import AttentionLayer, PlaceholderTarget, find_attention_layers
 from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
 from ..forward.packed_linear import packing_works
+from ..forward.seq2seq import Seq2Seq
 from ..progress import quiet_transformers
 
 META = torch.device("meta")
@@ -40,6 +42,9 @@ class MetaModel:
     """On the meta device, where it can run."""
     layers: list[AttentionLayer]
     mixers: list[Mixer]
+    seq2seq: Seq2Seq | None = None
+    """Its two halves, if it has an encoder."""
+    max_encoder_tokens: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -78,7 +83,11 @@ class MetaModel:
             rows = torch.zeros(min(num_sequences, num_tokens), dtype=torch.int64, device=META)
             selected.append(self.model.get_output_embeddings().register_forward_pre_hook(_select(rows)))
             with torch.inference_mode(), meter:
-                logits = self.model(input_ids=tokens, position_ids=tokens, use_cache=False).logits
+                if self.seq2seq is None:
+                    logits = self.model(input_ids=tokens, position_ids=tokens, use_cache=False).logits
+                else:
+                    self.seq2seq.encode(torch.zeros(1, self.max_encoder_tokens, dtype=torch.int64, device=META))
+                    logits = self.seq2seq.decode(tokens, tokens, self.seq2seq.blank_output(1, META))
         except Exception as error:
             raise _unknown(self.model.config, error) from error
         finally:
@@ -90,18 +99,21 @@ class MetaModel:
         return max(results, int(logits.numel()) * (dtype.itemsize + SAMPLER_BYTES_PER_LOGIT))
 
 
-def build_meta_model(config: Any) -> MetaModel:
-    """Build the model on the meta device. Takes tenths of a second and little memory for models of any size.
+def build_meta_model(config: Any, max_encoder_tokens: int | None = None) -> MetaModel:
+    """Build the model on the meta device. Takes tenths of a second and little memory for models of any size. max_encoder_tokens: of
+    its encoder's longest input; None: it has none.
 
     Raises UnsupportedModel if its code cannot run there.
     """
     register()
     try:
         with quiet_transformers(), META:
-            model = AutoModelForCausalLM.from_config(
-                deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME
-            ).eval()
-        return MetaModel(model, find_attention_layers(model, META), find_mixers(model, META))
+            auto = AutoModelForCausalLM if max_encoder_tokens is None else AutoModelForSeq2SeqLM
+            model = auto.from_config(deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME).eval()
+        if max_encoder_tokens is None:
+            return MetaModel(model, find_attention_layers(model, META), find_mixers(model, META))
+        seq2seq = Seq2Seq(model)
+        return MetaModel(model, find_decoder_layers(seq2seq, META), [], seq2seq, max_encoder_tokens)
     except UnsupportedModel:
         raise
     except Exception as error:  # not all models' code supports tensors without values

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from ...cache.running_state import SCRATCH_BLOCKS
 from ...cache.windows import grid_tokens, ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
+from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
+from .cross import CrossNeeds, SplitWithCross
 from .split import KEPT_STATES, KEPT_WINDOWS, GroupNeeds, Split, StateNeeds
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
@@ -38,6 +39,8 @@ class MemorySettings:
     """Blocks of each group with a window, the null block included; None: computed."""
     state_blocks: int | None = None
     """Blocks of the group of recurrent layers, the null block included; None: computed."""
+    cross_blocks: int | None = None
+    """Blocks for the KV of encoders' outputs, the null block included; None: computed."""
     max_num_seqs: int = 64
     """Sequences of a maximum batch."""
     max_num_batched_tokens: int = 2048
@@ -124,19 +127,21 @@ class MemoryBudget:
         if workspace := _workspace_bytes(facts, kv_cache):
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
-        if len(kv_cache.groups) == 1 and kv_cache.states is None:
+        if len(kv_cache.groups) == 1 and kv_cache.states is None and kv_cache.cross is None:
             (group,) = kv_cache.groups
             block_bytes = kv_cache.block_size * group.bytes_per_token
             blocks = f"{group.num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
             yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
         else:
-            num_groups = len(kv_cache.groups) + (kv_cache.states is not None)
+            num_groups = len(kv_cache.groups) + (kv_cache.states is not None) + (kv_cache.cross is not None)
             groups = f"{num_groups} groups" if num_groups > 1 else "one group"
             yield BudgetLine("KV cache", kv_cache.total_bytes, f"{groups}, {self._size_from()}")
             for group in kv_cache.groups:
                 yield BudgetLine(*self._line_of(group))
             if kv_cache.states is not None:
                 yield self._line_of_states(len(kv_cache.groups), kv_cache.states)
+            if kv_cache.cross is not None:
+                yield self._line_of_cross(kv_cache.cross)
         yield BudgetLine("left over", facts.room_bytes - kv_cache.total_bytes - workspace)
 
     def _line_of(self, group: GroupPlan) -> tuple[str, int, str]:
@@ -167,6 +172,16 @@ class MemoryBudget:
             blocks += f": for {num_sequences} sequences {SCRATCH_BLOCKS} each, and {KEPT_STATES} that are kept"
         return BudgetLine(f"· group {index}, states", states.total_bytes, blocks)
 
+    def _line_of_cross(self, cross: CrossPlan) -> BudgetLine:
+        size = self.kv_cache.block_size
+        blocks = f"{cross.num_blocks:,} blocks of {show_bytes(cross.bytes_per_block(size))}"
+        if self.settings.cross_blocks is not None:
+            blocks += ", --cross-blocks"
+        else:
+            num_inputs = cross.capacity // cross.blocks_per_input(size)
+            blocks += f": for {num_inputs} inputs of {cross.max_tokens:,} tokens"
+        return BudgetLine(f"· group {self.kv_cache.cross_index}, encoder's outputs", cross.total_bytes(size), blocks)
+
     def _size_from(self) -> str:
         if self.settings.num_blocks is not None:
             return "--num-blocks"
@@ -178,12 +193,15 @@ class MemoryBudget:
 
 
 def plan_memory(
-    facts: MemoryFacts, settings: MemorySettings, groups: Sequence[GroupNeeds] | None = None
+    facts: MemoryFacts,
+    settings: MemorySettings,
+    groups: Sequence[GroupNeeds] | None = None,
+    cross: CrossNeeds | None = None,
 ) -> MemoryBudget:
     """The KV cache of the given number of blocks or bytes (at most one of them), else as large as the share allows.
 
-    groups: of layers, see Split; None: one that keeps everything. Raises ModelError for contradictory settings, and
-    KVCacheTooLarge with the largest cache that fits.
+    groups: of layers, see Split; None: one that keeps everything. cross: of an encoder-decoder model. Raises ModelError for
+    contradictory settings, and KVCacheTooLarge with the largest cache that fits.
     """
     block_size = settings.block_size
     if block_size < 1 or block_size & (block_size - 1):
@@ -197,7 +215,9 @@ def plan_memory(
         raise ModelError("This model has no recurrent layers: leave out --state-blocks.")
     if settings.window_blocks is not None and all(group.window is None for group in groups):
         raise ModelError("This model's layers have no sliding window: leave out --window-blocks.")
-    split = Split(
+    if settings.cross_blocks is not None and cross is None:
+        raise ModelError("This model has no encoder: leave out --cross-blocks.")
+    others = Split(
         groups,
         block_size,
         max_num_seqs=settings.max_num_seqs,
@@ -205,15 +225,16 @@ def plan_memory(
         window_blocks=settings.window_blocks,
         states=states,
     )
+    split = SplitWithCross(others, cross, block_size, settings.max_num_seqs, settings.cross_blocks)
     if settings.num_blocks is not None:
         plan = split.of_blocks(settings.num_blocks)
     elif settings.kv_cache_memory is not None:
         plan = split.of_bytes(settings.kv_cache_memory)
     else:
         plan = split.of_bytes(_budget_bytes(facts, settings), facts.workspace_bytes_per_token)
-    smallest = _fewest_blocks(plan)
+    smallest = min(_nums_of_blocks(plan))
     if smallest < _MIN_BLOCKS:
-        raise _too_small(facts, settings, smallest)
+        raise _too_small(facts, settings, smallest, plan.cross)
     if plan.total_bytes + _workspace_bytes(facts, plan) > facts.room_bytes:
         raise _too_large(facts, plan, split.of_bytes(facts.room_bytes, facts.workspace_bytes_per_token))
     return MemoryBudget(facts, settings, plan)
@@ -222,11 +243,15 @@ def plan_memory(
 def _workspace_bytes(facts: MemoryFacts, plan: KVCachePlan) -> int:
     """Of attention, if a step reads all that the cache holds."""
     most = max([group.num_blocks for group in plan.groups], default=0)
+    if plan.cross is not None:
+        most = max(most, plan.cross.num_blocks)
     return plan.block_size * facts.workspace_bytes_per_token * most
 
 
-def _fewest_blocks(plan: KVCachePlan) -> int:
-    return min([*(group.num_blocks for group in plan.groups), *([plan.states.num_blocks] if plan.states else [])])
+def _nums_of_blocks(plan: KVCachePlan) -> list[int]:
+    """By group."""
+    others = [group.num_blocks for group in (plan.states, plan.cross) if group is not None]
+    return [*(group.num_blocks for group in plan.groups), *others]
 
 
 def _block_cost(facts: MemoryFacts, block_size: int) -> int:
@@ -246,7 +271,14 @@ def _budget_bytes(facts: MemoryFacts, settings: MemorySettings) -> int:
     return _usable_bytes(facts, settings.gpu_memory_utilization) - needed
 
 
-def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int) -> ModelError:
+def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, cross: CrossPlan | None) -> ModelError:
+    if cross is not None and num_blocks < cross.num_blocks:
+        size = show_bytes(cross.total_bytes(settings.block_size))
+        return KVCacheTooLarge(
+            f"The KV of encoders' outputs takes {size} ({cross.num_blocks} blocks for inputs of {cross.max_tokens} tokens), which "
+            f"leaves nothing for the decoder's, and {_what_there_is(facts)}. Give a larger --kv-cache-memory, or a smaller "
+            "--max-encoder-tokens, --max-num-seqs or --cross-blocks."
+        )
     smallest = _MIN_BLOCKS * (settings.block_size * facts.bytes_per_token + facts.state_bytes)
     needs = (
         f"at least {_MIN_BLOCKS} are needed (block 0 stays empty), {show_bytes(smallest)} at "
@@ -292,7 +324,7 @@ def _too_large(facts: MemoryFacts, plan: KVCachePlan, fitting: KVCachePlan) -> K
     asked = f"A KV cache of {_blocks_of(plan)} blocks needs {show_bytes(plan.total_bytes)}"
     if workspace := _workspace_bytes(facts, plan):
         asked += f" and {show_bytes(workspace)} for attention over it"
-    if _fewest_blocks(fitting) < _MIN_BLOCKS:
+    if min(_nums_of_blocks(fitting)) < _MIN_BLOCKS:
         return KVCacheTooLarge(
             f"{asked}, but none fits on {facts.device}: {_what_there_is(facts)}. Give a smaller --max-num-batched-tokens or "
             "--max-num-seqs, end other processes, or take a smaller model or a device with more memory."
@@ -305,16 +337,12 @@ def _too_large(facts: MemoryFacts, plan: KVCachePlan, fitting: KVCachePlan) -> K
 
 
 def _blocks_of(plan: KVCachePlan) -> str:
-    states = [] if plan.states is None else [plan.states.num_blocks]
-    return " + ".join(str(count) for count in [*(group.num_blocks for group in plan.groups), *states])
+    return " + ".join(map(str, _nums_of_blocks(plan)))
 
 
 def _first_group(plan: KVCachePlan) -> int:
     """Blocks that --num-blocks is about."""
-    if plan.groups:
-        return plan.groups[0].num_blocks
-    assert plan.states is not None, "a model has layers"
-    return plan.states.num_blocks
+    return _nums_of_blocks(plan)[0]
 
 
 def _what_there_is(facts: MemoryFacts) -> str:

@@ -8,10 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...engine.sampling_params import SamplingParams
-from ...engine.step import PromptRows, SequencePart, StateBlocks, Step
+from ...engine.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import KVCachePlan, StatesPlan
 from ..forward.runner import ModelRunner
+from .cross import CrossNeeds, size_cross
 from .plan import MemorySettings
 
 _GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)
@@ -60,6 +61,7 @@ def measure_batch(
     max_model_len: int,
     bytes_per_token: int,
     state_bytes: int = 0,
+    cross: CrossNeeds | None = None,
 ) -> BatchNeeds:
     """Run the largest batches that the engine may schedule. Blocking, some seconds on a GPU.
 
@@ -69,7 +71,7 @@ def measure_batch(
 
     def run(num_tokens: int) -> BatchNeeds | None:
         try:
-            return _run(make_runner, meter, num_tokens, settings, max_model_len, bytes_per_token, state_bytes)
+            return _run(make_runner, meter, num_tokens, settings, max_model_len, bytes_per_token, state_bytes, cross)
         except (torch.OutOfMemoryError, KVCacheTooLarge):
             return None
 
@@ -110,10 +112,17 @@ def _run(
     max_model_len: int,
     bytes_per_token: int,
     state_bytes: int,
+    cross: CrossNeeds | None,
 ) -> BatchNeeds:
     block_size, num_seqs = settings.block_size, min(settings.max_num_seqs, num_tokens)
     batches = MaximumBatches(
-        num_tokens, num_seqs, max_model_len, block_size, attends=bytes_per_token > 0, has_states=state_bytes > 0
+        num_tokens,
+        num_seqs,
+        max_model_len,
+        block_size,
+        attends=bytes_per_token > 0,
+        has_states=state_bytes > 0,
+        cross=cross,
     )
     meter.release()
     runner = make_runner(batches.plan(bytes_per_token, state_bytes))
@@ -149,12 +158,13 @@ class MaximumBatches:
         *,
         attends: bool = True,
         has_states: bool = False,
+        cross: CrossNeeds | None = None,
     ) -> None:
         self._num_tokens = num_tokens
         self._num_seqs = num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._attends, self._has_states = attends, has_states
+        self._attends, self._has_states, self._cross = attends, has_states, cross
         self.num_blocks = 3 + num_tokens // block_size + num_seqs
         """Blocks of their cache: the null block, the one that is read, and those that are written."""
         each = min(max_model_len - 1, max(block_size, _CONTEXT_TOKENS // num_seqs))
@@ -162,9 +172,12 @@ class MaximumBatches:
         """Tokens that each measured decode reads."""
 
     def plan(self, bytes_per_token: int, state_bytes: int) -> KVCachePlan:
-        """Of their cache: its states are the null block, the one that is read, and one for each sequence."""
+        """Of their cache: its states are the null block, the one that is read, and one for each sequence. All sequences have
+        the longest input of the encoder."""
         states = StatesPlan(2 + self._num_seqs, state_bytes) if self._has_states else None
-        return KVCachePlan.one_group(self.num_blocks, self._block_size, bytes_per_token, states, attends=self._attends)
+        cross = None if self._cross is None else size_cross(self._cross, self._block_size, max_num_seqs=1)
+        size = self._block_size
+        return KVCachePlan.one_group(self.num_blocks, size, bytes_per_token, states, cross, attends=self._attends)
 
     def prompts(self) -> Step:
         """The most tokens and rows of logits."""
@@ -188,6 +201,14 @@ class MaximumBatches:
         """One token of every sequence, after `context` others each."""
         return self._step([(context, 1)] * self._num_seqs)
 
+    def _encoder(self, brings: bool) -> EncoderBlocks | None:
+        """brings: the encoder is to run."""
+        if self._cross is None:
+            return None
+        num_tokens = self._cross.max_tokens
+        table = list(range(1, 1 + -(-num_tokens // self._block_size)))
+        return EncoderBlocks(table, num_tokens, [0] * num_tokens if brings else ())
+
     def _step(self, chunks: list[tuple[int, int]]) -> Step:
         """chunks: (first position, number of tokens)."""
         parts: list[SequencePart] = []
@@ -199,7 +220,8 @@ class MaximumBatches:
             next_block += num_own
             state = StateBlocks(1 if start else 0, 2 + len(parts)) if self._has_states else None
             tables = (table,) if self._attends else ()
-            parts.append(SequencePart([0] * length, start, tables, _GREEDY_OF_MEMORY, state=state))
+            encoder = self._encoder(brings=start == 0 and not parts)
+            parts.append(SequencePart([0] * length, start, tables, _GREEDY_OF_MEMORY, state=state, encoder=encoder))
         return Step(parts)
 
 

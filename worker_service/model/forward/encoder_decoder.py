@@ -1,0 +1,105 @@
+"""Forward passes of encoder-decoder models by transformers' modules, whose decoder's attention is paged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...attention.backend import AttentionBackend
+from ...attention.interface import bind
+from ...attention.layer import AttentionCall, KVLayer
+from ...attention.packing import Packing
+from ...engine.step import StateBlocks
+from .forward import Forward, Selected
+from .kv_cache import KVCache
+from .layers import AttentionLayer, PlaceholderTarget, bind_layers, unbind_layers
+from .mixer import Mixer
+from .modules import tensor_bytes
+from .row_selector import RowSelector
+from .seq2seq import Seq2Seq
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderDecoderRuntime:
+    """The Runtime of an encoder-decoder model of transformers."""
+
+    seq2seq: Seq2Seq
+    layers: Sequence[AttentionLayer]
+    device: torch.device
+
+    @property
+    def model(self) -> Any:
+        return self.seq2seq.model
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        """None: no encoder-decoder model with recurrent layers is served."""
+        return ()
+
+    def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
+        assert backend is not None
+        return _EncoderDecoderForward(self, cache, backend)
+
+    def num_bytes(self) -> int:
+        return tensor_bytes(self.model)
+
+
+class _EncoderDecoderForward:
+    """Its Forward."""
+
+    def __init__(self, runtime: EncoderDecoderRuntime, cache: KVCache, backend: AttentionBackend) -> None:
+        self._seq2seq, self._layers, self._device = runtime.seq2seq, runtime.layers, runtime.device
+        self._kv_layers, self._backend = cache.layers, backend
+        self._selector = RowSelector(runtime.model)
+        # The decoder projects what it is given as the encoder's output in every pass. In service that is one row, which nobody
+        # reads.
+        self._no_output = self._seq2seq.blank_output(1, self._device)
+        self._bind()
+
+    def _bind(self) -> None:
+        bind_layers(self._layers, self._kv_layers, self._backend)
+
+    def run(self, packing: Packing, rows: Sequence[int], states: Sequence[StateBlocks] = ()) -> Selected:
+        assert not states, "no mixer has a state"
+        self._backend.begin(packing)
+        with self._seq2seq.positions.at(packing.position_ids):
+            return self._selector.run(
+                torch.tensor(rows, dtype=torch.int64, device=self._device),
+                **self._seq2seq.inputs(packing.input_ids, self._no_output),
+            )
+
+    def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
+        output = self._seq2seq.encode(torch.tensor([list(token_ids)], device=self._device))
+        # Where a layer projects the encoder's output is its own affair; so a pass over one token shows the KV of all of them.
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        placeholder = PlaceholderTarget()
+        for layer, kv_layer in zip(self._layers, self._kv_layers, strict=True):
+            bind(layer.module, _Writer(kv_layer, slots) if layer.is_cross else placeholder)
+        try:
+            self._seq2seq.decode(token, token, output)
+        finally:
+            self._bind()
+
+    def close(self) -> None:
+        self._selector.close()
+        unbind_layers(self._layers)
+
+
+class _Writer:
+    """An AttentionTarget that writes the KV of the encoder's output, and attends to nothing."""
+
+    def __init__(self, layer: KVLayer, slots: torch.Tensor) -> None:
+        self._layer, self._slots = layer, slots
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        self._layer.write(self._slots, key, value)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

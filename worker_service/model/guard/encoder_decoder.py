@@ -1,0 +1,210 @@
+"""The check of an encoder-decoder model before it is served: its decoder over paged KV must compute what eager attention does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+
+from ...attention.interface import ATTENTION_NAME
+from ...attention.torch_backend import TorchAttention
+from ...engine.step import EncoderBlocks
+from ..errors import ModelError, UnsupportedModel
+from ..forward.decoder_layers import find_decoder_layers, fix_positions
+from ..forward.encoder_decoder import EncoderDecoderRuntime
+from ..forward.invariant import replacing
+from ..forward.kv_cache import KVCache
+from ..forward.kv_plan import CrossPlan, KVCachePlan
+from ..forward.layers import AttentionLayer
+from ..forward.runner import ModelRunner
+from ..forward.seq2seq import Seq2Seq
+from .self_check import logits_in_steps, random_sequences, relative_difference, require_equal
+
+_BLOCK_SIZE = 4
+_LENGTHS = (24, 14, 9, 5)
+"""Tokens of the decoder's texts."""
+_ENCODER_LENGTHS = (11, 26, 3, 26)
+"""Tokens of the encoder's inputs of these texts."""
+_SHARED = (1, 3)
+"""Two texts with one input of the encoder: the second one finds its KV in the blocks."""
+_FEW_TOKENS = (12, 9, 5)
+"""Lengths for a large model, whose forward passes are slow; its replica was checked with all."""
+_STEPS = (
+    ((1, 0, 5), (0, 0, 9)),
+    ((2, 0, 9), (0, 9, 16), (1, 5, 13), (3, 0, 3)),
+    ((1, 13, 14), (0, 16, 23), (3, 3, 5)),
+    ((0, 23, 24),),
+)
+"""Steps of (text, first token, end): in chunks and at once, in changing orders, prefill mixed with decode, and alone."""
+_WATCHED_TOKENS = 7
+
+_log = structlog.get_logger("kvpool.model")
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What is computed: texts of the decoder, each over an input of the encoder."""
+
+    texts: list[list[int]]
+    inputs: list[list[int]]
+    finds: dict[int, int]
+    """Of a text whose input another one has brought before, that one."""
+
+
+def guarded_encoder_decoder(
+    model: Any,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    max_encoder_tokens: int,
+    is_thorough: bool = False,
+) -> tuple[Seq2Seq, list[AttentionLayer]]:
+    """The two halves of a model that may be served, and the attention layers of its decoder. Raises UnsupportedModel. is_thorough:
+    with more texts, and the longest ones."""
+    started = time.monotonic()
+    try:
+        seq2seq = Seq2Seq(model)
+        if is_thorough:  # before its encoder has seen anything
+            _require_lasting_encoder(seq2seq, max_encoder_tokens, device)
+        with replacing(model, dtype, device):
+            layers = find_decoder_layers(seq2seq, device)
+        layers = fix_positions(seq2seq, layers, _two_texts(config, device), max_model_len)
+        probe = _Probe(seq2seq, layers, dtype, device)
+        probe.run(_few_texts(seq2seq, max_model_len, max_encoder_tokens, is_thorough), _STEPS, "packed and in chunks")
+        if is_thorough:
+            probe.run(*_longest_texts(seq2seq, max_model_len, max_encoder_tokens), "at the longest texts, two in a row")
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models raise all kinds of errors for input that they do not support
+        raise UnsupportedModel(
+            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
+        ) from error
+    _log.debug("probed", model=type(model).__name__, seconds=round(time.monotonic() - started, 3))
+    return seq2seq, layers
+
+
+def _two_texts(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """See find_position_tables."""
+    (tokens,) = random_sequences(config, [8 * _WATCHED_TOKENS])
+    distinct = list(dict.fromkeys(tokens))[: 2 * _WATCHED_TOKENS]
+    first, second = distinct[:_WATCHED_TOKENS], distinct[_WATCHED_TOKENS:]
+    return torch.tensor([first], device=device), torch.tensor([second], device=device)
+
+
+def _few_texts(seq2seq: Seq2Seq, max_model_len: int, max_encoder_tokens: int, is_thorough: bool) -> _Texts:
+    lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
+    texts = random_sequences(seq2seq.model.config, lengths)
+    inputs = _inputs(seq2seq, [min(length, max_encoder_tokens) for length in _ENCODER_LENGTHS[: len(texts)]])
+    brings, finds = _SHARED
+    if finds >= len(texts):
+        return _Texts(texts, inputs, {})
+    inputs[finds] = inputs[brings]
+    return _Texts(texts, inputs, {finds: brings})
+
+
+def _longest_texts(
+    seq2seq: Seq2Seq, max_model_len: int, max_encoder_tokens: int
+) -> tuple[_Texts, Sequence[Sequence[tuple[int, int, int]]]]:
+    """Two of the longest texts: their first chunks make a row longer than any text, their last ones are far from the beginning."""
+    texts = random_sequences(seq2seq.model.config, [max_model_len, max_model_len], seed=1)
+    cut = max(1, max_model_len * 3 // 4)
+    steps = (((0, 0, cut), (1, 0, cut)), ((1, cut, max_model_len), (0, cut, max_model_len)))
+    return _Texts(texts, _inputs(seq2seq, [max_encoder_tokens, 2], seed=1), {}), steps
+
+
+def _inputs(seq2seq: Seq2Seq, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    return random_sequences(seq2seq.model.config, lengths, seed + 100, seq2seq.num_encoder_ids)
+
+
+def _require_lasting_encoder(seq2seq: Seq2Seq, max_encoder_tokens: int, device: torch.device) -> None:
+    """The same input must have the same output again. Raises UnsupportedModel."""
+    inputs = _inputs(seq2seq, [max_encoder_tokens, min(5, max_encoder_tokens)])
+    long, short = (torch.tensor([tokens], device=device) for tokens in inputs)
+    with torch.inference_mode():
+        first, _, last = (seq2seq.encode(tokens)[0][0] for tokens in (long, short, long))
+    if not relative_difference(last, first) <= _SAME:
+        raise UnsupportedModel(
+            f"{type(seq2seq.model).__name__} encodes an input in another way after it has seen a shorter one, so equal requests "
+            "would have different answers."
+        )
+
+
+class _Probe:
+    """Compares a model over paged KV with itself in eager attention."""
+
+    def __init__(
+        self, seq2seq: Seq2Seq, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._seq2seq, self._layers, self._dtype, self._device = seq2seq, layers, dtype, device
+
+    def run(self, texts: _Texts, steps: Sequence[Sequence[tuple[int, int, int]]], where: str) -> None:
+        """Compute the texts in steps, and each alone. Raises UnsupportedModel if they differ by more than rounding."""
+        for ours, text, tokens in zip(self._paged(texts, steps), texts.texts, texts.inputs, strict=True):
+            reference = self._eager(text, tokens)
+            require_equal(
+                self._seq2seq.model,
+                ours,
+                reference,
+                where,
+                "takes its positions from elsewhere, has a mask of its own, or keeps a state",
+            )
+
+    def _paged(self, texts: _Texts, steps: Sequence[Sequence[tuple[int, int, int]]]) -> list[torch.Tensor]:
+        """Per text [T, vocab_size], through the runner."""
+        cross, tables = _cut([len(tokens) for tokens in texts.inputs]), _cut([len(text) for text in texts.texts])
+        encoders = [
+            EncoderBlocks(table, len(tokens), tokens) for table, tokens in zip(cross, texts.inputs, strict=True)
+        ]
+        for found, brought in texts.finds.items():
+            encoders[found] = encoders[brought]._replace(token_ids=())
+        num_cross, num_blocks = (1 + max(map(max, part)) for part in (cross, tables))
+        plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, 0, cross=CrossPlan(num_cross, 0, num_cross * _BLOCK_SIZE))
+        cache = KVCache(plan, self._layers, self._dtype, self._device)
+        cache.fill(float("nan"))
+        runtime = EncoderDecoderRuntime(self._seq2seq, self._layers, self._device)
+        runner = ModelRunner(runtime, cache, TorchAttention(self._dtype), self._device)
+        logits: list[list[torch.Tensor]] = [[] for _ in tables]
+        try:
+            for index, _, rows in logits_in_steps(runner, texts.texts, tables, steps, encoders):
+                logits[index].append(rows)
+        finally:
+            runner.close()
+        return [torch.cat(parts) for parts in logits]
+
+    def _eager(self, text: list[int], tokens: list[int]) -> torch.Tensor:
+        """[T, vocab_size] of a text, all of it in transformers' own attention, with its own positions."""
+        model = self._seq2seq.model
+        model.set_attn_implementation("eager")
+        try:
+            with torch.inference_mode():
+                input_ids, decoder_ids = (torch.tensor([ids], device=self._device) for ids in (tokens, text))
+                # Masks as in generate: without one, some models hide tokens with the id of the padding.
+                logits: torch.Tensor = model(
+                    input_ids=input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    decoder_input_ids=decoder_ids,
+                    decoder_attention_mask=torch.ones_like(decoder_ids),
+                    use_cache=False,
+                ).logits[0]
+        finally:
+            model.set_attn_implementation(ATTENTION_NAME)
+        return logits
+
+
+_SAME = 1e-5
+"""Largest relative difference of two runs of one encoder on one input."""
+
+
+def _cut(lengths: Sequence[int]) -> list[list[int]]:
+    """Scattered blocks for texts of these lengths; the first table is in descending order."""
+    counts = [-(-length // _BLOCK_SIZE) for length in lengths]
+    places = sorted((place, index) for index, count in enumerate(counts) for place in range(count))
+    tables: list[list[int]] = [[] for _ in counts]
+    for block, (_, index) in enumerate(places, start=1):
+        tables[index].append(block)
+    return [tables[0][::-1], *tables[1:]]
