@@ -41,6 +41,8 @@ _STEPS = (
 )
 """Steps of (text, first token, end): in chunks and at once, in changing orders, prefill mixed with decode, and alone."""
 _WATCHED_TOKENS = 7
+_SAME = 1e-5
+"""Largest relative difference of two runs of one encoder on one input."""
 
 _log = structlog.get_logger("kvpool.model")
 
@@ -148,6 +150,7 @@ class _Probe:
             reference = self._eager(text, tokens)
             require_equal(
                 self._seq2seq.model,
+                self._dtype,
                 ours,
                 reference,
                 where,
@@ -194,10 +197,6 @@ class _Probe:
         finally:
             model.set_attn_implementation(ATTENTION_NAME)
         return logits
-
-
-_SAME = 1e-5
-"""Largest relative difference of two runs of one encoder on one input."""
 
 
 def _cut(lengths: Sequence[int]) -> list[list[int]]:

@@ -148,18 +148,25 @@ def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length:
 def _compare(
     trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str, tolerance: float | None = None
 ) -> None:
-    require_equal(trial.model, ours, reference, where, why, tolerance)
+    require_equal(trial.model, trial.dtype, ours, reference, where, why, tolerance)
 
 
 def require_equal(
-    model: Any, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str, tolerance: float | None = None
+    model: Any,
+    dtype: torch.dtype,
+    ours: torch.Tensor,
+    reference: torch.Tensor,
+    where: str,
+    why: str,
+    tolerance: float | None = None,
 ) -> None:
-    """Raises UnsupportedModel if logits [T, vocab_size] differ by more than rounding. tolerance: None: of the dtype."""
-    difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[ours.dtype]
+    """Raises UnsupportedModel if logits [T, vocab_size] of a model in the dtype differ by more than rounding. tolerance: None:
+    of the dtype."""
+    difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(
             f"{type(model).__name__} computes other logits over paged KV, {where}, than alone in eager attention: "
-            f"they differ by {difference:.2%}, rounding in {ours.dtype} explains {tolerance:.2%}. It probably {why}."
+            f"they differ by {difference:.2%}, rounding in {dtype} explains {tolerance:.2%}. It probably {why}."
         )
 
 
