@@ -263,3 +263,17 @@ def test_the_states_of_recurrent_layers_are_in_the_plan_of_a_start(architecture:
     if architecture != "mamba2":
         table = rows(printed(settings(path, **more, state_blocks=9)))
         assert table["blocks of group 1, states"].startswith("9 of ")
+
+
+def test_an_encoder_decoder_model_runs_with_torch_and_has_a_group_for_its_encoder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "decoder_start_token_id": 0, "n_positions": 200}')
+    text = printed(settings(tmp_path, num_blocks=100, max_num_seqs=2))
+    assert re.search(r"runtime\W+torch: the native step computes no\s", text)
+    assert re.search(r"longest sequence\W+200 tokens", text)
+    assert re.search(r"longest input of the encoder\W+200 tokens", text)
+    assert re.search(r"group 1, encoder's outputs\W+27 of ", text)
+    assert re.search(r"inputs of 200 tokens\W+2.00 at once", text)
+    with pytest.raises(
+        ModelError, match="--runtime native cannot serve this model here: it computes no encoder-decoder"
+    ):
+        printed(settings(tmp_path, runtime="native"))

@@ -36,7 +36,7 @@ from .native.timing import Measure, measure_runtime
 from .placement import choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress
 from .rope import Regime, describe_regime, fix_longrope
-from .runtimes import Lengths, RuntimeLoader
+from .runtimes import NO_ENCODERS, Lengths, RuntimeLoader, not_native
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.fingerprint import fingerprint
@@ -158,6 +158,8 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     rope_regime = fix_longrope(config, max_model_len)
     max_encoder_tokens = _choose_max_encoder_tokens(config, max_model_len, settings)
+    if max_encoder_tokens is not None and (settings.runtime == "native" or settings.quantize != "none"):
+        raise not_native(settings, NO_ENCODERS)
     check_config(config, max_model_len)
     check_replica(config, max_model_len, max_encoder_tokens)
     return Prepared(device, dtype, max_model_len, rope_regime, max_encoder_tokens)

@@ -60,10 +60,6 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
         # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
         dtype = choose_dtype(settings.dtype, prepared.device, dtype_that_keeps(source.path / source.gguf))
     meta_model = build_meta_model(config, prepared.max_encoder_tokens)
-    if prepared.max_encoder_tokens is None:
-        runtime = expected_runtime(settings, prepared.device, dtype, is_recurrent=bool(meta_model.mixers))
-    else:
-        runtime = "torch: the native step computes no encoder-decoder models"
     return Outline(
         name=source.name,
         architecture=config.model_type,
@@ -72,6 +68,12 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
         max_model_len=prepared.max_model_len,
         max_encoder_tokens=prepared.max_encoder_tokens,
         meta_model=meta_model,
-        runtime=runtime,
+        runtime=expected_runtime(
+            settings,
+            prepared.device,
+            dtype,
+            is_recurrent=bool(meta_model.mixers),
+            has_encoder=prepared.max_encoder_tokens is not None,
+        ),
         is_quantized=settings.quantize != "none",
     )

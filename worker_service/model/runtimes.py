@@ -29,6 +29,9 @@ from .native.timing import Measure, Workload
 from .progress import Progress, quiet_transformers
 from .settings import ModelSettings
 
+NO_ENCODERS = "it computes no encoder-decoder models"
+"""Why the native step does not compute a model with an encoder."""
+
 
 class Loaded(NamedTuple):
     """A runtime, and the attention layers of its model."""
@@ -80,11 +83,8 @@ class RuntimeLoader:
         return self._load_faster(comparison)
 
     def _load_encoder_decoder(self, max_encoder_tokens: int) -> Loaded:
-        reason = "it computes no encoder-decoder models"
-        if self.settings.runtime == "native" or self.settings.quantize != "none":
-            raise _not_native(self.settings, reason)
         if self.device.type == "cpu":
-            self.progress(f"runtime: torch; not native: {reason}")
+            self.progress(f"runtime: torch; not native: {NO_ENCODERS}")
         model = _load_weights(self.path, self.config, self.dtype, self.device)
         if self.device.type == "cpu":
             pack_linears(model)
@@ -133,7 +133,7 @@ class RuntimeLoader:
             return Loaded(runtime, layers)
         except NotNative as error:
             if settings.quantize != "none" or settings.runtime == "native":
-                raise _not_native(settings, str(error)) from error
+                raise not_native(settings, str(error)) from error
             if self.device.type == "cpu":
                 self.progress(f"runtime: torch; not native: {error}")
             is_empty = isinstance(error, NotNativeAfterAll)
@@ -162,7 +162,8 @@ class RuntimeLoader:
         return Loaded(ModulesRuntime(model, layers, self.device, mixers), layers)
 
 
-def _not_native(settings: ModelSettings, reason: str) -> ModelError:
+def not_native(settings: ModelSettings, reason: str) -> ModelError:
+    """The error of a model that the native step does not compute, where the settings ask for it."""
     if settings.quantize != "none":
         return ModelError(
             f"--quantize {settings.quantize} needs the native step, which cannot serve this model here: {reason}. "

@@ -117,13 +117,20 @@ class Comparison:
 
 
 def expected_runtime(
-    settings: ModelSettings, device: torch.device, dtype: torch.dtype, *, is_recurrent: bool = False
+    settings: ModelSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_recurrent: bool = False,
+    has_encoder: bool = False,
 ) -> str:
     """What a start can be expected to choose, without a compiled step and weights: for a user. is_recurrent: some layers are."""
     if device.type != "cpu" or settings.runtime == "torch":
         return "torch"
     if settings.runtime == "native" or settings.quantize != "none":
         return "native"
+    if has_encoder:
+        return "torch: the native step computes no encoder-decoder models"
     if is_recurrent:
         return "torch: the native step does not compute recurrent layers"
     if dtype not in NATIVE_DTYPES:
