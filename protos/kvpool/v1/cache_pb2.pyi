@@ -483,6 +483,7 @@ class ReportRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     IDLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
     part: _builtins.int
     """Parts are numbered from 0 and come in order. One that is ahead is ABORTED (GAP) with the number needed as "position"."""
     last: _builtins.bool
@@ -506,6 +507,10 @@ class ReportRequest(_message.Message):
     def idle_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___IdleBlocks]:
         """Complete blocks that no table names, least recently used first. One that is not listed counts as less recent than all."""
 
+    @_builtins.property
+    def units(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedUnit]:
+        """Encoder inputs whose KV is complete, also those of live tables. They come before the sequences."""
+
     def __init__(
         self,
         *,
@@ -516,14 +521,45 @@ class ReportRequest(_message.Message):
         sequences: _abc.Iterable[Global___ReportedSequence] | None = ...,
         reserve: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         idle_blocks: _abc.Iterable[Global___IdleBlocks] | None = ...,
+        units: _abc.Iterable[Global___ReportedUnit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["uplink", b"uplink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "idle_blocks", b"idle_blocks", "last", b"last", "part", b"part", "reserve", b"reserve", "sequences", b"sequences", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "idle_blocks", b"idle_blocks", "last", b"last", "part", b"part", "reserve", b"reserve", "sequences", b"sequences", "units", b"units", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class ReportedUnit(_message.Message):
+    """The KV of one encoder's input, in the blocks of the cross-attention group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def root(self) -> _common_pb2.Root:
+        """With the input's digest."""
+
+    @_builtins.property
+    def blocks(self) -> _common_pb2.BlockRun:
+        """All of them, from table index 0 on."""
+
+    def __init__(
+        self,
+        *,
+        root: _common_pb2.Root | None = ...,
+        blocks: _common_pb2.BlockRun | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "root", b"root"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "root", b"root"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportedUnit: _TypeAlias = ReportedUnit  # noqa: Y015
 
 @_typing.final
 class ContentRun(_message.Message):
@@ -607,12 +643,15 @@ class ReportedSequence(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     SCRATCH_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
+    ENCODER_COMPUTED_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """All tokens known, from position 0."""
     num_computed_tokens: _builtins.int
     """Tokens from position 0 whose KV is completed."""
     num_cached_tokens: _builtins.int
     """Tokens that the cache served when the sequence was granted; for the books."""
+    encoder_computed: _builtins.bool
+    """As in SequenceUpdate."""
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
@@ -620,7 +659,7 @@ class ReportedSequence(_message.Message):
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
         """Its block tables, one run per group; a group that is not listed has an empty one. Of a group with a window or a state its named
-        blocks, in as many runs as needed.
+        blocks, in as many runs as needed; of a cross-attention group all blocks of its unit.
         """
 
     @_builtins.property
@@ -642,10 +681,11 @@ class ReportedSequence(_message.Message):
         tables: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         scratch: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        encoder_computed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "key", b"key", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "root", b"root", "scratch", b"scratch", "tables", b"tables", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "encoder_computed", b"encoder_computed", "key", b"key", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "root", b"root", "scratch", b"scratch", "tables", b"tables", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -858,6 +898,7 @@ class AllocateItem(_message.Message):
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
     RETENTION_INTERVAL_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """The prompt; after a preemption or on another attempt, prompt and generated tokens. At least one token."""
     max_new_tokens: _builtins.int
@@ -871,6 +912,10 @@ class AllocateItem(_message.Message):
     retention_interval_tokens: _builtins.int
     """For workers with windows or states: keep them after every so many tokens of the sequence. Rounded up to blocks, or to the grid
     of states; 0: do not.
+    """
+    num_encoder_tokens: _builtins.int
+    """For workers with a cross-attention group, and no others: tokens of the encoder's input, whose SHA-256 is root.input_digest. With
+    max_cached_tokens 0 its KV is not served from the cache either.
     """
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
@@ -894,10 +939,11 @@ class AllocateItem(_message.Message):
         max_cached_tokens: _builtins.int | None = ...,
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
         retention_interval_tokens: _builtins.int = ...,
+        num_encoder_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens", "boundaries", b"boundaries", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "max_new_tokens", b"max_new_tokens", "no_wait", b"no_wait", "retention_interval_tokens", b"retention_interval_tokens", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens", "boundaries", b"boundaries", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "max_new_tokens", b"max_new_tokens", "no_wait", b"no_wait", "num_encoder_tokens", b"num_encoder_tokens", "retention_interval_tokens", b"retention_interval_tokens", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_cached_tokens: _TypeAlias = _typing.Literal["max_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_cached_tokens: _TypeAlias = _typing.Literal["_max_cached_tokens", b"_max_cached_tokens"]  # noqa: Y015
@@ -971,8 +1017,13 @@ class Granted(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SCRATCH_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
+    ENCODER_CACHED_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Tokens whose KV the first blocks of the tables already hold: a multiple of block_size, less than the prompt."""
+    encoder_cached: _builtins.bool
+    """The table of the cross-attention group holds the KV of the encoder's input already. Otherwise the worker runs the encoder with the
+    first tokens of the sequence, which is also so where num_cached_tokens is not 0.
+    """
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
         """Block tables, one run per group, from table index 0, long enough for the tokens of the request. Of a group with a window the
@@ -998,10 +1049,11 @@ class Granted(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         scratch: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        encoder_cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "num_cached_tokens", b"num_cached_tokens", "scratch", b"scratch", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "encoder_cached", b"encoder_cached", "num_cached_tokens", b"num_cached_tokens", "scratch", b"scratch", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1017,7 +1069,8 @@ class Wait(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Ask again when an Append of the leader that covers this many computed tokens is acknowledged, when the leader has ended
-    or was preempted, or, after a bound, with no_wait.
+    or was preempted, or, after a bound, with no_wait. 0: the leader runs the encoder over the same input; ask again when its
+    encoder_computed is acknowledged.
     """
     @_builtins.property
     def leader(self) -> _common_pb2.SequenceKey:
@@ -1050,11 +1103,16 @@ class SequenceUpdate(_message.Message):
     BOUND_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     SCRATCH_FIELD_NUMBER: _builtins.int
+    ENCODER_COMPUTED_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Position of tokens[0]. What overlaps the tokens known must equal them; a gap is refused."""
     tokens: _builtins.bytes
     num_computed_tokens: _builtins.int
     """Tokens from position 0 whose KV is completed, not merely launched."""
+    encoder_computed: _builtins.bool
+    """With a cross-attention group: the KV of the encoder's input is complete in all blocks of the sequence's table there. Seals them, as
+    one unit. Needed before, or together with, the first tokens that the sequence itself has computed.
+    """
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
@@ -1086,10 +1144,11 @@ class SequenceUpdate(_message.Message):
         bound: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         released: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         scratch: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
+        encoder_computed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "key", b"key", "num_computed_tokens", b"num_computed_tokens", "released", b"released", "scratch", b"scratch", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "encoder_computed", b"encoder_computed", "key", b"key", "num_computed_tokens", b"num_computed_tokens", "released", b"released", "scratch", b"scratch", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1384,11 +1443,16 @@ class RouteRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    NUM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     max_workers: _builtins.int
     """Most workers in the answer; 0: all."""
     explain: _builtins.bool
     """Answer also why no more of the prompt is cached, as of the same moment."""
+    num_encoder_tokens: _builtins.int
+    """Of encoder-decoder models: tokens of the encoder's input, whose SHA-256 is root.input_digest. A worker that does not hold its KV has
+    to compute so many more.
+    """
     @_builtins.property
     def root(self) -> _common_pb2.Root: ...
     def __init__(
@@ -1398,10 +1462,11 @@ class RouteRequest(_message.Message):
         tokens: _builtins.bytes = ...,
         max_workers: _builtins.int = ...,
         explain: _builtins.bool = ...,
+        num_encoder_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "max_workers", b"max_workers", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "max_workers", b"max_workers", "num_encoder_tokens", b"num_encoder_tokens", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1449,6 +1514,7 @@ class RoutedWorker(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    ENCODER_CACHED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     model_fingerprint: _builtins.str
@@ -1456,6 +1522,8 @@ class RoutedWorker(_message.Message):
     """Prefix of the prompt that this worker holds sealed."""
     num_in_flight_tokens: _builtins.int
     """Prefix that it holds or is computing; at least num_cached_tokens."""
+    encoder_cached: _builtins.bool
+    """It holds the KV of the encoder's input."""
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
     def __init__(
@@ -1467,10 +1535,11 @@ class RoutedWorker(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_in_flight_tokens: _builtins.int = ...,
         load: _common_pb2.WorkerLoad | None = ...,
+        encoder_cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "load", b"load", "model_fingerprint", b"model_fingerprint", "num_cached_tokens", b"num_cached_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "encoder_cached", b"encoder_cached", "load", b"load", "model_fingerprint", b"model_fingerprint", "num_cached_tokens", b"num_cached_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2351,7 +2420,9 @@ Global___ContentEvent: _TypeAlias = ContentEvent  # noqa: Y015
 
 @_typing.final
 class ContentStored(_message.Message):
-    """A worker's first block of a group with this content is sealed. Parents come before children."""
+    """A worker's first block of a group with this content is sealed. Parents come before children. The KV of an encoder's input is no content
+    of this kind: no prefix ends at it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2575,9 +2646,12 @@ class WorkerExplanation(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
+    ENCODER_CACHED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_cached_tokens: _builtins.int
     """What Allocate would serve now."""
+    encoder_cached: _builtins.bool
+    """It holds the KV of the encoder's input, which takes no part in num_cached_tokens."""
     @_builtins.property
     def miss(self) -> Global___Miss:
         """Why the block after these tokens is not served."""
@@ -2588,10 +2662,11 @@ class WorkerExplanation(_message.Message):
         worker_id: _builtins.str = ...,
         num_cached_tokens: _builtins.int = ...,
         miss: Global___Miss | None = ...,
+        encoder_cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "num_cached_tokens", b"num_cached_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoder_cached", b"encoder_cached", "miss", b"miss", "num_cached_tokens", b"num_cached_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/common.proto\x12\tkvpool.v1\"]\n\x04Root\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x13\n\x0btenant_salt\x18\x03 \x01(\t\x12\x14\n\x0cinput_digest\x18\x04 \x01(\x0c\"B\n\x0bSequenceKey\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\"\x13\n\x11\x46ullAttentionSpec\"?\n\x11SlidingWindowSpec\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\x13\n\x0bring_blocks\x18\x02 \x01(\r\"8\n\tStateSpec\x12\x13\n\x0bgrid_tokens\x18\x01 \x01(\r\x12\x16\n\x0escratch_blocks\x18\x02 \x01(\r\"\x14\n\x12\x43rossAttentionSpec\"\x8f\x02\n\x0cKVCacheGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x36\n\x0e\x66ull_attention\x18\x02 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpecH\x00\x12\x36\n\x0esliding_window\x18\x03 \x01(\x0b\x32\x1c.kvpool.v1.SlidingWindowSpecH\x00\x12\x38\n\x0f\x63ross_attention\x18\x04 \x01(\x0b\x32\x1d.kvpool.v1.CrossAttentionSpecH\x00\x12%\n\x05state\x18\x06 \x01(\x0b\x32\x14.kvpool.v1.StateSpecH\x00\x12\x17\n\x0f\x62ytes_per_block\x18\x05 \x01(\x04\x42\x06\n\x04spec\"O\n\x0bKVCachePool\x12\r\n\x05group\x18\x01 \x01(\r\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"s\n\rKVCacheConfig\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.kvpool.v1.KVCacheGroup\x12%\n\x05pools\x18\x03 \x03(\x0b\x32\x16.kvpool.v1.KVCachePool\"u\n\x08\x42lockRun\x12\r\n\x05group\x18\x01 \x01(\r\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x13\n\x0bstart_index\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\"\xbe\x01\n\x0b\x42lockCounts\x12\r\n\x05group\x18\x01 \x01(\r\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12\x0c\n\x04\x66ree\x18\x04 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x01(\r\x12\x0c\n\x04held\x18\x06 \x01(\r\x12\x10\n\x08reserved\x18\x07 \x01(\r\x12\x0f\n\x07\x63opying\x18\x08 \x01(\r\x12\x0e\n\x06shared\x18\t \x01(\r\x12\x10\n\x08withheld\x18\n \x01(\r\"U\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1d\n\x15num_uncomputed_tokens\x18\x03 \x01(\x04*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/common.proto\x12\tkvpool.v1\"]\n\x04Root\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x13\n\x0btenant_salt\x18\x03 \x01(\t\x12\x14\n\x0cinput_digest\x18\x04 \x01(\x0c\"B\n\x0bSequenceKey\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\"\x13\n\x11\x46ullAttentionSpec\"?\n\x11SlidingWindowSpec\x12\x15\n\rwindow_tokens\x18\x01 \x01(\r\x12\x13\n\x0bring_blocks\x18\x02 \x01(\r\"8\n\tStateSpec\x12\x13\n\x0bgrid_tokens\x18\x01 \x01(\r\x12\x16\n\x0escratch_blocks\x18\x02 \x01(\r\"0\n\x12\x43rossAttentionSpec\x12\x1a\n\x12max_encoder_tokens\x18\x01 \x01(\r\"\x8f\x02\n\x0cKVCacheGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x36\n\x0e\x66ull_attention\x18\x02 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpecH\x00\x12\x36\n\x0esliding_window\x18\x03 \x01(\x0b\x32\x1c.kvpool.v1.SlidingWindowSpecH\x00\x12\x38\n\x0f\x63ross_attention\x18\x04 \x01(\x0b\x32\x1d.kvpool.v1.CrossAttentionSpecH\x00\x12%\n\x05state\x18\x06 \x01(\x0b\x32\x14.kvpool.v1.StateSpecH\x00\x12\x17\n\x0f\x62ytes_per_block\x18\x05 \x01(\x04\x42\x06\n\x04spec\"O\n\x0bKVCachePool\x12\r\n\x05group\x18\x01 \x01(\r\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"s\n\rKVCacheConfig\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\'\n\x06groups\x18\x02 \x03(\x0b\x32\x17.kvpool.v1.KVCacheGroup\x12%\n\x05pools\x18\x03 \x03(\x0b\x32\x16.kvpool.v1.KVCachePool\"u\n\x08\x42lockRun\x12\r\n\x05group\x18\x01 \x01(\r\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x13\n\x0bstart_index\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\"\xbe\x01\n\x0b\x42lockCounts\x12\r\n\x05group\x18\x01 \x01(\r\x12\x1d\n\x04tier\x18\x02 \x01(\x0e\x32\x0f.kvpool.v1.Tier\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12\x0c\n\x04\x66ree\x18\x04 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x05 \x01(\r\x12\x0c\n\x04held\x18\x06 \x01(\r\x12\x10\n\x08reserved\x18\x07 \x01(\r\x12\x0f\n\x07\x63opying\x18\x08 \x01(\r\x12\x0e\n\x06shared\x18\t \x01(\r\x12\x10\n\x08withheld\x18\n \x01(\r\"U\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1d\n\x15num_uncomputed_tokens\x18\x03 \x01(\x04*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=1237
-  _globals['_TIER']._serialized_end=1297
+  _globals['_TIER']._serialized_start=1265
+  _globals['_TIER']._serialized_end=1325
   _globals['_ROOT']._serialized_start=37
   _globals['_ROOT']._serialized_end=130
   _globals['_SEQUENCEKEY']._serialized_start=132
@@ -44,17 +44,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATESPEC']._serialized_start=286
   _globals['_STATESPEC']._serialized_end=342
   _globals['_CROSSATTENTIONSPEC']._serialized_start=344
-  _globals['_CROSSATTENTIONSPEC']._serialized_end=364
-  _globals['_KVCACHEGROUP']._serialized_start=367
-  _globals['_KVCACHEGROUP']._serialized_end=638
-  _globals['_KVCACHEPOOL']._serialized_start=640
-  _globals['_KVCACHEPOOL']._serialized_end=719
-  _globals['_KVCACHECONFIG']._serialized_start=721
-  _globals['_KVCACHECONFIG']._serialized_end=836
-  _globals['_BLOCKRUN']._serialized_start=838
-  _globals['_BLOCKRUN']._serialized_end=955
-  _globals['_BLOCKCOUNTS']._serialized_start=958
-  _globals['_BLOCKCOUNTS']._serialized_end=1148
-  _globals['_WORKERLOAD']._serialized_start=1150
-  _globals['_WORKERLOAD']._serialized_end=1235
+  _globals['_CROSSATTENTIONSPEC']._serialized_end=392
+  _globals['_KVCACHEGROUP']._serialized_start=395
+  _globals['_KVCACHEGROUP']._serialized_end=666
+  _globals['_KVCACHEPOOL']._serialized_start=668
+  _globals['_KVCACHEPOOL']._serialized_end=747
+  _globals['_KVCACHECONFIG']._serialized_start=749
+  _globals['_KVCACHECONFIG']._serialized_end=864
+  _globals['_BLOCKRUN']._serialized_start=866
+  _globals['_BLOCKRUN']._serialized_end=983
+  _globals['_BLOCKCOUNTS']._serialized_start=986
+  _globals['_BLOCKCOUNTS']._serialized_end=1176
+  _globals['_WORKERLOAD']._serialized_start=1178
+  _globals['_WORKERLOAD']._serialized_end=1263
 # @@protoc_insertion_point(module_scope)

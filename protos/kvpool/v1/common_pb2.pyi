@@ -66,7 +66,9 @@ class Root(_message.Message):
     tenant_salt: _builtins.str
     """Salt of the tenant: tenants with different salts never share blocks. At most 256 bytes."""
     input_digest: _builtins.bytes
-    """SHA-256 of encoder or multimodal input that the tokens refer to; empty for none, else 32 bytes."""
+    """SHA-256 of encoder or multimodal input that the tokens refer to; empty for none, else 32 bytes. Of an encoder: of its token ids, as
+    little-endian uint32.
+    """
     def __init__(
         self,
         *,
@@ -197,16 +199,25 @@ Global___StateSpec: _TypeAlias = StateSpec  # noqa: Y015
 
 @_typing.final
 class CrossAttentionSpec(_message.Message):
-    """Layers see an encoder's output. Not granted by this version."""
+    """Layers of a decoder see an encoder's output: its KV, a *unit*, is computed at once, when the encoder runs, and read until the sequence
+    ends. At most one group, next to at least one of the decoder's own KV. A sequence has one table, ⌈num_encoder_tokens / block_size⌉
+    blocks long. A unit is sealed, and evicted, as a whole, and shared by all sequences under its root, which names the encoder's input by
+    its SHA-256 (Root.input_digest). It takes no part in a hit of the decoder's prefix: where it is gone, the encoder runs again.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MAX_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
+    max_encoder_tokens: _builtins.int
+    """Tokens of the longest encoder's input that the worker takes. At least 1."""
     def __init__(
         self,
+        *,
+        max_encoder_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_encoder_tokens", b"max_encoder_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,10 +298,9 @@ Global___KVCachePool: _TypeAlias = KVCachePool  # noqa: Y015
 @_typing.final
 class KVCacheConfig(_message.Message):
     """The layout of a worker's KV cache: groups 0, 1, … in this order, 16 at most, each with one pool in TIER_DEVICE. A sequence has a
-    block table for each full-attention group, all of the same length, and what SlidingWindowSpec and StateSpec say for the others. A
-    prefix of m blocks is a hit if every full-attention group has all of them, every group with a window w the last
-    min(m, ⌈(w − 1) / block_size⌉), and every group with a state the last one. This version takes groups with full attention, with a
-    sliding window and with a state.
+    block table for each full-attention group, all of the same length, and what SlidingWindowSpec, StateSpec and CrossAttentionSpec say
+    for the others. A prefix of m blocks is a hit if every full-attention group has all of them, every group with a window w the last
+    min(m, ⌈(w − 1) / block_size⌉), and every group with a state the last one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -335,7 +345,7 @@ class BlockRun(_message.Message):
     start_index: _builtins.int
     """Table index of the first entry; entry i is at table index start_index + i and holds the KV of positions
     (start_index + i) · block_size onward. Ignored where the blocks are a set. A group with a window or a state may have several
-    runs in one table, with holes between them.
+    runs in one table, with holes between them. In a cross-attention group positions are those of the encoder's input.
     """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

@@ -157,6 +157,9 @@ class ModelFacts(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANCE_FIELD_NUMBER: _builtins.int
+    IS_ENCODER_DECODER_FIELD_NUMBER: _builtins.int
+    DECODER_START_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    MAX_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     KEEPS_BOUNDARIES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     model_name: _builtins.str
@@ -173,6 +176,14 @@ class ModelFacts(_message.Message):
     max_num_seqs: _builtins.int
     """Sequences in one batch."""
     block_size: _builtins.int
+    is_encoder_decoder: _builtins.bool
+    """The prompt feeds an encoder, once, and the text is the decoder's, which begins with decoder_start_token_id and attends to the
+    encoder's output.
+    """
+    decoder_start_token_id: _builtins.int
+    """Meaningful for encoder-decoder models, like max_encoder_tokens."""
+    max_encoder_tokens: _builtins.int
+    """Tokens of the longest prompt. max_model_len then counts the decoder's tokens: the start token and the generated ones."""
     keeps_boundaries: _builtins.bool
     """Layers with a sliding window or a state: prompts go on from boundaries only (GenerateRequest.boundaries)."""
     @_builtins.property
@@ -201,11 +212,14 @@ class ModelFacts(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         files: _abc.Iterable[Global___FileInfo] | None = ...,
         batch_invariance: Global___BatchInvariance | None = ...,
+        is_encoder_decoder: _builtins.bool = ...,
+        decoder_start_token_id: _builtins.int = ...,
+        max_encoder_tokens: _builtins.int = ...,
         keeps_boundaries: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch_invariance", b"batch_invariance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "files", b"files", "keeps_boundaries", b"keeps_boundaries", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "decoder_start_token_id", b"decoder_start_token_id", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "files", b"files", "is_encoder_decoder", b"is_encoder_decoder", "keeps_boundaries", b"keeps_boundaries", "max_encoder_tokens", b"max_encoder_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
