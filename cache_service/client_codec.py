@@ -40,6 +40,7 @@ def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2
                 num_cached_tokens=worker.num_cached_tokens,
                 num_in_flight_tokens=worker.num_in_flight_tokens,
                 load=encode_load(worker.load),
+                encoder_cached=worker.encoder_cached,
             )
             for worker in workers
         ],
@@ -76,6 +77,8 @@ def encode_config(layout: Layout) -> common_pb2.KVCacheConfig:
             added.state.scratch_blocks = group.scratch_blocks
         elif group.window:
             added.sliding_window.window_tokens, added.sliding_window.ring_blocks = group.window, group.scratch_blocks
+        elif group.max_encoder_tokens:
+            added.cross_attention.max_encoder_tokens = group.max_encoder_tokens
         else:
             added.full_attention.SetInParent()
         config.pools.add(group=index, tier=TIER, num_blocks=group.num_blocks)

@@ -42,6 +42,7 @@ def _encode_worker(worker: WorkerExplanation, now: float) -> cache_pb2.WorkerExp
         worker_id=worker.session.worker_id,
         num_cached_tokens=worker.num_cached_tokens,
         miss=_encode_miss(worker.miss, now),
+        encoder_cached=worker.encoder_cached,
     )
 
 

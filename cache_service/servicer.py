@@ -340,7 +340,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     @answering
     async def Route(self, request: cache_pb2.RouteRequest, context: Context[Any, Any]) -> cache_pb2.RouteResponse:
         root = worker_codec.decode_root(request.root)
-        workers = self._manager.route(root, request.tokens, request.max_workers)
+        workers = self._manager.route(
+            root, request.tokens, request.max_workers, num_encoder_tokens=request.num_encoder_tokens
+        )
         explanation = ""
         if not workers:
             explanation = client_codec.explain_no_worker(request.root.model_fingerprint, self._manager.sessions)

@@ -32,6 +32,7 @@ from .core.messages import (
     Reply,
     ReportedBlocks,
     ReportedSequence,
+    ReportedUnit,
     ReportPart,
     ReservedBlock,
     Root,
@@ -190,10 +191,10 @@ def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
             if found != index:
                 raise bad_field(f"kv_cache_config.{name}[{index}].group", f"needed {index}, its place, got {found}")
         spec = group.WhichOneof("spec")
-        if spec not in ("full_attention", "sliding_window", "state"):
+        if spec is None:
             raise Refusal(
                 Reason.UNSUPPORTED,
-                f"kv_cache_config.groups[{index}]: full_attention, sliding_window and state are served, got {spec or 'no spec'}",
+                f"kv_cache_config.groups[{index}]: full_attention, sliding_window, state and cross_attention are served, got no spec",
                 field=f"kv_cache_config.groups[{index}]",
             )
         _check_tier(pool.tier, f"kv_cache_config.pools[{index}]")
@@ -211,6 +212,11 @@ def _decode_group(index: int, group: common_pb2.KVCacheGroup, num_blocks: int, b
             )
         scratch, grid_blocks = group.state.scratch_blocks, grid // block_size
         return Group(num_blocks, group.bytes_per_block, scratch_blocks=scratch, grid_blocks=grid_blocks)
+    if group.HasField("cross_attention"):
+        most = group.cross_attention.max_encoder_tokens
+        if not most:
+            raise bad_field(f"{where}.cross_attention.max_encoder_tokens", "needed 1 or more, got 0")
+        return Group(num_blocks, group.bytes_per_block, max_encoder_tokens=most)
     window = group.sliding_window
     if group.HasField("sliding_window") and not window.window_tokens:
         raise bad_field(f"{where}.sliding_window.window_tokens", "needed 2 or more, got 0")
@@ -296,7 +302,17 @@ def decode_report(request: cache_pb2.ReportRequest) -> ReportPart:
         sequences=tuple(_decode_reported(index, sequence) for index, sequence in enumerate(request.sequences)),
         reserve=_decode_blocks(request.reserve, "reserve"),
         idle_blocks=_decode_idle(request.idle_blocks),
+        units=tuple(_decode_unit(index, unit) for index, unit in enumerate(request.units)),
     )
+
+
+def _decode_unit(index: int, message: cache_pb2.ReportedUnit) -> ReportedUnit:
+    for name in ("root", "blocks"):
+        if not message.HasField(name):
+            raise bad_field(f"units[{index}].{name}", "missing")
+    run = message.blocks
+    _check_run(run, f"units[{index}].blocks")
+    return ReportedUnit(decode_root(message.root), run.group, tuple(map(ReservedBlock, run.block_ids, run.generations)))
 
 
 def _decode_idle(lists: Iterable[cache_pb2.IdleBlocks]) -> tuple[tuple[int, ...], ...]:
@@ -339,6 +355,7 @@ def _decode_reported(index: int, message: cache_pb2.ReportedSequence) -> Reporte
         tables=_decode_tables(message.tables, f"sequences[{index}].tables"),
         scratch=_decode_blocks(message.scratch, f"sequences[{index}].scratch"),
         boundaries=tuple(message.boundaries),
+        encoder_computed=message.encoder_computed,
     )
 
 
@@ -359,6 +376,7 @@ def decode_allocate_item(message: cache_pb2.AllocateItem) -> AllocateItem:
         max_cached_tokens=message.max_cached_tokens if message.HasField("max_cached_tokens") else None,
         boundaries=tuple(message.boundaries),
         retention_interval=message.retention_interval_tokens,
+        num_encoder_tokens=message.num_encoder_tokens,
     )
 
 
@@ -373,6 +391,7 @@ def _decode_update(message: cache_pb2.SequenceUpdate) -> SequenceUpdate:
         bound=_decode_tables(message.bound, "update.bound"),
         scratch=_decode_blocks(message.scratch, "update.scratch"),
         released=_decode_tables(message.released, "update.released"),
+        encoder_computed=message.encoder_computed,
     )
 
 
@@ -422,6 +441,7 @@ def encode_allocate_outcome(outcome: AllocateOutcome) -> cache_pb2.AllocateResul
                 if one.scratch
             ],
             boundaries=outcome.boundaries,
+            encoder_cached=outcome.encoder_cached,
         )
         return cache_pb2.AllocateResult(status=status.ok(), granted=granted)
     if isinstance(outcome, Wait):

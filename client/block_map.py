@@ -32,6 +32,8 @@ class BlockMap:
     """Tokens that the group's layers see; 0: all."""
     has_states: bool = False
     """Its layers are recurrent: a block has their state after a number of tokens."""
+    max_encoder_tokens: int = 0
+    """With cross attention: tokens of the longest input of the encoder; 0: the group has the decoder's own KV."""
 
 
 async def fetch_block_maps(client: Client, worker_id: str) -> list[BlockMap]:
@@ -70,6 +72,7 @@ async def fetch_block_map(
                 num_groups=len(pools),
                 window_tokens=worker.kv_cache_config.groups[group].sliding_window.window_tokens,
                 has_states=worker.kv_cache_config.groups[group].HasField("state"),
+                max_encoder_tokens=worker.kv_cache_config.groups[group].cross_attention.max_encoder_tokens,
             )
 
 
@@ -80,8 +83,8 @@ def num_device_blocks(worker: cache_pb2.WorkerDescription) -> int:
 
 def sequence_blocks(worker: cache_pb2.WorkerDescription) -> int:
     """Blocks of each group that sequences can have: those of the smallest pool, without its null block. Of groups with a window
-    or a state a sequence needs a few only, however long it is."""
+    or a state a sequence needs a few only, however long it is, and of cross attention those of the encoder's input."""
     config = worker.kv_cache_config
     pools = [pool for pool in config.pools if pool.tier == common_pb2.TIER_DEVICE]
-    full = [pool for pool in pools if config.groups[pool.group].WhichOneof("spec") not in ("sliding_window", "state")]
+    full = [pool for pool in pools if config.groups[pool.group].WhichOneof("spec") == "full_attention"]
     return min((pool.num_blocks for pool in full or pools), default=1) - 1

@@ -11,7 +11,8 @@ The blocks of a prompt of n tokens, by table index (h: hits, the longest path wi
 
 Of a worker with several groups this is true of each group's table and pool, with one h for all: every group has a usable copy of
 every node up to h. A group with a window has only the last ⌈(w−1)/B⌉ of them, and in place of fresh blocks with an index it gets
-its scratch blocks, as many as its ring has. A group with a state has only the last one, a snapshot.
+its scratch blocks, as many as its ring has. A group with a state has only the last one, a snapshot. What it gets in a group with
+cross attention has nothing to do with h: see units.py.
 
 h ≤ ⌊(n−1)/B⌋: a full hit too leaves one token to compute, which gives the logits of the next.
 """
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 from itertools import chain
 
+from . import units
 from .block_pool import BlockPool
 from .fencing import Fencing, fenced
 from .hits import hits_in
@@ -45,7 +47,7 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
     for name, text in (("root.adapter", root.adapter), ("root.tenant_salt", root.tenant_salt)):
         if len(text.encode()) > limits.max_name_bytes:
             raise bad_field(name, f"at most {limits.max_name_bytes} bytes, got {len(text.encode())}")
-    if len(root.input_digest) not in (0, 32):
+    if len(root.input_digest) not in (0, units.DIGEST_BYTES):
         raise bad_field("root.input_digest", f"needed nothing or a SHA-256 of 32 bytes, got {len(root.input_digest)}")
     num_tokens, rest = divmod(len(item.tokens), TOKEN_BYTES)
     if rest or not num_tokens:
@@ -72,6 +74,7 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             field="tokens",
         )
     session.require_window_room(num_blocks, "tokens")
+    units.check_item(session, item)
     if len(item.boundaries) > limits.max_asked_boundaries:
         raise bad_field("boundaries", f"at most {limits.max_asked_boundaries}, got {len(item.boundaries)}")
 
@@ -100,6 +103,8 @@ def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence
             f"sequence {key.sequence_id!r} lives with another root or other tokens; use another sequence_id for another prompt",
             position=0,
         )
+    if session.unit_pool is not None:
+        units.check_length(session, item, len(sequence.tables[session.unit_pool.slot]))
     return sequence
 
 
@@ -112,7 +117,8 @@ def granted(sequence: Sequence) -> Granted:
         assert window is not None
         tables[pool.slot] = _granted_window(pool, window)
     boundaries = tuple([one * sequence.session.block_size for one in sequence.boundaries])
-    return Granted(tuple(tables), sequence.num_cached_tokens, boundaries)
+    is_unit_complete = sequence.session.unit_pool is not None and sequence.encoder_computed
+    return Granted(tuple(tables), sequence.num_cached_tokens, boundaries, is_unit_complete)
 
 
 def _granted_window(pool: BlockPool, window: WindowTable) -> GrantedTable:
@@ -237,8 +243,11 @@ def allocate(
         max_hits = min(max_hits, item.max_cached_tokens // block_size)
     path = [] if root is None else tree.match(root, item.tokens, block_size, num_tokens // block_size)
     num_hits, hits = hits_in(path, session.holder, max_hits)
+    unit = units.cached_unit(session, root, item)
     if not item.no_wait:
         wait = _prefix_in_flight(session, item, path, num_hits, max_hits, limits)
+        if wait is None and session.unit_pool is not None and not unit:
+            wait = units.unit_in_flight(session, root, item)
         if wait is not None:
             return wait
 
@@ -248,6 +257,9 @@ def allocate(
         num_to_compute = -(-(num_tokens + max(item.max_new_tokens, 1) - 1) // block_size) - num_hits
         for pool in session.window_pools:
             num_wanted[pool.slot] = session.num_scratch(pool.slot, num_to_compute)
+    if session.unit_pool is not None:
+        hits[session.unit_pool.slot].extend(unit)
+        num_wanted[session.unit_pool.slot] = 0 if unit else units.num_blocks(session, item)
     session.require_available(num_wanted, hits)
     session.account.require_tokens(num_tokens)
     kept = NONE_KEPT
@@ -279,13 +291,18 @@ def allocate(
     else:
         sequence.tables = hits
     sequence.num_named = [num_hits + num_fresh] * len(hits)
+    if session.unit_pool is not None:
+        table = hits[session.unit_pool.slot]
+        table += fresh[session.unit_pool.slot]
+        sequence.num_named[session.unit_pool.slot] = len(table)
+        units.enter(sequence, is_cached=bool(unit))
     sequence.num_sealed = num_hits
     sequence.num_cached_tokens = sequence.num_computed_tokens = num_hits * block_size
     session.sequences[item.key.sequence_id, item.key.attempt] = sequence
     attempts.add(sequence)
     session.account.add_tokens(num_tokens)
-    session.num_prompt_tokens += num_tokens
-    session.num_cached_tokens += sequence.num_cached_tokens
+    session.num_prompt_tokens += num_tokens + item.num_encoder_tokens
+    session.num_cached_tokens += sequence.num_cached_tokens + (item.num_encoder_tokens if unit else 0)
     if tree.journal is not None:
         deepest = path[num_hits - 1] if num_hits else None
         tree.journal.served(item.key, session.holder, deepest, sequence.num_cached_tokens, num_tokens)

@@ -173,9 +173,7 @@ class BlockMirror:
             root = sequence.root
             assert isinstance(root, RootNode)
             number = self._salts.number(root.key[0].tenant_salt)
-            slot = self._pool.slot
-            window = sequence.windows[slot] if sequence.windows else None
-            for block in sequence.tables[slot][sequence.num_sealed :] if window is None else window.scratch:
+            for block in sequence.unsealed(self._pool.slot):
                 found[block] = number
         return found
 

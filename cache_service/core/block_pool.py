@@ -430,7 +430,7 @@ class BlockPool:
             if node is not None and (
                 node.copy_blocks >> shift & SLOT_MASK == block  # nearly always the only holder
                 if node.copy_holder is holder
-                else self.copy_of(node) == block
+                else self._serves_hits(block, node)
             ):
                 self._state[block] = CACHED
                 self._num_cached += 1
@@ -441,6 +441,10 @@ class BlockPool:
             self._state[block] = FREE
             self._num_free += 1
             self._push_head(block)
+
+    def _serves_hits(self, block: int, node: Node) -> bool:
+        """Whether the block, which holds a node, is the copy that serves its hits."""
+        return self.copy_of(node) == block
 
     def release_demoted(self, block: int) -> None:
         """`release`, and if the block is cached then, it is evicted before the others: it is not expected to be hit again."""
@@ -576,9 +580,15 @@ class BlockPool:
             node = self._node[block]
             if node is not None:
                 self._node[block] = None
-                if self._duplicates:
-                    self._duplicates.pop(node, None)
-                if self.copy_of(node):
-                    node.set_copy(self.holder, self.slot, 0)
+                if self._unseal(block, node):
                     budget -= tree.prune(node, max(budget, 1))
         return self.num_blocks
+
+    def _unseal(self, block: int, node: Node) -> bool:
+        """The node has no copy here any more; returns whether it had one."""
+        if self._duplicates:
+            self._duplicates.pop(node, None)
+        if not self.copy_of(node):
+            return False
+        node.set_copy(self.holder, self.slot, 0)
+        return True

@@ -22,14 +22,16 @@ class Pool(Protocol):
 class Holder:
     """What holds copies of nodes: a session's pools. A copy is a block in a *slot*, the index of its pool."""
 
-    __slots__ = ("full_slots", "pools", "retired", "signatures", "spans", "window_slots")
+    __slots__ = ("full_slots", "pools", "retired", "signatures", "spans", "unit_slot", "window_slots")
 
-    def __init__(self, signatures: tuple[int, ...], spans: tuple[int, ...] = ()) -> None:
+    def __init__(self, signatures: tuple[int, ...], spans: tuple[int, ...] = (), unit_slot: int | None = None) -> None:
         self.signatures = signatures
         """By slot; see Copies."""
         self.spans = spans or (0,) * len(signatures)
         """By slot: how many of the last nodes of a path a hit needs; 0: all of them."""
-        self.full_slots = tuple(slot for slot, span in enumerate(self.spans) if not span)
+        self.unit_slot = unit_slot
+        """The slot of the group with cross attention, whose blocks are no copies of nodes, but units; None: there is none."""
+        self.full_slots = tuple(slot for slot, span in enumerate(self.spans) if not span and slot != unit_slot)
         self.window_slots = tuple(slot for slot, span in enumerate(self.spans) if span)
         self.pools: tuple[Pool, ...] = ()
         """By slot. They refer to their holder: to be emptied when the session's last copy is gone."""

@@ -55,7 +55,7 @@ def describe_blocks(session: Session, group: int, first_block: int, max_blocks: 
         for index, block in _places(sequence, group):
             if begin <= block < end:
                 owners.setdefault(block, []).append(sequence.key)
-                count = 0 if index is None else sequence.token_count(index)
+                count = 0 if index is None else sequence.token_count(index, group)
                 places[block] = index or 0, max(count, places.get(block, (0, 0))[1])
     positions: dict[int, int] = {}
     for position, block in enumerate(pool.free_list()):
@@ -77,13 +77,20 @@ def describe_blocks(session: Session, group: int, first_block: int, max_blocks: 
                 token_count=count if node is None else session.block_size,
                 sealed=node is not None,
                 block_hash=0 if node is None else node.block_hash or 0,
-                table_index=index if node is None else node.depth,
+                table_index=index if node is None else table_index(session, group, block, node),
                 owners=tuple(owners.get(block, ())[:MAX_OWNERS_PER_BLOCK]),
                 free_list_position=positions.get(block, -1),
                 group=group,
             )
         )
     return blocks
+
+
+def table_index(session: Session, group: int, block: int, node: Node) -> int:
+    """Of a sealed block."""
+    if isinstance(node, RootNode):
+        return node.units[session.holder].index(block)
+    return node.depth
 
 
 def _places(sequence: Sequence, group: int) -> Iterable[tuple[int | None, int]]:
@@ -122,16 +129,17 @@ def describe_block(session: Session, block: int, group: int = 0) -> BlockContent
         return _sealed(session, pool, block, node)
     if pool.ref_count(block):
         for sequence in session.sequences.values():
-            table = sequence.tables[group]
-            if block in table[sequence.num_sealed :]:
-                return _filling(sequence, pool, block, table.index(block, sequence.num_sealed))
-            window = sequence.windows[group] if sequence.windows else None
-            if window is not None and block in window.scratch:
-                return _scratch(sequence, pool, block)
+            if block in sequence.unsealed(group):
+                table = sequence.tables[group]
+                if block not in table or pool is session.unit_pool:
+                    return _unplaced(sequence, pool, block)
+                return _filling(sequence, pool, block, table.index(block))
     return BlockContent(_one(pool, block, None, 0, 0, ()), None, b"", (), ())
 
 
 def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockContent:
+    if isinstance(node, RootNode):
+        return _in_unit(session, pool, block, node)
     group, depth = pool.slot, node.depth
     owners = [sequence for sequence in session.sequences.values() if sequence.block_at(group, depth) == block]
     pieces, blocks = [node.tokens], [block]
@@ -150,8 +158,17 @@ def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockC
     )
 
 
-def _scratch(sequence: Sequence, pool: BlockPool, block: int) -> BlockContent:
-    """Only its worker knows what is in it at the moment."""
+def _in_unit(session: Session, pool: BlockPool, block: int, root: RootNode) -> BlockContent:
+    """The manager knows the encoder's input by its digest only."""
+    unit = root.units[session.holder]
+    owners = [one for one in session.sequences.values() if one.root is root and block in one.tables[pool.slot]]
+    index = unit.index(block)
+    described = _one(pool, block, root, index, session.block_size, tuple(owner.key for owner in owners))
+    return BlockContent(described, root.key[0], b"", unit[: index + 1], _others(owners, pool.slot, unit[: index + 1]))
+
+
+def _unplaced(sequence: Sequence, pool: BlockPool, block: int) -> BlockContent:
+    """A scratch block, of which only its worker knows what is in it at the moment, or one of a unit that is not computed yet."""
     assert isinstance(sequence.root, RootNode)
     others = _others([sequence], pool.slot, [block])
     return BlockContent(_one(pool, block, None, 0, 0, (sequence.key,)), sequence.root.key[0], b"", (), others)

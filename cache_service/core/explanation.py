@@ -30,7 +30,7 @@ from .hashing import HashFunction, block_hash, root_bytes
 from .hits import cached_along, num_with_windows, reach
 from .messages import TOKEN_BYTES, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
-from .prefix_tree import Leader, Node, PrefixTree
+from .prefix_tree import Leader, Node, PrefixTree, RootNode
 from .session import Session
 
 MAX_WORKERS = 64
@@ -82,6 +82,8 @@ class WorkerExplanation(NamedTuple):
     num_cached_tokens: int
     """What Allocate would serve now, if it need not wait."""
     miss: Miss
+    encoder_cached: bool = False
+    """It holds the KV of the encoder's input."""
 
 
 class Explanation(NamedTuple):
@@ -216,7 +218,10 @@ def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: byt
     elsewhere = OtherRoots(search.tree, search.holders, root, tokens, across_salts=search.across_salts)
     workers = [
         WorkerExplanation(
-            session, prompt.num_hits(session) * prompt.block_size, _miss(search, prompt, session, elsewhere)
+            session,
+            prompt.num_hits(session) * prompt.block_size,
+            _miss(search, prompt, session, elsewhere),
+            isinstance(prompt.root_node, RootNode) and session.holder in prompt.root_node.units,
         )
         for prompt, session in served[:MAX_WORKERS]
     ]

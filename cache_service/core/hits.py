@@ -20,7 +20,7 @@ class Hits(NamedTuple):
     num: int
     """Leading nodes that a sequence need not compute."""
     blocks: tuple[list[int], ...]
-    """By slot: the copies of these nodes; of a slot with a window those of the last ones, span at most."""
+    """By slot: the copies of these nodes; of a slot with a window those of the last ones, span at most; of units none."""
 
 
 def hits_in(path: List[Node], holder: Holder, max_blocks: int) -> Hits:
@@ -42,7 +42,10 @@ def hits_in(path: List[Node], holder: Holder, max_blocks: int) -> Hits:
         if missing < 0:
             break
         num = missing  # every hit between it and the last one would need this node too
-    return Hits(num, tuple(one[max(0, num - span) if span else 0 : num] for one, span in zip(hits, spans, strict=True)))
+    found_in = [one[max(0, num - span) if span else 0 : num] for one, span in zip(hits, spans, strict=True)]
+    if holder.unit_slot is not None:
+        found_in[holder.unit_slot] = []
+    return Hits(num, tuple(found_in))
 
 
 def _first_hole(blocks: List[int]) -> int:

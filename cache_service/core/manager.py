@@ -53,6 +53,7 @@ from .routing import RoutedWorker, route
 from .salts import SaltNumbers
 from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
+from .unit_pool import UnitPool
 from .windows import span
 
 EPOCH_SHIFT = 40
@@ -192,11 +193,14 @@ class CacheManager:
         account = Account(self.budget, registration.layout.block_size)
         evicted = None if self._evictions is None else self._evictions.names
         size = registration.layout.block_size
-        holder = self._tree.new_holder(tuple(span(group, size) for group in groups))
+        unit_slot = next((slot for slot, group in enumerate(groups) if group.max_encoder_tokens), None)
+        holder = self._tree.new_holder(tuple(span(group, size) for group in groups), unit_slot)
         # Look-ups pass a node if the groups without a window have it, so their evictions say what was lost.
         telling = holder.full_slots or holder.window_slots
         pools = tuple(
-            BlockPool(group.num_blocks, self._tree, holder, slot, account, evicted if slot in telling else None)
+            (UnitPool if slot == unit_slot else BlockPool)(
+                group.num_blocks, self._tree, holder, slot, account, evicted if slot in telling else None
+            )
             for slot, group in enumerate(groups)
         )
         holder.pools = pools
@@ -250,6 +254,7 @@ class CacheManager:
                     f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {group.num_blocks}",
                 )
             self._check_scratch(f"kv_cache_config.groups[{index}]", group, size)
+            self._check_encoder(f"kv_cache_config.groups[{index}].cross_attention", groups, index)
         for name, key in (
             ("process_key", registration.process_key),
             ("predecessor_key", registration.predecessor_key),
@@ -282,6 +287,16 @@ class CacheManager:
                     f"needed {least} to {most_blocks}: a window of {group.window} and the next token are in up to {least} blocks "
                     f"of {block_size}; got {group.scratch_blocks}",
                 )
+
+    def _check_encoder(self, field: str, groups: List[Group], index: int) -> None:
+        num_tokens, most = groups[index].max_encoder_tokens, self.limits.max_tokens_per_sequence
+        if num_tokens > most:
+            raise bad_field(f"{field}.max_encoder_tokens", f"needed 1 to {most}, got {num_tokens}")
+        others = [group for group in (*groups[:index], *groups[index + 1 :]) if not group.max_encoder_tokens]
+        if num_tokens and len(others) != len(groups) - 1:
+            raise bad_field(field, "at most one group may have cross attention: all of its layers see the same encoder")
+        if num_tokens and not others:
+            raise bad_field(field, "needed another group, for the KV of the decoder's own tokens")
 
     def has_numbered(self, session: int) -> bool:
         """Whether this life of the manager has given a session that number, under its present epoch. Another life with the same
@@ -662,15 +677,17 @@ class CacheManager:
 
     # -- looking
 
-    def route(self, root: Root, tokens: bytes, max_workers: int = 0) -> list[RoutedWorker]:
+    def route(
+        self, root: Root, tokens: bytes, max_workers: int = 0, *, num_encoder_tokens: int = 0
+    ) -> list[RoutedWorker]:
         """Workers that serve text under the root and are not leaving, best first. An empty fingerprint means the one model that
-        such workers serve.
+        such workers serve. `num_encoder_tokens`: of the input that the root names, if it names one.
 
         Raises Refusal: BAD_FIELD.
         """
         self._require_prompt(tokens)
         root, candidates = self._candidates(root)
-        return route(self._tree, candidates, root, tokens, self._hash_function, max_workers)
+        return route(self._tree, candidates, root, tokens, self._hash_function, max_workers, num_encoder_tokens)
 
     def explain(self, root: Root, tokens: bytes, worker_id: str = "", bounds: Bounds = THOROUGH) -> Explanation:
         """How much of a prompt each worker would serve from its cache, and why no more. Of the workers that Route would name, or of

@@ -115,6 +115,8 @@ class Group(NamedTuple):
     grid_blocks: int = 0
     """Its layers are recurrent: what they keep of a sequence is one state, and a block holds it as it is after multiples of so many
     blocks of tokens. 0: its layers attend."""
+    max_encoder_tokens: int = 0
+    """Of cross attention: tokens of the longest encoder's input; 0: its layers see the sequence itself."""
 
 
 class Layout(NamedTuple):
@@ -247,6 +249,16 @@ class ReportedSequence(NamedTuple):
     scratch: Blocks = ()
     boundaries: tuple[int, ...] = ()
     """Those to come, in tokens."""
+    encoder_computed: bool = False
+
+
+class ReportedUnit(NamedTuple):
+    """The KV of an encoder's input that a worker holds."""
+
+    root: Root
+    group: int
+    blocks: tuple[ReservedBlock, ...]
+    """All of them, in order."""
 
 
 class ReportPart(NamedTuple):
@@ -260,6 +272,7 @@ class ReportPart(NamedTuple):
     """By group, as `idle_blocks`."""
     idle_blocks: tuple[tuple[int, ...], ...] = ()
     """By group: complete blocks in no table, least recently used first. Groups at the end may be left out."""
+    units: tuple[ReportedUnit, ...] = ()
 
 
 class BlockCounts(NamedTuple):
@@ -298,6 +311,8 @@ class AllocateItem(NamedTuple):
     or to the grid of states."""
     retention_interval: int = 0
     """Tokens; they shall also be kept after every multiple of it. 0: no more."""
+    num_encoder_tokens: int = 0
+    """Of the input that the root names by its digest, where the worker has a group with cross attention."""
 
 
 class GrantedTable(NamedTuple):
@@ -319,10 +334,13 @@ class Granted(NamedTuple):
     num_cached_tokens: int
     boundaries: tuple[int, ...] = ()
     """In tokens, ascending: where the worker is to name its windows, when it has computed so far."""
+    encoder_cached: bool = False
+    """The table of the group with cross attention holds the KV of the encoder's input."""
 
 
 class Wait(NamedTuple):
-    """Nothing granted: `leader` is computing a prefix of this prompt, useful up to `position` tokens."""
+    """Nothing granted: `leader` is computing a prefix of this prompt, useful up to `position` tokens; 0: the KV of its encoder's
+    input."""
 
     leader: SequenceKey
     position: int
@@ -343,6 +361,8 @@ class SequenceUpdate(NamedTuple):
     """Blocks of the reserve that the sequence uses without a place, in groups with a window."""
     released: Tables = ()
     """What the sequence no longer uses in groups with a window: entries, and scratch blocks, whose index means nothing."""
+    encoder_computed: bool = False
+    """The KV of the encoder's input is complete, in all blocks of its table."""
 
 
 class AppendItem(NamedTuple):

@@ -360,13 +360,20 @@ class Fan:
 
 
 class RootNode(Node):
-    """Where the chains of one root and one block size begin. Its `tokens` are the root's encoding."""
+    """Where the chains of one root and one block size begin. Its `tokens` are the root's encoding. Its leaders are the sequences
+    that are about to run the encoder over the root's input."""
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "units")
 
     def __init__(self, key: tuple[Root, int]) -> None:
         super().__init__(None, root_bytes(*key), -1)
         self.key = key
+        self.units: dict[Holder, tuple[int, ...]] = {}
+        """The blocks that hold the KV of the encoder's input, in order; see units.py."""
+
+    def is_unused(self) -> bool:
+        """As of any node; a unit keeps its root too."""
+        return not self.units and super().is_unused()
 
 
 class PrefixTree:
@@ -388,9 +395,9 @@ class PrefixTree:
         """Unused nodes at which a bounded `prune` has stopped; `prune_condemned` drops those that are not used again."""
         self._num_signatures = 0
 
-    def new_holder(self, spans: tuple[int, ...]) -> Holder:
+    def new_holder(self, spans: tuple[int, ...], unit_slot: int | None = None) -> Holder:
         """A holder for a new session, with these slots. Its signatures are 60 pseudo-random bits each, the same in each run."""
-        return Holder(tuple(self._new_signature() for _ in spans), spans)
+        return Holder(tuple(self._new_signature() for _ in spans), spans, unit_slot)
 
     def _new_signature(self) -> int:
         self._num_signatures += 1

@@ -16,11 +16,13 @@ from collections import Counter
 from enum import Enum
 from typing import NoReturn
 
+from . import units
 from .copies import Holder
 from .fencing import Fencing
-from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportPart, Root
+from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportedUnit, ReportPart, Root
 from .prefix_tree import Node, PrefixTree
 from .refusal import Reason, Refusal
+from .reported_units import ReportedUnits
 from .session import Sequence, Session
 from .windows import WindowTable
 
@@ -70,6 +72,11 @@ class Recovery:
         """By number, the first has number 1."""
         self._blocks: tuple[dict[int, tuple[Node, int]], ...] = tuple({} for _ in session.pools)
         """By group: node and generation of the complete blocks reported so far."""
+        self._units: ReportedUnits | None = None
+        """Of the group with cross attention, if there is one."""
+        if session.unit_pool is not None:
+            most = session.registration.layout.groups[session.unit_pool.slot].max_encoder_tokens
+            self._units = ReportedUnits(session.unit_pool, -(-most // session.block_size))
 
     def apply(self, tree: PrefixTree, attempts: Fencing, part: ReportPart, limits: Limits) -> None:
         """Apply the next part. Raises Refusal: RECOVERING (send the same part again; no visible state has changed), BAD_REPORT,
@@ -79,6 +86,7 @@ class Recovery:
         highest = max(highest, len(part.reserve) - 1, len(part.idle_blocks) - 1)
         highest = max(highest, max((len(one.tables) for one in part.sequences), default=0) - 1)
         highest = max(highest, max((len(one.scratch) for one in part.sequences), default=0) - 1)
+        highest = max(highest, max((one.group for one in part.units), default=0))
         if highest >= num_groups:
             _refuse("group", f"the worker is registered with {num_groups} groups, got group {highest}")
         num_contents = sum(run.num_contents for run in part.contents)
@@ -86,11 +94,14 @@ class Recovery:
             _refuse("contents", f"at most {limits.max_contents_per_report_part} contents per part, got {num_contents}")
         num_blocks = sum(map(len, part.reserve)) + sum(map(len, part.idle_blocks))
         num_blocks += sum(len(table) for sequence in part.sequences for table in (*sequence.tables, *sequence.scratch))
+        num_blocks += sum(len(unit.blocks) for unit in part.units)
         if num_blocks > limits.max_blocks_per_report_part:
             _refuse("blocks", f"at most {limits.max_blocks_per_report_part} blocks per part, got {num_blocks}")
         self._make_room(part, limits)
         for run in part.contents:
             self._take_contents(tree, run)
+        for unit in part.units:
+            self._take_unit(tree, unit)
         for reported in part.sequences:
             missing = ((),) * (num_groups - len(reported.tables))
             no_scratch = ((),) * (num_groups - len(reported.scratch))
@@ -130,6 +141,8 @@ class Recovery:
                 highest[group] = max(highest[group], max((entry.block for entry in table), default=0))
             for group, scratch in enumerate(sequence.scratch):
                 highest[group] = max(highest[group], max((entry.block for entry in scratch), default=0))
+        for unit in part.units:
+            highest[unit.group] = max(highest[unit.group], max((entry.block for entry in unit.blocks), default=0))
         for group, reserved in enumerate(part.reserve):
             highest[group] = max(highest[group], max((entry.block for entry in reserved), default=0))
         if any(block >= pool.num_blocks for pool, block in zip(pools, highest, strict=True)):
@@ -241,6 +254,54 @@ class Recovery:
         assert node is not None
         return node
 
+    # -- units
+
+    def _take_unit(self, tree: PrefixTree, unit: ReportedUnit) -> None:
+        wrong = "the worker is registered without cross attention"
+        if unit.root.model_fingerprint != self._fingerprint:
+            wrong = f"a unit needs a root with the model fingerprint {self._fingerprint!r}"
+        elif self._units is not None:
+            wrong = self._units.why_wrong(unit) or ""
+        if wrong or self._units is None:
+            _refuse("units", wrong)
+        for block, generation in unit.blocks:
+            self._require_free(unit.group, block, generation)
+        is_first = self._units.take(tree, unit, self._session.block_size)
+        self.cases[Case.CACHED if is_first else Case.DUPLICATE] += len(unit.blocks)
+
+    def _check_unit_table(self, reported: ReportedSequence, root: Node) -> None:
+        """Refuse a unit of a sequence that contradicts what the report states of its blocks. Changes nothing."""
+        if self._units is None:
+            if reported.encoder_computed:
+                _refuse("sequences", "the worker is registered without cross attention")
+            return
+        wrong = self._units.why_table_wrong(reported, root)
+        if wrong is not None:
+            _refuse("sequences", wrong)
+        slot = self._units.slot
+        for _, block, generation in reported.tables[slot]:
+            if not self._units.is_reported(block):
+                self._require_free(slot, block, generation)
+            elif self._units.is_in_a_table(block, root):
+                _refuse("sequences", f"block {block} of a unit that serves no hits is in two tables")
+
+    def _take_unit_table(self, sequence: Sequence, reported: ReportedSequence) -> None:
+        """Its checked table: a unit that was restored, or blocks of its own."""
+        if self._units is None:
+            return
+        pool, table = self._session.pools[self._units.slot], reported.tables[self._units.slot]
+        if self._units.is_unit_of(sequence):
+            self.cases[Case.HELD_SEALED if pool.is_cached(table[0].block) else Case.SHARED] += len(table)
+            pool.pin(*(entry.block for entry in table))
+            units.enter(sequence, is_cached=True)
+            return
+        for _, block, generation in table:
+            pool.restore_held(block, generation)
+        units.enter(sequence, is_cached=False)
+        if reported.encoder_computed:
+            units.take_update(sequence)
+        self.cases[Case.HELD_SEALED if reported.encoder_computed else Case.HELD_FILLING] += len(table)
+
     # -- sequences
 
     def _take_sequence(self, tree: PrefixTree, attempts: Fencing, reported: ReportedSequence, limits: Limits) -> None:
@@ -255,8 +316,9 @@ class Recovery:
         num_full = min([num_tokens // size, *map(len, full)]) if full else num_sealed
         path = tree.match(root, reported.tokens, size, num_full)
         try:
-            for group in range(len(session.pools)):
-                self._check_table(reported, group, path, num_sealed)
+            for pool in (*session.full_pools, *session.window_pools):
+                self._check_table(reported, pool.slot, path, num_sealed)
+            self._check_unit_table(reported, root)
         except Refusal:
             tree.prune(root)
             raise
@@ -268,15 +330,16 @@ class Recovery:
         sequence.nodes = path
         for node in path[:num_sealed] if session.window_pools else ():
             tree.name(node)  # a window of computed blocks that no block of a table holds may still be named
-        for group, table in enumerate(reported.tables):
-            for index, block, generation in table:
-                self._take_entry(tree, group, block, generation, path[index] if index < num_sealed else None)
+        for pool in (*session.full_pools, *session.window_pools):
+            for index, block, generation in reported.tables[pool.slot]:
+                self._take_entry(tree, pool.slot, block, generation, path[index] if index < num_sealed else None)
         if session.window_pools:
             self._take_windows(sequence, reported)
         sequence.tables = tuple(
             [] if session.holder.spans[group] else [entry.block for entry in table]
             for group, table in enumerate(reported.tables)
         )
+        self._take_unit_table(sequence, reported)
         sequence.num_sealed = num_sealed
         sequence.num_named = list(map(len, sequence.tables))
         sequence.num_computed_tokens = reported.num_computed_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as List
 from operator import itemgetter
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from .copies import Holder
 from .hashing import HashFunction
 from .hits import cached_along, reach
 from .messages import TOKEN_BYTES, Root, WorkerLoad
-from .prefix_tree import Node, PrefixTree
+from .prefix_tree import Node, PrefixTree, RootNode
 from .session import Session
 
 SEQUENCE_COST_TOKENS = 16
@@ -26,6 +27,8 @@ class RoutedWorker(NamedTuple):
     num_in_flight_tokens: int
     """Prefix that it holds or is computing; at least num_cached_tokens."""
     load: WorkerLoad
+    encoder_cached: bool = False
+    """It holds the KV of the encoder's input."""
 
 
 def _holders_or_leaders(node: Node) -> set[Holder]:
@@ -55,6 +58,11 @@ class _Prompt(NamedTuple):
     cached: dict[Holder, int]
     in_flight: dict[Holder, int]
     first_block: bytes
+    """And the digest of what the tokens refer to."""
+    units: Collection[Holder]
+    """Those that hold the KV of the encoder's input."""
+    units_in_flight: Collection[Holder]
+    """Those that have a sequence which is about to run the encoder."""
 
 
 def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int, sessions: List[Session]) -> _Prompt:
@@ -69,7 +77,9 @@ def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int, sessi
         for session in windowed:
             holder = session.holder
             in_flight[holder] = max(cached.get(holder, 0), session.on_grid(led.get(holder, 0)))
-    return _Prompt(cached, in_flight, b"\0" + tokens[: block_size * TOKEN_BYTES])
+    units = node.units if isinstance(node, RootNode) else ()
+    leading = () if node is None else node.leading_holders()
+    return _Prompt(cached, in_flight, b"\0" + root.input_digest + tokens[: block_size * TOKEN_BYTES], units, leading)
 
 
 def route(
@@ -79,9 +89,10 @@ def route(
     tokens: bytes,
     hash_function: HashFunction,
     max_workers: int = 0,
+    num_encoder_tokens: int = 0,
 ) -> list[RoutedWorker]:
-    """The sessions, best first: least expected work (tokens to compute + work queued), cold ties by hash of the first block. At
-    most `max_workers`, if that is not 0.
+    """The sessions, best first: least expected work (tokens to compute, those of the encoder's input included, + work queued), cold
+    ties by hash of the first block. At most `max_workers`, if that is not 0.
 
     The hash is combined with the worker's id (rendezvous hashing), so that equal cold prompts meet on one worker and different
     ones spread.
@@ -99,6 +110,8 @@ def route(
         if load.num_running > num_running:
             num_running = load.num_running
         cost = num_tokens - num_computed + load.num_uncomputed_tokens
+        if session.holder not in prompt.units and session.holder not in prompt.units_in_flight:
+            cost += num_encoder_tokens
         cost += SEQUENCE_COST_TOKENS * (num_running + load.num_waiting)
         ranked.append((cost, hash_function(session.name + prompt.first_block), session))
     ranked.sort(key=_ORDER)
@@ -107,5 +120,6 @@ def route(
         prompt, block_size = prompts[session.block_size], session.block_size
         num_cached = prompt.cached.get(session.holder, 0) * block_size
         num_in_flight = prompt.in_flight.get(session.holder, 0) * block_size
-        routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load))
+        has_unit = session.holder in prompt.units
+        routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load, has_unit))
     return routed

@@ -14,6 +14,7 @@ from .messages import TOKEN_BYTES, BlockCounts, Drain, Limits, Registration, Roo
 from .prefix_tree import Node, RootNode
 from .refusal import Reason, Refusal, bad_field
 from .session_key import NO_KEY, SessionKey
+from .unit_pool import UnitPool
 from .windows import NONE_KEPT, WindowTable
 
 
@@ -72,11 +73,17 @@ class Session:
         self.account = account
         """Its part of the budget of all workers."""
         self.full_pools = tuple(pools[slot] for slot in holder.full_slots)
-        """Of the groups without a window."""
+        """Of the groups whose layers see all of a sequence."""
         self.window_pools = tuple(pools[slot] for slot in holder.window_slots)
         """Of the others, those with a state included."""
         self.grid_blocks = math.lcm(*(group.grid_blocks or 1 for group in registration.layout.groups))
         """Boundaries of its sequences are multiples of so many blocks."""
+        self.unit_pool: UnitPool | None = None
+        """Of the group with cross attention, if there is one."""
+        if holder.unit_slot is not None:
+            unit_pool = pools[holder.unit_slot]
+            assert isinstance(unit_pool, UnitPool)
+            self.unit_pool = unit_pool
         self.most_blocks_per_sequence = min(
             max_blocks_per_sequence, account.most_blocks // len(pools), *(pool.capacity for pool in self.full_pools)
         )
@@ -229,6 +236,7 @@ class Sequence:
 
     __slots__ = (
         "boundaries",
+        "encoder_computed",
         "fenced",
         "kept",
         "key",
@@ -252,7 +260,8 @@ class Sequence:
         self.tokens = bytearray(tokens)
         """All tokens known: the prompt and those that Append has stated since."""
         self.tables: tuple[list[int], ...] = ()
-        """Block ids from position 0, by group; empty in groups with a window. Set by who grants them, like `num_named`."""
+        """Block ids from position 0, by group; empty in groups with a window; with cross attention those of the encoder's input.
+        Set by who grants them, like `num_named`."""
         self.windows: tuple[WindowTable | None, ...] = ()
         """By group, None for those without a window; empty if no group has one."""
         self.boundaries: tuple[int, ...] = ()
@@ -269,6 +278,8 @@ class Sequence:
         """Tokens whose KV the worker has reported as completed, hits included."""
         self.num_named: list[int] = []
         """By group: leading entries of the table that the worker has named or was granted by Allocate."""
+        self.encoder_computed = False
+        """With cross attention: the KV of the encoder's input is complete."""
         self.fenced = False
         """A larger attempt lives on another session; only Free is accepted."""
 
@@ -293,8 +304,6 @@ class Sequence:
     @property
     def num_slots(self) -> int:
         """Tokens that the shortest of its tables has room for. Without tables of the whole sequence, its tokens."""
-        if not self.windows:
-            return min(map(len, self.tables)) * self.session.block_size
         lengths = [len(self.tables[pool.slot]) * self.session.block_size for pool in self.session.full_pools]
         return min(lengths, default=self.num_tokens)
 
@@ -322,7 +331,19 @@ class Sequence:
         step = self.session.block_size * TOKEN_BYTES
         return bytes(self.tokens[index * step : (index + 1) * step])
 
-    def token_count(self, index: int) -> int:
+    def unsealed(self, group: int) -> List[int]:
+        """Its blocks of a group that are not sealed, in no particular order."""
+        window = self.windows[group] if self.windows else None
+        if window is not None:
+            return list(window.scratch)
+        table, pool = self.tables[group], self.session.unit_pool
+        if pool is not None and pool.slot == group:
+            return table if pool.node(table[0]) is None else []
+        return table[self.num_sealed :]
+
+    def token_count(self, index: int, group: int = 0) -> int:
         """Slots of the block at a table index whose KV is known to be computed."""
-        size = self.session.block_size
+        size, pool = self.session.block_size, self.session.unit_pool
+        if pool is not None and pool.slot == group:
+            return size if self.encoder_computed else 0
         return max(0, min(size, self.num_computed_tokens - index * size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
+from . import units
 from .block_pool import BlockPool
 from .fencing import Fencing, fenced
 from .messages import (
@@ -200,6 +201,7 @@ def check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
             f"{num_computed} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
         )
     num_computed = max(num_computed, sequence.num_computed_tokens)
+    units.check_update(sequence, update, num_computed)
     if windows or update.scratch or update.released:
         _check_windows(sequence, update, num_computed // session.block_size, limits)
     return Merge(new_tokens, update, new_blocks, num_computed)
@@ -230,6 +232,8 @@ def apply(tree: PrefixTree, sequence: Sequence, merge: Merge) -> None:
         sequence.tokens += new_tokens
         session.account.add_tokens(num_new_tokens)
         session.num_generated_tokens += num_new_tokens
+    if update.encoder_computed:
+        units.take_update(sequence)
     if update.bound:
         _bind(sequence, update.bound, new_blocks)
     if sequence.num_computed_tokens // session.block_size > sequence.num_sealed:
@@ -426,6 +430,7 @@ def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
         window = sequence.windows[pool.slot]
         assert window is not None
         _end_window(pool, sequence, window)
+    units.release(sequence)
     leave(tree, attempts, sequence)
 
 
@@ -434,6 +439,7 @@ def leave(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     nodes = sequence.nodes
     for node in nodes[sequence.num_sealed :]:
         node.drop_leader(sequence)
+    units.leave(sequence)
     deepest = nodes[-1] if nodes else sequence.root
     deepest.num_sequences -= 1
     tree.prune(deepest)

@@ -180,6 +180,7 @@ def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
             "num_blocks": pool.num_blocks,
             "window_tokens": worker.kv_cache_config.groups[pool.group].sliding_window.window_tokens,
             "has_states": worker.kv_cache_config.groups[pool.group].HasField("state"),
+            "max_encoder_tokens": worker.kv_cache_config.groups[pool.group].cross_attention.max_encoder_tokens,
             "counts": {name: getattr(counts.get(pool.group, _NO_COUNTS), name) for name in _COUNTS},
         }
         for pool in worker.kv_cache_config.pools

@@ -26,9 +26,16 @@ export function rate(value) {
 
 /** A group of layers of a worker, as in "1 (window 512)" or "1 (states)". */
 export function groupName(group, info) {
-  const { window_tokens: window = 0, has_states: hasStates = false } = info.groups[group] ?? {};
+  const {
+    window_tokens: window = 0,
+    has_states: hasStates = false,
+    max_encoder_tokens: encoder = 0,
+  } = info.groups[group] ?? {};
   if (hasStates) {
     return `${group} (states)`;
+  }
+  if (encoder) {
+    return `${group} (inputs of the encoder)`;
   }
   return window ? `${group} (window ${count(window)})` : String(group);
 }

@@ -15,6 +15,8 @@ Each violation names the law, the worker, and the block and sequence if there is
 * fork: blocks that several tables share are sealed
 * scratch: a scratch block belongs to one live sequence, and is not sealed
 * window: the entries of a sequence's window are sealed blocks that hold its tokens
+* unit: the KV of an encoder's input is in distinct blocks of one state, sealed together and known to its root; a sequence has all
+  of one, and has computed no token without it
 * dependents: a copy in a group with a window has a copy in every group without one
 * chain: a sequence's nodes hold its tokens, each the child of the one before
 * tree: child and parent point at each other; a node without copy, child and sequence is gone; counts and leaders are right

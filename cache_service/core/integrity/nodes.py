@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Container
 
 from ..copies import Holder, block_at
-from ..prefix_tree import Leader, Leaders, Node, PrefixTree, Walk
+from ..prefix_tree import Leader, Leaders, Node, PrefixTree, RootNode, Walk
 from .findings import Course, Findings
+from .units import check_units
 from .world import World
 
 
@@ -55,6 +56,8 @@ class NodeLaws:
             self.suspects.append(node)
         for holder in node.holders():
             self._copies(node, holder)
+        if isinstance(node, RootNode) and node.units:
+            check_units(node, self._world, self._findings)
         if node.copies is not None and not node.copies.is_signed():
             self._add("tree", f"{node!r} has a signature that is not of the slots that hold it", node)
         if isinstance(node.leaders, Leaders) and not node.leaders.is_counted():

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from ..block_pool import CACHED, FREE, HELD, RESERVED, BlockPool, State
 from ..prefix_tree import Node
 from ..session import Session
+from ..unit_pool import UnitPool
 from .findings import Course, Findings
+from .units import LAW, check_block, check_listed
 
 _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
 """Translates states into whether blocks in them are on the free list."""
@@ -30,6 +32,7 @@ class PoolLaws:
         yield from self._free_list()
         yield from self._blocks()
         yield from self._duplicates()
+        yield from self._units()
         self._null_block()
 
     def _add(self, law: str, message: str, block: int = -1) -> None:
@@ -165,6 +168,11 @@ class PoolLaws:
 
     def _sealed(self, block: int, state: int, node: Node) -> None:
         pool = self._pool
+        if isinstance(pool, UnitPool):
+            wrong = check_block(pool, block, State(state), node)
+            if wrong is not None:
+                self._add(LAW, wrong, block)
+            return
         copy = pool.copy_of(node)
         if state in (FREE, RESERVED):
             self._add("state", f"block {block} is {State(state).name.lower()} and still sealed", block)
@@ -188,6 +196,18 @@ class PoolLaws:
                 if pool.node(block) is not node or pool.state(block) is not State.HELD:
                     self._add("sealing", f"block {block} is listed as a duplicate and is none", block)
             yield 1 + 2 * len(blocks)
+
+    def _units(self) -> Course:
+        pool = self._pool
+        if not isinstance(pool, UnitPool):
+            return
+        listed = pool.cached_units()
+        yield len(listed) // 8
+        for root in listed:
+            wrong = check_listed(pool, root)
+            if wrong is not None:
+                self._add(LAW, wrong)
+            yield 1
 
     def _null_block(self) -> None:
         pool = self._pool

@@ -10,6 +10,7 @@ from ..prefix_tree import Node
 from ..session import Sequence, Session
 from ..windows import WindowTable
 from .findings import Course, Findings
+from .units import check_table
 
 
 class SequenceLaws:
@@ -34,13 +35,17 @@ class SequenceLaws:
                 if window is not None and living.get(kept_as) is sequence:
                     self._window(sequence, group, window)
                     yield 3 * len(window)
+            unit_pool = self._session.unit_pool
+            if unit_pool is not None and living.get(kept_as) is sequence:
+                check_table(sequence, self._findings)
+                yield 3 * len(sequence.tables[unit_pool.slot])
             begin = 0
             while living.get(kept_as) is sequence and begin < max(
                 len(sequence.nodes), *(len(table) for table in sequence.tables)
             ):
                 end = begin + self._findings.portion
                 self._nodes(sequence, begin, end)
-                for group in range(len(sequence.tables)):
+                for group in self._session.holder.full_slots:
                     self._table(sequence, group, begin, end)
                 yield 3 * sum(max(0, min(end, len(table)) - begin) for table in sequence.tables)
                 begin = end

@@ -59,6 +59,8 @@ def render_block_map(block_map: BlockMap, width: int, height: int | None = None)
         text.append(f", window of {block_map.window_tokens:,} tokens")
     if block_map.has_states:
         text.append(", states of recurrent layers")
+    if block_map.max_encoder_tokens:
+        text.append(", inputs of the encoder")
     text.append(f": {block_map.num_blocks:,} blocks of {block_map.block_size} tokens\n{_INDENT}{_counts(block_map)}\n")
     max_owners = _LEGEND_OWNERS_MAX if height is None else max(1, min(_LEGEND_OWNERS_MAX, height // 4))
     legend = _legend(block_map.blocks, owners, width, max_owners)

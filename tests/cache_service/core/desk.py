@@ -62,11 +62,17 @@ class Desk:
         limits: Limits | None = None,
         windows: Sequence[tuple[int, int]] = (),
         grids: Sequence[int] = (),
+        max_encoder_tokens: int = 0,
     ) -> None:
         self.lockstep = lockstep or Lockstep(hash_function, limits)
         self.manager = self.lockstep.manager
         introduction = registration(
-            worker_id, num_blocks=num_blocks, block_size=block_size, windows=windows, grids=grids
+            worker_id,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            windows=windows,
+            grids=grids,
+            max_encoder_tokens=max_encoder_tokens,
         )
         number = self.lockstep.register(introduction)
         assert isinstance(number, int)
@@ -138,6 +144,7 @@ class Desk:
         max_cached_tokens: int | None = None,
         boundaries: tuple[int, ...] = (),
         retention_interval: int = 0,
+        num_encoder_tokens: int = 0,
     ) -> AllocateItem:
         """One sequence of an Allocate."""
         self.tokens[_key(name)] = list(tokens)
@@ -150,6 +157,7 @@ class Desk:
             max_cached_tokens,
             boundaries,
             retention_interval,
+            num_encoder_tokens,
         )
 
     def allocate_batch(self, *items: AllocateItem) -> list[Granted | Wait | Refused]:

@@ -54,7 +54,9 @@ class Prediction(NamedTuple):
         """Compare with what Allocate has answered."""
         miss, item = self.explained.miss, self.item
         is_here = miss.cause is MissCause.BEING_COMPUTED and miss.other_worker is None
-        if isinstance(outcome, Wait) and not self.waits_for_itself:
+        if isinstance(outcome, Wait) and not outcome.position:  # for an encoder, which says nothing of the prompt
+            assert item.max_cached_tokens == 0 or not self.explained.encoder_cached
+        elif isinstance(outcome, Wait) and not self.waits_for_itself:
             assert is_here, f"Allocate waits for {outcome}, Explain says {miss.cause}"
             limit = item.max_cached_tokens
             assert limit is not None or self.may_wait_elsewhere or outcome == miss.leader

@@ -32,6 +32,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.prefix_tree import Node, RootNode
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
+from kvpool.cache_service.core.unit_pool import UnitPool
 from tests.cache_service.core.explained import Prediction
 from tests.cache_service.core.model import Model, ModelPool, ModelSession, Prefix, Refused, token_ids
 
@@ -67,10 +68,11 @@ def registration(
     register_no: int = 1,
     windows: Sequence[tuple[int, int]] = (),
     grids: Sequence[int] = (),
+    max_encoder_tokens: int = 0,
 ) -> Registration:
     """A well-formed introduction, of a process that has no proof that an earlier one has ended. `num_blocks`: of one group, or of
     several. `windows`: by group, tokens of the window, 0 for none, and scratch blocks; `grids`: by group, blocks of a state's grid,
-    0 for none. Groups at the end may be left out."""
+    0 for none. Groups at the end may be left out. `max_encoder_tokens`: the last group has cross attention."""
     counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
     of_windows = [*windows, *[(0, 0)] * (len(counts) - len(windows))]
     of_grids = [*grids, *[0] * (len(counts) - len(grids))]
@@ -78,6 +80,7 @@ def registration(
         Group(count, window=window, scratch_blocks=scratch, grid_blocks=grid)
         for count, (window, scratch), grid in zip(counts, of_windows, of_grids, strict=True)
     ]
+    groups[-1] = groups[-1]._replace(max_encoder_tokens=max_encoder_tokens)
     return Registration(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -194,6 +197,7 @@ def session_snapshot(session: Session) -> SessionSnapshot:
                 sequence.num_computed_tokens,
                 tuple(sequence.num_named),
                 sequence.fenced,
+                sequence.encoder_computed,
             )
             for key, sequence in session.sequences.items()
         ),
@@ -212,6 +216,7 @@ def snapshot(manager: CacheManager) -> Snapshot:
             tuple(node.iter_leaders()),
             frozenset((holder, node.blocks_in(holder)) for holder in node.holders()),
             frozenset(node.iter_children()),
+            tuple(node.units.items()) if isinstance(node, RootNode) else (),
         )
         for node, _ in iter(manager._tree.begin_walk(in_portions=False).step, None)
     )
@@ -418,6 +423,7 @@ class Lockstep:
         for worker in ranked:
             session = self.model.session(worker.session.number)
             reach = worker.num_cached_tokens, worker.num_in_flight_tokens
+            assert worker.encoder_cached == self.model.has_unit(session, root)
             assert reach == self.model.reach(session, root, token_ids(tokens))
         self._explain(root, tokens)
 
@@ -430,6 +436,7 @@ class Lockstep:
         for worker in explained:
             session = self.model.session(worker.session.number)
             assert worker.num_cached_tokens == self.model.reach(session, root, token_ids(tokens))[0]
+            assert worker.encoder_cached == self.model.has_unit(session, root)
 
     # -- comparing
 
@@ -466,7 +473,7 @@ class Lockstep:
                 if window is not None and expected is not None:
                     assert (window.entries, list(window.scratch)) == (expected.entries, expected.scratch)
             assert list(sequence.boundaries) == other.boundaries
-            for name in ("key", "num_computed_tokens", "num_cached_tokens", "num_named", "fenced"):
+            for name in ("key", "num_computed_tokens", "num_cached_tokens", "num_named", "fenced", "encoder_computed"):
                 assert getattr(sequence, name) == getattr(other, name), name
 
     def _compare_pool(self, session: Session, pool: BlockPool, of_session: ModelSession, modelled: ModelPool) -> None:
@@ -486,7 +493,11 @@ class Lockstep:
             self._granted[worker_id, group, block] = max(generation, self._granted.get((worker_id, group, block), 0))
             node, content = pool.node(block), modelled.content(block)
             assert (node is None) == (content is None)
-            if node is not None and content is not None:
+            if node is not None and content is not None and isinstance(pool, UnitPool):
+                assert isinstance(node, RootNode)
+                assert node.key == (content[0], size)
+                assert node.units[session.holder] == tuple(modelled.unit(content[0]))
+            elif node is not None and content is not None:
                 assert path_of(node) == (content[0], size, content[1])
                 assert (pool.copy_of(node) == block) == (modelled.hit(content) == block)
                 if self.memory is not None:

@@ -33,7 +33,8 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.refusal import Reason
 
 Prefix = tuple[Root, tuple[int, ...]]
-"""What a sealed block holds: the KV of the last block of these tokens, computed behind the others under this root."""
+"""What a sealed block holds: the KV of the last block of these tokens, computed behind the others under this root. In a group with
+cross attention: of the encoder's input, as a unit; the tokens are the number of the block in it."""
 
 
 def token_ids(tokens: bytes) -> list[int]:
@@ -94,6 +95,8 @@ class ModelSequence:
     kept_interval: int
     """In blocks: its multiples were asked for too; 0: none."""
     fenced: bool = False
+    encoder_computed: bool = False
+    """With cross attention: the KV of the encoder's input is complete."""
 
     def prefix(self, index: int, block_size: int) -> Prefix:
         """What the full block at a table index holds."""
@@ -132,6 +135,8 @@ class ModelPool:
     """Blocks before a boundary that its layers see: all that a hit needs. 1 for snapshots. 0: all of them, it has no window."""
     ring: int
     """With a window: scratch blocks of one sequence."""
+    max_encoder_tokens: int
+    """With cross attention; 0: without."""
     idle: list[int]
     """Blocks that nobody has: those that hold nothing, the next to be granted first, and then the sealed ones, which are still
     hits, in the order in which they were let go."""
@@ -204,6 +209,8 @@ class ModelPool:
         """Grant the first blocks of the free list, stepping over those that are withheld. Inside a grant the demoted ones come
         first, the last of them before the others, which means nothing."""
         last = self.last_granted + left
+        while self.max_encoder_tokens and sum(self.content(b) is None and b <= last for b in self.free_list) < count:
+            self._evict_unit()
         blocks = [block for block in self.free_list if block <= last][:count]
         assert len(blocks) == count
         blocks.sort(key=lambda block: -self.demoted.index(block) if block in self.demoted else 1)
@@ -218,6 +225,27 @@ class ModelPool:
             assert generation > self.generation[block]
             self.generation[block] = generation
         return blocks
+
+    def _evict_unit(self) -> None:
+        """All blocks with the input of the one that is next to go hold nothing any more, and are granted next."""
+        root = next(content[0] for block in self.free_list if (content := self.content(block)) is not None)
+        blocks = self.unit(root)
+        assert all(block in self.idle for block in blocks)
+        self.idle = blocks + [block for block in self.idle if block not in blocks]
+        for block in blocks:
+            self._forget(block)
+        self.num_evicted += len(blocks)
+
+    def unit(self, root: Root) -> list[int]:
+        """The blocks with the input of a root, in order."""
+        return [
+            block for _, block in sorted((content[1], block) for block, content in self.sealed if content[0] == root)
+        ]
+
+    def seal_unit(self, blocks: list[int], root: Root) -> None:
+        """They are the root's unit from now on, if it has none."""
+        if not self.unit(root):
+            self.sealed += [(block, (root, (index,))) for index, block in enumerate(blocks)]
 
     def _empty_windows(self, prefix: Prefix) -> None:
         """A block of a window serves nothing where a group without a window has lost the prefix."""
@@ -276,7 +304,10 @@ class ModelSession:
             if group.grid_blocks:
                 span = 1
             generation = dict.fromkeys(blocks, 0)
-            pool = ModelPool(index, self.sequences, self.pools, span, group.scratch_blocks, list(blocks), generation)
+            most = group.max_encoder_tokens
+            pool = ModelPool(
+                index, self.sequences, self.pools, span, group.scratch_blocks, most, list(blocks), generation
+            )
             self.pools.append(pool)
 
     @property
@@ -293,8 +324,13 @@ class ModelSession:
 
     @property
     def full_pools(self) -> list[ModelPool]:
-        """Of groups without a window."""
-        return [pool for pool in self.pools if not pool.span]
+        """Of groups whose layers see all of the text."""
+        return [pool for pool in self.pools if not pool.span and not pool.max_encoder_tokens]
+
+    @property
+    def unit_pool(self) -> ModelPool | None:
+        """Of the group with cross attention."""
+        return next((pool for pool in self.pools if pool.max_encoder_tokens), None)
 
     @property
     def window_pools(self) -> list[ModelPool]:
@@ -324,7 +360,7 @@ class ModelSession:
         for count in range(len(prefixes), 0, -1):
             if all(
                 pool.hit(prefix)
-                for pool in self.pools
+                for pool in self.full_pools + self.window_pools
                 for prefix in prefixes[max(0, count - pool.span) if pool.span else 0 : count]
             ):
                 return count
@@ -519,6 +555,13 @@ class Model:
             raise Refused(Reason.NEVER_FITS)
         if any(min(most_blocks, pool.span + pool.ring) > pool.capacity for pool in session.window_pools):
             raise Refused(Reason.NEVER_FITS)
+        units, num_unit_blocks = session.unit_pool, -(-item.num_encoder_tokens // size)
+        if not (units is not None) <= item.num_encoder_tokens <= (units.max_encoder_tokens if units else 0):
+            raise Refused(Reason.BAD_FIELD)
+        if units is not None and not item.root.input_digest:
+            raise Refused(Reason.BAD_FIELD)
+        if units is not None and num_unit_blocks > units.capacity:
+            raise Refused(Reason.NEVER_FITS)
         if len(item.boundaries) > self.limits.max_asked_boundaries:
             raise Refused(Reason.BAD_FIELD)
         self._require_attempt(session, key)
@@ -532,6 +575,8 @@ class Model:
                 raise Refused(Reason.FREE_FIRST)
             if living.root != item.root or living.tokens[: len(tokens)] != tokens:
                 raise Refused(Reason.TOKENS_DIFFER, 0)
+            if units is not None and len(living.tables[units.group]) != num_unit_blocks:
+                raise Refused(Reason.BAD_FIELD)
             return self._granted(session, living)
         if len(session.sequences) >= self.limits.max_sequences_per_session:
             raise Refused(Reason.TOO_MANY_SEQUENCES)
@@ -542,9 +587,14 @@ class Model:
             most_hits = min(most_hits, item.max_cached_tokens // size)
         prefixes: list[Prefix] = [(item.root, tuple(tokens[: (i + 1) * size])) for i in range(len(tokens) // size)]
         num_hits = session.num_hits(prefixes[:most_hits])
+        unit = units.unit(item.root) if units is not None and item.max_cached_tokens != 0 else []
+        if unit and len(unit) != num_unit_blocks:
+            raise Refused(Reason.BAD_FIELD)
         if not item.no_wait:
             find_wait = self._wait_for_window if session.window_pools else self._wait
             wait = find_wait(session, key, prefixes, num_hits, most_hits)
+            if wait is None and not unit:
+                wait = self._wait_for_unit(session, item)
             if wait is not None:
                 return wait
 
@@ -558,6 +608,9 @@ class Model:
             for pool in session.pools
         ]
         num_needed = [min(pool.ring, most_blocks - num_hits) if pool.span else num_fresh for pool in session.pools]
+        if units is not None:
+            hits[units.group] = dict(enumerate(unit))
+            num_needed[units.group] = 0 if unit else num_unit_blocks
         self._require_blocks(session, num_needed, [list(found.values()) for found in hits])
         if len(tokens) > self.tokens_left():
             raise Refused(Reason.TOO_MANY_TOKENS)
@@ -583,7 +636,8 @@ class Model:
             windows=windows,
             num_cached_tokens=num_hits * size,
             num_computed_tokens=num_hits * size,
-            num_named=[num_hits + num_fresh] * len(hits),
+            num_named=[num_unit_blocks if pool is units else num_hits + num_fresh for pool in session.pools],
+            encoder_computed=bool(unit),
             boundaries=boundaries if session.window_pools else [],
             kept=kept,
             kept_interval=kept_interval,
@@ -627,7 +681,15 @@ class Model:
             scratch = tuple(ReservedBlock(block, pool.generation[block]) for block in window.scratch)
             tables.append(GrantedTable(tuple(blocks), tuple(generations), places.start, scratch))
         boundaries = tuple(boundary * session.block_size for boundary in sequence.boundaries)
-        return Granted(tuple(tables), sequence.num_cached_tokens, boundaries)
+        return Granted(tuple(tables), sequence.num_cached_tokens, boundaries, sequence.encoder_computed)
+
+    def _wait_for_unit(self, session: ModelSession, item: AllocateItem) -> Wait | None:
+        """The oldest sequence that is about to run the encoder over the same input."""
+        for leader in session.sequences if session.unit_pool is not None else ():
+            is_other = not leader.fenced and leader.key.sequence_id != item.key.sequence_id
+            if is_other and leader.root == item.root and not leader.encoder_computed:
+                return Wait(leader.key, 0)
+        return None
 
     def _boundaries(
         self,
@@ -711,7 +773,7 @@ class Model:
         if item.want_blocks > session.longest_table(self.limits):
             raise Refused(Reason.NEVER_FITS)
         num_missing = [
-            0 if pool.span else max(0, item.want_blocks - len(table))
+            0 if pool not in session.full_pools else max(0, item.want_blocks - len(table))
             for pool, table in zip(session.pools, tables, strict=True)
         ]
         self._require_blocks(session, num_missing, [[] for _ in tables])
@@ -719,7 +781,8 @@ class Model:
         entries = []
         for pool, table in zip(session.pools, sequence.tables, strict=True):
             table += pool.take(num_missing[pool.group], generation, self.left(session))
-            unnamed = range(sequence.num_named[pool.group], len(table)) if item.want_blocks and not pool.span else ()
+            is_full = item.want_blocks and pool in session.full_pools
+            unnamed = range(sequence.num_named[pool.group], len(table)) if is_full else ()
             entries.append(tuple(TableEntry(index, table[index], pool.generation[table[index]]) for index in unnamed))
         num_sealed_tokens = sequence.num_computed_tokens // session.block_size * session.block_size
         return Appended(num_sealed_tokens, tuple(entries) if any(entries) else ())
@@ -813,9 +876,16 @@ class Model:
         num_slots = [len(tables[pool.group]) * session.block_size for pool in session.full_pools]
         if update.num_computed_tokens > min([len(tokens), *num_slots]):
             raise Refused(Reason.BAD_FIELD)
+        units = session.unit_pool
+        is_encoded = sequence.encoder_computed or update.encoder_computed
+        num_computed = max(update.num_computed_tokens, sequence.num_computed_tokens)
+        if update.encoder_computed if units is None else num_computed > sequence.num_cached_tokens and not is_encoded:
+            raise Refused(Reason.BAD_FIELD)
+        if units is not None and len(tables[units.group]) > len(sequence.tables[units.group]):
+            raise Refused(Reason.BAD_FIELD)
         if max(len(update.scratch), len(update.released)) > len(session.pools):
             raise Refused(Reason.BAD_FIELD)
-        for pool in session.full_pools:
+        for pool in session.full_pools + ([] if units is None else [units]):
             if any(_of(update.scratch, pool)) or any(_of(update.released, pool)):
                 raise Refused(Reason.BAD_FIELD)
         num_full = max(update.num_computed_tokens, sequence.num_computed_tokens) // session.block_size
@@ -862,6 +932,9 @@ class Model:
             named = [entry.table_index + 1 for entry in _of(update.bound, pool)]
             sequence.num_named[pool.group] = max([sequence.num_named[pool.group], *named])
         session.seal(sequence, update.num_computed_tokens)
+        if update.encoder_computed and session.unit_pool is not None and not sequence.encoder_computed:
+            sequence.encoder_computed = True
+            session.unit_pool.seal_unit(sequence.tables[session.unit_pool.group], sequence.root)
         for pool in session.window_pools:
             self._apply_window(session, pool, sequence, update)
         num_full = sequence.num_computed_tokens // session.block_size
@@ -930,6 +1003,13 @@ class Model:
             for index in sorted(window.entries, reverse=True):
                 block = window.entries.pop(index)
                 pool.let_go(block, demoted=not self._is_worth_keeping(session, pool, sequence, index))
+        units = session.unit_pool
+        if units is not None:
+            unit = sequence.tables[units.group]
+            if sequence.encoder_computed:
+                units.seal_unit(unit, sequence.root)
+            while unit:
+                units.let_go(unit.pop(0))
         session.sequences.remove(sequence)
 
     def free(self, uplink: Uplink, items: tuple[SequenceUpdate, ...], generation: int) -> None:
@@ -963,7 +1043,7 @@ class Model:
         nodes: set[tuple[Prefix, int]] = set()
         for session in self.sessions:
             size = session.block_size
-            deepest = [prefix for pool in session.pools for _, prefix in pool.sealed]
+            deepest = [prefix for pool in session.full_pools + session.window_pools for _, prefix in pool.sealed]
             whole = [sequence for sequence in session.sequences if sequence.num_nodes(size)]
             deepest += [sequence.prefix(sequence.num_nodes(size) - 1, size) for sequence in whole]
             for root, tokens in deepest:
@@ -980,6 +1060,10 @@ class Model:
             if (other_root, size, len(others)) == (root, block_size, len(tokens) + block_size)
             and others[: len(tokens)] == tokens
         ]
+
+    def has_unit(self, session: ModelSession, root: Root) -> bool:
+        """Whether a worker holds the KV of the input that a root names."""
+        return session.unit_pool is not None and bool(session.unit_pool.unit(root))
 
     def reach(self, session: ModelSession, root: Root, tokens: list[int]) -> tuple[int, int]:
         """Tokens of a prompt that a worker holds, and that it holds or is computing, short of the last token."""

@@ -76,10 +76,20 @@ async def test_a_malformed_registration_names_its_field(server: Server, stub: St
 
 
 async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:
+    unknown = registration()
+    unknown.kv_cache_config.groups[0].ClearField("spec")
+    found = await refused(stub.Register(unknown), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    assert "got no spec" in found.message
+
+
+@pytest.mark.parametrize(("most", "field"), [(0, "cross_attention.max_encoder_tokens"), (8, "cross_attention")])
+async def test_cross_attention_that_cannot_be_is_named(stub: Stub, most: int, field: str) -> None:
+    """It needs the length of the longest input, and another group for the decoder's own KV."""
     crossed = registration()
+    crossed.kv_cache_config.groups[0].cross_attention.max_encoder_tokens = most
     crossed.kv_cache_config.groups[0].cross_attention.SetInParent()
-    found = await refused(stub.Register(crossed), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
-    assert "got cross_attention" in found.message
+    found = await refused(stub.Register(crossed), INVALID, "BAD_FIELD")
+    assert field_of(found) == f"kv_cache_config.groups[0].{field}"
 
 
 @pytest.mark.parametrize(
