@@ -185,7 +185,7 @@ class EngineCache:
         num_before = sequence.num_computed_tokens
         sequence.progress_at = now
         naming.complete(state, sequence, num_computed_tokens)
-        if num_before // size == num_computed_tokens // size:
+        if num_before // size == num_computed_tokens // size and not sequence.has_encoder_news:
             return
         if state.report_due_at is None:
             state.report_due_at = now + self.settings.report_seconds

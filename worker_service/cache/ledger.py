@@ -155,7 +155,7 @@ class BlockLedger:
         other group was asked. Returns the content at the end. Raises DisagreementError."""
         if not entries:
             return last
-        contents = [self._held(entry.block, entry.generation) for entry in entries]
+        contents = [self.held(entry.block, entry.generation) for entry in entries]
         if last is None:
             last = contents[-1]
             _require_chain(entries[-1].block, last, tokens, root)
@@ -166,7 +166,8 @@ class BlockLedger:
             expected = expected.parent
         return last
 
-    def _held(self, block: int, generation: int) -> Content:
+    def held(self, block: int, generation: int) -> Content:
+        """The content of a block that the manager returns as cached. Raises DisagreementError."""
         content = self._contents[block] if 0 < block < self.num_blocks else None
         if content is None or generation != self._generation[block]:
             raise self._not_held(block, generation)
@@ -201,6 +202,15 @@ class BlockLedger:
         """All slots of a block in a table hold their KV."""
         self._contents[block] = content
         content.blocks[self.group] = block
+
+    def forget(self, block: int) -> None:
+        """A block in no table holds nothing any more."""
+        self._contents[block] = None
+        self._idle.pop(block, None)
+
+    def is_used(self, block: int) -> bool:
+        """Whether a table contains the block."""
+        return self._num_users[block] > 0
 
     def content(self, block: int) -> Content | None:
         """The content of a complete block; None for others."""

@@ -44,6 +44,8 @@ class Stated(NamedTuple):
     """Of an Allocate: the tokens, as in the message."""
     scratch: tuple[Statement | None, ...] = ()
     """By group."""
+    encoder_computed: bool = False
+    """The KV of the encoder's input was stated to be complete."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

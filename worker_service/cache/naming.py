@@ -22,6 +22,7 @@ def complete(state: CacheState, sequence: CacheSequence, num_computed_tokens: in
         sequence.content = Content(sequence.content, sequence.root, tokens, len(state.ledgers))
         for group in state.full_groups:
             state.ledgers[group].complete(sequence.tables[group][index], sequence.content)
+    _complete_unit(state, sequence, num_computed_tokens)
     reached = boundaries.reached(sequence, num_computed_tokens, settings)
     sequence.num_computed_tokens = num_computed_tokens
     if not sequence.scratch:
@@ -31,6 +32,16 @@ def complete(state: CacheState, sequence: CacheSequence, num_computed_tokens: in
     sequence.boundaries = tuple([one for one in sequence.boundaries if one > num_computed_tokens])
     if num_computed_tokens == len(sequence.tokens):
         _settle(state, sequence)
+
+
+def _complete_unit(state: CacheState, sequence: CacheSequence, num_computed_tokens: int) -> None:
+    """The step that has computed the first tokens has run the encoder before them."""
+    ledger = state.unit_ledger
+    if ledger is None or sequence.encoder_computed or num_computed_tokens == sequence.num_computed_tokens:
+        return
+    sequence.encoder_computed = True
+    table = sequence.tables[ledger.group]
+    ledger.complete_unit(table, sequence.root, sequence.num_encoder_tokens, len(state.ledgers))
 
 
 def _settle(state: CacheState, sequence: CacheSequence) -> None:

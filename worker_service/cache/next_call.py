@@ -63,6 +63,7 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
         num_tokens = len(sequence.tokens)
         num_entries = max(0, -(-num_tokens // state.settings.block_size) - sequence.acked_entries) * len(state.ledgers)
         num_entries += sum(scratch.num_entries_of_news for scratch in sequence.scratch if scratch is not None)
+        num_entries += 0 if sequence.tables else state.settings.num_unit_blocks(sequence.num_encoder_tokens)
         num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens)
         num_bytes += _ENTRY_BYTES * num_entries
         is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
@@ -84,6 +85,8 @@ def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], 
         if state.settings.has_scratch(group):
             parts = (sequence.scratch[group] for sequence in others if sequence.scratch)
             unnamed = sum(scratch.num_unstated for scratch in parts if scratch is not None)
+        elif group == state.settings.cross_group:
+            unnamed = 0
         surplus = len(reserve) - target
         # Return only a clear surplus, or everything when idle; else every report would move a few blocks. And only to a manager
         # that answers: while it is away it grants nothing, and decoding may speed up again.
@@ -228,6 +231,7 @@ def _update(
         start=start,
         tokens=pack_tokens(sequence.tokens[start:num_tokens]),
         num_computed_tokens=num_computed,
+        encoder_computed=sequence.has_encoder_news,
     )
     if first < sequence.num_entries:
         for group in state.full_groups:
@@ -239,7 +243,14 @@ def _update(
                 generations=sequence.generations[group][first:],
             )
     scratch = _state_scratch(state, sequence, update) if sequence.scratch else ()
-    return update, Stated(sequence, num_tokens, sequence.num_entries, num_computed, scratch=scratch)
+    return update, Stated(
+        sequence,
+        num_tokens,
+        sequence.num_entries,
+        num_computed,
+        scratch=scratch,
+        encoder_computed=update.encoder_computed,
+    )
 
 
 def _state_scratch(
@@ -329,6 +340,7 @@ def allocate_call(state: CacheState, link: LinkState, sequences: List[CacheSeque
             max_cached_tokens=sequence.max_cached_tokens,
             boundaries=sequence.kept if state.scratch_groups else (),
             retention_interval_tokens=settings.retention_interval if state.scratch_groups else 0,
+            num_encoder_tokens=sequence.num_encoder_tokens,
         )
         stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
     return Call(request, tuple(stated), returned)

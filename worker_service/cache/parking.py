@@ -23,15 +23,24 @@ def park(state: CacheState, sequence: CacheSequence, wait: cache_pb2.Wait, now: 
     sequence.parked_position = wait.position
     sequence.parked_at = now
     state.parked.append(sequence)
-    if leader is not None and leader.num_computed_tokens >= wait.position:
+    if leader is not None and _has_computed(leader, wait.position):
         state.is_urgent = True  # computed, but not reported
+
+
+def _has_computed(leader: CacheSequence, position: int) -> bool:
+    """Whether the leader has computed so far; position 0 means the KV of the encoder's input."""
+    return leader.num_computed_tokens >= position if position else leader.encoder_computed
+
+
+def _is_reported(leader: CacheSequence, position: int) -> bool:
+    """Whether the manager has acknowledged it."""
+    return leader.acked_computed_tokens >= position if position else leader.encoder_acked
 
 
 def is_waited_for(state: CacheState, leader: CacheSequence) -> bool:
     """Whether a parked sequence waits for a position that the leader has computed."""
     return any(
-        sequence.parked_on == leader.id and leader.num_computed_tokens >= sequence.parked_position
-        for sequence in state.parked
+        sequence.parked_on == leader.id and _has_computed(leader, sequence.parked_position) for sequence in state.parked
     )
 
 
@@ -46,8 +55,8 @@ def wake(state: CacheState, now: float) -> None:
     for sequence in state.parked:
         assert sequence.parked_on is not None
         leader = state.sequences.get(sequence.parked_on)
-        if leader is not None and leader.acked_computed_tokens < sequence.parked_position:
-            is_computing = leader.in_step and leader.num_computed_tokens < sequence.parked_position
+        if leader is not None and not _is_reported(leader, sequence.parked_position):
+            is_computing = leader.in_step and not _has_computed(leader, sequence.parked_position)
             if is_computing or now < max(sequence.parked_at, leader.progress_at) + state.settings.prefix_wait_seconds:
                 still.append(sequence)
                 continue

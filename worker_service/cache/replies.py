@@ -166,12 +166,14 @@ def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, grant
     windows = _windows(state, sequence, granted) if state.scratch_groups else {}
     for group, window in windows.items():
         last = state.ledgers[group].accept_window(window.entries, last, cached, sequence.root)
+    _check_unit(state, sequence, granted)
     sequence.content = last
     sequence.tables = tuple(list(blocks[:num_hits]) for blocks, _ in tables)
     sequence.generations = tuple(list(generations[:num_hits]) for _, generations in tables)
     sequence.uses_blocks = True
     for group in full:
         state.ledgers[group].use(*sequence.tables[group])
+    _take_unit(state, sequence, granted)
     for group, window in windows.items():
         state.ledgers[group].use(*(entry.block for entry in window.entries))
     for group in full:
@@ -189,6 +191,42 @@ def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, grant
     sequence.acked_tokens = len(sequence.tokens)
     sequence.acked_entries = sequence.num_entries
     sequence.acked_computed_tokens = granted.num_cached_tokens
+
+
+def _check_unit(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
+    """Check what was granted in the group with cross attention: a whole unit of the sequence's root, if it is cached."""
+    ledger = state.unit_ledger
+    if ledger is None:
+        if granted.encoder_cached:
+            raise DisagreementError(f"{sequence!r} was granted the KV of an encoder's input, and has none")
+        return
+    run = granted.tables[ledger.group]
+    num_needed = state.settings.num_unit_blocks(sequence.num_encoder_tokens)
+    if len(run.block_ids) != num_needed:
+        raise DisagreementError(
+            f"{sequence!r} was granted {len(run.block_ids)} blocks of group {ledger.group} for an encoder's input of "
+            f"{sequence.num_encoder_tokens} tokens, which needs {num_needed}"
+        )
+    if granted.encoder_cached:
+        ledger.accept_unit(run.block_ids, run.generations, sequence.root, sequence.num_encoder_tokens)
+
+
+def _take_unit(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
+    """Enter the unit: as a hit that was checked, or as grants."""
+    ledger = state.unit_ledger
+    if ledger is None:
+        return
+    run = granted.tables[ledger.group]
+    sequence.encoder_computed = sequence.encoder_cached = sequence.encoder_acked = granted.encoder_cached
+    table, generations = sequence.tables[ledger.group], sequence.generations[ledger.group]
+    table.clear()
+    generations.clear()
+    for block, generation in zip(run.block_ids, run.generations, strict=True):
+        if not granted.encoder_cached:
+            ledger.accept_grant(block, generation)
+        ledger.use(block)
+        table.append(block)
+        generations.append(generation)
 
 
 class _Window(NamedTuple):
@@ -299,6 +337,7 @@ def _acknowledge(stated: Stated, now: float) -> None:
     sequence.acked_tokens = max(sequence.acked_tokens, stated.num_tokens)
     sequence.acked_entries = max(sequence.acked_entries, stated.num_entries)
     sequence.acked_computed_tokens = max(sequence.acked_computed_tokens, stated.num_computed_tokens)
+    sequence.encoder_acked = sequence.encoder_acked or stated.encoder_computed
     for scratch, statement in zip(sequence.scratch, stated.scratch, strict=False):
         if scratch is not None and statement is not None:
             scratch.acknowledge(statement)

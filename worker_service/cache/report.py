@@ -17,6 +17,7 @@ from .entry import Entry, add_entries
 from .ledger import BlockLedger, Content
 from .reserve import ReservedBlock
 from .sequence import CacheSequence
+from .units import Unit, UnitLedger
 
 _MAX_CONTENTS = 2048
 """Contents or table entries in one part, which the manager applies in a few milliseconds."""
@@ -36,6 +37,7 @@ class _SequenceSnapshot(NamedTuple):
     """By group."""
     scratch: list[list[ReservedBlock]]
     boundaries: tuple[int, ...]
+    encoder_computed: bool
 
 
 class Report:
@@ -62,10 +64,16 @@ class Report:
                 [_entries(sequence, group) for group in range(len(sequence.tables))],
                 [[] if scratch is None else scratch.scratch() for scratch in sequence.scratch],
                 sequence.boundaries,
+                sequence.encoder_computed,
             )
             for sequence in sequences
         ]
+        self._units: list[tuple[int, Unit]] = [
+            (ledger.group, unit) for ledger in ledgers if isinstance(ledger, UnitLedger) for unit in ledger.units()
+        ]
+        """With their group."""
         for sequence in sequences:
+            sequence.encoder_acked = sequence.encoder_computed
             sequence.acked_tokens = len(sequence.tokens)
             sequence.acked_entries = sequence.num_entries
             sequence.acked_computed_tokens = sequence.num_computed_tokens
@@ -92,6 +100,7 @@ class Report:
 
     def _build(self) -> Iterator[cache_pb2.ReportRequest]:
         yield from self._content_parts()
+        yield from self._unit_parts()
         yield from self._sequence_parts()
         for group, (reserve, idle) in enumerate(zip(self._reserves, self._idle, strict=True)):
             for begin in range(0, max(len(reserve), len(idle)), _MAX_BLOCKS):
@@ -150,10 +159,26 @@ class Report:
             run.tokens = b"".join(tokens)
             yield part
 
+    def _unit_parts(self) -> Iterator[cache_pb2.ReportRequest]:
+        part = cache_pb2.ReportRequest()
+        count = 0
+        for group, unit in self._units:
+            reported = part.units.add(root=unit.root)
+            reported.blocks.group, reported.blocks.tier = group, common_pb2.TIER_DEVICE
+            reported.blocks.block_ids.extend(unit.unit_blocks)
+            reported.blocks.generations.extend(self._generations[group][block] for block in unit.unit_blocks)
+            count += len(unit.unit_blocks)
+            if count >= _MAX_CONTENTS:
+                yield part
+                part = cache_pb2.ReportRequest()
+                count = 0
+        if count:
+            yield part
+
     def _sequence_parts(self) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
         count = num_bytes = 0
-        for key, root, tokens, num_computed, num_cached, tables, scratch, boundaries in self._sequences:
+        for key, root, tokens, num_computed, num_cached, tables, scratch, boundaries, encoded in self._sequences:
             reported = part.sequences.add(
                 key=key,
                 root=root,
@@ -161,6 +186,7 @@ class Report:
                 num_computed_tokens=num_computed,
                 num_cached_tokens=num_cached,
                 boundaries=boundaries,
+                encoder_computed=encoded,
             )
             for group, table in enumerate(tables):
                 add_entries(reported.tables, group, table)

@@ -55,6 +55,7 @@ class CacheSequence:
         max_cached_tokens: int | None = None,
         no_wait: bool = False,
         kept: tuple[int, ...] = (),
+        num_encoder_tokens: int = 0,
     ) -> None:
         self.id = SequenceId(sequence_id, attempt)
         self.round = 0
@@ -67,12 +68,21 @@ class CacheSequence:
         self.no_wait = no_wait
         self.kept = kept
         """Lengths of the prompt, in tokens, at which the request asks for boundaries."""
+        self.num_encoder_tokens = num_encoder_tokens
+        """Of the encoder's input, which the root names by its digest; 0: there is none."""
+        self.encoder_computed = False
+        """The KV of the encoder's input is complete, cached or computed by the step that computed the sequence's first tokens."""
+        self.encoder_cached = False
+        """It was served from the cache in the current round."""
+        self.encoder_acked = False
+        """The manager has acknowledged that it is complete."""
         self.level = 0
         """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
         self.tables: tuple[list[int], ...] = ()
         """By group: block ids, from position 0; empty while it holds nothing. Those of groups that keep everything have the same
-        length. With a window it is the ring's, and 0 where nothing is kept; with a state there is none."""
+        length. With a window it is the ring's, and 0 where nothing is kept; with a state there is none; with cross attention it
+        holds the KV of the encoder's input."""
         self.generations: tuple[list[int], ...] = ()
         """Generation of each entry of the tables, in groups that keep everything."""
         self.scratch: tuple[Scratch | None, ...] = ()
@@ -151,8 +161,18 @@ class CacheSequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to state of its windows and state."""
-        return any(scratch is not None and scratch.has_news for scratch in self.scratch)
+        """Whether there is something to state of its windows and state, or of its encoder."""
+        return self.has_encoder_news or any(scratch is not None and scratch.has_news for scratch in self.scratch)
+
+    @property
+    def has_encoder_news(self) -> bool:
+        """Whether the manager is to be told that the KV of the encoder's input is complete."""
+        return self.encoder_computed and not self.encoder_acked
+
+    @property
+    def num_tokens_to_encode(self) -> int:
+        """Tokens of the encoder's input, if the encoder is to run with the next tokens of the sequence."""
+        return 0 if self.encoder_computed else self.num_encoder_tokens
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of each group that keeps everything that its tokens occupy."""
@@ -191,6 +211,7 @@ class CacheSequence:
             max_cached_tokens=self.max_cached_tokens,
             no_wait=self.no_wait,
             kept=self.kept,
+            num_encoder_tokens=self.num_encoder_tokens,
         )
         again.level = self.level
         return again
@@ -209,5 +230,6 @@ class CacheSequence:
         self.content = None
         self.num_cached_tokens = self.num_computed_tokens = 0
         self.uses_blocks = self.maybe_granted = False
+        self.encoder_computed = self.encoder_cached = self.encoder_acked = False
         self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0
         self.parked_on = None

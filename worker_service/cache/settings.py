@@ -23,6 +23,8 @@ class CacheSettings:
     """By group: tokens that its layers see, 0: all. Empty: no group has a window."""
     state_grid: int = 0
     """Tokens. The last group has the states of recurrent layers, kept for others at multiples of it. 0: there are none."""
+    cross_group: int | None = None
+    """The group with cross attention, whose blocks hold the KV of encoder inputs; None: there is none."""
     max_chunk_tokens: int = 512
     """With windows: most tokens of one sequence in one step."""
     retention_interval: int = 0
@@ -42,8 +44,10 @@ class CacheSettings:
 
     @property
     def full_groups(self) -> tuple[int, ...]:
-        """Groups that keep everything: those whose layers have neither a window nor a state."""
-        return tuple(group for group in range(len(self.num_blocks)) if not self.has_scratch(group))
+        """Groups that keep everything of a sequence: those whose layers have neither a window nor a state, nor cross attention."""
+        return tuple(
+            group for group in range(len(self.num_blocks)) if not self.has_scratch(group) and group != self.cross_group
+        )
 
     @property
     def scratch_groups(self) -> tuple[int, ...]:
@@ -90,9 +94,19 @@ class CacheSettings:
     def capacity(self) -> int:
         """Blocks of tokens that one sequence can have at most: those of the smallest pool of a group that keeps everything, or of
         another one without room for a whole scratch and what it may hit."""
-        bounding = [
+        bounding = [self.num_blocks[group] - 1 for group in self.full_groups]
+        bounding += [
             self.num_blocks[group] - 1
-            for group in range(len(self.num_blocks))
-            if not self.has_scratch(group) or self.num_blocks[group] - 1 < self.scratch_blocks(group) + self.span(group)
+            for group in self.scratch_groups
+            if self.num_blocks[group] - 1 < self.scratch_blocks(group) + self.span(group)
         ]
         return min(bounding, default=MOST_BLOCKS)
+
+    def num_unit_blocks(self, num_encoder_tokens: int) -> int:
+        """Blocks of the KV of an encoder's input."""
+        return -(-num_encoder_tokens // self.block_size)
+
+    @property
+    def unit_capacity(self) -> int:
+        """Blocks of the longest input of an encoder; 0 without cross attention."""
+        return 0 if self.cross_group is None else self.num_blocks[self.cross_group] - 1

@@ -13,6 +13,7 @@ from .report import Report
 from .reserve import DecodingRate, Reserve, ReservedBlock, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .settings import CacheSettings
+from .units import UnitLedger
 
 
 class Copying(NamedTuple):
@@ -33,7 +34,10 @@ class CacheState:
         """None while no session is open."""
         self.full_groups = settings.full_groups
         self.scratch_groups = settings.scratch_groups
-        self.ledgers = tuple(BlockLedger(count, group) for group, count in enumerate(settings.num_blocks))
+        self.ledgers = tuple(
+            UnitLedger(count, group) if group == settings.cross_group else BlockLedger(count, group)
+            for group, count in enumerate(settings.num_blocks)
+        )
         """By group, like `reserves`."""
         self.reserves = tuple(Reserve() for _ in settings.num_blocks)
         self.sequences: dict[SequenceId, CacheSequence] = {}
@@ -150,6 +154,15 @@ class CacheState:
         """The link of the open session, if its report is complete."""
         return None if self.link is None or self.link.report is not None else self.link
 
+    @property
+    def unit_ledger(self) -> UnitLedger | None:
+        """Of the group with cross attention."""
+        if self.settings.cross_group is None:
+            return None
+        ledger = self.ledgers[self.settings.cross_group]
+        assert isinstance(ledger, UnitLedger)
+        return ledger
+
     def spare_targets(self, joining: List[CacheSequence] = ()) -> list[int]:
         """Blocks that the reserve of each group should hold for the live sequences, and for `joining` ones with tables for their
         tokens."""
@@ -160,12 +173,13 @@ class CacheState:
         rate = self.rate.tokens_per_second
         spare = spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
         num_forks = sum(sequence.num_forks_to_come for sequence in (*live, *joining))
-        return [
-            self._spare_for_boundaries(group, live) + self._spare_for_forks(group, num_forks)
-            if self.settings.has_scratch(group)
-            else spare + self._spare_for_forks(group, 2 * num_forks)  # beams fork again before a call is answered
-            for group in range(len(self.ledgers))
-        ]
+        # Beams fork again before a call is answered.
+        targets = [spare + self._spare_for_forks(group, 2 * num_forks) for group in range(len(self.ledgers))]
+        for group in self.scratch_groups:
+            targets[group] = self._spare_for_boundaries(group, live) + self._spare_for_forks(group, num_forks)
+        if self.settings.cross_group is not None:
+            targets[self.settings.cross_group] = 0  # a unit is granted whole, never grows, and is shared by forks
+        return targets
 
     def _spare_for_forks(self, group: int, num_forks: int) -> int:
         return min(num_forks * self.settings.fork_blocks(group), self.settings.num_blocks[group] - 1)

@@ -1,0 +1,72 @@
+"""Units: the KV of encoder inputs in the group with cross attention, as this worker knows it.
+
+A unit is computed in the step that computes the first tokens of a sequence; its blocks are complete, a hit, and forgotten together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+from kvpool.v1 import common_pb2
+
+from .ledger import BlockLedger, Content, DisagreementError
+
+
+class Unit(Content):
+    """What the blocks of a unit hold: an encoder's input, which the root names by its SHA-256."""
+
+    __slots__ = ("num_tokens", "unit_blocks")
+
+    def __init__(self, root: common_pb2.Root, num_tokens: int, blocks: List[int], num_groups: int) -> None:
+        super().__init__(None, root, b"", num_groups)
+        self.num_tokens = num_tokens
+        """Of the input."""
+        self.unit_blocks = tuple(blocks)
+        """All of them, in order."""
+
+
+class UnitLedger(BlockLedger):
+    """The blocks of a group with cross attention. It enforces what any ledger does, and that a unit is whole: a block of one is
+    granted again only if nothing here uses any of it, and a unit is a hit only with all of its blocks, in order."""
+
+    def accept_grant(self, block: int, generation: int) -> None:
+        """As of any ledger; the other blocks of the unit that the block was part of hold nothing any more."""
+        unit = self.content(block) if 0 < block < self.num_blocks else None
+        if not isinstance(unit, Unit):
+            super().accept_grant(block, generation)
+            return
+        used = [one for one in unit.unit_blocks if self.is_used(one)]
+        if used:
+            raise DisagreementError(
+                f"block {block} was granted (generation {generation}) while a sequence uses block {used[0]} of the same unit"
+            )
+        super().accept_grant(block, generation)
+        for one in unit.unit_blocks:
+            self.forget(one)
+
+    def complete_unit(self, blocks: List[int], root: common_pb2.Root, num_tokens: int, num_groups: int) -> None:
+        """The encoder's KV is complete in all of these blocks, which are in a table."""
+        unit = Unit(root, num_tokens, blocks, num_groups)
+        for block in blocks:
+            self.complete(block, unit)
+
+    def accept_unit(self, blocks: List[int], generations: List[int], root: common_pb2.Root, num_tokens: int) -> None:
+        """The manager returns these blocks as the unit of a root. Raises DisagreementError."""
+        held = [self.held(block, generation) for block, generation in zip(blocks, generations, strict=True)]
+        unit = held[0] if held else None
+        if not isinstance(unit, Unit) or unit.unit_blocks != tuple(blocks) or any(one is not unit for one in held):
+            raise DisagreementError(f"the blocks {list(blocks)} were returned as a unit, and are not one")
+        if unit.root != root or unit.num_tokens != num_tokens:
+            raise DisagreementError(
+                f"the blocks {list(blocks)} were returned for another encoder's input than they hold: of {num_tokens} tokens, "
+                f"where they hold {unit.num_tokens}, or under another root"
+            )
+
+    def contents(self) -> list[Content | None]:
+        """None of any block: a unit is no content after others."""
+        return [None] * self.num_blocks
+
+    def units(self) -> list[Unit]:
+        """All that are complete, in no particular order; for reports."""
+        found = dict.fromkeys(unit for unit in super().contents() if isinstance(unit, Unit))
+        return list(found)
