@@ -1,4 +1,4 @@
-"""A worker's cache side with windows and states, and the core: steps that compute no KV, calls that are answered at once."""
+"""A worker's cache side with windows, states and units, and the core: steps that compute no KV, calls that are answered at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ROOT = common_pb2.Root(model_fingerprint="m")
 
 
 class Worker:
-    """One worker. `num_blocks`, `windows`: by group. `grid`: tokens; the last group has a state."""
+    """One worker. `num_blocks`, `windows`: by group. `grid`: tokens; the last group has a state. `cross_group`: the one that has
+    the KV of encoder inputs, of 64 tokens at most."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class Worker:
         grid: int = 0,
         retention_interval: int = 0,
         limits: Limits | None = None,
+        cross_group: int | None = None,
     ) -> None:
         settings = CacheSettings(
             block_size=block_size,
@@ -42,6 +44,7 @@ class Worker:
             max_chunk_tokens=chunk,
             state_grid=grid,
             retention_interval=retention_interval,
+            cross_group=cross_group,
         )
         self.cache = EngineCache(settings)
         self.states: dict[int, tuple[int, ...]] = {}
@@ -71,6 +74,8 @@ class Worker:
             elif settings.window(group):
                 spec.sliding_window.window_tokens = settings.window(group)
                 spec.sliding_window.ring_blocks = settings.scratch_blocks(group)
+            elif group == settings.cross_group:
+                spec.cross_attention.max_encoder_tokens = 64
             else:
                 spec.full_attention.SetInParent()
             config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
@@ -101,13 +106,17 @@ class Worker:
 
     # -- sequences
 
-    def sequence(self, name: str, prompt: Sequence[int], num_new: int = 1, kept: tuple[int, ...] = ()) -> CacheSequence:
+    def sequence(
+        self, name: str, prompt: Sequence[int], num_new: int = 1, root: common_pb2.Root = ROOT, **more: Any
+    ) -> CacheSequence:
         """One that waits."""
-        return CacheSequence(name, 1, ROOT, list(prompt), max_new_tokens=num_new, kept=kept)
+        return CacheSequence(name, 1, root, list(prompt), max_new_tokens=num_new, **more)
 
-    def begin(self, name: str, prompt: Sequence[int], num_new: int = 1) -> CacheSequence:
+    def begin(
+        self, name: str, prompt: Sequence[int], num_new: int = 1, root: common_pb2.Root = ROOT, **more: Any
+    ) -> CacheSequence:
         """One that has its table."""
-        sequence = self.sequence(name, prompt, num_new)
+        sequence = self.sequence(name, prompt, num_new, root, **more)
         self.call(sequence)
         assert sequence.state is SequenceState.LIVE, sequence
         return sequence

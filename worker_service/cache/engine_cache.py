@@ -97,7 +97,7 @@ class EngineCache:
         state, settings = self._state, self.settings
         full = state.full_groups
         num_missing = max(0, -(-num_slots // settings.block_size) - sequence.num_entries) if full else 0
-        lacking = [num_missing] * len(state.reserves)
+        lacking = [num_missing if group in full else 0 for group in range(len(state.reserves))]
         for group, scratch in enumerate(sequence.scratch):
             if scratch is not None:
                 lacking[group] = scratch.num_missing(sequence.num_computed_tokens, num_slots)

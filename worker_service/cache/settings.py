@@ -87,7 +87,9 @@ class CacheSettings:
         return windows.ring_blocks(self.windows[group], self.max_chunk_tokens, self.block_size, self.grid_blocks)
 
     def fork_blocks(self, group: int) -> int:
-        """Blocks of the reserve that a fork needs at most: its tail, its running state, or a ring."""
+        """Blocks of the reserve that a fork needs at most: its tail, its running state, or a ring; a unit is shared."""
+        if group == self.cross_group:
+            return 0
         return self.span(group) + self.grid_blocks if self.window(group) else 1
 
     @property
