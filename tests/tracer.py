@@ -61,6 +61,30 @@ def expected_text(
     return text
 
 
+def encoder_digest(tokens: Sequence[int]) -> int:
+    """What the slot before position 0 of a decoder's text holds: it depends on all slots with the encoder's input."""
+    slots: list[int] = []
+    extend(slots, root_digest(), tokens)
+    return digest_of(slots)
+
+
+def digest_of(slots: Sequence[int | None]) -> int:
+    """The same of slots that were read."""
+    return hash((len(slots), *slots)) & _MASK
+
+
+def expected_answer(encoder_tokens: Sequence[int], decoder_prompt: Sequence[int], count: int) -> list[int]:
+    """The one right continuation of a decoder's prompt over an encoder's input."""
+    slots: list[int] = []
+    text: list[int] = []
+    root = encoder_digest(encoder_tokens)
+    extend(slots, root, decoder_prompt)
+    while len(text) < count:
+        text.append(next_token(slots))
+        extend(slots, root, text[-1:])
+    return text
+
+
 class Slots:
     """The KV slots of a device; None: not written yet."""
 

@@ -49,13 +49,26 @@ def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, 
             f"the request was made for the model {request.model_fingerprint[:16]}…, this worker serves "
             f"{model_fingerprint[:16]}…: ask GetModel and tokenise again",
         )
+    if prompts.encoder is not None:
+        _check_no_prompt_in_answer(request)
     which = request.WhichOneof("prompt")
     if which is None:
         raise invalid("prompt", "needed text or token_ids, got neither")
     if which == "text":
         prompts.check_text(request.text)
     else:
-        prompts.check_num_tokens(len(request.token_ids.ids))
+        prompts.check_num_tokens(len(request.token_ids.ids), request.num_delivered_tokens)
+
+
+def _check_no_prompt_in_answer(request: worker_pb2.GenerateRequest) -> None:
+    """The prompt feeds the encoder, so it is no part of the text."""
+    for field, is_asked in (("echo", request.echo), ("prompt_logprobs", request.HasField("prompt_logprobs"))):
+        if is_asked:
+            raise invalid(
+                field,
+                "the prompt of this model feeds its encoder: it is not the beginning of the text, and its tokens have no "
+                "probabilities; leave the field out",
+            )
 
 
 def decode_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder) -> GenerationParams:
@@ -64,11 +77,14 @@ def decode_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder)
     is_text = request.WhichOneof("prompt") == "text"
     token_ids = prompts.encode(request.text) if is_text else list(request.token_ids.ids)
     num_logprobs = request.logprobs if request.HasField("logprobs") else None
+    num_delivered = _num_delivered(request, len(token_ids))
+    prompt = prompts.split(token_ids, num_delivered)
     return GenerationParams(
         sequence_id=request.sequence_id,
         attempt=request.attempt,
-        token_ids=token_ids,
-        num_delivered_tokens=_num_delivered(request, len(token_ids)),
+        token_ids=prompt.token_ids,
+        encoder_token_ids=prompt.encoder_token_ids,
+        num_delivered_tokens=num_delivered,
         sampling=SamplingParams(**sampling_fields(request.sampling), num_logprobs=num_logprobs),
         max_tokens=request.stop.max_tokens,
         stop_token_ids=frozenset(request.stop.stop_token_ids),

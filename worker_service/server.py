@@ -197,7 +197,9 @@ class Server:
             Services(
                 names=(SERVICE,),
                 add_to=lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server),
-                limits=request_limits(self.facts.max_model_len, self.facts.vocab_size, self.engine.prompts.text_bound),
+                limits=request_limits(
+                    self.engine.prompts.max_ids, self.facts.vocab_size, self.engine.prompts.text_bound
+                ),
                 on_refused=self._servicer.on_unread,
             )
         )

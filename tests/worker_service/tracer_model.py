@@ -20,9 +20,9 @@ from tests import tracer
 
 
 class TracerModel:
-    """A StepRunner over `num_blocks` blocks of slots that start unwritten."""
+    """A StepRunner over `num_blocks` blocks of slots that start unwritten; `num_unit_blocks`: of the KV of encoder inputs."""
 
-    def __init__(self, num_blocks: int | tuple[int, ...], block_size: int) -> None:
+    def __init__(self, num_blocks: int | tuple[int, ...], block_size: int, num_unit_blocks: int = 1) -> None:
         self.block_size = block_size
         self.num_forwarded = 0
         self.num_steps = 0
@@ -37,6 +37,9 @@ class TracerModel:
         """How long a step takes at least."""
         counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
         self._slots = [tracer.Slots(count, block_size) for count in counts]
+        self._units = tracer.Slots(num_unit_blocks, block_size)
+        self.num_encoded = 0
+        """Tokens of encoder inputs."""
 
     def execute(self, step: Step) -> list[PartResult]:
         if self.gate is not None:
@@ -54,7 +57,7 @@ class TracerModel:
         for part in step.parts:
             tokens, start = part.token_ids, part.start
             slots = self._read(part, written)
-            tracer.extend(slots, tracer.root_digest(), tokens)
+            tracer.extend(slots, self._root(part), tokens)
             for of_group, table in zip(self._slots, part.block_tables, strict=True):
                 of_group.write(table, start, slots[start:])
             self.num_forwarded += len(tokens)
@@ -64,6 +67,23 @@ class TracerModel:
             bad = self._bad_logits(part)
             results.append(result if bad is None else PartResult(bad_logits=bad))
         return results
+
+    def _root(self, part: SequencePart) -> int:
+        """What comes before the part's text: nothing, or all of the encoder's output, computed if the part brings its input."""
+        encoder = part.encoder
+        if encoder is None:
+            return tracer.root_digest()
+        assert len(encoder.table) == -(-encoder.num_tokens // self.block_size)
+        assert 0 not in encoder.table, "the null block is never written"
+        if encoder.token_ids:
+            assert len(encoder.token_ids) == encoder.num_tokens
+            slots: list[int] = []
+            tracer.extend(slots, tracer.root_digest(), encoder.token_ids)
+            self._units.write(encoder.table, 0, slots)
+            self.num_encoded += encoder.num_tokens
+        found = self._units.read(encoder.table, encoder.num_tokens)
+        assert None not in found, "an unwritten slot of a unit was read"
+        return tracer.digest_of(found)
 
     def _read(self, part: SequencePart, written: set[tuple[int, int, int]]) -> list[int]:
         """The slots before a part, the same in each group; `written`: slots of this step, to which the part's are added."""

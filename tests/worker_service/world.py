@@ -120,19 +120,23 @@ class World:
         block_size: int,
         worker_id: str = "w0",
         wire: Wire | None = None,
+        num_unit_blocks: int = 0,
         **limits: Any,
     ) -> None:
-        pools = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
+        """`num_unit_blocks`: of the KV of encoder inputs, in a group after the others; 0: the model has no encoder."""
+        own = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
+        pools = (*own, num_unit_blocks) if num_unit_blocks else own
         cache_settings = CacheSettings(
             block_size=block_size,
             num_blocks=pools,
+            cross_group=len(own) if num_unit_blocks else None,
             report_seconds=limits.pop("report_seconds", 0.005),
             reserve_seconds=limits.pop("reserve_seconds", 2.0),
             prefix_wait_seconds=limits.pop("prefix_wait_seconds", 10.0),
             max_call_bytes=limits.pop("max_call_bytes", 8 << 20),
         )
         self.wire = wire or Wire(CacheManager(1))
-        self.model = TracerModel(num_blocks, block_size)
+        self.model = TracerModel(num_blocks, block_size, num_unit_blocks)
         self.cache = EngineCache(cache_settings)
         settings = EngineSettings(
             model_fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, **{"max_model_len": 4096, **limits}
@@ -141,7 +145,10 @@ class World:
         self.is_open = asyncio.Event()
         config = common_pb2.KVCacheConfig(block_size=block_size)
         for group, count in enumerate(pools):
-            config.groups.add(group=group).full_attention.SetInParent()
+            if group == cache_settings.cross_group:
+                config.groups.add(group=group).cross_attention.max_encoder_tokens = 4096
+            else:
+                config.groups.add(group=group).full_attention.SetInParent()
             config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
         introduction = cache_pb2.RegisterRequest(
             worker_id=worker_id, incarnation=1, address="h:1", model_fingerprint=FINGERPRINT, kv_cache_config=config

@@ -217,6 +217,7 @@ def _take_unit(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Gr
     if ledger is None:
         return
     run = granted.tables[ledger.group]
+    sequence.cross_group = ledger.group
     sequence.encoder_computed = sequence.encoder_cached = sequence.encoder_acked = granted.encoder_cached
     table, generations = sequence.tables[ledger.group], sequence.generations[ledger.group]
     table.clear()

@@ -70,6 +70,8 @@ class CacheSequence:
         """Lengths of the prompt, in tokens, at which the request asks for boundaries."""
         self.num_encoder_tokens = num_encoder_tokens
         """Of the encoder's input, which the root names by its digest; 0: there is none."""
+        self.cross_group: int | None = None
+        """Index of the group with cross attention, once it has a table there."""
         self.encoder_computed = False
         """The KV of the encoder's input is complete, cached or computed by the step that computed the sequence's first tokens."""
         self.encoder_cached = False
@@ -131,8 +133,15 @@ class CacheSequence:
 
     @property
     def block_tables(self) -> tuple[list[int], ...]:
-        """Tables of the groups whose layers attend."""
+        """Tables of the groups whose layers attend to the sequence itself."""
+        if self.cross_group is not None:
+            return (*self.tables[: self.cross_group], *self.tables[self.cross_group + 1 :])
         return self.tables if self._state is None else self.tables[:-1]
+
+    @property
+    def unit_table(self) -> list[int] | None:
+        """The blocks with the KV of the encoder's input; None without cross attention."""
+        return None if self.cross_group is None else self.tables[self.cross_group]
 
     @property
     def _state(self) -> RunningState | None:
@@ -156,8 +165,8 @@ class CacheSequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is not complete; one while it decodes."""
-        return len(self.tokens) - self.num_computed_tokens
+        """Tokens whose KV is not complete, those of the encoder's input included; one while it decodes."""
+        return len(self.tokens) - self.num_computed_tokens + self.num_tokens_to_encode
 
     @property
     def has_news(self) -> bool:
@@ -231,5 +240,6 @@ class CacheSequence:
         self.num_cached_tokens = self.num_computed_tokens = 0
         self.uses_blocks = self.maybe_granted = False
         self.encoder_computed = self.encoder_cached = self.encoder_acked = False
+        self.cross_group = None
         self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0
         self.parked_on = None

@@ -39,14 +39,25 @@ class Capacity:
         if params.max_tokens > room:
             raise invalid(
                 "max_tokens",
-                f"{num_prompt} prompt tokens and {params.max_tokens} new ones exceed this worker's limit of "
+                f"{num_prompt} {_first(params)} and {params.max_tokens} new ones exceed this worker's limit of "
                 f"{self._model.max_model_len}; at most {room} can be generated",
             )
         num_beams = 1 if params.beams is None else params.beams.num_beams
         self._check_beams(num_beams)
         max_tokens = params.max_tokens or self._tokens_that_fit(room, num_prompt, num_beams)
-        self._check_blocks(num_prompt, max_tokens, num_beams)
+        self._check_blocks(params, max_tokens, num_beams)
+        self._check_input(len(params.encoder_token_ids))
         return max_tokens
+
+    def _check_input(self, num_encoder_tokens: int) -> None:
+        num_blocks = self._cache.num_unit_blocks(num_encoder_tokens)
+        if num_blocks > self._cache.unit_capacity:
+            raise EngineError(
+                ErrorKind.NEVER_FITS,
+                f"{num_encoder_tokens} prompt tokens need {num_blocks} blocks of {self._cache.block_size} for the encoder's output; "
+                f"this worker has {self._cache.unit_capacity}: shorten the prompt, or give the worker more of them (--cross-blocks)",
+                field="prompt",
+            )
 
     def _check_beams(self, num_beams: int) -> None:
         most = self._model.max_num_seqs
@@ -64,10 +75,10 @@ class Capacity:
         num_blocks = num_shared + (capacity - num_shared) // num_beams
         return max(1, min(room, num_blocks * size - num_prompt + 1))
 
-    def _check_blocks(self, num_prompt: int, max_tokens: int, num_beams: int) -> None:
+    def _check_blocks(self, params: GenerationParams, max_tokens: int, num_beams: int) -> None:
         """Beams share the full blocks of the prompt, and each may need all of the rest. Answers that are sampled need not fit
         together: each is preempted by itself."""
-        size, capacity = self._cache.block_size, self._cache.capacity
+        size, capacity, num_prompt = self._cache.block_size, self._cache.capacity, len(params.token_ids)
         num_blocks = -(-(num_prompt + max_tokens - 1) // size)
         who, change = "", "lower max_tokens"
         if num_beams > 1:
@@ -77,7 +88,12 @@ class Capacity:
         if num_blocks > capacity:
             raise EngineError(
                 ErrorKind.NEVER_FITS,
-                f"{num_prompt} prompt tokens and {max_tokens} new ones{who} need {num_blocks} blocks of {size}; this worker has "
-                f"{capacity}: {change}, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
+                f"{num_prompt} {_first(params)} and {max_tokens} new ones{who} need {num_blocks} blocks of {size}; this worker "
+                f"has {capacity}: {change}, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
                 field="max_tokens",
             )
+
+
+def _first(params: GenerationParams) -> str:
+    """What a text begins with, for messages."""
+    return "tokens at the beginning of the decoder's text" if params.encoder_token_ids else "prompt tokens"

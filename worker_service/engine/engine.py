@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import structlog
 from tokenizers import Tokenizer
 
+from kvpool.protocol.tokens import input_digest
 from kvpool.v1 import common_pb2
 
 from ..cache import events
@@ -25,6 +26,7 @@ from .admission import Admission
 from .beams import BeamRequest
 from .capacity import Capacity
 from .detokenizer import TextDecoder
+from .encoder import EncoderSettings, check_input
 from .errors import EngineError, ErrorKind, invalid
 from .policy import SchedulingPolicy
 from .prompt import PromptEncoder
@@ -59,6 +61,8 @@ class EngineSettings:
     max_num_waiting_tokens: int = 1 << 22
     """Prompt tokens of all waiting requests; more are refused, but one prompt may always wait."""
     prefix_caching: bool = True
+    encoder: EncoderSettings | None = None
+    """None: the prompt is the beginning of the text."""
 
 
 class Engine:
@@ -76,7 +80,7 @@ class Engine:
         self.settings = settings
         self.cache = cache
         self.tokenizer = tokenizer
-        self.prompts = PromptEncoder(tokenizer, settings.max_model_len)
+        self.prompts = PromptEncoder(tokenizer, settings.max_model_len, settings.encoder)
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=settings.max_num_seqs,
@@ -121,7 +125,7 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
         )
         payer = Payer(self.scheduler.policy.level(params), params.tenant)
-        displaced = self._admission.check(self.scheduler.waiting, payer, len(params.token_ids), self._clock())
+        displaced = self._admission.check(self.scheduler.waiting, payer, params.num_prompt_tokens, self._clock())
         # KV hits have no logits.
         may_hit = self.settings.prefix_caching and not params.wants_prompt_logprobs
         sequence = CacheSequence(
@@ -131,12 +135,14 @@ class Engine:
                 model_fingerprint=self.settings.model_fingerprint,
                 adapter=params.adapter,
                 tenant_salt=params.tenant_salt,
+                input_digest=input_digest(params.encoder_token_ids) if params.encoder_token_ids else b"",
             ),
             params.token_ids,
             max_new_tokens=max_tokens,
             max_cached_tokens=None if may_hit else 0,
             no_wait=not may_hit,
             kept=params.boundaries,
+            num_encoder_tokens=len(params.encoder_token_ids),
         )
         request: Request
         if params.beams is not None:
@@ -166,7 +172,8 @@ class Engine:
             raise EngineError(ErrorKind.DRAINING, "this worker is draining and takes no new requests; use another one")
         if not self.cache.is_ready():
             raise EngineError(ErrorKind.UNAVAILABLE, "this worker has no session with the manager right now; try again")
-        self.prompts.check_num_tokens(len(params.token_ids))
+        check_input(params.encoder_token_ids, self.settings.encoder)
+        self.prompts.check_text_begins(len(params.token_ids))
         max_tokens = self._capacity.max_tokens(params)
         if self.scheduler.find(SequenceId(params.sequence_id, params.attempt)) is not None:
             raise EngineError(
@@ -278,7 +285,7 @@ class Engine:
         self._finish_step(batch, results, now)
 
     def _count_step(self, batch: list[Scheduled], seconds: float, now: float) -> None:
-        num_tokens = sum(part.num_tokens for part in batch)
+        num_tokens = sum(part.num_forwarded_tokens for part in batch)
         num_decodes = sum(part.num_tokens == 1 and part.request.num_generated > 0 for part in batch)
         self.stats.on_step(len(batch), num_tokens, num_decodes, seconds)
         self._admission.on_step(num_tokens, seconds, now)

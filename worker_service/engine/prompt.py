@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, models
 
+from .encoder import EncoderSettings, SplitPrompt, split, too_long
 from .errors import invalid
 
 NORMAL_FORM_FACTOR = 4
@@ -35,37 +36,65 @@ _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 class PromptEncoder:
     """Checks prompts and tokenises texts for one model. Tokenising blocks and releases the GIL; any thread may do it."""
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
-        """`max_model_len`: tokens of prompt and answer together. Turns off the tokenizer's truncation and padding, which some
-        files have left over from training."""
+    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, encoder: EncoderSettings | None = None) -> None:
+        """`max_model_len`: tokens of prompt and answer together; with an `encoder`, which the prompt feeds, of the decoder's text.
+        Turns off the tokenizer's truncation and padding, which some files have left over from training."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self.encoder = encoder
         self.text_bound = TextBound(0)
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            self.text_bound = text_bound(tokenizer, max_model_len)
+            self.text_bound = text_bound(tokenizer, self._most_tokens)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a prompt, an answer's first token included where there is no encoder."""
+        return self._max_model_len if self.encoder is None else self.encoder.max_tokens
+
+    @property
+    def max_ids(self) -> int:
+        """Of a prompt as a request states it, with delivered tokens."""
+        return self._max_model_len if self.encoder is None else self.encoder.max_tokens + self._max_model_len
 
     def check_text(self, text: str) -> None:
         """EngineError if the text cannot be tokenised or is certainly too long. At most a millisecond per megabyte."""
         if self._tokenizer is None:
             raise invalid("prompt", "this model has no tokenizer: send token_ids")
         if (num_bytes := self.text_bound.excess(text)) is not None:
+            takes = "for prompt and answer together" if self.encoder is None else "for the encoder"
+            setting = "--max-model-len" if self.encoder is None else "limit if the model allows it"
             raise invalid(
                 "prompt",
-                f"the text has {num_bytes} bytes; at most {self.text_bound.max_bytes} can fit into the {self._max_model_len} "
-                "tokens that this worker takes for prompt and answer together; shorten the text, or start the workers with a "
-                "larger --max-model-len",
+                f"the text has {num_bytes} bytes; at most {self.text_bound.max_bytes} can fit into the {self._most_tokens} "
+                f"tokens that this worker takes {takes}; shorten the text, or start the workers with a larger {setting}",
             )
 
-    def check_num_tokens(self, num_tokens: int) -> None:
-        """EngineError if a prompt of this length leaves no room for an answer."""
+    def check_num_tokens(self, num_tokens: int, num_delivered: int = 0) -> None:
+        """EngineError if a prompt of this length, of which the last tokens were delivered, is too long or leaves no room for an
+        answer."""
+        if self.encoder is None:
+            self.check_text_begins(num_tokens)
+            return
+        num_delivered = min(num_delivered, num_tokens)
+        if num_tokens - num_delivered > self.encoder.max_tokens:
+            raise invalid("prompt", too_long(num_tokens - num_delivered, self.encoder))
+        self.check_text_begins(len(self.encoder.decoder_prompt) + num_delivered)
+
+    def check_text_begins(self, num_tokens: int) -> None:
+        """EngineError if a text that begins with so many tokens cannot go on."""
         if num_tokens >= self._max_model_len:
             raise invalid(
                 "prompt",
-                f"{num_tokens} tokens leave no room to generate: this worker takes {self._max_model_len} for prompt and answer "
-                "together; shorten the prompt, or start the workers with a larger --max-model-len",
+                f"{num_tokens} tokens leave no room to generate: this worker takes {self._max_model_len} for "
+                f"{'prompt and answer together' if self.encoder is None else 'the text of the decoder'}; shorten "
+                "the prompt, or start the workers with a larger --max-model-len",
             )
+
+    def split(self, token_ids: list[int], num_delivered: int) -> SplitPrompt:
+        """A prompt, which ends with the delivered tokens, as the two parts of the model take it."""
+        return split(token_ids, num_delivered, self.encoder)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds. EngineError if it is too long."""

@@ -16,7 +16,7 @@ from .beam_search import BeamParams
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes
 from .sampling_params import SamplingParams, TokenLogprobs
-from .step import BlockCopy, PromptRows, SampledToken, SequencePart, StateBlocks
+from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart, StateBlocks
 from .stream import Chunk, FinishReason, TokenStream, Usage
 from .token_counts import TokenCounts
 
@@ -29,9 +29,11 @@ class GenerationParams:
     """Chosen by the client; one live stream per (sequence_id, attempt)."""
     attempt: int
     token_ids: list[int]
-    """The prompt."""
+    """How the text begins: the prompt; of a model with an encoder what its decoder begins with, and the delivered tokens."""
     num_delivered_tokens: int = 0
-    """Number of the prompt's last tokens that an earlier attempt has delivered, with their text; less than all."""
+    """How many of the last of these an earlier attempt has delivered, with their text; less than all."""
+    encoder_token_ids: list[int] = field(default_factory=list)
+    """Of a model with an encoder: the prompt, which is its input."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 0
     """Largest number of tokens to generate; 0: as many as max_model_len leaves."""
@@ -58,6 +60,11 @@ class GenerationParams:
     """Texts that begin with the prompt: the further ones are forks of the first, or the next best beams."""
     beams: BeamParams | None = None
     """Search the best texts, instead of sampling."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt, with delivered tokens where it is the beginning of the text."""
+        return len(self.encoder_token_ids) or len(self.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -100,7 +107,7 @@ class Request:
         self.payer = Payer(0, params.tenant)
         self.stream = TokenStream(params.num_answers)
         """Of all answers."""
-        self.num_prompt_tokens = len(params.token_ids)
+        self.num_prompt_tokens = params.num_prompt_tokens
         self.num_cached_tokens = 0
         """Prompt tokens served from the cache at the first admission."""
         self.num_preemptions = 0
@@ -139,7 +146,7 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is not computed; one while it decodes."""
+        """Tokens whose KV is not computed, those of the encoder's input included; one while it decodes."""
         return self.sequence.num_uncomputed_tokens
 
     @property
@@ -162,6 +169,8 @@ class Request:
         if not self._was_granted:
             self._was_granted = True
             self.num_cached_tokens = self.sequence.num_cached_tokens
+            if self.params.encoder_token_ids:
+                self.num_cached_tokens = self.num_prompt_tokens if self.sequence.encoder_cached else 0
             chunk = Chunk(0, usage=self.usage())
             self.stream.put(chunk)
             if self.params.wants_prompt_logprobs:
@@ -181,8 +190,16 @@ class Request:
             counts=self._counts,
             prompt_rows=self._prompt_rows(start, start + num_tokens),
             state=None if state is None else StateBlocks(*state),
+            encoder=self._encoder_blocks(sequence),
             forks=[self._fork_params(index).sampling for index in range(1, 1 + self.num_forks_due)] if samples else (),
         )
+
+    def _encoder_blocks(self, sequence: CacheSequence) -> EncoderBlocks | None:
+        """Of a model with an encoder: where its output's KV is, with the input if it is to run before the part."""
+        if sequence.unit_table is None:
+            return None
+        token_ids = self.params.encoder_token_ids if sequence.num_tokens_to_encode else ()
+        return EncoderBlocks(sequence.unit_table, sequence.num_encoder_tokens, token_ids)
 
     def _is_too_short(self) -> bool:
         return self.params.num_delivered_tokens + self.num_generated < self.params.min_tokens

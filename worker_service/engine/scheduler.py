@@ -29,6 +29,13 @@ class Scheduled(NamedTuple):
     sequence: CacheSequence
     num_tokens: int
     samples: bool
+    num_encoder_tokens: int = 0
+    """Of the encoder's input, if the encoder runs before."""
+
+    @property
+    def num_forwarded_tokens(self) -> int:
+        """What the step computes for it."""
+        return self.num_tokens + self.num_encoder_tokens
 
     def part(self) -> SequencePart:
         assert self.sequence in self.request.sequences
@@ -204,7 +211,7 @@ class Scheduler:
         batch = decodes + self._schedule_prefills(decodes, now)
         # A request of several sequences may have been preempted after one of them was scheduled.
         batch = [scheduled for scheduled in batch if scheduled.sequence.state is SequenceState.LIVE]
-        self._fairness.charge((part.request, part.num_tokens) for part in batch)
+        self._fairness.charge((part.request, part.num_forwarded_tokens) for part in batch)
         return batch
 
     def _fork_beams(self, now: float) -> None:
@@ -250,15 +257,20 @@ class Scheduler:
             for sequence in _prompts(request):
                 if sequence.state is not SequenceState.LIVE:
                     break  # one before it has preempted its request
-                count = self._cache.chunk(sequence, min(budget, self.max_chunk_tokens))
+                num_to_encode = sequence.num_tokens_to_encode
+                if num_to_encode >= budget and prefills:
+                    return prefills  # an encoder runs over all of its input in one step, if need be beyond the budget
+                most = max(1, budget - num_to_encode)
+                count = self._cache.chunk(sequence, min(most, self.max_chunk_tokens))
                 if not count and not prefills:
                     # Chunks of a state end on a grid. Were the budget smaller than that, the prompt would wait for ever.
                     count = self._cache.chunk(sequence, self._cache.settings.state_grid)
                 # A granted prompt has its blocks; a beam that is computed again may lack some.
                 if not (count and self._make_room(sequence, sequence.num_computed_tokens + count, now)):
                     continue
-                prefills.append(Scheduled(request, sequence, count, count == sequence.num_uncomputed_tokens))
-                budget -= count
+                is_last = sequence.num_computed_tokens + count == len(sequence.tokens)
+                prefills.append(Scheduled(request, sequence, count, is_last, num_to_encode))
+                budget -= count + num_to_encode
                 if budget <= 0:
                     return prefills
         return prefills

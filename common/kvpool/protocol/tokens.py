@@ -1,9 +1,10 @@
-"""Token ids in a message: little-endian uint32."""
+"""Token ids in a message: little-endian uint32; and the name of an encoder's input."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Final
 
 TOKEN_BYTES: Final = 4
@@ -15,3 +16,8 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     if packed.itemsize != TOKEN_BYTES:  # pragma: no cover - no such platform is known to run CPython 3.11
         raise RuntimeError("array('I') is not 32 bits wide here")
     return packed.tobytes()
+
+
+def input_digest(token_ids: Sequence[int]) -> bytes:
+    """What `Root.input_digest` is for an encoder's input: the SHA-256 of its ids, as they travel. Raises OverflowError as above."""
+    return sha256(pack_tokens(token_ids)).digest()

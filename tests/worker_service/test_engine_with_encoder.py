@@ -1,0 +1,308 @@
+"""The engine of a model whose prompt feeds an encoder, over the manager's core: right text, and no encoder runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service.codec import check_generate, decode_generate
+from kvpool.worker_service.engine.encoder import EncoderSettings
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.prompt import PromptEncoder
+from kvpool.worker_service.engine.request import Request
+from tests.tracer import VOCAB_SIZE, expected_answer
+from tests.until import until
+from tests.worker_service.world import Wire, World, failed, read
+
+START = 2
+ENCODER = EncoderSettings(max_tokens=256, vocab_size=1000, decoder_prompt=(START,))
+
+
+def world_with(*, num_unit_blocks: int = 400, num_blocks: int = 400, **limits: Any) -> World:
+    """A worker whose model has an encoder."""
+    return World(
+        num_blocks=num_blocks,
+        block_size=limits.pop("block_size", 4),
+        num_unit_blocks=num_unit_blocks,
+        encoder=limits.pop("encoder", ENCODER),
+        **limits,
+    )
+
+
+def ask(world: World, prompt: list[int], count: int, delivered: tuple[int, ...] = (), **params: Any) -> Request:
+    """A request with a prompt for the encoder."""
+    return world.submit(
+        [START, *delivered], count, encoder_token_ids=prompt, num_delivered_tokens=len(delivered), **params
+    )
+
+
+async def answered(world: World, prompt: list[int], count: int, **more: Any) -> Request:
+    """The same, read to its end: the text must be the right one."""
+    request = ask(world, prompt, count, **more)
+    assert await read(request) == expected_answer(prompt, request.params.token_ids, count)
+    return request
+
+
+def counts(request: Request) -> tuple[int, int, int]:
+    """Tokens of the prompt, cached and generated ones, as its reader sees them."""
+    usage = request.usage()
+    return usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_generated_tokens
+
+
+def inputs(seed: int, count: int, most: int = 60) -> list[list[int]]:
+    """Inputs of the encoder, each twice."""
+    rng = random.Random(seed)
+    some = [[rng.randrange(1000) for _ in range(rng.randint(1, most))] for _ in range(count)]
+    return some + some
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("budget", [8, 64, 512])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+async def test_every_text_is_right_in_a_mixed_batch(block_size: int, budget: int, prefix_caching: bool) -> None:
+    prompts = inputs(block_size + budget, 12)
+    world = world_with(
+        block_size=block_size,
+        num_unit_blocks=3000 // block_size,
+        num_blocks=3000 // block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        prefix_caching=prefix_caching,
+    )
+    async with world.running():
+        for _ in range(2):
+            await asyncio.gather(*(answered(world, prompt, 12) for prompt in prompts))
+        num_tokens = sum(map(len, prompts))
+        assert world.model.num_encoded == (num_tokens // 2 if prefix_caching else 2 * num_tokens)
+
+
+async def test_the_prompt_is_what_the_encoder_gets_and_what_usage_counts() -> None:
+    world = world_with()
+    async with world.running():
+        cold, warm = [await answered(world, list(range(30)), 5) for _ in range(2)]
+        assert [counts(one) for one in (cold, warm)] == [(30, 0, 5), (30, 30, 5)]
+        assert world.model.num_forwarded == 2 * 5, "the start token, and all generated tokens but the last"
+        assert world.engine.stats.num_forwarded_tokens == 30 + 10
+        assert (world.manager.sessions[0].num_prompt_tokens, world.manager.sessions[0].num_cached_tokens) == (62, 30)
+
+
+async def test_sixteen_equal_prompts_run_the_encoder_once() -> None:
+    world = world_with(max_num_seqs=16)
+    async with world.running():
+        await asyncio.gather(*(answered(world, list(range(100)), 8) for _ in range(16)))
+        assert world.model.num_encoded == 100
+
+
+async def test_different_salts_share_no_encoder() -> None:
+    world = world_with()
+    async with world.running():
+        for salt in ("a", "b"):
+            await answered(world, list(range(20)), 3, tenant_salt=salt)
+        assert world.model.num_encoded == 40
+
+
+async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> None:
+    """As when a stream goes on on another worker, which has neither the encoder's output nor the text."""
+    prompt = list(range(50))
+    whole = expected_answer(prompt, [START], 30)
+    world = world_with()
+    async with world.running():
+        request = ask(world, prompt, 20, tuple(whole[:10]))
+        assert await read(request) == whole[10:]
+        assert counts(request) == (50, 0, 20)
+        again = ask(world, prompt, 20, tuple(whole[:10]))
+        assert await read(again) == whole[10:]
+        assert again.sequence.num_cached_tokens == 8
+        assert world.model.num_forwarded < 2 * (11 + 19), "the decoder's prefix of the first request was a hit"
+
+
+async def test_an_evicted_unit_is_computed_again_for_a_decoder_that_hits() -> None:
+    prompt, other = list(range(40)), list(range(100, 140))
+    whole = expected_answer(prompt, [START], 30)
+    world = world_with(num_unit_blocks=16)
+    async with world.running():
+        await answered(world, prompt, 30)
+        await answered(world, other, 2)
+        before = world.model.num_forwarded
+        request = ask(world, prompt, 5, tuple(whole[:25]))
+        assert await read(request) == whole[25:]
+        assert world.model.num_encoded == 3 * 40
+        assert world.model.num_forwarded - before == 26 - 24 + 4, "24 of the decoder's 26 tokens were cached"
+
+
+async def test_a_preempted_request_goes_on_with_its_unit() -> None:
+    """The decoder's pool is too small for all: the last in rank is computed again, and its encoder is not."""
+    world = world_with(num_blocks=20, max_num_seqs=4, reserve_seconds=0.0)
+    prompts = [list(range(10 * i, 10 * i + 9)) for i in range(4)]
+    async with world.running():
+        await asyncio.gather(*(answered(world, prompt, 40) for prompt in prompts))
+        assert world.engine.scheduler.num_preemptions > 0
+        assert world.model.num_encoded == 4 * 9
+
+
+async def test_units_wait_for_room_and_nobody_starves() -> None:
+    world = world_with(num_unit_blocks=11, max_num_seqs=8)
+    prompts = inputs(5, 10, most=40)
+    async with world.running():
+        await asyncio.gather(*(answered(world, prompt, 6) for prompt in prompts))
+        assert world.engine.scheduler.num_preemptions == 0
+
+
+async def test_an_encoder_longer_than_the_budget_of_a_step_runs_in_one() -> None:
+    world = world_with(max_num_seqs=4, max_num_batched_tokens=16, max_mixed_prefill_tokens=8)
+    async with world.running():
+        await asyncio.gather(*(answered(world, list(range(i, i + 200)), 10) for i in range(4)))
+        assert world.model.num_encoded == 800
+
+
+async def test_at_most_one_encoder_beyond_the_budget_is_in_a_step() -> None:
+    """So that decodes are slowed by one input, however many wait."""
+    world = world_with(max_num_seqs=8, max_num_batched_tokens=64)
+    async with world.running():
+        largest: list[int] = []
+        execute = world.model.execute
+
+        def watched(step: Any) -> Any:
+            largest.append(sum(len(part.encoder.token_ids) for part in step.parts))
+            return execute(step)
+
+        world.model.execute = watched  # type: ignore[method-assign]
+        await asyncio.gather(*(answered(world, list(range(i, i + 50)), 4) for i in range(8)))
+        assert max(largest) == 50
+
+
+async def test_a_step_that_fails_leaves_no_unit_behind() -> None:
+    world = world_with()
+    async with world.running():
+        world.model.fail_next = True
+        assert (await failed(ask(world, list(range(20)), 3))).error.kind is ErrorKind.INTERNAL
+        request = await answered(world, list(range(20)), 3)
+        assert request.num_cached_tokens == 0
+
+
+async def test_those_who_wait_go_on_when_their_leader_is_cancelled() -> None:
+    world = world_with(max_num_seqs=8)
+    gate = world.model.gate = threading.Event()
+    async with world.running():
+        prompt = list(range(80))
+        leader, *others = [ask(world, prompt, 4) for _ in range(4)]
+        await until(lambda: leader.has_begun)
+        world.engine.abort(leader)
+        gate.set()
+        texts = await asyncio.gather(*map(read, others))
+        assert texts == [expected_answer(prompt, [START], 4)] * 3
+
+
+async def test_units_survive_a_restart_of_the_manager() -> None:
+    world = world_with()
+    async with world.running():
+        await answered(world, list(range(30)), 3)
+        running = ask(world, list(range(50, 90)), 400)
+        await until(lambda: running.num_generated > 3)
+        world.wire.manager = CacheManager(2)
+        await until(lambda: world.cache.is_ready() and world.is_known())
+        request = await answered(world, list(range(30)), 3)
+        assert request.num_cached_tokens == 30
+        assert (await answered(world, list(range(50, 90)), 3)).num_cached_tokens == 40
+        assert await read(running) == expected_answer(list(range(50, 90)), [START], 400)
+        assert world.model.num_encoded == 70
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_every_text_is_right_over_a_bad_wire(seed: int) -> None:
+    wire = Wire(CacheManager(1), seed)
+    world = world_with(wire=wire, num_unit_blocks=31, num_blocks=41, max_num_seqs=6, prefix_wait_seconds=0.2)
+    async with world.running():
+        wire.lose_request = wire.lose_reply = wire.repeat_later = 0.15
+        prompts = inputs(seed, 10, most=40)
+        await asyncio.gather(*(answered(world, prompt, 10) for prompt in prompts))
+
+
+# -- what is refused
+
+
+def refusal(world: World, prompt: list[int], **params: Any) -> EngineError:
+    """Why a request is refused."""
+    with pytest.raises(EngineError) as caught:
+        ask(world, prompt, 3, **params)
+    return caught.value
+
+
+async def test_inputs_that_the_encoder_does_not_take_are_refused_with_the_figures() -> None:
+    world = world_with(num_unit_blocks=9)
+    async with world.running():
+        assert "257 tokens are more than the encoder takes on this worker, which is 256" in str(
+            refusal(world, [1] * 257)
+        )
+        assert "token id 1000 is outside the encoder's vocabulary of 1000" in str(refusal(world, [1000]))
+        assert "at least one token for the encoder" in str(refusal(world, []))
+        error = refusal(world, [1] * 33)
+        assert (error.kind, error.field) == (ErrorKind.NEVER_FITS, "prompt")
+        assert "33 prompt tokens need 9 blocks of 4 for the encoder's output; this worker has 8" in str(error)
+
+
+async def test_a_decoder_whose_text_is_full_is_refused() -> None:
+    world = world_with(max_model_len=12)
+    async with world.running():
+        with pytest.raises(EngineError, match="1 tokens at the beginning of the decoder's text and 12 new ones exceed"):
+            ask(world, [1, 2], 12)
+        with pytest.raises(EngineError, match="12 tokens leave no room to generate"):
+            ask(world, [1, 2], 1, tuple(range(11)))
+        assert len(await read(ask(world, [1, 2], 0))) == 11
+
+
+async def test_a_model_without_an_encoder_takes_no_input_of_one() -> None:
+    world = World(num_blocks=20, block_size=4)
+    async with world.running():
+        with pytest.raises(EngineError, match="has no encoder"):
+            ask(world, [1, 2], 3)
+
+
+# -- the worker's edge
+
+
+PROMPTS = PromptEncoder(None, 16, EncoderSettings(8, 1000, (START, 7)))
+
+
+def request_of(*ids: int, **fields: Any) -> worker_pb2.GenerateRequest:
+    """As a client sends it."""
+    return worker_pb2.GenerateRequest(sequence_id="s", attempt=1, token_ids=worker_pb2.TokenIds(ids=ids), **fields)
+
+
+def test_a_prompt_is_split_at_what_was_delivered() -> None:
+    request = request_of(5, 6, 8, 9, num_delivered_tokens=1)
+    check_generate(request, PROMPTS, "f")
+    params = decode_generate(request, PROMPTS)
+    assert (params.encoder_token_ids, params.token_ids, params.num_delivered_tokens) == ([5, 6, 8], [START, 7, 9], 1)
+    assert params.num_prompt_tokens == 3
+
+
+def test_without_an_encoder_the_prompt_is_the_beginning_of_the_text() -> None:
+    params = decode_generate(request_of(5, 6, 8, num_delivered_tokens=1), PromptEncoder(None, 16))
+    assert (params.encoder_token_ids, params.token_ids, params.num_prompt_tokens) == ([], [5, 6, 8], 3)
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"prompt_logprobs": 0}])
+def test_what_shows_the_prompt_in_the_answer_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="feeds its encoder") as caught:
+        check_generate(request_of(5, **fields), PROMPTS, "f")
+    assert caught.value.field in fields
+
+
+def test_delivered_tokens_do_not_count_towards_the_encoders_input() -> None:
+    check_generate(request_of(*range(12), num_delivered_tokens=4), PROMPTS, "f")
+    with pytest.raises(EngineError, match="9 tokens are more than the encoder takes"):
+        check_generate(request_of(*range(12), num_delivered_tokens=3), PROMPTS, "f")
+    with pytest.raises(EngineError, match="leave no room"):
+        check_generate(request_of(*range(20), num_delivered_tokens=14), PROMPTS, "f")
+
+
+def test_as_many_ids_are_read_as_a_request_may_state() -> None:
+    assert (PROMPTS.max_ids, PromptEncoder(None, 16).max_ids) == (24, 16)
+    assert VOCAB_SIZE > 1000
