@@ -194,7 +194,8 @@ def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
         if spec is None:
             raise Refusal(
                 Reason.UNSUPPORTED,
-                f"kv_cache_config.groups[{index}]: full_attention, sliding_window, state and cross_attention are served, got no spec",
+                f"kv_cache_config.groups[{index}]: full_attention, sliding_window, state and cross_attention are served, got no "
+                "spec",
                 field=f"kv_cache_config.groups[{index}]",
             )
         _check_tier(pool.tier, f"kv_cache_config.pools[{index}]")

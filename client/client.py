@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Unpack
 
+from kvpool.protocol.tokens import input_digest
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .channels import Channels
@@ -22,6 +23,7 @@ from .models import Models
 from .options import GenerateOptions
 from .prompt import Prompt
 from .request import build_request
+from .routed_prompt import RoutedPrompt, routed_prompt
 from .stream import GenerateStream
 from .template_process import TemplateProcess
 from .watch import WatchOptions, WatchUpdate, watch
@@ -152,11 +154,16 @@ class Client:
         model_fingerprint: str = "",
         adapter: str = "",
         tenant_salt: str = "",
+        encoder_token_ids: Sequence[int] = (),
         timeout: float | None = None,
     ) -> cache_pb2.RouteResponse:
-        """Workers for a prompt, best first. Advisory; changes nothing."""
+        """Workers for a prompt, best first. Advisory; changes nothing. Of a model with an encoder the prompt is
+        `encoder_token_ids`, and `token_ids` is how the decoder's text begins."""
         root = common_pb2.Root(model_fingerprint=model_fingerprint, adapter=adapter, tenant_salt=tenant_salt)
-        return await self._manager.route(Deadline(timeout or _READ_TIMEOUT_SECONDS), root, token_ids)
+        if encoder_token_ids:
+            root.input_digest = input_digest(encoder_token_ids)
+        prompt = RoutedPrompt(root, list(token_ids), len(encoder_token_ids))
+        return await self._manager.route(Deadline(timeout or _READ_TIMEOUT_SECONDS), prompt)
 
     async def explain(
         self,
@@ -183,8 +190,9 @@ class Client:
         else:
             token_ids = await asyncio.to_thread(served.encode_prompt, prompt or "")
         root = common_pb2.Root(model_fingerprint=served.fingerprint, adapter=adapter, tenant_salt=tenant_salt)
-        response = await self._manager.explain(deadline, root, token_ids, worker_id=worker_id)
-        return Explanation.from_proto(response, token_ids, root)
+        asked = routed_prompt(root, served.encoder, token_ids)
+        response = await self._manager.explain(deadline, asked, worker_id=worker_id)
+        return Explanation.from_proto(response, asked)
 
     async def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
         """Ask a worker to take no new requests, end the running ones within `grace` seconds (None: its own setting)

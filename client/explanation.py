@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Self
@@ -11,6 +10,8 @@ from typing import Any, Final, Self
 from tokenizers import Tokenizer
 
 from kvpool.v1 import cache_pb2, common_pb2
+
+from .routed_prompt import RoutedPrompt
 
 
 class MissCause(StrEnum):
@@ -112,6 +113,8 @@ class WorkerExplanation:
     """The next Allocate would serve them, if it came now."""
     miss: Miss
     """Why no more."""
+    encoder_cached: bool = False
+    """Of a model with an encoder: it has the encoder's output for the prompt, and need not run it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class Explanation:
     """How much of a prompt each worker would serve from its cache, and why no more; as of one moment."""
 
     token_ids: tuple[int, ...]
-    """The prompt."""
+    """The prompt; of a model with an encoder, which the prompt feeds, the beginning of the decoder's text."""
     model_fingerprint: str
     """Of the model that it was tokenised for."""
     adapter: str
@@ -163,16 +166,21 @@ class Explanation:
     """All that would take the prompt."""
     closest: ClosestPrompt | None
     """None: nothing is cached that shares a token with the prompt, or all of it is."""
+    num_encoder_tokens: int = 0
+    """Of a model with an encoder: tokens of the prompt."""
 
     @classmethod
-    def from_proto(cls, response: cache_pb2.ExplainResponse, token_ids: Sequence[int], root: common_pb2.Root) -> Self:
-        """From the manager's answer for a prompt under a root."""
+    def from_proto(cls, response: cache_pb2.ExplainResponse, prompt: RoutedPrompt) -> Self:
+        """From the manager's answer for a prompt."""
         return cls(
-            token_ids=tuple(token_ids),
-            model_fingerprint=root.model_fingerprint,
-            adapter=root.adapter,
+            token_ids=tuple(prompt.token_ids),
+            model_fingerprint=prompt.root.model_fingerprint,
+            adapter=prompt.root.adapter,
+            num_encoder_tokens=prompt.num_encoder_tokens,
             workers=tuple(
-                WorkerExplanation(worker.worker_id, worker.num_cached_tokens, Miss.from_proto(worker.miss))
+                WorkerExplanation(
+                    worker.worker_id, worker.num_cached_tokens, Miss.from_proto(worker.miss), worker.encoder_cached
+                )
                 for worker in response.workers
             ),
             num_workers=response.num_workers,
@@ -204,6 +212,10 @@ class Explanation:
     def _about(self, worker: WorkerExplanation) -> str:
         num_tokens = len(self.token_ids)
         served = f"{worker.worker_id} would serve {worker.num_cached_tokens:,} of {num_tokens:,} tokens from its cache"
+        if self.num_encoder_tokens:
+            has = "has" if worker.encoder_cached else "does not have"
+            encoded = f"{worker.worker_id} {has} the encoder's output for the {self.num_encoder_tokens:,} tokens of the prompt"
+            return f"{encoded}; of the decoder's text it {served.removeprefix(worker.worker_id + ' ')}: {self._why(worker.miss)}."
         return f"{served}: {self._why(worker.miss)}."
 
     def _why(self, miss: Miss) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import grpc.aio
@@ -14,12 +13,13 @@ from grpc_health.v1 import health_pb2
 
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.tokens import pack_tokens
-from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
+from kvpool.v1 import cache_pb2, worker_pb2
 
 from .channels import Channels
 from .config import ClientConfig
 from .deadline import Deadline
 from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, Unimplemented, from_rpc_error
+from .routed_prompt import RoutedPrompt
 
 MAX_GRACE_SECONDS: Final = 3600
 _BACKOFF_SECONDS_MIN: Final = 0.05
@@ -104,25 +104,29 @@ class Manager:
     async def route(
         self,
         deadline: Deadline,
-        root: common_pb2.Root,
-        token_ids: Sequence[int],
+        prompt: RoutedPrompt,
         *,
         max_workers: int = 0,
         explain: bool = False,
     ) -> cache_pb2.RouteResponse:
         """Workers for a prompt, best first; `explain`: and why no more of it is cached. Advisory."""
         request = cache_pb2.RouteRequest(
-            root=root, tokens=pack_tokens(token_ids), max_workers=max_workers, explain=explain
+            root=prompt.root,
+            tokens=pack_tokens(prompt.token_ids),
+            max_workers=max_workers,
+            explain=explain,
+            num_encoder_tokens=prompt.num_encoder_tokens,
         )
-        _require_fit(request, len(token_ids))
+        _require_fit(request, len(prompt.token_ids))
         return await self._call(self._channels.manager(self._config.manager).Route, request, deadline)
 
     async def explain(
-        self, deadline: Deadline, root: common_pb2.Root, token_ids: Sequence[int], *, worker_id: str = ""
+        self, deadline: Deadline, prompt: RoutedPrompt, *, worker_id: str = ""
     ) -> cache_pb2.ExplainResponse:
         """What each worker, or one, would serve of a prompt, and why no more."""
-        request = cache_pb2.ExplainRequest(root=root, tokens=pack_tokens(token_ids), worker_id=worker_id)
-        _require_fit(request, len(token_ids))
+        tokens = pack_tokens(prompt.token_ids)
+        request = cache_pb2.ExplainRequest(root=prompt.root, tokens=tokens, worker_id=worker_id)
+        _require_fit(request, len(prompt.token_ids))
         return await self._call(self._channels.manager(self._config.manager).Explain, request, deadline)
 
     async def drain(self, deadline: Deadline, worker_id: str, grace: float | None) -> cache_pb2.DrainResponse:

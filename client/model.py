@@ -16,6 +16,7 @@ from .chat_template import ChatTemplate
 from .errors import InvalidRequest, ProtocolError
 from .messages import Message
 from .prompt import Prompt
+from .routed_prompt import EncoderFacts
 from .template_process import TemplateProcess
 
 _TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER
@@ -39,7 +40,7 @@ class Model:
     vocab_size: int
     """Token ids are below it."""
     max_model_len: int
-    """Prompt and generated tokens together."""
+    """Prompt and generated tokens together; with an encoder, of the decoder's text."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a text."""
     tokenizer: Tokenizer | None
@@ -48,6 +49,8 @@ class Model:
     """None: the model folder has none; generate() only."""
     keeps_boundaries: bool = False
     """Layers with a sliding window or a state: other prompts go on from boundaries only."""
+    encoder: EncoderFacts | None = None
+    """None: the prompt is the beginning of the text."""
 
     @classmethod
     def from_parts(
@@ -82,7 +85,12 @@ class Model:
             tokenizer=tokenizer,
             chat_template=chat_template,
             keeps_boundaries=facts.keeps_boundaries,
+            encoder=EncoderFacts.of(facts),
         )
+
+    def num_first_tokens(self, num_prompt_tokens: int) -> int:
+        """Of those that share `max_model_len` with an answer: its prompt's, or those that the text of a decoder begins with."""
+        return num_prompt_tokens if self.encoder is None else len(self.encoder.decoder_prompt)
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a raw prompt, with the special tokens that the tokenizer itself adds. Ids are only checked."""
@@ -96,6 +104,12 @@ class Model:
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None, *, check: bool = True
     ) -> list[int]:
         """Token ids of a chat up to where the assistant is to speak. Without `check` it may be longer than the model takes."""
+        if self.encoder is not None:
+            raise InvalidRequest(
+                f"{self.name} does not chat: its prompt feeds an encoder, and is not the beginning of what it writes; use "
+                "generate() with the text that the model was trained on",
+                reason="NO_CHAT_TEMPLATE",
+            )
         if self.chat_template is None:
             raise InvalidRequest(
                 f"{self.name} has no chat template; use generate() with a prompt in the model's own form",
@@ -144,6 +158,8 @@ class Model:
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs at least one token", reason="BAD_FIELD")
+        if self.encoder is not None:
+            return self._checked_input(ids, self.encoder)
         if len(ids) >= self.max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(ids)} tokens; {self.name} takes {self.max_model_len} for prompt and answer "
@@ -157,6 +173,18 @@ class Model:
                 f"the vocabulary of {self.name}",
                 reason="BAD_FIELD",
             )
+        return ids
+
+    def _checked_input(self, ids: list[int], encoder: EncoderFacts) -> list[int]:
+        if len(ids) > encoder.max_tokens:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; the encoder of {self.name} takes {encoder.max_tokens}; shorten the prompt",
+                reason="NEVER_FITS",
+            )
+        # An encoder may have a vocabulary of its own, which its worker knows.
+        wrong = next((token_id for token_id in ids if not 0 <= token_id < 2**32), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {wrong} is outside 0 … 2**32 − 1", reason="BAD_FIELD")
         return ids
 
 

@@ -29,6 +29,7 @@ from .model import Model
 from .models import Models
 from .prompt import Prompt
 from .request import answer_request, attempt_request
+from .routed_prompt import routed_prompt
 from .watched_call import WatchedCall
 
 _NO_WORKER_PAUSE_SECONDS: Final = 0.2
@@ -249,8 +250,9 @@ class GenerateStream:
             return
         assert self._model is not None
         num_prompt, max_model_len = len(self._token_ids), self._model.max_model_len
+        num_first = self._model.num_first_tokens(num_prompt)
         unfinished = [answer for answer in self._answers if not answer.is_finished]
-        complete = [answer for answer in unfinished if answer.has_all_tokens(num_prompt, max_model_len)]
+        complete = [answer for answer in unfinished if answer.has_all_tokens(num_first, max_model_len)]
         self._ready.extend(answer.missing_end(target, num_prompt) for answer in complete)
         if len(self._answers) > 1:
             self._forks = MergedStreams([self._alone(answer) for answer in unfinished if answer not in complete])
@@ -338,18 +340,17 @@ class GenerateStream:
                     adapter=self._request.adapter,
                     tenant_salt=self._request.tenant_salt,
                 )
-                token_ids = self._all_token_ids
+                prompt = routed_prompt(root, model.encoder, self._token_ids, self._all_token_ids[len(self._token_ids) :])
                 response = await self._manager.route(
                     deadline,
-                    root,
-                    token_ids,
+                    prompt,
                     max_workers=self._config.max_attempts,
                     # Once, and before any worker has the prompt: afterwards its own blocks would be hits.
                     explain=self._wants_explanation,
                 )
                 if response.workers:
                     if self._wants_explanation and response.HasField("why"):
-                        self._explanation = Explanation.from_proto(response.why, self._token_ids, root)
+                        self._explanation = Explanation.from_proto(response.why, prompt)
                     self._wants_explanation = False
                     self._attempts.rank(response.workers)
                     return

@@ -49,11 +49,13 @@ def expected_text(
     tenant_salt: str = "",
     eos_token_ids: Collection[int] = (),
     seed: int = 0,
+    encoder_tokens: Sequence[int] = (),
 ) -> list[int]:
-    """The one right continuation: `count` tokens, fewer if one of `eos_token_ids` comes next."""
+    """The one right continuation: `count` tokens, fewer if one of `eos_token_ids` comes next. With `encoder_tokens`, an encoder's
+    input, `prompt` is the beginning of the decoder's text."""
     slots: list[int] = []
     text: list[int] = []
-    root = root_digest(tenant_salt)
+    root = encoder_digest(encoder_tokens, tenant_salt) if encoder_tokens else root_digest(tenant_salt)
     extend(slots, root, prompt)
     while len(text) < count and (token := next_token(slots, seed)) not in eos_token_ids:
         text.append(token)
@@ -61,11 +63,16 @@ def expected_text(
     return text
 
 
-def encoder_digest(tokens: Sequence[int]) -> int:
-    """What the slot before position 0 of a decoder's text holds: it depends on all slots with the encoder's input."""
+def encoder_slots(tokens: Sequence[int], tenant_salt: str = "") -> list[int]:
+    """The right slots of an encoder's input."""
     slots: list[int] = []
-    extend(slots, root_digest(), tokens)
-    return digest_of(slots)
+    extend(slots, root_digest(tenant_salt), tokens)
+    return slots
+
+
+def encoder_digest(tokens: Sequence[int], tenant_salt: str = "") -> int:
+    """What the slot before position 0 of a decoder's text holds: it depends on all slots with the encoder's input."""
+    return digest_of(encoder_slots(tokens, tenant_salt))
 
 
 def digest_of(slots: Sequence[int | None]) -> int:
@@ -75,14 +82,7 @@ def digest_of(slots: Sequence[int | None]) -> int:
 
 def expected_answer(encoder_tokens: Sequence[int], decoder_prompt: Sequence[int], count: int) -> list[int]:
     """The one right continuation of a decoder's prompt over an encoder's input."""
-    slots: list[int] = []
-    text: list[int] = []
-    root = encoder_digest(encoder_tokens)
-    extend(slots, root, decoder_prompt)
-    while len(text) < count:
-        text.append(next_token(slots))
-        extend(slots, root, text[-1:])
-    return text
+    return expected_text(decoder_prompt, count, encoder_tokens=encoder_tokens)
 
 
 class Slots:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvpool.client import Explanation, InvalidRequest, MissCause
+from kvpool.client.routed_prompt import RoutedPrompt
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from tests.client.clients import quick
@@ -30,7 +31,7 @@ def answered(cause: cache_pb2.MissCause.ValueType, **fields: Any) -> cache_pb2.E
 
 def said(response: cache_pb2.ExplainResponse, tokenizer: Tokenizer | None = None) -> list[str]:
     """In words, of a prompt of 40 tokens."""
-    return Explanation.from_proto(response, range(40), ROOT).sentences(tokenizer)
+    return Explanation.from_proto(response, RoutedPrompt(ROOT, list(range(40)), 0)).sentences(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,9 @@ def test_each_cause_has_its_words(response: cache_pb2.ExplainResponse, words: st
 
 def test_every_cause_of_the_manager_is_known_to_the_client() -> None:
     for value in cache_pb2.MissCause.values():
-        found = Explanation.from_proto(answered(cache_pb2.MissCause.ValueType(value)), range(40), ROOT)
+        found = Explanation.from_proto(
+            answered(cache_pb2.MissCause.ValueType(value)), RoutedPrompt(ROOT, list(range(40)), 0)
+        )
         assert (found.workers[0].miss.cause is MissCause.UNKNOWN) == (value == cache_pb2.MISS_CAUSE_UNSPECIFIED)
 
 

@@ -24,13 +24,14 @@ from kvpool.client.manager import Manager
 from kvpool.client.models import Models
 from kvpool.client.prompt import Prompt
 from kvpool.client.request import build_request
+from kvpool.client.routed_prompt import EncoderFacts, routed_prompt
 from kvpool.client.stream import GenerateStream
 from kvpool.client.template_process import TemplateProcess
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
 from tests.simulation import manager
 from tests.simulation.channel import Channel
 from tests.simulation.process import Process
-from tests.simulation.worker import FINGERPRINT
+from tests.simulation.worker import FINGERPRINT, MAX_ENCODER_TOKENS, START
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -205,7 +206,8 @@ class ClientProcess(Process):
             if kind == "route":
                 salt, tokens = argument
                 root = common_pb2.Root(model_fingerprint=FINGERPRINT, tenant_salt=salt)
-                await self._manager.route(deadline, root, tokens)
+                encoder = EncoderFacts(MAX_ENCODER_TOKENS, (START,)) if self.world.has_encoder else None
+                await self._manager.route(deadline, routed_prompt(root, encoder, tokens))
             elif kind == "describe":
                 first = 1 if argument else None
                 await self._manager.describe(deadline, worker_id=argument, first_block=first, max_blocks=16)

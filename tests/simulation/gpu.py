@@ -10,6 +10,7 @@ from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.cache.units import Unit
 from kvpool.worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
 from tests import tracer
 
@@ -26,6 +27,7 @@ class _Part:
         self.tables = part.block_tables
         """By group of layers that attend, like `generations`."""
         self.state = part.state
+        self.encoder = part.encoder
         self.samples = part.sampling is not None
         self.sequence = sequence
         self.generations = [
@@ -33,6 +35,10 @@ class _Part:
         ]
         """Of the tables' blocks when the step was launched."""
         self.generations_of_state = [ledgers[-1]._generation[block] for block in part.state or ()]
+        self.generations_of_unit: list[int] = []
+        if part.encoder is not None and sequence.cross_group is not None:
+            units = ledgers[sequence.cross_group]
+            self.generations_of_unit = [units._generation[block] for block in part.encoder.table]
         self.num_done = 0
 
 
@@ -74,6 +80,11 @@ class Gpu:
         found = self.slots[group].block(block)
         return found == right[-len(found) :]
 
+    def holds_unit(self, group: int, unit: Unit) -> bool:
+        """Whether the blocks of a unit have what they must hold."""
+        right = tracer.encoder_slots(self.worker.world.inputs[unit.root.input_digest], unit.root.tenant_salt)
+        return self.slots[group].read(unit.unit_blocks, unit.num_tokens) == right
+
     def shutdown(self, wait: bool = True) -> None:
         """As a thread pool's."""
 
@@ -99,6 +110,9 @@ class Gpu:
             if part.state is not None:
                 counts["states from a snapshot"] += bool(part.state.source not in (0, part.state.running))
                 counts["states copied"] += bool(part.state.snapshot)
+            if part.encoder is not None:
+                counts["encoders run"] += bool(part.encoder.token_ids)
+                counts["encoders run for a decoder that hits"] += bool(part.encoder.token_ids and part.start)
         future = worker.loop.create_future()
         kernel, draw = worker.kernel, self._random
         seconds = self.step_seconds * (0.3 + draw.expovariate(1.2))
@@ -152,13 +166,18 @@ class Gpu:
     def _compute_part(self, part: _Part, count: int) -> None:
         first, end = part.start + part.num_done, part.start + count
         right = self._right.setdefault(part.sequence, [])
-        root = tracer.root_digest(part.sequence.root.tenant_salt)
+        salt = part.sequence.root.tenant_salt
+        root = tracer.root_digest(salt)
+        if part.encoder is not None:
+            root = tracer.encoder_digest(self._input_of(part.sequence), salt)
         tracer.extend(right, root, part.sequence.tokens[len(right) : end])
         if not self._may_touch(part, end):
             return
         laws = self.worker.world.laws
         laws.count("exact hits")
         if part.state is not None and not self._step_state(part, first, end):
+            return
+        if part.encoder is not None and not self._step_unit(part):
             return
         for group, (slots, table) in enumerate(zip(self.slots, part.tables, strict=False)):
             begin = self._begin(group, first)
@@ -192,15 +211,57 @@ class Gpu:
                     states.write([block], 0, right[end - 1 : end])
         return True
 
+    def _input_of(self, sequence: CacheSequence) -> list[int]:
+        """The encoder's input that a sequence has by its root."""
+        return self.worker.world.inputs[sequence.root.input_digest]
+
+    def _step_unit(self, part: _Part) -> bool:
+        """Run the encoder, if the part brings its input, and read its output."""
+        assert part.encoder is not None
+        table, num_tokens, token_ids = part.encoder
+        group = part.sequence.cross_group
+        assert group is not None
+        slots = self.slots[group]
+        if token_ids and not part.num_done:
+            slots.write(table, 0, tracer.encoder_slots(token_ids, part.sequence.root.tenant_salt))
+        right = tracer.encoder_slots(self._input_of(part.sequence), part.sequence.root.tenant_salt)
+        read = slots.read(table, num_tokens)
+        if read != right:
+            found = "an unwritten slot" if None in read else "another one"
+            self._fail("exact hits", f"{part.sequence!r} reads {found} in the unit of its encoder's input: {table}")
+            return False
+        return True
+
     def _may_touch(self, part: _Part, end: int) -> bool:
         """Whether the blocks that the step names are still what they were when it was launched."""
         laws = self.worker.world.laws
         laws.count("no use after free")
         laws.count("sealed blocks never change")
         ledgers = self.worker.cache._state.ledgers
+        if part.encoder is not None and not self._may_touch_unit(part, ledgers):
+            return False
         return self._may_touch_state(part, ledgers[-1]) and all(
             self._may_touch_group(part, end, ledgers[group], part.generations[group]) for group in self._attending
         )
+
+    def _may_touch_unit(self, part: _Part, ledgers: tuple[BlockLedger, ...]) -> bool:
+        assert part.encoder is not None
+        assert part.sequence.cross_group is not None
+        ledger = ledgers[part.sequence.cross_group]
+        for block, generation in zip(part.encoder.table, part.generations_of_unit, strict=True):
+            if ledger._generation[block] != generation or not ledger._num_users[block]:
+                self._fail(
+                    "no use after free",
+                    f"a running step of {part.sequence!r} names block {block} of a unit, which is no longer its own",
+                )
+                return False
+            if part.encoder.token_ids and (ledger._num_users[block] > 1 or ledger._contents[block] is not None):
+                self._fail(
+                    "sealed blocks never change",
+                    f"{part.sequence!r} writes block {block} of its unit: {ledger._num_users[block]} sequences have it",
+                )
+                return False
+        return True
 
     def _may_touch_state(self, part: _Part, ledger: BlockLedger) -> bool:
         if part.state is None:

@@ -18,6 +18,7 @@ from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
+from kvpool.worker_service.cache.units import Unit
 from tests import tracer
 from tests.simulation.rpc import Failure, reason_in
 
@@ -39,6 +40,7 @@ _OF_A_SESSION = (
     "chain",
     "scratch",
     "window",
+    "unit",
 )
 OF_THE_CORE = (*_OF_A_SESSION, "tree", "attempts", "dependents")
 """The laws of cache_service/core/integrity."""
@@ -159,6 +161,7 @@ class Laws:
                 world.counts["prefixes waited for"] += sum(result.HasField("wait") for result in response.results)
                 granted = [result.granted for result in response.results if result.HasField("granted")]
                 world.counts["windows hit"] += sum(bool(one.scratch and one.num_cached_tokens) for one in granted)
+                self._count_units(request, response)
             session = manager.core._sessions.get(request.uplink.session)
             if session is not None:
                 if method == "Allocate":
@@ -182,6 +185,20 @@ class Laws:
                 else:
                     kind = "where prompts part"
                 self.world.counts[f"boundaries {kind}"] += 1
+
+    def _count_units(self, request: Any, response: Any) -> None:
+        """What an Allocate of sequences with an encoder was answered."""
+        counts = self.world.counts
+        for item, result in zip(request.items, response.results, strict=True):
+            if not item.num_encoder_tokens:
+                continue
+            if result.HasField("wait"):
+                counts["units waited for"] += not result.wait.position
+            elif result.HasField("granted"):
+                counts["units hit"] += result.granted.encoder_cached
+                counts["prefixes hit without their unit"] += bool(
+                    result.granted.num_cached_tokens and not result.granted.encoder_cached
+                )
 
     def _first_stays(self, request: Any, response: Any, caller: Process) -> None:
         """A process whose session lives is fenced by itself only, or when it has ended."""
@@ -224,6 +241,9 @@ class Laws:
         self.world.counts["sessions of windows only"] += not session.full_pools
         self.world.counts["sessions of windows and full attention"] += bool(session.full_pools and session.window_pools)
         self.world.counts["windows released to be evicted first"] += sum(len(pool.demoted()) for pool in session.pools)
+        if session.unit_pool is not None:
+            self.world.counts["sessions with an encoder"] += 1
+            self.world.counts["blocks of units evicted"] += session.unit_pool.num_evicted
         for pool in session.pools:
             self.world.counts["blocks shared"] += pool.counts().shared
             if pool.num_evicted:
@@ -308,10 +328,16 @@ class Laws:
         for worker in self.world.live_workers():
             if ledger in worker.cache._state.ledgers:
                 content = ledger.content(block)
-                if content is None or not worker.gpu.holds(ledger.group, block, right_slots(content)):
+                if isinstance(content, Unit):
+                    if not worker.gpu.holds_unit(ledger.group, content):
+                        self.world.fail("sealed-only sharing", f"{worker.name}: a unit is a hit before its KV is there")
+                elif content is None or not worker.gpu.holds(ledger.group, block, self._right_slots(content)):
                     self.world.fail(
                         "sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there"
                     )
+
+    def _right_slots(self, content: Content) -> list[int]:
+        return right_slots(content, self.world.inputs.get(content.root.input_digest))
 
     # -- everything
 
@@ -352,17 +378,25 @@ class Laws:
                     "manager and worker agree", f"{what}here it has generation {generation:#x} and {content}"
                 )
                 return False
-            if not worker.gpu.holds(pool.slot, block, right_slots(content)):
+            if isinstance(content, Unit):
+                if not worker.gpu.holds_unit(pool.slot, content):
+                    self.world.fail("exact hits", f"{what}its slots hold something else")
+                    return False
+                of = manager.core._tree.find_root(_core_root(content), worker.cache.settings.block_size)
+                if node is not of or pool.slot != pool.holder.unit_slot:
+                    self.world.fail("manager and worker agree", f"{what}the two know another input in it")
+                    return False
+                continue
+            if not worker.gpu.holds(pool.slot, block, self._right_slots(content)):
                 self.world.fail("exact hits", f"{what}its slots hold something else")
                 return False
             at: Content | None = content
             while at is not None and node is not None and node.tokens == at.tokens:
                 at, node = at.parent, node.parent
-            root = Root(content.root.model_fingerprint, content.root.adapter, content.root.tenant_salt)
             if (
                 at is not None
                 or node is None
-                or node is not manager.core._tree.find_root(root, len(content.tokens) // 4)
+                or node is not manager.core._tree.find_root(_core_root(content), len(content.tokens) // 4)
             ):
                 self.world.fail("manager and worker agree", f"{what}the two know other tokens in it")
                 return False
@@ -405,8 +439,13 @@ def _but_for_call_no(figures: Any, request: Any) -> Any:
     return last_generation, [(number, 0 if number == own else call_no, *rest) for number, call_no, *rest in sessions]
 
 
-def right_slots(content: Content) -> list[int]:
-    """What the slots of a complete block must hold."""
+def _core_root(content: Content) -> Root:
+    root = content.root
+    return Root(root.model_fingerprint, root.adapter, root.tenant_salt, root.input_digest)
+
+
+def right_slots(content: Content, encoder_tokens: list[int] | None = None) -> list[int]:
+    """What the slots of a complete block must hold. `encoder_tokens`: the input that the root names, if it names one."""
     chain: list[Content] = []
     at: Content | None = content
     while at is not None:
@@ -416,7 +455,9 @@ def right_slots(content: Content) -> list[int]:
     for one in reversed(chain):
         tokens += memoryview(one.tokens).cast("I").tolist()
     slots: list[int] = []
-    tracer.extend(slots, tracer.root_digest(content.root.tenant_salt), tokens)
+    salt = content.root.tenant_salt
+    root = tracer.root_digest(salt) if encoder_tokens is None else tracer.encoder_digest(encoder_tokens, salt)
+    tracer.extend(slots, root, tokens)
     return slots[-len(content.tokens) // 4 :]
 
 

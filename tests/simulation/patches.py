@@ -37,6 +37,7 @@ from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.state import CacheState
+from kvpool.worker_service.cache.units import UnitLedger
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -122,6 +123,11 @@ def installed(world: World) -> Iterator[None]:
         original(state, sequence)
         world.counts["windows named at the end of a text"] += state.num_windows_named - before
 
+    def accept_unit(ledger: UnitLedger, blocks: list[int], *about: Any, original: Any = UnitLedger.accept_unit) -> None:
+        original(ledger, blocks, *about)
+        for block in blocks:
+            world.laws.on_hit(ledger, block)
+
     def new_entries(link: LinkState, downlink: Any, original: Any = LinkState.new_entries) -> Any:
         entries = original(link, downlink)
         for entry in entries:
@@ -165,6 +171,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(BlockLedger, "accept_hits", accept_hits))
         stack.enter_context(mock.patch.object(EngineCache, "lose", lose))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_window", accept_window))
+        stack.enter_context(mock.patch.object(UnitLedger, "accept_unit", accept_unit))
         stack.enter_context(mock.patch.object(LinkState, "new_entries", new_entries))
         stack.enter_context(mock.patch.object(naming, "name_end", name_end))
         stack.enter_context(mock.patch.object(CacheManager, "_retire", retire))

@@ -80,6 +80,13 @@ EVENTS = (
     "blocks copied for forks",
     "parents that ended before their forks were known",
     "forks that ended before they were known",
+    "sessions with an encoder",
+    "encoders run",
+    "encoders run for a decoder that hits",
+    "units hit",
+    "units waited for",
+    "prefixes hit without their unit",
+    "blocks of units evicted",
 )
 OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 

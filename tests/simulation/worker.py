@@ -11,6 +11,7 @@ from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.encoder import EncoderSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
@@ -34,6 +35,9 @@ BLOCK_SIZE = 4
 CHUNK_TOKENS = 8
 """Of one sequence in one step, with windows."""
 GRACE_SECONDS = 2.0
+START = 1
+"""The token that every text of a decoder begins with."""
+MAX_ENCODER_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class WorkerPlan:
     """By group; 0: none."""
     state_grid: int
     """Tokens: the last group has the states of recurrent layers. 0: there are none."""
+    cross_group: int | None
+    """The group with the KV of encoder inputs. None: the model has no encoder."""
     retention_interval: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -68,6 +74,7 @@ class WorkerPlan:
             num_blocks=self.num_blocks,
             windows=self.windows,
             state_grid=self.state_grid,
+            cross_group=self.cross_group,
             max_chunk_tokens=min(self.max_num_batched_tokens, CHUNK_TOKENS),
             retention_interval=self.retention_interval,
             report_seconds=self.report_seconds,
@@ -108,6 +115,9 @@ class WorkerProcess(Process):
                 max_mixed_prefill_tokens=plan.max_mixed_prefill_tokens,
                 scheduling_policy=plan.policy,
                 max_num_waiting=plan.max_num_waiting,
+                encoder=None
+                if plan.cross_group is None
+                else EncoderSettings(MAX_ENCODER_TOKENS, tracer.VOCAB_SIZE, (START,)),
             ),
             self.cache,
             self.gpu,
@@ -123,6 +133,9 @@ class WorkerProcess(Process):
             vocab_size=tracer.VOCAB_SIZE,
             max_model_len=plan.max_model_len,
             eos_token_ids=sorted(tracer.EOS),
+            is_encoder_decoder=plan.cross_group is not None,
+            decoder_start_token_id=START,
+            max_encoder_tokens=MAX_ENCODER_TOKENS,
         )
         methods = Methods()
         servicer = WorkerServicer(
@@ -142,6 +155,8 @@ class WorkerProcess(Process):
             spec = config.groups.add(group=group)
             if settings.is_state(group):
                 spec.state.grid_tokens, spec.state.scratch_blocks = settings.state_grid, settings.scratch_blocks(group)
+            elif group == settings.cross_group:
+                spec.cross_attention.max_encoder_tokens = MAX_ENCODER_TOKENS
             elif settings.window(group):
                 spec.sliding_window.window_tokens = settings.window(group)
                 spec.sliding_window.ring_blocks = settings.scratch_blocks(group)

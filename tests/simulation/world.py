@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
+from kvpool.protocol.tokens import input_digest
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests import tracer
 from tests.simulation import manager, patches
@@ -23,7 +24,7 @@ from tests.simulation.manager import ManagerProcess
 from tests.simulation.process import Process
 from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
-from tests.simulation.worker import BLOCK_SIZE, WorkerPlan, WorkerProcess
+from tests.simulation.worker import BLOCK_SIZE, START, WorkerPlan, WorkerProcess
 
 _WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free"})
 ACTIVE_SECONDS = 22.0
@@ -118,6 +119,11 @@ class World:
         """Of answers that a worker sends together."""
         self.max_model_len = 48
         groups, forks = self.kernel.random("groups"), self.kernel.random("forks")
+        encoder = self.kernel.random("encoder")
+        self.has_encoder = encoder.random() < 0.3
+        """Of all workers: they serve one model."""
+        self.inputs: dict[bytes, list[int]] = {}
+        """Inputs of the encoder by digest."""
         has_small = draw.random() < 0.15
         self.plans: list[WorkerPlan] = []
         for number in range(draw.choice([2, 2, 3])):
@@ -148,12 +154,20 @@ class World:
                     "state": [4, 6, 10, 30],
                 }
                 pools = tuple(groups.choice(least[part]) for part in parts)
+            cross_group = None
+            if self.has_encoder:
+                # After the groups of the decoder's own attention; the states, if there are any, are always the last.
+                cross_group = len(pools) - bool(state_grid)
+                num_units = encoder.choice([8, 10, 12, 24, 60])
+                pools = (*pools[:cross_group], num_units, *pools[cross_group:])
+                windows = (*windows[:cross_group], 0, *windows[cross_group:])
             self.plans.append(
                 WorkerPlan(
                     worker_id=f"w{number}",
                     num_blocks=pools,
                     windows=windows,
                     state_grid=state_grid,
+                    cross_group=cross_group,
                     retention_interval=groups.choice([0, 0, 0, 6, 16]),
                     max_num_seqs=draw.choice([2, 4, 6]),
                     max_num_batched_tokens=draw.choice([8, 16, 40]),
@@ -183,6 +197,10 @@ class World:
                 prompt = base[: draw.choice([0, 8, 16, 24])]
                 prompt += [draw.randrange(tracer.VOCAB_SIZE) for _ in range(draw.randint(0 if prompt else 1, 9))]
                 salt = draw.choice(["", "", "tenant"])
+            if self.has_encoder:
+                if self.requests and encoder.random() < 0.5:
+                    prompt = encoder.choice(self.requests).prompt
+                self.inputs[input_digest(prompt)] = prompt
             max_tokens = draw.choice([1, 2, 4, 6, 9, 13])
             self.requests.append(
                 RequestPlan(
@@ -223,18 +241,29 @@ class World:
         """What a request has to be answered, and whether the model ends it."""
         found = self._right.get(plan.number)
         if found is None:
-            room = self.max_model_len - len(plan.prompt)
-            limit = min(plan.max_tokens or room, room)
-            text = tracer.expected_text(plan.prompt, limit, plan.tenant_salt, tracer.EOS)
+            limit = self._most_tokens(plan)
+            prompt, encoder_tokens = ([START], plan.prompt) if self.has_encoder else (plan.prompt, [])
+            text = tracer.expected_text(prompt, limit, plan.tenant_salt, tracer.EOS, encoder_tokens=encoder_tokens)
             found = text, len(text) < limit
             self._right[plan.number] = found
         return found
 
     def may_never_fit(self, plan: RequestPlan) -> bool:
         """Whether a worker may refuse it for ever."""
-        room = self.max_model_len - len(plan.prompt)
-        slots = len(plan.prompt) + min(plan.max_tokens or room, room) - 1
-        return any(-(-slots // BLOCK_SIZE) > worker.cache_settings().capacity for worker in self.plans)
+        slots = self._num_first_tokens(plan) + self._most_tokens(plan) - 1
+        settings = [worker.cache_settings() for worker in self.plans]
+        if self.has_encoder and any(one.num_unit_blocks(len(plan.prompt)) > one.unit_capacity for one in settings):
+            return True
+        return any(-(-slots // BLOCK_SIZE) > one.capacity for one in settings)
+
+    def _num_first_tokens(self, plan: RequestPlan) -> int:
+        """Tokens that the text of a request begins with."""
+        return 1 if self.has_encoder else len(plan.prompt)
+
+    def _most_tokens(self, plan: RequestPlan) -> int:
+        """That may be generated for it."""
+        room = self.max_model_len - self._num_first_tokens(plan)
+        return min(plan.max_tokens or room, room)
 
     def ended(self, plan: RequestPlan, how: str) -> None:
         """A request has come to its end."""

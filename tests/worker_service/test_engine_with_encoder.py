@@ -115,7 +115,7 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
     async with world.running():
         request = ask(world, prompt, 20, tuple(whole[:10]))
         assert await read(request) == whole[10:]
-        assert counts(request) == (50, 0, 20)
+        assert counts(request) == (60, 0, 20), "the prompt of an attempt is what it states"
         again = ask(world, prompt, 20, tuple(whole[:10]))
         assert await read(again) == whole[10:]
         assert again.sequence.num_cached_tokens == 8
@@ -280,7 +280,7 @@ def test_a_prompt_is_split_at_what_was_delivered() -> None:
     check_generate(request, PROMPTS, "f")
     params = decode_generate(request, PROMPTS)
     assert (params.encoder_token_ids, params.token_ids, params.num_delivered_tokens) == ([5, 6, 8], [START, 7, 9], 1)
-    assert params.num_prompt_tokens == 3
+    assert params.num_prompt_tokens == 4
 
 
 def test_without_an_encoder_the_prompt_is_the_beginning_of_the_text() -> None:

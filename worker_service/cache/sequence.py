@@ -134,9 +134,10 @@ class CacheSequence:
     @property
     def block_tables(self) -> tuple[list[int], ...]:
         """Tables of the groups whose layers attend to the sequence itself."""
+        tables = self.tables if self._state is None else self.tables[:-1]
         if self.cross_group is not None:
-            return (*self.tables[: self.cross_group], *self.tables[self.cross_group + 1 :])
-        return self.tables if self._state is None else self.tables[:-1]
+            return (*tables[: self.cross_group], *tables[self.cross_group + 1 :])
+        return tables
 
     @property
     def unit_table(self) -> list[int] | None:

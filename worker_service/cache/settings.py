@@ -56,8 +56,10 @@ class CacheSettings:
 
     @property
     def attention_groups(self) -> tuple[int, ...]:
-        """Groups of layers that attend, and so have block tables."""
-        return tuple(group for group in range(len(self.num_blocks)) if not self.is_state(group))
+        """Groups of layers that attend to the sequence itself, and so have block tables."""
+        return tuple(
+            group for group in range(len(self.num_blocks)) if not self.is_state(group) and group != self.cross_group
+        )
 
     @property
     def grid_blocks(self) -> int:

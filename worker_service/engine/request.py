@@ -63,8 +63,10 @@ class GenerationParams:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt, with delivered tokens where it is the beginning of the text."""
-        return len(self.encoder_token_ids) or len(self.token_ids)
+        """Length of the prompt as the request states it, with delivered tokens."""
+        if self.encoder_token_ids:
+            return len(self.encoder_token_ids) + self.num_delivered_tokens
+        return len(self.token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -170,7 +172,7 @@ class Request:
             self._was_granted = True
             self.num_cached_tokens = self.sequence.num_cached_tokens
             if self.params.encoder_token_ids:
-                self.num_cached_tokens = self.num_prompt_tokens if self.sequence.encoder_cached else 0
+                self.num_cached_tokens = self.sequence.num_encoder_tokens if self.sequence.encoder_cached else 0
             chunk = Chunk(0, usage=self.usage())
             self.stream.put(chunk)
             if self.params.wants_prompt_logprobs:

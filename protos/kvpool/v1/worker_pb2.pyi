@@ -867,7 +867,7 @@ class Usage(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
-    """With is_encoder_decoder those of the encoder's input."""
+    """Of the request, delivered ones included; with is_encoder_decoder those of the encoder's input and delivered ones."""
     num_cached_tokens: _builtins.int
     """Served from the cache at the first admission."""
     num_generated_tokens: _builtins.int
