@@ -147,7 +147,11 @@ class Contents:
     def open(self, session: Session) -> None:
         """Look-ups see the session from now on; what it holds is listed by `list_some`."""
         pools = self._pools[session.holder] = tuple(_Pool(session, pool) for pool in session.pools)
-        self._pending.update(dict.fromkeys(of for of in pools if of.pool is not session.unit_pool))
+        for of in pools:
+            if of.pool is session.unit_pool:
+                of.listed = None  # it holds no nodes of a prefix
+            else:
+                self._pending[of] = None
 
     def close(self, session: Session) -> None:
         """The session has ended."""

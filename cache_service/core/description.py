@@ -131,15 +131,17 @@ def describe_block(session: Session, block: int, group: int = 0) -> BlockContent
         for sequence in session.sequences.values():
             if block in sequence.unsealed(group):
                 table = sequence.tables[group]
-                if block not in table or pool is session.unit_pool:
-                    return _unplaced(sequence, pool, block)
+                if pool is session.unit_pool:
+                    return _in_unit(session, pool, block, sequence.root, tuple(table))
+                if block not in table:
+                    return _scratch(sequence, pool, block)
                 return _filling(sequence, pool, block, table.index(block))
     return BlockContent(_one(pool, block, None, 0, 0, ()), None, b"", (), ())
 
 
 def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockContent:
     if isinstance(node, RootNode):
-        return _in_unit(session, pool, block, node)
+        return _in_unit(session, pool, block, node, node.units[session.holder])
     group, depth = pool.slot, node.depth
     owners = [sequence for sequence in session.sequences.values() if sequence.block_at(group, depth) == block]
     pieces, blocks = [node.tokens], [block]
@@ -158,17 +160,18 @@ def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockC
     )
 
 
-def _in_unit(session: Session, pool: BlockPool, block: int, root: RootNode) -> BlockContent:
-    """The manager knows the encoder's input by its digest only."""
-    unit = root.units[session.holder]
+def _in_unit(session: Session, pool: BlockPool, block: int, root: Node, unit: tuple[int, ...]) -> BlockContent:
+    """Of the KV of an encoder's input, which the manager knows by its digest only."""
+    assert isinstance(root, RootNode)
     owners = [one for one in session.sequences.values() if one.root is root and block in one.tables[pool.slot]]
-    index = unit.index(block)
-    described = _one(pool, block, root, index, session.block_size, tuple(owner.key for owner in owners))
+    index, keys = unit.index(block), tuple(owner.key for owner in owners)
+    count = max([owner.token_count(index, pool.slot) for owner in owners], default=session.block_size)
+    described = _one(pool, block, pool.node(block), index, count, keys)
     return BlockContent(described, root.key[0], b"", unit[: index + 1], _others(owners, pool.slot, unit[: index + 1]))
 
 
-def _unplaced(sequence: Sequence, pool: BlockPool, block: int) -> BlockContent:
-    """A scratch block, of which only its worker knows what is in it at the moment, or one of a unit that is not computed yet."""
+def _scratch(sequence: Sequence, pool: BlockPool, block: int) -> BlockContent:
+    """Only its worker knows what is in it at the moment."""
     assert isinstance(sequence.root, RootNode)
     others = _others([sequence], pool.slot, [block])
     return BlockContent(_one(pool, block, None, 0, 0, (sequence.key,)), sequence.root.key[0], b"", (), others)

@@ -92,10 +92,10 @@ class ContentsFollower:
                 assert isinstance(event, Served)
                 holders = self._nodes[event.node].holders if event.node else set()
                 groups = {group for session, group in holders if session == event.session}
-                live = (
-                    {session.number: len(session.pools) for session in self._manager.sessions} if self._manager else {}
-                )
-                assert not event.node or event.session not in live or groups == set(range(live[event.session]))
+                live = {session.number: session.holder for session in self._manager.sessions} if self._manager else {}
+                if event.node and event.session in live:
+                    holder_of = live[event.session]
+                    assert groups == {*holder_of.full_slots, *holder_of.window_slots}
                 assert (event.node == 0) == (event.num_cached_tokens == 0)
 
     def _store(self, stored: Stored) -> None:

@@ -248,6 +248,19 @@ class Memory:
                 f"block {block} of {worker_id}, group {group}, slot {slot} holds {found}, not {expected}"
             )
 
+    def check_unit(self, worker_id: str, group: int, block: int, block_size: int, root: Root, index: int) -> None:
+        """The block holds the KV of that part of the input that a root names."""
+        for slot in range(block_size):
+            found = self.read(worker_id, group, block, slot)
+            assert found == unit_content(root, index), (
+                f"block {block} of {worker_id}, group {group}, slot {slot} holds {found}, not block {index} of {root}"
+            )
+
+
+def unit_content(root: Root, index: int) -> Prefix:
+    """What each slot of a block with an encoder's input holds, by its place in the unit."""
+    return root, (-1, index)
+
 
 class Lockstep:
     """One manager and one model. Every call goes to both; the answers and then the whole states must be equal."""
@@ -497,6 +510,8 @@ class Lockstep:
                 assert isinstance(node, RootNode)
                 assert node.key == (content[0], size)
                 assert node.units[session.holder] == tuple(modelled.unit(content[0]))
+                if self.memory is not None:
+                    self.memory.check_unit(worker_id, group, block, size, content[0], content[1][0])
             elif node is not None and content is not None:
                 assert path_of(node) == (content[0], size, content[1])
                 assert (pool.copy_of(node) == block) == (modelled.hit(content) == block)

@@ -47,6 +47,7 @@ from tests.cache_service.core.lockstep import (
     snapshot,
     successor,
     token_bytes,
+    unit_content,
 )
 from tests.cache_service.core.model import Refused
 from tests.cache_service.core.picture_follower import PictureFollower
@@ -62,6 +63,9 @@ LIMITS = Limits(
 )
 OUT_OF_BLOCKS = (Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS)
 ROOTS = (Root(FINGERPRINT), Root(FINGERPRINT, tenant_salt="b"), Root(FINGERPRINT, input_digest=bytes(32)))
+INPUTS = {bytes([number] * 32): 2 * number + 1 for number in range(4)}
+"""Inputs of an encoder: how many tokens each digest is of."""
+ROOTS_WITH_INPUT = tuple(Root(FINGERPRINT, "", salt, digest) for salt in ("", "", "b") for digest in INPUTS)
 
 Outcome = Granted | Wait | Appended | Refused
 Answer = tuple[Sequence[Outcome], Reply]
@@ -166,6 +170,9 @@ class SimSequence:
     asked: set[int] = field(default_factory=set)
     """In tokens: where windows are to be named."""
     granted: bool = False
+    encoder_computed: bool = False
+    encoder_reported: bool = False
+    """The manager has acknowledged to know it."""
     num_computed: int = 0
     num_reported: int = 0
     """Tokens that the manager has acknowledged to know."""
@@ -230,8 +237,19 @@ class SimWorker:
 
     @property
     def full_groups(self) -> list[int]:
-        """Those without a window or a state."""
-        return [group for group in self.groups if not _sight(self.registration.layout.groups[group], self.block_size)]
+        """Those that keep all of a sequence."""
+        layout = self.registration.layout
+        return [g for g in self.groups if not _sight(layout.groups[g], self.block_size) and g != self.unit_group]
+
+    @property
+    def unit_group(self) -> int | None:
+        """The one with cross attention."""
+        groups = self.registration.layout.groups
+        return next((index for index in self.groups if groups[index].max_encoder_tokens), None)
+
+    def num_encoder_tokens(self, root: Root) -> int:
+        """Of a sequence with this root."""
+        return 0 if self.unit_group is None else INPUTS[root.input_digest]
 
     def __post_init__(self) -> None:
         self.forget()
@@ -319,10 +337,12 @@ class GroupConfig(NamedTuple):
     """Blocks of one sequence."""
     grid: int = 0
     """Blocks, of a state; 0: none."""
+    has_inputs: bool = False
+    """With cross attention."""
 
 
-LAYOUTS = ("f", "ff", "fw", "fw", "wf", "w", "ww", "fww", "fs", "fs", "s", "fws")
-"""A letter for each group: full attention, a window, or a state."""
+LAYOUTS = ("f", "ff", "fw", "fw", "wf", "w", "ww", "fww", "fs", "fs", "s", "fws", "fx", "fx", "wx", "fwx", "fsx")
+"""A letter for each group: full attention, a window, a state, or cross attention."""
 
 
 def _config(layout: str, block_size: int, groups: Sequence[tuple[int, int, int]]) -> tuple[list[GroupConfig], int]:
@@ -336,6 +356,7 @@ def _config(layout: str, block_size: int, groups: Sequence[tuple[int, int, int]]
             "f": GroupConfig(num_blocks),
             "w": GroupConfig(num_blocks, window, ring),
             "s": GroupConfig(num_blocks, 0, 2 + more, 1 + more),
+            "x": GroupConfig(num_blocks, has_inputs=True),
         }
         config.append(of_letter[letter])
     return config, block_size
@@ -397,6 +418,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 block_size=block_size,
                 windows=[(group.window, group.scratch) for group in groups],
                 grids=[group.grid for group in groups],
+                max_encoder_tokens=8 if groups[-1].has_inputs else 0,
             )
             worker = SimWorker(introduction)
             self.workers.append(worker)
@@ -474,6 +496,8 @@ class ManagerMachine(RuleBasedStateMachine):
         for group in worker.groups if sequence.granted else ():
             table, window = sequence.tables[group], sequence.windows[group]
             entries = [TableEntry(index, *table[index]) for index in range(first, min(last, len(table)))]
+            if group == worker.unit_group:
+                entries = [TableEntry(index, *entry) for index, entry in enumerate(table)] if again else []
             scratch_blocks: list[ReservedBlock] = []
             gone: list[TableEntry] = []
             if window is not None:
@@ -500,6 +524,7 @@ class ManagerMachine(RuleBasedStateMachine):
             tuple(bound),
             tuple(scratch) if has_windows else (),
             tuple(released) if has_windows else (),
+            sequence.encoder_computed and (again or not sequence.encoder_reported),
         )
 
     # -- a sequence's life
@@ -527,6 +552,8 @@ class ManagerMachine(RuleBasedStateMachine):
             if not any((s.key.sequence_id, s.key.attempt) == (name, attempt) for s in worker.sequences):
                 key = SequenceKey(name, attempt, 0)
                 tenant = ROOTS[max(0, root - 5)]
+                if worker.unit_group is not None:
+                    tenant = ROOTS_WITH_INPUT[(root + attempt) % len(ROOTS_WITH_INPUT)]
                 sequence = SimSequence(key, tenant, list(prompt), len(prompt), uses_reserve, habit=habit, extras=extra)
                 worker.sequences.append(sequence)
         asking = [s for s in worker.sequences if not s.granted and not s.ending]
@@ -543,6 +570,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 bool(no_wait >> index & 1),
                 max_cached,
                 *sequence.extras,
+                worker.num_encoder_tokens(sequence.root),
             )
             for index, sequence in enumerate(asking)
         )
@@ -558,7 +586,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if isinstance(outcome, Wait):
             leader = next(s for s in worker.sequences if s.key == outcome.leader)
             assert leader.key.sequence_id != sequence.key.sequence_id, "a wait on oneself"
-            assert 0 < outcome.position < len(sequence.tokens)
+            assert 0 < outcome.position < len(sequence.tokens) or not (outcome.position or leader.encoder_reported)
+            assert outcome.position or leader.root == sequence.root
         elif isinstance(outcome, Refused):
             expected = {
                 *OUT_OF_BLOCKS,
@@ -587,11 +616,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 return
             self._check_hits(worker, sequence, outcome)
             sequence.granted = True
-            sequence.tables = [table if group in worker.full_groups else [] for group, table in enumerate(tables)]
+            dense = [*worker.full_groups, worker.unit_group]
+            sequence.tables = [table if group in dense else [] for group, table in enumerate(tables)]
+            sequence.encoder_computed = sequence.encoder_reported = outcome.encoder_cached
             sequence.windows = self._windows(worker, outcome)
             sequence.num_computed = outcome.num_cached_tokens
             sequence.num_reported = sequence.num_prompt_tokens
-            sequence.num_named = max(map(len, sequence.tables))
+            sequence.num_named = max([len(sequence.tables[group]) for group in worker.full_groups], default=0)
             sequence.asked = set(outcome.boundaries)
             assert all(outcome.num_cached_tokens < one <= sequence.num_prompt_tokens for one in outcome.boundaries)
             grids = [group.grid_blocks or 1 for group in worker.registration.layout.groups]
@@ -616,7 +647,11 @@ class ManagerMachine(RuleBasedStateMachine):
         assert num_cached % size == 0
         assert num_cached < sequence.num_prompt_tokens
         num_hits = num_cached // size
+        if worker.unit_group is not None:
+            self._check_unit(worker, sequence, granted)
         for group, table in enumerate(granted.tables):
+            if group == worker.unit_group:
+                continue
             window = _sight(worker.registration.layout.groups[group], size)
             first_seen = max(0, num_hits - -(-(window - 1) // size)) if window else 0
             assert table.start == (first_seen if table.blocks else 0)
@@ -626,6 +661,19 @@ class ManagerMachine(RuleBasedStateMachine):
             fresh = {*table.blocks[num_hits - first_seen :], *(one.block for one in table.scratch)}
             used = worker.used(group) + [entry.block for entry in worker.reserves[group]]
             assert not fresh & set(used)
+
+    def _check_unit(self, worker: SimWorker, sequence: SimSequence, granted: Granted) -> None:
+        """It holds the encoder's input, or is fresh."""
+        group = worker.unit_group
+        assert group is not None
+        blocks = granted.tables[group].blocks
+        assert len(blocks) == -(-worker.num_encoder_tokens(sequence.root) // worker.block_size)
+        if granted.encoder_cached:
+            for index, block in enumerate(blocks):
+                self.memory.check_unit(worker.worker_id, group, block, worker.block_size, sequence.root, index)
+        else:
+            used = worker.used(group) + [entry.block for entry in worker.reserves[group]]
+            assert not set(blocks) & set(used)
 
     @rule(who=small, work=steps)
     def compute(self, who: int, work: list[list[int]]) -> None:
@@ -640,12 +688,21 @@ class ManagerMachine(RuleBasedStateMachine):
             index, slot = divmod(position, worker.block_size)
             if not self._make_room(worker, sequence, position):
                 return
+            if worker.unit_group is not None and not sequence.encoder_computed:
+                self._run_encoder(worker, sequence, worker.unit_group)
             if position == len(sequence.tokens):
                 sequence.tokens.append(token)
             self._write(worker, sequence, index, slot, tuple(sequence.tokens[: position + 1]))
             sequence.num_computed += 1
             if sequence.num_computed % worker.block_size == 0 and sequence.in_windows():
                 self._name_windows(worker, sequence, ending=False)
+
+    def _run_encoder(self, worker: SimWorker, sequence: SimSequence, group: int) -> None:
+        for index, (block, _) in enumerate(sequence.tables[group]):
+            for slot in range(worker.block_size):
+                self._require_own(worker, group, sequence.tables[group][index])
+                self.memory.write(worker.worker_id, group, block, slot, unit_content(sequence.root, index))
+        sequence.encoder_computed = True
 
     def _make_room(self, worker: SimWorker, sequence: SimSequence, position: int) -> bool:
         """Whether each group has a place for the token at a position, if need be out of the reserve."""
@@ -690,15 +747,22 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _write(self, worker: SimWorker, sequence: SimSequence, index: int, slot: int, tokens: tuple[int, ...]) -> None:
         for group in worker.groups:
+            if group == worker.unit_group:
+                continue
             window = sequence.windows[group]
-            block, generation = sequence.tables[group][index] if window is None else window.placed[index]
-            for session in self.lockstep.manager.sessions:
-                if session.number == worker.session:
-                    pool = session.pools[group]
-                    assert pool.node(block) is None, "a sealed block is written"
-                    assert pool.generation(block) == generation, "a block of a later grant is written"
-                    assert pool.ref_count(block) == 1 or pool.is_reserved(block, generation), "a block has two writers"
-            self.memory.write(worker.worker_id, group, block, slot, (sequence.root, tokens))
+            entry = sequence.tables[group][index] if window is None else window.placed[index]
+            self._require_own(worker, group, entry)
+            self.memory.write(worker.worker_id, group, entry.block, slot, (sequence.root, tokens))
+
+    def _require_own(self, worker: SimWorker, group: int, entry: ReservedBlock) -> None:
+        """A block that is written is one that the manager has given to one sequence, and not sealed."""
+        block, generation = entry
+        for session in self.lockstep.manager.sessions:
+            if session.number == worker.session:
+                pool = session.pools[group]
+                assert pool.node(block) is None, "a sealed block is written"
+                assert pool.generation(block) == generation, "a block of a later grant is written"
+                assert pool.ref_count(block) == 1 or pool.is_reserved(block, generation), "a block has two writers"
 
     @rule(
         who=small,
@@ -732,13 +796,13 @@ class ManagerMachine(RuleBasedStateMachine):
         for sequence in reporting:
             self._turn(worker, sequence, turn)
             update = self._update(worker, sequence, back, hold_back, fewer, again=bool(turn & 1))
-            longest = max(map(len, sequence.tables))
+            longest = max([len(sequence.tables[group]) for group in worker.full_groups], default=0)
             items.append(AppendItem(update, 0 if sequence.uses_reserve else longest + more_blocks))
         uplink = self._uplink(worker)
 
         def apply(outcomes: Sequence[Outcome]) -> None:
             for sequence, item, outcome in zip(reporting, items, outcomes, strict=True):
-                self._appended(sequence, item, outcome)
+                self._appended(worker, sequence, item, outcome)
 
         self._send(worker, Message(lambda: self.lockstep.append(uplink, *items), apply, uplink), fate)
 
@@ -752,7 +816,7 @@ class ManagerMachine(RuleBasedStateMachine):
             if turn & 8 and worker.reserves[group]:
                 window.take(worker.reserves[group])
 
-    def _appended(self, sequence: SimSequence, item: AppendItem, outcome: Outcome) -> None:
+    def _appended(self, worker: SimWorker, sequence: SimSequence, item: AppendItem, outcome: Outcome) -> None:
         if isinstance(outcome, Refused):
             assert outcome.reason in {*OUT_OF_BLOCKS, Reason.NEVER_FITS, Reason.STALE_ATTEMPT}, outcome
             if outcome.reason is Reason.STALE_ATTEMPT:
@@ -763,10 +827,13 @@ class ManagerMachine(RuleBasedStateMachine):
         sequence.num_reported = max(sequence.num_reported, update.start + len(update.tokens) // 4)
         for group, entries in enumerate(update.bound):
             window = sequence.windows[group]
+            if group == worker.unit_group:
+                continue
             if window is None:
                 sequence.num_named = max([sequence.num_named, *(entry.table_index + 1 for entry in entries)])
             else:
                 window.acknowledge(update, group)
+        sequence.encoder_reported = sequence.encoder_reported or update.encoder_computed
         for table, entries in zip(sequence.tables, outcome.new_entries, strict=bool(outcome.new_entries)):
             for index, block, generation in entries:
                 if index == len(table):
@@ -902,6 +969,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence.key = sequence.key._replace(round=sequence.key.round + 1)
                 sequence.tables, sequence.windows, sequence.granted = [], [], False
                 sequence.ending = sequence.comes_back = False
+                sequence.encoder_computed = sequence.encoder_reported = False
                 sequence.num_computed = sequence.num_reported = sequence.num_named = 0
                 sequence.num_prompt_tokens = len(sequence.tokens)
 
@@ -1085,7 +1153,12 @@ class ManagerMachine(RuleBasedStateMachine):
         sequence = live[which % len(live)]
         root = sequence.root._replace(tenant_salt="thief") if tenant else sequence.root
         round = sequence.key.round + (0 if tenant else 1 if later else -1)
-        item = AllocateItem(sequence.key._replace(round=max(round, 0)), root, token_bytes(sequence.tokens[:1]))
+        item = AllocateItem(
+            sequence.key._replace(round=max(round, 0)),
+            root,
+            token_bytes(sequence.tokens[:1]),
+            num_encoder_tokens=worker.num_encoder_tokens(root),
+        )
         uplink = self._uplink(worker)._replace(returned=(), reserve_wishes=(None,))
         result = self.lockstep.allocate(uplink, item)
         if isinstance(result, Refused):
@@ -1160,7 +1233,8 @@ class ManagerMachine(RuleBasedStateMachine):
         elif kind == "register":
             self.register_late(who, which % 2)
         elif kind == "route":
-            self.route(ROOTS[which % len(ROOTS)], _prompt(9, which))
+            roots = (ROOTS + ROOTS_WITH_INPUT)[which % 2 :]
+            self.route(roots[which % len(roots)], _prompt(9, which))
         elif kind == "old":
             self.deliver_old_message(which)
         elif kind == "wild":
@@ -1290,7 +1364,7 @@ class LongHistory:
             lambda: machine.plan_reserve(who, rng.choice([1, 2, 3]), 0),
             lambda: machine.keep_alive(who, self._fate()),
             lambda: machine.tick(rng.choice([0.2, 0.5, 0.9, 0.9])),
-            lambda: machine.route(rng.choice(ROOTS), _prompt(rng.randint(1, 12), 99)),
+            lambda: machine.route(rng.choice(ROOTS + ROOTS_WITH_INPUT), _prompt(rng.randint(1, 12), 99)),
         ]
         rng.choice(actions)()
 

@@ -541,7 +541,7 @@ def test_one_block_of_a_unit_is_shown_with_the_others_of_it() -> None:
     worker = desk()
     granted(worker, "a", count=10)
     filling = describe_block(worker.session, 2, CROSS)
-    assert (filling.root, filling.prefix_blocks, filling.block.owners) == (INPUT, (), (key("a"),))
+    assert (filling.root, filling.prefix_blocks, filling.block.owners) == (INPUT, (1, 2), (key("a"),))
     run_encoder(worker, "a")
     sealed = describe_block(worker.session, 2, CROSS)
     assert (sealed.root, sealed.tokens, sealed.prefix_blocks) == (INPUT, b"", (1, 2))
