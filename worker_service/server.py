@@ -28,6 +28,7 @@ from .cache.engine_cache import EngineCache
 from .cache.settings import CacheSettings
 from .cache.windows import grid_tokens
 from .cpu_share import lower_priority
+from .engine.encoder import EncoderSettings
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
@@ -345,9 +346,18 @@ def _build_engine(
         max_num_waiting=settings.max_num_waiting,
         max_num_waiting_tokens=settings.max_num_waiting_tokens,
         prefix_caching=settings.prefix_caching,
+        encoder=_encoder_settings(facts),
     )
     tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())
     return Engine(engine_settings, cache, runner, tokenizer, model_thread)
+
+
+def _encoder_settings(facts: ModelFacts) -> EncoderSettings | None:
+    encoder = facts.encoder
+    if encoder is None:
+        return None
+    forced = () if encoder.forced_bos_token_id is None else (encoder.forced_bos_token_id,)
+    return EncoderSettings(encoder.max_tokens, encoder.vocab_size, (encoder.decoder_start_token_id, *forced))
 
 
 def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
@@ -356,11 +366,15 @@ def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSetting
     if plan.states is not None:
         windows.append(0)
         num_blocks.append(plan.states.num_blocks)
+    if plan.cross is not None:
+        windows.append(0)
+        num_blocks.append(plan.cross.num_blocks)
     return CacheSettings(
         block_size=plan.block_size,
         num_blocks=tuple(num_blocks),
         windows=tuple(windows),
         state_grid=0 if plan.states is None else grid_tokens(plan.block_size),
+        cross_group=None if plan.cross is None else plan.cross_index,
         max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
         retention_interval=settings.retention_interval,
         report_seconds=settings.report_seconds,
@@ -384,6 +398,11 @@ def _kv_cache_config(plan: KVCachePlan, cache: CacheSettings) -> common_pb2.KVCa
         spec.state.scratch_blocks = cache.scratch_blocks(index)
         spec.state.grid_tokens = cache.state_grid
         config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=plan.states.num_blocks)
+    if plan.cross is not None:
+        index, size = plan.cross_index, plan.cross.bytes_per_block(plan.block_size)
+        spec = config.groups.add(group=index, bytes_per_block=size)
+        spec.cross_attention.max_encoder_tokens = plan.cross.max_tokens
+        config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=plan.cross.num_blocks)
     return config
 
 
@@ -436,5 +455,9 @@ def _encode_facts(
         eos_token_ids=facts.eos_token_ids,
         files=codec.encode_files(files),
         batch_invariance=codec.encode_batch_invariance(facts.batch_invariance),
+        is_encoder_decoder=facts.encoder is not None,
+        decoder_start_token_id=0 if facts.encoder is None else facts.encoder.decoder_start_token_id,
+        max_encoder_tokens=0 if facts.encoder is None else facts.encoder.max_tokens,
+        forced_bos_token_id=None if facts.encoder is None else facts.encoder.forced_bos_token_id,
         keeps_boundaries=keeps_boundaries,
     )

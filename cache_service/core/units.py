@@ -54,7 +54,7 @@ def check_item(session: Session, item: AllocateItem) -> None:
             Reason.NEVER_FITS,
             f"{item.num_encoder_tokens} tokens of an encoder's input need {needed} blocks of {session.block_size} of group "
             f"{pool.slot}; the whole pool of worker {session.worker_id!r} has {pool.capacity}: shorten the input, or give the "
-            "group more blocks",
+            "group more blocks (--cross-blocks)",
             field="num_encoder_tokens",
         )
 

@@ -37,7 +37,7 @@ def worker_with(num_unit_blocks: int = 9, num_blocks: int = 33) -> Worker:
 
 def begin(worker: Worker, name: str, root: common_pb2.Root = INPUT, count: int = 10, num_new: int = 4) -> CacheSequence:
     """A sequence with its tables, whose encoder has `count` tokens of input."""
-    return worker.begin(name, [1], num_new, root, num_encoder_tokens=count)
+    return worker.begin(name, [1], num_new, root=root, num_encoder_tokens=count)
 
 
 def test_the_step_that_computes_the_first_tokens_has_run_the_encoder() -> None:
@@ -81,7 +81,7 @@ def test_the_next_sequence_with_the_input_gets_the_unit() -> None:
 
 def test_a_second_sequence_waits_for_the_encoder_of_the_first() -> None:
     worker = worker_with()
-    first, second = begin(worker, "a"), worker.sequence("b", [1], 4, INPUT, num_encoder_tokens=10)
+    first, second = begin(worker, "a"), worker.sequence("b", [1], 4, root=INPUT, num_encoder_tokens=10)
     worker.call(second)
     assert (second.state, second.parked_position) == (SequenceState.PARKED, 0)
     worker.call(second)
@@ -94,7 +94,7 @@ def test_a_second_sequence_waits_for_the_encoder_of_the_first() -> None:
 
 def test_a_sequence_goes_on_when_the_one_that_it_waits_for_ends() -> None:
     worker = worker_with()
-    first, second = begin(worker, "a"), worker.sequence("b", [1], 4, INPUT, num_encoder_tokens=10)
+    first, second = begin(worker, "a"), worker.sequence("b", [1], 4, root=INPUT, num_encoder_tokens=10)
     worker.call(second)
     worker.cache.free(first)
     worker.call(second)
@@ -104,7 +104,7 @@ def test_a_sequence_goes_on_when_the_one_that_it_waits_for_ends() -> None:
 def test_a_sequence_runs_the_encoder_itself_if_its_leader_makes_no_progress() -> None:
     worker = worker_with()
     begin(worker, "a")
-    second = worker.sequence("b", [1], 4, INPUT, num_encoder_tokens=10)
+    second = worker.sequence("b", [1], 4, root=INPUT, num_encoder_tokens=10)
     worker.call(second)
     worker.now += 20
     worker.call(second)
@@ -127,7 +127,7 @@ def test_an_evicted_unit_is_computed_again_while_the_decoder_hits() -> None:
     worker.end(first)
     filler = begin(worker, "b", OTHER, count=32)
     worker.end(filler)
-    again = worker.begin("c", first.tokens[:9], 2, INPUT, num_encoder_tokens=10)
+    again = worker.begin("c", first.tokens[:9], 2, root=INPUT, num_encoder_tokens=10)
     assert (again.num_cached_tokens, again.encoder_cached, again.num_tokens_to_encode) == (8, False, 10)
     worker.step(again)
     assert again.encoder_computed
@@ -155,7 +155,7 @@ def test_a_full_pool_of_units_lets_sequences_wait_and_preempts_nobody() -> None:
     worker = worker_with(num_unit_blocks=4)
     first = begin(worker, "a", count=12)
     worker.step(first)
-    second = worker.sequence("b", [1], 4, OTHER, num_encoder_tokens=8)
+    second = worker.sequence("b", [1], 4, root=OTHER, num_encoder_tokens=8)
     worker.call(second)
     assert (second.state, worker.cache.is_exhausted) == (SequenceState.WAITING, False)
     worker.end(first)
@@ -201,7 +201,7 @@ def test_units_outlive_the_session() -> None:
 def test_a_unit_of_ones_own_is_reported_as_a_duplicate() -> None:
     worker = worker_with()
     first = begin(worker, "a")
-    second = worker.begin("b", [1], 4, INPUT, num_encoder_tokens=10, no_wait=True)
+    second = worker.begin("b", [1], 4, root=INPUT, num_encoder_tokens=10, no_wait=True)
     worker.step(first)
     worker.step(second)
     for one in (first, second):
@@ -297,7 +297,7 @@ LIES = [_half, _in_another_order, _of_another_grant, _another_block, _as_new]
 def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.Granted], None]) -> None:
     worker = worker_with()
     worker.step(begin(worker, "a"))
-    second = worker.sequence("b", [1], 4, INPUT, num_encoder_tokens=10)
+    second = worker.sequence("b", [1], 4, root=INPUT, num_encoder_tokens=10)
     worker.now += 1
     call = worker.cache.next_call(lambda: [second], worker.now)
     assert call is not None

@@ -107,16 +107,21 @@ class Worker:
     # -- sequences
 
     def sequence(
-        self, name: str, prompt: Sequence[int], num_new: int = 1, root: common_pb2.Root = ROOT, **more: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        num_new: int = 1,
+        kept: tuple[int, ...] = (),
+        *,
+        root: common_pb2.Root = ROOT,
+        **more: Any,
     ) -> CacheSequence:
         """One that waits."""
-        return CacheSequence(name, 1, root, list(prompt), max_new_tokens=num_new, **more)
+        return CacheSequence(name, 1, root, list(prompt), max_new_tokens=num_new, kept=kept, **more)
 
-    def begin(
-        self, name: str, prompt: Sequence[int], num_new: int = 1, root: common_pb2.Root = ROOT, **more: Any
-    ) -> CacheSequence:
-        """One that has its table."""
-        sequence = self.sequence(name, prompt, num_new, root, **more)
+    def begin(self, name: str, prompt: Sequence[int], num_new: int = 1, **more: Any) -> CacheSequence:
+        """One that has its table; `more` as in `sequence`."""
+        sequence = self.sequence(name, prompt, num_new, **more)
         self.call(sequence)
         assert sequence.state is SequenceState.LIVE, sequence
         return sequence
