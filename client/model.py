@@ -178,7 +178,8 @@ class Model:
     def _checked_input(self, ids: list[int], encoder: EncoderFacts) -> list[int]:
         if len(ids) > encoder.max_tokens:
             raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; the encoder of {self.name} takes {encoder.max_tokens}; shorten the prompt",
+                f"the prompt has {len(ids)} tokens; the encoder of {self.name} takes {encoder.max_tokens}; shorten the prompt, "
+                "or start the workers with a larger --max-encoder-tokens",
                 reason="NEVER_FITS",
             )
         # An encoder may have a vocabulary of its own, which its worker knows.

@@ -58,5 +58,5 @@ def too_long(num_tokens: int, encoder: EncoderSettings) -> str:
     """Why an input is refused, in words."""
     return (
         f"{num_tokens} tokens are more than the encoder takes on this worker, which is {encoder.max_tokens}: shorten the prompt, "
-        "or start the workers with a larger limit if the model allows it"
+        "or start the workers with a larger --max-encoder-tokens if the model allows it"
     )

@@ -64,7 +64,7 @@ class PromptEncoder:
             raise invalid("prompt", "this model has no tokenizer: send token_ids")
         if (num_bytes := self.text_bound.excess(text)) is not None:
             takes = "for prompt and answer together" if self.encoder is None else "for the encoder"
-            setting = "--max-model-len" if self.encoder is None else "limit if the model allows it"
+            setting = "--max-model-len" if self.encoder is None else "--max-encoder-tokens"
             raise invalid(
                 "prompt",
                 f"the text has {num_bytes} bytes; at most {self.text_bound.max_bytes} can fit into the {self._most_tokens} "
