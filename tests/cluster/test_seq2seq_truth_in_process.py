@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all
+from tests.gateway.serving import serving
 from tests.model.paged_seq2seq import Oracle
 from tests.tiny_models import MIN_MARGIN
 from tests.worker_service.world import read
@@ -178,3 +180,25 @@ async def test_what_such_a_model_does_not_do_is_refused_with_the_reason(subject:
         too_long = [20] * (model.encoder.max_tokens + 1)
         with pytest.raises(InvalidRequest, match=f"takes {model.encoder.max_tokens}"):
             await cluster.complete(too_long)
+
+
+async def test_openais_completions_feed_the_encoder_and_the_rest_is_refused(subject: Subject, tmp_path: Path) -> None:
+    truth = subject.truths[1]
+    body = {"prompt": list(truth.prompt), "max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
+    async with (
+        in_process_cluster(subject.path, tmp_path, **SETTINGS) as cluster,
+        serving(f"127.0.0.1:{cluster.manager.port}") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+    ):
+        for num_cached in (0, len(truth.prompt)):
+            answer = (await http.post("/v1/completions", json={**body, "return_token_ids": True})).json()
+            assert answer["choices"][0]["token_ids"] == truth.tokens
+            usage = answer["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(truth.prompt), NUM_NEW)
+            assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached
+        for field, value in (("echo", True), ("prompt_logprobs", 0)):
+            refused = await http.post("/v1/completions", json={**body, field: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+            assert "feeds its encoder" in refused.json()["error"]["message"]
+        chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello"}]})
+        assert (chat.status_code, "does not chat" in chat.json()["error"]["message"]) == (400, True)
