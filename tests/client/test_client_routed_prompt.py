@@ -51,10 +51,11 @@ def test_a_forced_first_token_is_part_of_what_every_text_begins_with(
     assert encoder.decoder_prompt == expected
 
 
-def test_the_room_of_an_answer_does_not_depend_on_the_prompt() -> None:
-    assert model().max_answer_tokens == 15
-    assert model(forced_bos_token_id=0).max_answer_tokens == 14
-    assert Model.from_parts(facts(), {}).max_answer_tokens is None
+def test_an_answer_shares_its_room_with_what_the_text_begins_with() -> None:
+    """That is the prompt, or with an encoder what its decoder begins with, however long the prompt is."""
+    assert model().num_first_tokens(7) == 1
+    assert model(forced_bos_token_id=0).num_first_tokens(7) == 2
+    assert Model.from_parts(facts(), {}).num_first_tokens(7) == 7
 
 
 def test_a_prompt_may_be_as_long_as_the_encoder_takes_and_have_its_ids() -> None:

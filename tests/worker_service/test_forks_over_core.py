@@ -147,7 +147,7 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
     num_blocks = {1: rng.randint(120, 200), 4: rng.randint(36, 60), 16: rng.randint(12, 20)}[block_size]
     max_num_seqs = rng.randint(4, 10)
     world = World(
-        num_blocks=rng.choice([num_blocks, (num_blocks, num_blocks + 9)]),
+        num_blocks=(num_blocks,) if rng.random() < 0.5 else (num_blocks, num_blocks + 9),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 8, 40]),

@@ -54,8 +54,9 @@ class Capacity:
         if num_blocks > self._cache.unit_capacity:
             raise EngineError(
                 ErrorKind.NEVER_FITS,
-                f"{num_encoder_tokens} prompt tokens need {num_blocks} blocks of {self._cache.block_size} for the encoder's output; "
-                f"this worker has {self._cache.unit_capacity}: shorten the prompt, or give the worker more of them (--cross-blocks)",
+                f"{num_encoder_tokens} prompt tokens need {num_blocks} blocks of {self._cache.block_size} for the encoder's "
+                f"output; this worker has {self._cache.unit_capacity}: shorten the prompt, or give the worker more of them "
+                "(--cross-blocks)",
                 field="prompt",
             )
 

@@ -865,7 +865,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
         def apply(outcomes: Sequence[Outcome]) -> None:
             for child, item, outcome in zip(stated, items, outcomes, strict=True):
-                self._forked(child, item, outcome)
+                self._forked(worker, child, item, outcome)
 
         self._send(worker, Message(lambda: self.lockstep.fork(uplink, *items), apply, uplink), fate)
 
@@ -914,10 +914,10 @@ class ManagerMachine(RuleBasedStateMachine):
             if content is not None:
                 self.memory.write(worker.worker_id, group, target, slot, content)
 
-    def _forked(self, child: SimSequence, item: ForkItem, outcome: Outcome) -> None:
+    def _forked(self, worker: SimWorker, child: SimSequence, item: ForkItem, outcome: Outcome) -> None:
         if isinstance(outcome, Appended):
             child.parent = None
-            self._appended(child, AppendItem(item.update), outcome)
+            self._appended(worker, child, AppendItem(item.update), outcome)
             return
         assert isinstance(outcome, Refused)
         assert outcome.reason in {
