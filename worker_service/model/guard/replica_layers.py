@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 
 def num_layers(fields: dict[str, Any]) -> int:
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"):
@@ -18,7 +20,9 @@ def derived_kinds(config: Any, fields: dict[str, Any]) -> list[str]:
     """The kind of each layer by lists that the config's class derives from a period, or from others of its fields; empty if all
     layers are alike by these, or the fields have the same lists."""
     count, cls = num_layers(fields), type(config)
-    names = (name for name in dir(cls) if isinstance(getattr(cls, name, None), property) and name not in fields)
+    # Those of all configs are about other things, and reading some of them prints a warning.
+    names = (name for name in sorted(set(dir(cls)) - set(dir(PreTrainedConfig))) if name not in fields)
+    names = (name for name in names if isinstance(getattr(cls, name, None), property))
     found = [value for name in names if isinstance(value := getattr(config, name, None), list) and len(value) == count]
     stated = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
     kinds = [str(entries) for entries in zip(*(value for value in found if value not in stated), strict=True)]
