@@ -356,8 +356,7 @@ def _encoder_settings(facts: ModelFacts) -> EncoderSettings | None:
     encoder = facts.encoder
     if encoder is None:
         return None
-    forced = () if encoder.forced_bos_token_id is None else (encoder.forced_bos_token_id,)
-    return EncoderSettings(encoder.max_tokens, encoder.vocab_size, (encoder.decoder_start_token_id, *forced))
+    return EncoderSettings(encoder.max_tokens, encoder.vocab_size, encoder.decoder_prompt)
 
 
 def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
