@@ -340,7 +340,9 @@ class GenerateStream:
                     adapter=self._request.adapter,
                     tenant_salt=self._request.tenant_salt,
                 )
-                prompt = routed_prompt(root, model.encoder, self._token_ids, self._all_token_ids[len(self._token_ids) :])
+                prompt = routed_prompt(
+                    root, model.encoder, self._token_ids, self._all_token_ids[len(self._token_ids) :]
+                )
                 response = await self._manager.route(
                     deadline,
                     prompt,
