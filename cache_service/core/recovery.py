@@ -282,8 +282,6 @@ class Recovery:
         for _, block, generation in reported.tables[slot]:
             if not self._units.is_reported(block):
                 self._require_free(slot, block, generation)
-            elif self._units.is_in_a_table(block, root):
-                _refuse("sequences", f"block {block} of a unit that serves no hits is in two tables")
 
     def _take_unit_table(self, sequence: Sequence, reported: ReportedSequence) -> None:
         """Its checked table: a unit that was restored, or blocks of its own."""
@@ -295,8 +293,11 @@ class Recovery:
             pool.pin(*(entry.block for entry in table))
             units.enter(sequence, is_cached=True)
             return
-        for _, block, generation in table:
-            pool.restore_held(block, generation)
+        if pool.is_free(table[0].block):
+            for _, block, generation in table:
+                pool.restore_held(block, generation)
+        else:  # of a sequence and its forks
+            pool.pin(*(entry.block for entry in table))
         units.enter(sequence, is_cached=False)
         if reported.encoder_computed:
             units.take_update(sequence)

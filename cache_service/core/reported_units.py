@@ -53,10 +53,6 @@ class ReportedUnits:
         """Whether the block is part of a unit that has come."""
         return block in self._blocks
 
-    def is_in_a_table(self, block: int, root: Node) -> bool:
-        """Whether a table has the block, which is part of a unit that does not serve hits: another one does."""
-        return block not in self._pool.unit(root) and not self._pool.is_free(block)
-
     def why_table_wrong(self, reported: ReportedSequence, root: Node) -> str | None:
         """What is wrong with the table of a sequence, in words. The caller checks that blocks of no reported unit are free."""
         table = reported.tables[self._pool.slot]

@@ -52,10 +52,11 @@ class UnitPool(BlockPool):
         root.units[self.holder] = tuple(blocks)
 
     def pin(self, *blocks: int) -> None:
-        """As for any pool; `blocks`: a whole unit, or none."""
+        """As for any pool; `blocks`: a whole unit, or none. One that a sequence has for itself has no root; forks share it."""
         super().pin(*blocks)
-        for block in blocks[:1]:
-            self._cached_units.pop(self._root(block), None)
+        for root in map(self._node.__getitem__, blocks[:1]):
+            if isinstance(root, RootNode):
+                self._cached_units.pop(root, None)
 
     def release(self, *blocks: int) -> None:
         """As for any pool; `blocks`: all that a sequence has, in order."""

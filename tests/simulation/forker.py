@@ -95,6 +95,7 @@ class Forker:
             max_tokens=child.max_tokens - len(child.tokens),
             sampling=parent.params.sampling,
             tenant_salt=parent.params.tenant_salt,
+            encoder_token_ids=parent.params.encoder_token_ids,
         )
         request = Request(params, child, params.max_tokens, tracer.EOS, None)
         engine.scheduler._num_arrived += 1
@@ -124,7 +125,8 @@ class Forker:
             self._worker.world.laws.count("one right text")
             tokens = request.sequence.tokens
             generated = tokens[num_first:]
-            right = tracer.expected_text(tokens[:num_first], len(generated), request.sequence.root.tenant_salt)
+            salt, encoder_tokens = request.sequence.root.tenant_salt, request.params.encoder_token_ids
+            right = tracer.expected_text(tokens[:num_first], len(generated), salt, encoder_tokens=encoder_tokens)
             if generated != right:
                 what = f"the fork {request!r} has generated {generated}, not {right}"
                 self._worker.world.fail("one right text", f"{self._worker.name}: {what}")

@@ -1,6 +1,6 @@
 """Forks: sequences that begin where another one is, without a call that anybody waits for.
 
-A fork shares its parent's full computed blocks. What the parent goes on to write, its tail and what it has in groups with a window
+A fork shares its parent's full computed blocks, and what an encoder has put out. What the parent goes on to write, its tail and what it has in groups with a window
 or a state, is copied into blocks of the reserve by the next step. Of a window nothing is shared: only named blocks can be, so the
 parent would have to name one at every fork, and each fork needs the ring that takes its place all the same.
 
@@ -46,6 +46,7 @@ def fork(
         max_new_tokens=parent.max_tokens - num_tokens if max_new_tokens is None else max_new_tokens,
         max_cached_tokens=parent.max_cached_tokens,
         no_wait=parent.no_wait,
+        num_encoder_tokens=parent.num_encoder_tokens,
     )
     assert child.id not in state.sequences
     copies = _take_blocks(state, parent, child)
@@ -70,6 +71,8 @@ def _take_blocks(state: CacheState, parent: CacheSequence, child: CacheSequence)
         num_occupied - num_shared if scratch is None else scratch.num_for_fork(num_computed, num_to_come)
         for scratch in parent.scratch or [None] * len(state.ledgers)
     ]
+    if parent.cross_group is not None:
+        counts[parent.cross_group] = 0
     if any(count > len(reserve) for count, reserve in zip(counts, state.reserves, strict=True)):
         return None
     taken = [[reserve.take() for _ in range(count)] for count, reserve in zip(counts, state.reserves, strict=True)]
@@ -87,14 +90,17 @@ def _take_blocks(state: CacheState, parent: CacheSequence, child: CacheSequence)
             tables.append(part.scratch.table)
             generations.append([])
             continue
-        shared = parent.tables[group][:num_shared]
+        count = len(parent.tables[group]) if group == parent.cross_group else num_shared
+        shared = parent.tables[group][:count]
         state.ledgers[group].use(*shared)
         tables.append([*shared, *(reserved.block for reserved in taken[group])])
-        stamps = parent.generations[group][:num_shared]
+        stamps = parent.generations[group][:count]
         generations.append([*stamps, *(reserved.generation for reserved in taken[group])])
     child.tables, child.generations = tuple(tables), tuple(generations)
     child.scratch = tuple(None if part is None else part.scratch for part in parts)
     child.uses_blocks, child.state = True, SequenceState.LIVE
+    child.cross_group = parent.cross_group
+    child.encoder_computed = child.encoder_acked = parent.encoder_computed
     child.content, child.num_computed_tokens = parent.content, num_computed
     child.acked_tokens = child.acked_computed_tokens = num_shared * size
     if state.full_groups:
@@ -211,7 +217,7 @@ def to_state(state: CacheState) -> list[CacheSequence]:
     for child in state.forks:
         parent = child.parent
         assert parent is not None
-        is_known = parent.parent is None and parent.acked_computed_tokens >= child.acked_computed_tokens
+        is_known = parent.parent is None and not _is_behind(parent, child)
         if (is_known or parent in ready) and is_to_be_stated(state, child):
             ready.append(child)
     return ready
@@ -224,10 +230,15 @@ def behind(state: CacheState) -> list[CacheSequence]:
         for child in state.forks
         if child.parent is not None
         and child.parent.parent is None
-        and child.parent.acked_computed_tokens < child.acked_computed_tokens
+        and _is_behind(child.parent, child)
         and is_to_be_stated(state, child)
     ]
     return list(dict.fromkeys(parents))
+
+
+def _is_behind(parent: CacheSequence, child: CacheSequence) -> bool:
+    """Whether the manager does not know that all that a fork shares is computed: its blocks, and what an encoder has put out."""
+    return parent.has_encoder_news or parent.acked_computed_tokens < child.acked_computed_tokens
 
 
 def is_pressing(state: CacheState) -> bool:

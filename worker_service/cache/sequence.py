@@ -206,6 +206,8 @@ class CacheSequence:
         scratch = self.scratch[group] if self.scratch else None
         if scratch is not None:
             return scratch.from_reserve
+        if group == self.cross_group:
+            return []
         first = self.acked_entries
         return list(map(ReservedBlock, self.tables[group][first:], self.generations[group][first:]))
 

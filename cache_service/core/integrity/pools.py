@@ -159,7 +159,7 @@ class PoolLaws:
                     self._sealed(block, state, node)
                 elif state == CACHED:
                     self._add("state", f"block {block} is cached and serves no hits", block)
-                elif ref_count >= 2:
+                elif ref_count >= 2 and not isinstance(pool, UnitPool):
                     self._add("fork", f"block {block} is shared by {ref_count} tables and not sealed", block)
             yield 2 * (end - begin)
             begin = end

@@ -58,7 +58,7 @@ def check_block(pool: UnitPool, block: int, state: State, root: object) -> str |
 
 
 def check_table(sequence: Sequence, findings: Findings) -> None:
-    """A sequence's table in the group with cross attention is the unit of its root, or all of it is the sequence's own."""
+    """A sequence's table in the group with cross attention is the unit of its root, or all of it is its own and its forks'."""
     session = sequence.session
     pool = session.unit_pool
     assert pool is not None
@@ -70,12 +70,13 @@ def check_table(sequence: Sequence, findings: Findings) -> None:
     if is_sealed and (tuple(table) != unit or not sequence.encoder_computed):
         message = f"the table {table} is not the unit of the sequence's root, {list(unit)}, or not known to be computed"
         findings.add(LAW, message, session, table[0], sequence, pool.slot)
+    num_holders = pool.ref_count(table[0]) if table and sequence.encoder_computed else 1
     for block in table:
         if not 0 < block < pool.num_blocks:
             findings.add("null block", f"a unit names block {block}", session, block, sequence, pool.slot)
-        elif (pool.node(block) is not None) != is_sealed or (not is_sealed and pool.ref_count(block) != 1):
+        elif (pool.node(block) is not None) != is_sealed or pool.ref_count(block) != num_holders:
             message = (
-                f"block {block} of a unit is not as its first block {table[0]}, or others have it before it is sealed"
+                f"block {block} of a unit is not as its first block {table[0]}, or others have it before it is computed"
             )
             findings.add(LAW, message, session, block, sequence, pool.slot)
     if sequence.num_computed_tokens > sequence.num_cached_tokens and not sequence.encoder_computed:

@@ -824,16 +824,23 @@ class Model:
         num_shared = item.num_shared_blocks
         if num_shared > parent.num_computed_tokens // size:
             raise Refused(Reason.GAP, parent.num_computed_tokens // size * size)
+        units = session.unit_pool
+        if units is not None and not parent.encoder_computed:
+            raise Refused(Reason.GAP, 0)
+        num_own = [
+            len(t) if units is not None and g == units.group else num_shared for g, t in enumerate(parent.tables)
+        ]
         child = ModelSequence(
             key=key,
             root=parent.root,
             tokens=parent.tokens[: num_shared * size],
             num_prompt_tokens=0,  # it leads nobody: what is generated is not known before
-            tables=[table[:num_shared] for table in parent.tables],
+            tables=[table[:count] for table, count in zip(parent.tables, num_own, strict=True)],
             windows=[None if window is None else ModelWindow({}, []) for window in parent.windows],
+            encoder_computed=parent.encoder_computed,
             num_cached_tokens=0,
             num_computed_tokens=num_shared * size,
-            num_named=[min(num_shared, len(table)) for table in parent.tables],
+            num_named=[min(count, len(table)) for table, count in zip(parent.tables, num_own, strict=True)],
             boundaries=[],
             kept=parent.kept,
             kept_interval=parent.kept_interval,

@@ -482,7 +482,8 @@ class ManagerMachine(RuleBasedStateMachine):
         that they have ever released."""
         start = max(0, sequence.num_reported - back)
         end = max(start, len(sequence.tokens) - hold_back)
-        first = max(0, sequence.num_named - back)
+        # What a fork shares may be a block that its parent took out of the reserve: it is not the fork's to name.
+        first = max(sequence.num_shared if worker.full_groups else 0, sequence.num_named - back)
         last = max([len(sequence.tables[group]) for group in worker.full_groups if sequence.granted], default=0)
         if sequence.uses_reserve:
             last = max(first, last - fewer)
@@ -878,7 +879,7 @@ class ManagerMachine(RuleBasedStateMachine):
         seen: list[list[int]] = []
         for group, window in enumerate(parent.windows):
             if window is None:
-                seen.append([num_shared] if rest else [])
+                seen.append([num_shared] if rest and group != worker.unit_group else [])
             else:
                 first = max(0, parent.num_computed - window.window + 1) // worker.block_size
                 places = {**window.placed, **window.entries}
@@ -889,13 +890,15 @@ class ManagerMachine(RuleBasedStateMachine):
         child = SimSequence(key, parent.root, tokens, max(1, num_shared * worker.block_size), True, habit=parent.habit)
         child.granted, child.parent, child.num_shared = True, parent, num_shared
         child.num_computed = parent.num_computed
+        child.encoder_computed = child.encoder_reported = parent.encoder_computed
         child.num_reported = num_shared * worker.block_size
         child.num_named = num_shared if worker.full_groups else 0
         for group, window in enumerate(parent.windows):
             if window is None:
                 copied = [worker.reserves[group].pop(0) for _ in seen[group]]
                 sources = parent.tables[group][num_shared:]
-                child.tables.append([*parent.tables[group][:num_shared], *copied])
+                count = None if group == worker.unit_group else num_shared
+                child.tables.append([*parent.tables[group][:count], *copied])
                 child.windows.append(None)
             else:
                 own = SimWindow(window.window, window.span, window.block_size)
@@ -970,7 +973,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 sequence.tables, sequence.windows, sequence.granted = [], [], False
                 sequence.ending = sequence.comes_back = False
                 sequence.encoder_computed = sequence.encoder_reported = False
-                sequence.num_computed = sequence.num_reported = sequence.num_named = 0
+                sequence.num_computed = sequence.num_reported = sequence.num_named = sequence.num_shared = 0
                 sequence.num_prompt_tokens = len(sequence.tokens)
 
         self._send(worker, Message(lambda: self.lockstep.free(uplink, *items), apply, uplink), fate)
