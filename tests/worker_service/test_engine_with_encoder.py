@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
+from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.encoder import EncoderSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
-from tests.tracer import VOCAB_SIZE, expected_answer
+from kvpool.worker_service.engine.sampling_params import SamplingParams
+from tests.tracer import VOCAB_SIZE, expected_answer, expected_text
 from tests.until import until
+from tests.worker_service.test_forks_over_core import read_all
 from tests.worker_service.world import Wire, World, failed, read
 
 START = 2
@@ -306,3 +309,54 @@ def test_delivered_tokens_do_not_count_towards_the_encoders_input() -> None:
 def test_as_many_ids_are_read_as_a_request_may_state() -> None:
     assert (PROMPTS.max_ids, PromptEncoder(None, 16).max_ids) == (24, 16)
     assert VOCAB_SIZE > 1000
+
+
+# -- several answers
+
+BEAMS: Final[dict[str, Any]] = {"num_answers": 2, "beams": BeamParams(3), "ignore_eos": True}
+
+
+def several(count: int) -> dict[str, Any]:
+    """Options of a request for that many answers."""
+    return {"num_answers": count, "sampling": SamplingParams(temperature=1.0, seed=40)}
+
+
+def right_answers(prompt: list[int], num_tokens: int, count: int) -> list[list[int]]:
+    """Each is the text of a request of its own, with the next seed."""
+    return [expected_text([START], num_tokens, seed=40 + index, encoder_tokens=prompt) for index in range(count)]
+
+
+async def test_several_answers_run_the_encoder_once() -> None:
+    world = world_with()
+    prompt = list(range(1, 40))
+    async with world.running():
+        assert await read_all(ask(world, prompt, 12, **several(4))) == right_answers(prompt, 12, 4)
+        assert world.model.num_encoded == len(prompt)
+
+
+async def test_answers_that_do_not_fit_together_share_their_unit_all_the_same() -> None:
+    world = world_with(num_blocks=8, num_unit_blocks=11)
+    prompt = list(range(1, 40))
+    async with world.running():
+        assert await read_all(ask(world, prompt, 20, **several(4))) == right_answers(prompt, 20, 4)
+        assert world.model.num_encoded == len(prompt)
+
+
+async def test_answers_over_a_unit_that_is_a_second_one_of_its_input() -> None:
+    """Who may not wait has a unit of its own; forks share it, and it is given back when the last of them ends."""
+    world = world_with(prefix_caching=False)
+    prompt = list(range(1, 40))
+    async with world.running():
+        requests = [ask(world, prompt, 12, **several(3)) for _ in range(2)]
+        for answers in await asyncio.gather(*map(read_all, requests)):
+            assert answers == right_answers(prompt, 12, 3)
+
+
+@pytest.mark.parametrize("num_blocks", [400, 30])
+async def test_beams_share_the_unit_and_keep_it_when_they_are_preempted(num_blocks: int) -> None:
+    world = world_with(num_blocks=num_blocks, num_unit_blocks=24)
+    prompts = inputs(5, 4)
+    async with world.running():
+        alone = [await read_all(ask(world, prompt, 10, **BEAMS)) for prompt in prompts]
+        requests = [ask(world, prompt, 10, **BEAMS) for prompt in prompts]
+        assert await asyncio.gather(*map(read_all, requests)) == alone
