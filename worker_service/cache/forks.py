@@ -1,8 +1,9 @@
 """Forks: sequences that begin where another one is, without a call that anybody waits for.
 
 A fork shares its parent's full computed blocks, and what an encoder has put out. What the parent goes on to write, its tail and
-what it has in groups with a window or a state, is copied into blocks of the reserve by the next step. Of a window nothing is shared: only named blocks can be, so the
-parent would have to name one at every fork, and each fork needs the ring that takes its place all the same.
+what it has in groups with a window or a state, is copied into blocks of the reserve by the next step. Of a window nothing is
+shared: only named blocks can be, so the parent would have to name one at every fork, and each fork needs the ring that takes its
+place all the same.
 
 The manager is told later. Until it knows of a fork, the fork's parent alone pins what it shares there, so the parent's Free waits.
 A fork that ends before it was stated never existed for the manager: what it took out of the reserve goes back.
