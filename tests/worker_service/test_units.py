@@ -373,3 +373,27 @@ def test_a_unit_is_no_tokens_of_a_chain() -> None:
     """The digest names the input: its tokens are kept nowhere in the cache."""
     (unit,) = ledger_with_a_unit().units()
     assert (unit.tokens, unit.num_tokens * TOKEN_BYTES) == (b"", 32)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_fork_shares_the_unit_of_its_parent(is_lost: bool) -> None:
+    """It is stated after what the encoder has put out, also where a session was lost in between."""
+    worker = worker_with()
+    parent = begin(worker, "p", num_new=6)
+    parent.num_forks_to_come = 1
+    worker.step(parent)
+    forked = worker.cache.fork(parent, "c")
+    assert forked is not None
+    child = forked.sequence
+    assert child.unit_table == parent.unit_table
+    assert all(copy.group != parent.cross_group for copy in forked.copies)
+    if is_lost:
+        worker.cache.lose("the test says so")
+        worker.register()
+    worker.cache.free(parent)
+    worker.step(child)
+    worker.check()
+    assert (child.parent, child.num_tokens_to_encode) == (None, 0)
+    worker.end(child)
+    worker.check()
+    assert worker.held() == (0, 0)

@@ -1358,7 +1358,8 @@ class ForkItem(_message.Message):
     num_shared_blocks: _builtins.int
     """Leading entries of the parent's tables, of every full-attention group, that are the fork's too: all of them sealed, so an Append of
     the parent that covers them comes before. Their tokens are the fork's first ones. In groups with a window or a state nothing is
-    shared: what the fork needs was copied into scratch blocks of its own.
+    shared: what the fork needs was copied into scratch blocks of its own. With cross attention the parent's table is shared whole, so
+    that Append has also stated encoder_computed.
     """
     @_builtins.property
     def parent(self) -> _common_pb2.SequenceKey:

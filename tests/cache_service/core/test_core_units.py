@@ -576,3 +576,23 @@ def test_a_released_scratch_of_a_unit_is_refused() -> None:
 
 def test_an_item_says_nothing_of_an_encoder_by_default() -> None:
     assert AllocateItem(key("a"), ROOT, b"").num_encoder_tokens == 0
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_fork_shares_the_unit_of_its_parent(is_own: bool) -> None:
+    """Also one that the parent has for itself, because another one serves hits; it outlives whoever ends first."""
+    worker = desk()
+    if is_own:
+        granted(worker, "first", count=10)
+        run_encoder(worker, "first")
+    grant = granted(worker, "p", count=10, tokens=range(5), max_cached_tokens=0)
+    item = worker.fork_item("p", "c", 1, new_tokens=[4])
+    assert worker.fork(item) == [Refused(Reason.GAP, 0)]
+    run_encoder(worker, "p", 4)
+    assert worker.fork(item) == [Appended(4)]
+    unit = unit_of(grant)
+    assert [worker.session.pools[CROSS].ref_count(block) for block in unit] == [2] * len(unit)
+    worker.free("p", 5)
+    assert tuple(worker.session.sequences["c", 1].tables[CROSS]) == unit
+    worker.free("c")
+    assert worker.session.counts()[CROSS].held == 3 * is_own
