@@ -70,6 +70,10 @@ class FakeCache:
     def is_exhausted(self) -> bool:
         return not (self.blocks or self.ending or self.is_away)
 
+    @property
+    def lacks_blocks_for_forks(self) -> bool:
+        return self.is_exhausted
+
     def num_needed(self, sequence: CacheSequence) -> int:
         """Blocks that its table lacks for all its tokens."""
         return max(0, -(-len(sequence.tokens) // self.block_size) - sequence.num_entries)

@@ -85,6 +85,17 @@ class EngineCache:
         return is_out or state.lacks_blocks_for_forks()
 
     @property
+    def lacks_blocks_for_forks(self) -> bool:
+        """Whether a fork may lack blocks for ever: like `is_exhausted`, but a fork needs blocks of every group."""
+        state = self._state
+        if state.ending:
+            return False
+        return any(
+            is_empty and len(reserve) < self.settings.fork_blocks(group)
+            for group, (is_empty, reserve) in enumerate(zip(state.pool_is_empty, state.reserves, strict=True))
+        )
+
+    @property
     def is_idle(self) -> bool:
         """Whether the manager has acknowledged that this worker holds and reserves nothing."""
         state = self._state
@@ -115,8 +126,12 @@ class EngineCache:
         for group, scratch in enumerate(sequence.scratch):
             if scratch is not None:
                 reserve, num_computed = state.reserves[group], sequence.num_computed_tokens
-                count = lacking[group] + scratch.num_useful(num_computed, num_slots)
-                spare = [reserve.take() for _ in range(min(count, len(reserve)))]
+                count = lacking[group]
+                if num_useful := scratch.num_useful(num_computed, num_slots):
+                    # Forks go before what is only useful: a group of beams waits for them.
+                    num_for_forks = state.num_forks_to_come * settings.fork_blocks(group)
+                    count += max(0, min(num_useful, len(reserve) - count - num_for_forks))
+                spare = [reserve.take() for _ in range(count)]
                 state.ledgers[group].use(*(reserved.block for reserved in spare))
                 scratch.advance(num_computed, num_slots, spare)
         return True

@@ -44,6 +44,7 @@ class Capacity:
             )
         num_beams = 1 if params.beams is None else params.beams.num_beams
         self._check_beams(num_beams)
+        self._check_scratch(num_beams)
         max_tokens = params.max_tokens or self._tokens_that_fit(room, num_prompt, num_beams)
         self._check_blocks(params, max_tokens, num_beams)
         self._check_input(len(params.encoder_token_ids))
@@ -68,6 +69,23 @@ class Capacity:
                 f"{num_beams} beams are computed together, and this worker's batch has {most} sequences: ask for fewer, or start "
                 "the workers with a larger --max-num-seqs",
             )
+
+    def _check_scratch(self, num_beams: int) -> None:
+        """Of a window or a state nothing is shared: the beam that has computed the prompt has what it was granted and has hit, each
+        other one what a fork gets."""
+        cache = self._cache
+        for group, num_blocks in enumerate(cache.num_blocks):
+            if num_beams > 1 and cache.has_scratch(group):
+                num_first = cache.scratch_blocks(group) + cache.span(group)
+                needed = num_first + (num_beams - 1) * cache.fork_blocks(group)
+                if needed > num_blocks - 1:
+                    what = "states" if cache.is_state(group) else f"a window of {cache.window(group)} tokens"
+                    raise EngineError(
+                        ErrorKind.NEVER_FITS,
+                        f"{num_beams} beams need {needed} blocks of group {group} ({what}); this worker has {num_blocks - 1}: ask "
+                        "for fewer beams, or give the worker more blocks (--max-num-seqs, --kv-cache-memory)",
+                        field="beam_search.num_beams",
+                    )
 
     def _tokens_that_fit(self, room: int, num_prompt: int, num_beams: int) -> int:
         """The largest number of new tokens, by the model's limit and the pools'."""

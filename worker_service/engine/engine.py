@@ -234,6 +234,7 @@ class Engine:
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
+        self._wake.set()  # blocks may be back already
         self._wake.set()  # a fork that ends may leave its blocks in the reserve
         self._note_if_empty()
 

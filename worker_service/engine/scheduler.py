@@ -217,12 +217,12 @@ class Scheduler:
     def _fork_beams(self, now: float) -> None:
         """Let searches go on that have chosen their next beams. One without blocks for them waits, and all its beams with it."""
         for request in list(self._running):
-            if isinstance(request, BeamRequest) and request in self._running and request.is_branching:
+            while isinstance(request, BeamRequest) and request.is_branching and request in self._running:
                 before = request.sequences
                 self._copies.extend(ForkCopies(request, copies) for copies in request.branch(self._cache))
                 self._rename(request, before)
-                if request.is_branching:
-                    self._preempt_if_exhausted(now)
+                if not (request.is_branching and self._cache.lacks_blocks_for_forks and self._preempt_last(now)):
+                    break
 
     def _rename(self, request: Request, before: Sequence[CacheSequence]) -> None:
         """The request has other sequences than before."""
@@ -279,12 +279,17 @@ class Scheduler:
         """Get slots for the tokens to be computed. If the pool is exhausted, preempt the last in rank."""
         if self._cache.extend(sequence, num_slots):
             return True
-        self._preempt_if_exhausted(now)
-        return False
+        if not self._cache.is_exhausted or not self._preempt_last(now):
+            return False
+        # Blocks of a fork that the manager does not know yet are back at once, and no reply will say so.
+        return sequence.state is SequenceState.LIVE and self._cache.extend(sequence, num_slots)
 
-    def _preempt_if_exhausted(self, now: float) -> None:
-        if self._cache.is_exhausted and len(self._running) > 1:
-            self._preempt(self._running.last, now)
+    def _preempt_last(self, now: float) -> bool:
+        """Of several that run; a request alone gets the blocks that are on their way. Returns whether there was one."""
+        if len(self._running) < 2:
+            return False
+        self._preempt(self._running.last, now)
+        return True
 
     def _preempt(self, request: Request, now: float) -> None:
         """Return a request with all its sequences to its place in the queue; its KV is computed again."""

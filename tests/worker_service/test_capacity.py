@@ -1,0 +1,43 @@
+"""What a worker can serve at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.beam_search import BeamParams
+from kvpool.worker_service.engine.capacity import Capacity
+from kvpool.worker_service.engine.engine import EngineSettings
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.request import GenerationParams
+
+MODEL = EngineSettings(model_fingerprint="m", vocab_size=100, max_model_len=64, max_num_seqs=8)
+
+
+def asking(num_prompt: int, max_tokens: int, num_beams: int = 1) -> GenerationParams:
+    """A request for so many beams; 1: no search."""
+    beams = BeamParams(num_beams) if num_beams > 1 else None
+    return GenerationParams("s", 1, [1] * num_prompt, max_tokens=max_tokens, beams=beams)
+
+
+@pytest.mark.parametrize(("num_beams", "expected"), [(1, 47), (2, 23), (4, 11), (8, 3)])
+def test_without_a_limit_a_text_is_as_long_as_the_pool_lets_all_beams_be(num_beams: int, expected: int) -> None:
+    """They share the full blocks of the prompt; of the others each may need its own."""
+    capacity = Capacity(MODEL, CacheSettings(block_size=4, num_blocks=(15,)))
+    found = capacity.max_tokens(asking(10, 0, num_beams))
+    assert found == expected
+    assert capacity.max_tokens(asking(10, found, num_beams)) == found
+    with pytest.raises(EngineError) as caught:
+        capacity.max_tokens(asking(10, found + 1, num_beams))
+    assert caught.value.kind is ErrorKind.NEVER_FITS
+
+
+@pytest.mark.parametrize(("num_states", "most"), [(4, 1), (5, 2), (7, 4)])
+def test_each_beam_needs_a_state_of_its_own(num_states: int, most: int) -> None:
+    """The first one what it is granted and has hit."""
+    settings = CacheSettings(block_size=4, num_blocks=(200, num_states), state_grid=4)
+    capacity = Capacity(MODEL, settings)
+    assert capacity.max_tokens(asking(3, 5, most)) == 5
+    with pytest.raises(EngineError, match=r"beams need .* blocks of group 1 \(states\).*ask for fewer beams") as caught:
+        capacity.max_tokens(asking(3, 5, most + 1))
+    assert caught.value.kind is ErrorKind.NEVER_FITS
