@@ -104,8 +104,7 @@ def answer_request(request: worker_pb2.GenerateRequest, index: int) -> worker_pb
     message = worker_pb2.GenerateRequest()
     message.CopyFrom(request)
     message.ClearField("n")
-    if request.sampling.seed or request.sampling.temperature:
-        message.sampling.seed = answer_seed(request.sampling.seed, index)
+    message.sampling.seed = answer_seed(request.sampling.seed, index)
     return message
 
 

@@ -59,6 +59,10 @@ class RequestPlan:
     priority: int = 0
     boundaries: tuple[int, ...] = ()
     """From where other prompts will go on, as far as the client knows."""
+    n: int = 1
+    """Answers to the prompt."""
+    num_beams: int = 1
+    """More than 1: the answers are the best texts of a search."""
 
 
 class _Channels(Channels):
@@ -113,7 +117,7 @@ class ClientProcess(Process):
 
     async def _read(self, plan: RequestPlan) -> str:
         """Read the stream to its end and compare each token; returns how it ended."""
-        right, ends_by_itself = self.world.right_text(plan)
+        right = self.world.right_texts(plan)
         stream = GenerateStream(
             encode=lambda model: Prompt(list(plan.prompt)),
             request=build_request(
@@ -123,6 +127,9 @@ class ClientProcess(Process):
                     "boundaries": plan.boundaries,
                     "tenant": plan.tenant,
                     "priority": plan.priority,
+                    "n": plan.n,
+                    "num_beams": plan.num_beams,
+                    "seed": 0,
                 }
             ),
             model_name=None,
@@ -133,8 +140,9 @@ class ClientProcess(Process):
             channels=self._channels,
             config=self._config,
         )
-        count = 0
-        attempt = 0
+        counts = [0] * plan.n
+        attempts = [0] * plan.n
+        num_ended = 0
         laws = self.world.laws
         try:
             while True:
@@ -142,26 +150,32 @@ class ClientProcess(Process):
                 if chunk is None:
                     break
                 laws.count("one right text")
-                tokens = list(chunk.token_ids)
-                if chunk.attempt > max(attempt, 1) and count:
+                index, tokens, count = chunk.index, list(chunk.token_ids), counts[chunk.index]
+                text, ends_by_itself = right[index]
+                if chunk.attempt > max(attempts[index], 1) and count:
                     self.world.counts["streams that went on elsewhere"] += 1
-                attempt = chunk.attempt
-                if chunk.start_index != count or tokens != right[count : count + len(tokens)]:
+                    self.world.counts["answers that went on elsewhere by themselves"] += plan.n > 1
+                attempts[index] = chunk.attempt
+                if chunk.start_index != count or tokens != text[count : count + len(tokens)]:
                     self.world.fail(
                         "one right text",
-                        f"request {plan.number}: attempt {attempt} on {chunk.worker_id} gave {tokens} at "
-                        f"{chunk.start_index}; right are "
-                        f"{right[count : count + len(tokens)]} at {count}",
+                        f"request {plan.number}, answer {index}: attempt {chunk.attempt} on {chunk.worker_id} gave {tokens} at "
+                        f"{chunk.start_index}; right are {text[count : count + len(tokens)]} at {count}",
                     )
                     return "wrong"
-                count += len(tokens)
+                counts[index] += len(tokens)
                 if chunk.finish_reason is not None:
-                    if count != len(right) or (chunk.finish_reason.value == "stop") != ends_by_itself:
+                    if counts[index] != len(text) or (chunk.finish_reason.value == "stop") != ends_by_itself:
                         self.world.fail(
                             "one right text",
-                            f"request {plan.number} ended with {chunk.finish_reason} behind {count} of {len(right)} tokens",
+                            f"request {plan.number}, answer {index} ended with {chunk.finish_reason} behind {counts[index]} of "
+                            f"{len(text)} tokens",
                         )
-                    return "text"
+                    num_ended += 1
+                    if num_ended == plan.n:
+                        self.world.counts["requests with several answers"] += plan.n > 1 and plan.num_beams == 1
+                        self.world.counts["beam searches"] += plan.num_beams > 1
+                        return "text"
                 if plan.pause:
                     await asyncio.sleep(plan.pause)
         except KvpoolError as error:

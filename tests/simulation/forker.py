@@ -54,16 +54,17 @@ class Forker:
 
     def _may_fork(self, sequence: CacheSequence) -> bool:
         scheduler = self._worker.engine.scheduler
-        joining = sum(
-            request.sequence.maybe_granted or request.sequence.state is SequenceState.ALLOCATING
+        joining = [
+            request
             for request in scheduler._waiting
-        )
+            if request.sequence.maybe_granted or request.sequence.state is SequenceState.ALLOCATING
+        ]
         return (
             sequence.state is SequenceState.LIVE
-            and len(sequence.tokens) - sequence.num_computed_tokens <= 1
+            and sequence.num_uncomputed_tokens == 1
             and sequence.num_computed_tokens > 0
             and sequence.max_tokens - len(sequence.tokens) >= 2
-            and scheduler.num_running + joining < scheduler.max_num_seqs
+            and scheduler._num_places((*scheduler._running, *joining)) < scheduler.max_num_seqs
             and scheduler.num_waiting < 3
             and self._num_forks < _MOST_FORKS
             and not self._worker.engine.is_draining
@@ -126,7 +127,10 @@ class Forker:
             tokens = request.sequence.tokens
             generated = tokens[num_first:]
             salt, encoder_tokens = request.sequence.root.tenant_salt, request.params.encoder_token_ids
-            right = tracer.expected_text(tokens[:num_first], len(generated), salt, encoder_tokens=encoder_tokens)
+            seed = request.params.sampling.seed
+            right = tracer.expected_text(
+                tokens[:num_first], len(generated), salt, seed=seed, encoder_tokens=encoder_tokens
+            )
             if generated != right:
                 what = f"the fork {request!r} has generated {generated}, not {right}"
                 self._worker.world.fail("one right text", f"{self._worker.name}: {what}")

@@ -11,7 +11,7 @@ from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.cache.units import Unit
-from kvpool.worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
+from kvpool.worker_service.engine.step import Candidate, Candidates, PartResult, SampledToken, SequencePart, Step
 from tests import tracer
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ class _Part:
         self.state = part.state
         self.encoder = part.encoder
         self.samples = part.sampling is not None
+        self.ways = () if part.sampling is None else (part.sampling, *part.forks)
+        """How its next token is drawn, and those of its forks."""
+        self.num_candidates = part.num_candidates
         self.sequence = sequence
         self.generations = [
             [ledger._generation[block] for block in table] for ledger, table in zip(ledgers, self.tables, strict=False)
@@ -127,7 +130,7 @@ class Gpu:
             return
         self._compute(parts, total)
         self.num_steps += 1
-        results = [PartResult(self._sample(part) if part.samples else None) for part in parts]
+        results = [self._sample(part) if part.samples else PartResult() for part in parts]
         self.worker.deliver(self._complete, future, results)
 
     def _complete(self, future: asyncio.Future[Any], results: list[PartResult]) -> None:
@@ -315,8 +318,8 @@ class Gpu:
                 return False
         return True
 
-    def _sample(self, part: _Part) -> SampledToken:
-        """The token after all that the last group of attention reads; of what left its window, what was right there. The last slot
+    def _sample(self, part: _Part) -> PartResult:
+        """What follows all that the last group of attention reads; of what left its window, what was right there. The last slot
         is that of the state, if there is one."""
         end = part.start + len(part.tokens)
         read: list[int | None] = list(self._right[part.sequence][:end])
@@ -325,7 +328,13 @@ class Gpu:
             read[begin:] = self.slots[self._attending[-1]].read(part.tables[-1], end)[begin:]
         if part.state is not None:
             read[-1:] = self.slots[-1].block(part.state.running)
-        return SampledToken(tracer.next_token(read))
+        if part.num_candidates:
+            best = tracer.best_tokens(read, part.num_candidates)
+            return PartResult(
+                candidates=Candidates([Candidate(token_id, score, score) for token_id, score in best], [])
+            )
+        token, *forks = (SampledToken(tracer.next_token(read, way.seed)) for way in part.ways)
+        return PartResult(token, forks=tuple(forks))
 
     def _fail(self, law: str, message: str) -> None:
         self.worker.world.fail(law, f"{self.worker.name}: {message}")

@@ -281,12 +281,13 @@ class Laws:
         self.count("no waiting beside a full reserve")
         num_spare = worker.cache._state.num_spare
         size = worker.cache.settings.block_size
-        for request in engine.scheduler._running:
-            sequence = request.sequence
+        for request, sequence in [(one, of_it) for one in engine.scheduler._running for of_it in one.sequences]:
+            if not sequence.num_uncomputed_tokens:
+                continue  # a beam that waits for the others, or for the blocks of a fork
             num_missing = (
                 -(-len(sequence.tokens) // size) - sequence.num_entries if worker.cache._state.full_groups else 0
             )
-            is_prefill = len(sequence.tokens) - sequence.num_computed_tokens > 1
+            is_prefill = sequence.num_uncomputed_tokens > 1
             if is_prefill or num_missing <= num_spare:
                 self.world.fail("no waiting beside a full reserve", f"{worker.name} is idle, and {request!r} could run")
                 return

@@ -87,6 +87,9 @@ EVENTS = (
     "units waited for",
     "prefixes hit without their unit",
     "blocks of units evicted",
+    "requests with several answers",
+    "answers that went on elsewhere by themselves",
+    "beam searches",
 )
 OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
 from kvpool.protocol.tokens import input_digest
+from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests import tracer
 from tests.simulation import manager, patches
@@ -25,6 +28,7 @@ from tests.simulation.process import Process
 from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, START, WorkerPlan, WorkerProcess
+from tests.tracer_beams import expected_beams
 
 _WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free"})
 ACTIVE_SECONDS = 22.0
@@ -94,7 +98,7 @@ class World:
         self._is_healed = False
         self._is_over = False
         self._num_ended = 0
-        self._right: dict[int, tuple[list[int], bool]] = {}
+        self._right: dict[int, list[tuple[list[int], bool]]] = {}
         self._make_plans()
 
     def _make_plans(self) -> None:
@@ -118,7 +122,7 @@ class World:
         self.message_bytes = streams.choice([1, 1 << 16])
         """Of answers that a worker sends together."""
         self.max_model_len = 48
-        groups, forks = self.kernel.random("groups"), self.kernel.random("forks")
+        groups, forks, answers = (self.kernel.random(name) for name in ("groups", "forks", "answers"))
         encoder = self.kernel.random("encoder")
         self.has_encoder = encoder.random() < 0.3
         """Of all workers: they serve one model."""
@@ -202,19 +206,29 @@ class World:
                     prompt = encoder.choice(self.requests).prompt
                 self.inputs[input_digest(prompt)] = prompt
             max_tokens = draw.choice([1, 2, 4, 6, 9, 13])
-            self.requests.append(
-                RequestPlan(
-                    number=number,
-                    tenant_salt=salt,
-                    prompt=prompt,
-                    max_tokens=None if draw.random() < 0.03 and not has_small else max_tokens,
-                    cancel_after=draw.expovariate(1.0) if draw.random() < 0.15 else None,
-                    pause=draw.choice([0.0, 0.0, 0.0, 0.0, 0.2]),
-                    tenant=order.choice(["", "", "a", "b"]),
-                    priority=order.choice([0, 0, -1, 1]),
-                    boundaries=asked.choice([(), (), (8,), (16, 24), (6, 13, 100)]),
-                )
+            plan = RequestPlan(
+                number=number,
+                tenant_salt=salt,
+                prompt=prompt,
+                max_tokens=None if draw.random() < 0.03 and not has_small else max_tokens,
+                cancel_after=draw.expovariate(1.0) if draw.random() < 0.15 else None,
+                pause=draw.choice([0.0, 0.0, 0.0, 0.0, 0.2]),
+                tenant=order.choice(["", "", "a", "b"]),
+                priority=order.choice([0, 0, -1, 1]),
+                boundaries=asked.choice([(), (), (8,), (16, 24), (6, 13, 100)]),
             )
+            self.requests.append(self._with_answers(answers, plan))
+
+    def _with_answers(self, draw: random.Random, request: RequestPlan) -> RequestPlan:
+        """With one answer, several, or a search, for which every worker has places. A search without a limit is as long as the pool
+        lets it be."""
+        if draw.random() < 0.75:
+            return request
+        most = min(4, *(plan.max_num_seqs for plan in self.plans))
+        if draw.random() < 0.5 or most < 2 or request.max_tokens is None:
+            return replace(request, n=draw.randint(2, 5))
+        num_beams = draw.randint(2, most)
+        return replace(request, num_beams=num_beams, n=draw.randint(1, num_beams))
 
     # -- asked by processes
 
@@ -237,14 +251,22 @@ class World:
         """Processes of workers that have not ended, superseded ones too."""
         return [process for process in self._processes if isinstance(process, WorkerProcess) and not process.is_dead]
 
-    def right_text(self, plan: RequestPlan) -> tuple[list[int], bool]:
-        """What a request has to be answered, and whether the model ends it."""
+    def right_texts(self, plan: RequestPlan) -> list[tuple[list[int], bool]]:
+        """What a request has to be answered, and whether the model ends it: for each of its answers."""
         found = self._right.get(plan.number)
         if found is None:
             limit = self._most_tokens(plan)
             prompt, encoder_tokens = ([START], plan.prompt) if self.has_encoder else (plan.prompt, [])
-            text = tracer.expected_text(prompt, limit, plan.tenant_salt, tracer.EOS, encoder_tokens=encoder_tokens)
-            found = text, len(text) < limit
+            salt = plan.tenant_salt
+            if plan.num_beams > 1:
+                params = BeamParams(plan.num_beams)
+                found = expected_beams(prompt, limit, params, tracer.EOS, salt, encoder_tokens)[: plan.n]
+            else:
+                texts = (
+                    tracer.expected_text(prompt, limit, salt, tracer.EOS, seed=index, encoder_tokens=encoder_tokens)
+                    for index in range(plan.n)
+                )
+                found = [(text, len(text) < limit) for text in texts]
             self._right[plan.number] = found
         return found
 
@@ -254,7 +276,11 @@ class World:
         settings = [worker.cache_settings() for worker in self.plans]
         if self.has_encoder and any(one.num_unit_blocks(len(plan.prompt)) > one.unit_capacity for one in settings):
             return True
-        return any(-(-slots // BLOCK_SIZE) > one.capacity for one in settings)
+        num_blocks = -(-slots // BLOCK_SIZE)
+        if plan.num_beams > 1:
+            num_shared = self._num_first_tokens(plan) // BLOCK_SIZE
+            num_blocks = num_shared + plan.num_beams * (num_blocks - num_shared)
+        return any(num_blocks > one.capacity or not self._has_scratch_for(plan.num_beams, one) for one in settings)
 
     def _num_first_tokens(self, plan: RequestPlan) -> int:
         """Tokens that the text of a request begins with."""
@@ -264,6 +290,14 @@ class World:
         """That may be generated for it."""
         room = self.max_model_len - self._num_first_tokens(plan)
         return min(plan.max_tokens or room, room)
+
+    def _has_scratch_for(self, num_beams: int, cache: CacheSettings) -> bool:
+        """Whether all beams find rings and running states."""
+        return num_beams == 1 or all(
+            cache.scratch_blocks(group) + cache.span(group) + (num_beams - 1) * cache.fork_blocks(group) < num_blocks
+            for group, num_blocks in enumerate(cache.num_blocks)
+            if cache.has_scratch(group)
+        )
 
     def ended(self, plan: RequestPlan, how: str) -> None:
         """A request has come to its end."""

@@ -11,15 +11,15 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.protocol.answers import answer_id
-from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch, EarlyStopping
+from kvpool.worker_service.engine.beam_search import BeamParams, EarlyStopping
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import Candidate, Candidates
 from kvpool.worker_service.engine.stream import Chunk, FinishReason
 from tests import tracer
 from tests.tracer import expected_text
+from tests.tracer_beams import expected_beams
 from tests.until import until
 from tests.worker_service.world import Wire, World
 
@@ -34,22 +34,6 @@ def several(n: int) -> dict[str, Any]:
 def expected_texts(prompt: list[int], count: int, n: int, *, first_seed: int = SEED) -> list[list[int]]:
     """Each answer is the text of a request of its own, with the next seed."""
     return [expected_text(prompt, count, seed=first_seed + index) for index in range(n)]
-
-
-def expected_beams(prompt: list[int], params: BeamParams, count: int, ending_ids: frozenset[int]) -> list[list[int]]:
-    """What a search finds that computes every text anew."""
-    search = BeamSearch(params, max_new_tokens=count, num_ending_ids=len(ending_ids))
-    while not search.is_over:
-        rows = []
-        for node in search.beams:
-            slots: list[int] = []
-            text = [] if node is None else [one.token_id for one in node.tokens()]
-            tracer.extend(slots, tracer.root_digest(), [*prompt, *text])
-            best = tracer.best_tokens(slots, search.num_candidates)
-            rows.append(Candidates([Candidate(token_id, score, score) for token_id, score in best], []))
-        search.advance(rows, lambda _, token_id: token_id in ending_ids)
-    texts = [[one.token_id for one in ended.node.tokens()] for ended in search.ended]
-    return [text[:-1] if text[-1] in ending_ids else text for text in texts]
 
 
 async def read_all(request: Request) -> list[list[int]]:
@@ -190,9 +174,8 @@ def right_texts(request: Request) -> list[list[int]]:
     if params.beams is None:
         count, first_seed = params.max_tokens, params.sampling.seed
         return expected_texts(params.token_ids, count, params.num_answers, first_seed=first_seed)
-    return expected_beams(params.token_ids, params.beams, params.max_tokens, params.stop_token_ids)[
-        : params.num_answers
-    ]
+    found = expected_beams(params.token_ids, params.max_tokens, params.beams, params.stop_token_ids)
+    return [text for text, _ in found[: params.num_answers]]
 
 
 ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 9))
