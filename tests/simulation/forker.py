@@ -63,6 +63,7 @@ class Forker:
             sequence.state is SequenceState.LIVE
             and sequence.num_uncomputed_tokens == 1
             and sequence.num_computed_tokens > 0
+            and not sequence.num_tokens_to_encode
             and sequence.max_tokens - len(sequence.tokens) >= 2
             and scheduler._num_places((*scheduler._running, *joining)) < scheduler.max_num_seqs
             and scheduler.num_waiting < 3

@@ -37,6 +37,7 @@ def fork(
     assert not parent.in_step
     num_computed = parent.num_computed_tokens
     assert len(parent.tokens) - num_computed in (0, 1), "a fork begins where its parent decodes"
+    assert not parent.num_tokens_to_encode, "the unit is written by the step that runs the encoder, for one sequence"
     num_tokens = len(parent.tokens) if num_tokens is None else num_tokens
     assert max(num_computed, 1) <= num_tokens <= len(parent.tokens)
     child = CacheSequence(

@@ -578,21 +578,64 @@ def test_an_item_says_nothing_of_an_encoder_by_default() -> None:
     assert AllocateItem(key("a"), ROOT, b"").num_encoder_tokens == 0
 
 
-@pytest.mark.parametrize("is_own", [False, True])
-def test_a_fork_shares_the_unit_of_its_parent(is_own: bool) -> None:
-    """Also one that the parent has for itself, because another one serves hits; it outlives whoever ends first."""
+# -- forks
+
+
+def fork(at: Desk, parent: str, child: str) -> Appended | Refused:
+    """A fork that has computed nothing of its own."""
+    (outcome,) = at.fork(at.fork_item(parent, child, 0))
+    return outcome
+
+
+def ref_counts(at: Desk, blocks: tuple[int, ...]) -> list[int]:
+    """Of blocks of the group with cross attention."""
+    return [at.session.pools[CROSS].ref_count(block) for block in blocks]
+
+
+def test_a_fork_has_the_whole_unit_of_its_parent_however_much_it_shares() -> None:
     worker = desk()
-    if is_own:
-        granted(worker, "first", count=10)
-        run_encoder(worker, "first")
-    grant = granted(worker, "p", count=10, tokens=range(5), max_cached_tokens=0)
-    item = worker.fork_item("p", "c", 1, new_tokens=[4])
-    assert worker.fork(item) == [Refused(Reason.GAP, 0)]
-    run_encoder(worker, "p", 4)
-    assert worker.fork(item) == [Appended(4)]
-    unit = unit_of(grant)
-    assert [worker.session.pools[CROSS].ref_count(block) for block in unit] == [2] * len(unit)
-    worker.free("p", 5)
-    assert tuple(worker.session.sequences["c", 1].tables[CROSS]) == unit
-    worker.free("c")
-    assert worker.session.counts()[CROSS].held == 3 * is_own
+    unit = unit_of(granted(worker, "a"))
+    run_encoder(worker, "a")
+    assert isinstance(fork(worker, "a", "b"), Appended)
+    assert ref_counts(worker, unit) == [2] * 3
+    worker.free("a")
+    assert ref_counts(worker, unit) == [1] * 3
+    worker.free("b")
+    assert states(worker)[:3] == ["CACHED"] * 3
+
+
+def test_forks_share_a_unit_that_is_their_parents_own_until_the_last_of_them_ends() -> None:
+    worker = desk()
+    granted(worker, "a")
+    own = unit_of(granted(worker, "b", no_wait=True))
+    run_encoder(worker, "a")
+    run_encoder(worker, "b")
+    assert isinstance(fork(worker, "b", "c"), Appended)
+    assert isinstance(fork(worker, "c", "d"), Appended)
+    for name, count in (("b", 2), ("d", 1), ("c", 0)):
+        worker.free(name)
+        assert ref_counts(worker, own) == [count] * 3
+    assert states(worker)[3:6] == ["FREE"] * 3
+
+
+def test_a_unit_of_a_parents_own_becomes_the_roots_while_a_fork_has_it() -> None:
+    worker = desk(num_unit_blocks=7)
+    granted(worker, "a")
+    own = unit_of(granted(worker, "b", no_wait=True))
+    run_encoder(worker, "a")
+    run_encoder(worker, "b")
+    assert isinstance(fork(worker, "b", "c"), Appended)
+    worker.free("a")
+    granted(worker, "d", OTHER, count=12)
+    worker.free("b")
+    again = granted(worker, "e")
+    assert (unit_of(again), again.encoder_cached, ref_counts(worker, own)) == (own, True, [2] * 3)
+
+
+def test_nothing_is_forked_before_the_encoder_has_run() -> None:
+    worker = desk()
+    granted(worker, "a")
+    outcome = fork(worker, "a", "b")
+    assert isinstance(outcome, Refused)
+    assert outcome.reason is Reason.GAP
+    assert outcome.position == 0
