@@ -14,7 +14,7 @@ from rich.text import Text
 
 import kvpool.process.quiet_start  # noqa: F401
 
-from . import allocation, chain, eviction, pool, prefix, sharing
+from . import allocation, chain, eviction, pool, prefix, sharing, state, window
 from .picture import WIDTH_MAX, draw_legend, draw_step
 from .recording import Case, Step, record
 from .story import as_object
@@ -22,7 +22,17 @@ from .viewer import view
 from .worker import UnexpectedAnswer
 
 CASES: Final[dict[str, Case]] = {
-    case.name: case for case in (pool.CASE, sharing.CASE, allocation.CASE, prefix.CASE, chain.CASE, eviction.CASE)
+    case.name: case
+    for case in (
+        pool.CASE,
+        sharing.CASE,
+        allocation.CASE,
+        prefix.CASE,
+        chain.CASE,
+        eviction.CASE,
+        window.CASE,
+        state.CASE,
+    )
 }
 """In the order in which they are best read."""
 
@@ -87,7 +97,7 @@ def _run(name: str | None, *, plain: bool, as_json: bool) -> int:
 def _print_all(case: Case, steps: Sequence[Step]) -> None:
     width = min(WIDTH_MAX, os.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH_MAX
     print(f"{case.name}: {case.summary}")
-    _print_lines(draw_legend(width))
+    _print_lines(draw_legend(case, width))
     for index in range(len(steps)):
         print()
         print()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.block_pool import State
+from .layouts import BLOCK_SIZE
 from .recording import Case, Scene
 from .snapshot import counter
-from .worker import BLOCK_SIZE, Worker, listed
+from .words import listed
+from .worker import Worker
 
 _A = "the cat sat on the mat and slept so long"
 _A_GENERATED = "that he forgot"
@@ -30,7 +32,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    b = worker.allocate("B", _B, reserve_wish=2)
+    b = worker.allocate("B", _B, reserve_wishes=(2,))
     reserved = worker.blocks_in(State.RESERVED)
     yield Scene(
         "B comes, and the worker asks for a reserve",

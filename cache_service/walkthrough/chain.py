@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ..core.prefix_tree import Node
 from .recording import Case, Scene
-from .worker import Worker, listed
+from .words import listed
+from .worker import Worker
 
 _RIVER = "we row to the"
 _MONEY = "I pay at the"

@@ -1,12 +1,12 @@
-"""What one step changed, block by block."""
+"""What one step changed in a group, block by block."""
 
 from __future__ import annotations
 
 from ..core.block_pool import State
-from .snapshot import BlockView, Snapshot
+from .snapshot import BlockView, GroupView
 
 
-def changed_blocks(before: Snapshot, after: Snapshot) -> dict[int, str]:
+def changed_blocks(before: GroupView, after: GroupView) -> dict[int, str]:
     """How each block that is not as it was has changed, in words."""
     return {
         new.block: _difference(old, new)
@@ -15,8 +15,8 @@ def changed_blocks(before: Snapshot, after: Snapshot) -> dict[int, str]:
     }
 
 
-def _aspects(block: BlockView) -> tuple[State, int, int, bool, tuple[str, ...]]:
-    return block.state, block.ref_count, block.generation, block.sealed, block.words
+def _aspects(block: BlockView) -> tuple[str, int, int, bool, tuple[str, ...]]:
+    return block.role, block.ref_count, block.generation, block.sealed, block.words
 
 
 def _difference(old: BlockView, new: BlockView) -> str:
@@ -24,12 +24,14 @@ def _difference(old: BlockView, new: BlockView) -> str:
     granted_again = old.generation != new.generation
     if old.sealed and granted_again:
         parts.append("evicted")
+    if old.sealed and not new.sealed and not granted_again:
+        parts.append("emptied")
     if not old.sealed and new.sealed:
         parts.append("sealed")
-    if old.state is not new.state:
-        name = f"{old.state.name.lower()} → {new.state.name.lower()}"
+    if old.role != new.role:
+        change = f"{old.role} → {new.role}"
         is_hit = old.state is State.CACHED and new.state is State.HELD and not granted_again
-        parts.append(f"hit, {name}" if is_hit else name)
+        parts.append(f"hit, {change}" if is_hit else change)
     elif old.ref_count != new.ref_count:
         parts.append(f"ref_count {old.ref_count} → {new.ref_count}")
     return ", ".join(parts) or ("granted again" if granted_again else "more words")

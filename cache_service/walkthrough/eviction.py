@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .layouts import BLOCK_SIZE
 from .recording import Case, Scene
-from .worker import BLOCK_SIZE, Worker, listed
+from .words import listed
+from .worker import Worker
 
 _A = "once upon a time there was a fox who lived in a deep and dark wood"
 _B = "far away at sea sails a small boat with a big cat and a tiny mouse"

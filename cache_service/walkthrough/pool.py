@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.block_pool import State
+from .layouts import BLOCK_SIZE
 from .recording import Case, Scene
-from .worker import BLOCK_SIZE, Worker, listed
+from .words import listed
+from .worker import Worker
 
 _A = "once there was a small house at the edge of town"
 _A_GENERATED = "where an old"
@@ -23,7 +25,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         car park. Which block is next is said by the free list alone: no search, whatever the size of the pool.
         """,
     )
-    a = worker.allocate("A", _A, reserve_wish=1)
+    a = worker.allocate("A", _A, reserve_wishes=(1,))
     (reserved,) = worker.blocks_in(State.RESERVED)
     yield Scene(
         f"A comes and gets {len(a.blocks)} blocks",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .layouts import BLOCK_SIZE
 from .recording import Case, Scene
-from .worker import BLOCK_SIZE, Worker, listed
+from .words import listed
+from .worker import Worker
 
 _SYSTEM = "you are a kind and clear old poet who likes short lines"
 _A = f"{_SYSTEM} tell me of spring"

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..core.integrity import Violation
+from ..core.messages import Layout
+from .layouts import ONE_GROUP
 from .snapshot import Snapshot, take_snapshot
 from .worker import Worker
 
@@ -26,6 +28,8 @@ class Case(NamedTuple):
     play: Callable[[Worker], Iterator[Scene]]
     shows_tree: bool = False
     """Whether the prefix tree, with the names of the blocks, belongs to the picture."""
+    layout: Layout = ONE_GROUP
+    """The groups of the worker."""
 
 
 class Step(NamedTuple):
@@ -43,7 +47,7 @@ def record(case: Case) -> list[Step]:
 
     Raises UnexpectedAnswer if the core does not answer as the story needs, though no law is broken.
     """
-    worker = Worker()
+    worker = Worker(case.layout)
     steps: list[Step] = []
     before = take_snapshot(worker)
     play = case.play(worker)

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .layouts import group_title
 from .recording import Case, Step
-from .snapshot import Snapshot
+from .snapshot import BlockView, GroupView, TableView
 
 
 def as_object(case: Case, steps: Sequence[Step]) -> dict[str, Any]:
     """The story and its steps.
 
-    Of each step: `title` and `text`, the `calls` that were made with their answers, and the state after them. `blocks` by number,
-    the null block left out, with the `owners` whose tables name each; `tables` in the order in which the sequences came;
-    `free_list` from the next to be granted on; `changed`: blocks that the step has changed; `violations` of laws.
+    Of each step: `title` and `text`, the `calls` that were made with their answers, the state after them, and `violations` of laws.
+    The state of a group: `blocks` by number, the null block left out, with the `owners` whose tables name each; `tables` in the
+    order in which the sequences came; `free_list` from the next to be granted on; `changed`: blocks that the step has changed.
+
+    With one group these are in the step itself, otherwise in its `groups`, each with a `title`. Tables of a group with a window or
+    a state have `entries`, each an index and a block, instead of `blocks`; `scratch`; and `boundaries`, in tokens, at which the
+    sequence is yet to name something. The `words` of a snapshot say after how many tokens it was taken.
     """
     return {
         "name": case.name,
@@ -25,45 +30,58 @@ def as_object(case: Case, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
+    groups = [_group(before, after) for before, after in zip(step.before.groups, step.after.groups, strict=True)]
+    if len(groups) > 1:
+        titles = [group_title(group.group) for group in step.after.groups]
+        state = {"groups": [{"title": title, **group} for title, group in zip(titles, groups, strict=True)]}
+    else:
+        (state,) = groups
     return {
         "title": step.scene.title,
         "text": " ".join(step.scene.sentences.split()),
         "calls": list(step.calls),
-        **_state(step.after),
-        "changed": [
-            after.block for before, after in zip(step.before.blocks, step.after.blocks, strict=True) if before != after
-        ],
+        **state,
         "violations": [violation.message for violation in step.violations],
     }
 
 
-def _state(snapshot: Snapshot) -> dict[str, Any]:
+def _group(before: GroupView, after: GroupView) -> dict[str, Any]:
     owners: dict[int, list[str]] = {}
-    for table in snapshot.tables:
-        for entry in table.entries:
-            owners.setdefault(entry.block, []).append(table.sequence_id)
+    for table in after.tables:
+        for block in (*(entry.block for entry in table.entries), *table.scratch):
+            owners.setdefault(block, []).append(table.sequence_id)
     return {
-        "blocks": [
-            {
-                "block": block.block,
-                "state": block.state.name.lower(),
-                "ref_count": block.ref_count,
-                "generation": block.generation,
-                "sealed": block.sealed,
-                "words": list(block.words),
-                "owners": owners.get(block.block, []),
-            }
-            for block in snapshot.blocks[1:]
-        ],
-        "tables": [
-            {
-                "sequence": table.sequence_id,
-                "blocks": [entry.block for entry in table.entries],
-                "num_tokens": table.num_tokens,
-                "num_cached_tokens": table.num_cached_tokens,
-                "num_computed_tokens": table.num_computed_tokens,
-            }
-            for table in snapshot.tables
-        ],
-        "free_list": list(snapshot.free_list),
+        "blocks": [_block(block, owners.get(block.block, [])) for block in after.blocks[1:]],
+        "tables": [_table(table, has_holes=bool(after.group.scratch_blocks)) for table in after.tables],
+        "free_list": list(after.free_list),
+        "changed": [new.block for old, new in zip(before.blocks, after.blocks, strict=True) if old != new],
+    }
+
+
+def _block(block: BlockView, owners: list[str]) -> dict[str, Any]:
+    return {
+        "block": block.block,
+        "state": block.state.name.lower(),
+        "ref_count": block.ref_count,
+        "generation": block.generation,
+        "sealed": block.sealed,
+        "words": ["after", str(block.num_tokens)] if block.num_tokens else list(block.words),
+        "owners": owners,
+    }
+
+
+def _table(table: TableView, *, has_holes: bool) -> dict[str, Any]:
+    of_group: dict[str, Any] = {"blocks": [entry.block for entry in table.entries]}
+    if has_holes:
+        of_group = {
+            "entries": [{"index": entry.table_index, "block": entry.block} for entry in table.entries],
+            "scratch": list(table.scratch),
+            "boundaries": list(table.boundaries),
+        }
+    return {
+        "sequence": table.sequence_id,
+        **of_group,
+        "num_tokens": table.num_tokens,
+        "num_cached_tokens": table.num_cached_tokens,
+        "num_computed_tokens": table.num_computed_tokens,
     }

@@ -60,7 +60,7 @@ class _Page:
 
     def __init__(self, case: Case, steps: Sequence[Step], index: int, width: int, height: int) -> None:
         self._height = max(1, height - 1)
-        legend = draw_legend(width)
+        legend = draw_legend(case, width)
         for compact, steady, signs in (
             (False, True, [Text(), *legend]),
             (False, True, []),

@@ -42,8 +42,9 @@ def test_piped_output_has_all_steps_and_no_escape_codes(name: str) -> None:
     titles = [line for line in lines if re.match(rf"{name} \d+/\d+ │ ", line)]
     num_steps = int(titles[0].split("/")[1].split()[0])
     assert [title.split()[1] for title in titles] == [f"{number}/{num_steps}" for number in range(1, num_steps + 1)]
-    for part in ("Blocks       16 of 4 tokens: ", "Changed      ", "Free list    head → "):
-        assert sum(line.startswith(part) for line in lines) == num_steps
+    for part in ("Blocks       ", "Changed      ", "Free list    head → "):
+        assert sum(line.startswith(part) for line in lines) == num_steps * len(CASES[name].layout.groups)
+    assert sum(line.startswith("Blocks       16 of 4 tokens: ") for line in lines) == num_steps
     assert done.stdout == run(name).stdout
 
 
