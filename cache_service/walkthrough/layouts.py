@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final
 
 from ..core.messages import Group, Layout
@@ -37,10 +38,25 @@ FULL_AND_STATE: Final = Layout(
 """Scratch of a sequence: its running state, and a copy of it that may become a snapshot."""
 
 
+class Kind(Enum):
+    """What a group keeps of a sequence, and what the picture calls that."""
+
+    FULL = "Table"
+    WINDOW = "Window"
+    STATE = "State"
+
+
+def kind_of(group: Group) -> Kind:
+    """By what is said of the group."""
+    return Kind.STATE if group.grid_blocks else Kind.WINDOW if group.window else Kind.FULL
+
+
 def group_title(group: Group) -> str:
     """Which layers it is of."""
-    if group.grid_blocks:
-        return f"recurrent layers: one state, kept after multiples of {group.grid_blocks * BLOCK_SIZE} tokens"
-    if group.window:
-        return f"layers that see the last {group.window} tokens"
-    return "layers that see the whole text"
+    match kind_of(group):
+        case Kind.FULL:
+            return "layers that see the whole text"
+        case Kind.WINDOW:
+            return f"layers that see the last {group.window} tokens"
+        case Kind.STATE:
+            return f"recurrent layers: one state, kept after multiples of {group.grid_blocks * BLOCK_SIZE} tokens"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .layouts import group_title
+from .layouts import Kind, group_title, kind_of
 from .recording import Case, Step
 from .snapshot import BlockView, GroupView, TableView
 
@@ -17,9 +17,9 @@ def as_object(case: Case, steps: Sequence[Step]) -> dict[str, Any]:
     The state of a group: `blocks` by number, the null block left out, with the `owners` whose tables name each; `tables` in the
     order in which the sequences came; `free_list` from the next to be granted on; `changed`: blocks that the step has changed.
 
-    With one group these are in the step itself, otherwise in its `groups`, each with a `title`. Tables of a group with a window or
-    a state have `entries`, each an index and a block, instead of `blocks`; `scratch`; and `boundaries`, in tokens, at which the
-    sequence is yet to name something. The `words` of a snapshot say after how many tokens it was taken.
+    With one group these are in the step itself, otherwise in its `groups`, each with a `title` and a `kind`. Tables of a group with a
+    window or a state have `entries`, each an index and a block, instead of `blocks`; `scratch`; and `boundaries`, in tokens, at
+    which the sequence is yet to name something. The `words` of a snapshot say after how many tokens it was taken.
     """
     return {
         "name": case.name,
@@ -32,8 +32,11 @@ def as_object(case: Case, steps: Sequence[Step]) -> dict[str, Any]:
 def _step(step: Step) -> dict[str, Any]:
     groups = [_group(before, after) for before, after in zip(step.before.groups, step.after.groups, strict=True)]
     if len(groups) > 1:
-        titles = [group_title(group.group) for group in step.after.groups]
-        state = {"groups": [{"title": title, **group} for title, group in zip(titles, groups, strict=True)]}
+        heads = [
+            {"title": group_title(group.group), "kind": kind_of(group.group).name.lower()}
+            for group in step.after.groups
+        ]
+        state = {"groups": [{**head, **group} for head, group in zip(heads, groups, strict=True)]}
     else:
         (state,) = groups
     return {
@@ -52,7 +55,7 @@ def _group(before: GroupView, after: GroupView) -> dict[str, Any]:
             owners.setdefault(block, []).append(table.sequence_id)
     return {
         "blocks": [_block(block, owners.get(block.block, [])) for block in after.blocks[1:]],
-        "tables": [_table(table, has_holes=bool(after.group.scratch_blocks)) for table in after.tables],
+        "tables": [_table(table, kind_of(after.group)) for table in after.tables],
         "free_list": list(after.free_list),
         "changed": [new.block for old, new in zip(before.blocks, after.blocks, strict=True) if old != new],
     }
@@ -70,9 +73,9 @@ def _block(block: BlockView, owners: list[str]) -> dict[str, Any]:
     }
 
 
-def _table(table: TableView, *, has_holes: bool) -> dict[str, Any]:
+def _table(table: TableView, kind: Kind) -> dict[str, Any]:
     of_group: dict[str, Any] = {"blocks": [entry.block for entry in table.entries]}
-    if has_holes:
+    if kind is not Kind.FULL:
         of_group = {
             "entries": [{"index": entry.table_index, "block": entry.block} for entry in table.entries],
             "scratch": list(table.scratch),

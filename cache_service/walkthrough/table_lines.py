@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from ..core.block_pool import State
+from .layouts import Kind, kind_of
 from .lines import EMPTY_SLOT, flow, marked
 from .snapshot import BlockView, EntryView, GroupView, TableView
 
@@ -18,13 +19,12 @@ def draw_tables(before: GroupView, after: GroupView, block_size: int, width: int
     for table in after.tables:
         known = earlier.get(table.sequence_id, table._replace(entries=(), scratch=()))
         items = [_entry(entry, after, block_size, is_new=entry not in known.entries) for entry in table.entries]
-        if after.group.scratch_blocks:
-            label = "State" if after.group.grid_blocks else "Window"
-            items += _unnamed(known, table)
-        else:
-            label = "Table"
+        kind = kind_of(after.group)
+        if kind is Kind.FULL:
             items.append(Text(_tokens(table), style="dim"))
-        lines += flow(f"{label} {table.sequence_id}", items, width, gap=2)
+        else:
+            items += _unnamed(known, table)
+        lines += flow(f"{kind.value} {table.sequence_id}", items, width, gap=2)
     return lines
 
 
@@ -45,7 +45,7 @@ def _entry(entry: EntryView, group: GroupView, block_size: int, *, is_new: bool)
     block = group.blocks[entry.block]
     left, right = ("[", "]") if entry.sealed else ("(", ")")
     style = "magenta" if block.ref_count > 1 else "cyan" if entry.sealed else ""
-    place = f"{entry.table_index}:" if group.group.scratch_blocks else ""
+    place = "" if kind_of(group.group) is Kind.FULL else f"{entry.table_index}:"
     return Text.assemble(
         (place, "dim"), marked(entry.block, is_new), (f"{left}{_held(entry, block, block_size)}{right}", style)
     )

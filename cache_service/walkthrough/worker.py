@@ -31,7 +31,7 @@ from ..core.messages import (
 from ..core.refusal import Reason, Refusal
 from ..core.session import Session
 from ..core.windows import WindowTable
-from .layouts import ONE_GROUP
+from .layouts import ONE_GROUP, kind_of
 from .sequence import Progress, WorkerSequence
 from .words import Words
 
@@ -212,7 +212,7 @@ class Worker:
         """What an update says of blocks."""
         stated = []
         for group, of_group in enumerate(self.layout.groups):
-            place = "state" if of_group.grid_blocks else "window" if of_group.window else "table"
+            place = kind_of(of_group).value.lower()
             stated += [f"block {block} as {place}[{index}]" for index, block, _ in progress.bound[group]]
             stated += [f"block {reserved.block} as scratch" for reserved in progress.scratch[group]]
             stated += [f"block {released.block} of the {place} released" for released in progress.released[group]]
@@ -226,7 +226,7 @@ class Worker:
         full, *others = outcome.tables
         parts = [f"table {list(full.blocks)}"]
         for group, table in zip(self.layout.groups[1:], others, strict=True):
-            place = "state" if group.grid_blocks else "window"
+            place = kind_of(group).value.lower()
             parts += [f"block {block} as {place}[{index}]" for index, block in enumerate(table.blocks, table.start)]
             parts.append(f"scratch {[reserved.block for reserved in table.scratch]}")
         parts.append(f"{outcome.num_cached_tokens} tokens cached")

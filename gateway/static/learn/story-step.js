@@ -1,37 +1,60 @@
-// One step of a story: the blocks, the tables and the free list as the manager's core had them.
+// One step of a story: the blocks, the tables and the free list of each group as the manager's core had them.
 
 import { make } from "../elements.js";
 
 const MARKS = { free: "", cached: "cached", held: "held", reserved: "reserved" };
+const TABLES = { full: "Block tables", window: "Windows", state: "States" };
 
 /** @param {Object} story and {Object} step of it, as `kvpool walkthrough --json` prints them */
 export function drawStep(story, step) {
-  const changed = new Set(step.changed);
   return make(
     "div",
     { class: "story-state" },
-    make("h3", {}, `Blocks, ${story.block_size} tokens each`),
-    make("ol", { class: "story-blocks" }, ...step.blocks.map((block) => drawBlock(block, changed.has(block.block)))),
-    make("h3", {}, "Block tables"),
-    drawTables(step.tables),
-    make("h3", {}, "Free list"),
-    make("p", { class: "story-list" }, "next ", ...step.free_list.map((block) => make("span", { class: "story-number" }, block))),
+    ...(step.groups ? step.groups.map((group) => drawGroup(story, group)) : drawParts(story, { kind: "full", ...step }, "h3")),
     step.calls.length ? make("h3", {}, step.calls.length > 1 ? "Calls" : "Call") : null,
     ...step.calls.map((call) => make("p", {}, make("code", {}, call))),
   );
 }
 
-function drawBlock(block, isChanged) {
+function drawGroup(story, group) {
+  return make(
+    "section",
+    { class: "story-group", "aria-label": group.title },
+    make("h3", {}, `Group of the ${group.title}`),
+    ...drawParts(story, group, "h4"),
+  );
+}
+
+function drawParts(story, group, heading) {
+  const changed = new Set(group.changed);
+  const scratch = new Set(group.tables.flatMap((table) => table.scratch ?? []));
+  return [
+    make(heading, {}, group.kind === "state" ? "Blocks, one state each" : `Blocks, ${story.block_size} tokens each`),
+    make(
+      "ol",
+      { class: "story-blocks" },
+      ...group.blocks.map((block) => drawBlock(block, changed.has(block.block), scratch.has(block.block))),
+    ),
+    make(heading, {}, TABLES[group.kind]),
+    drawTables(group.tables),
+    make(heading, {}, "Free list"),
+    make("p", { class: "story-list" }, "next ", ...group.free_list.map((block) => make("span", { class: "story-number" }, block))),
+  ];
+}
+
+function drawBlock(block, isChanged, isScratch) {
   const words = block.words.join(" ");
-  const said = [`block ${block.block}`, block.state, block.ref_count > 1 ? `in ${block.ref_count} tables` : "", block.sealed ? "sealed" : ""];
+  const state = isScratch ? "scratch" : block.state;
+  const mark = isScratch ? "scratch" : MARKS[block.state];
+  const said = [`block ${block.block}`, state, block.ref_count > 1 ? `in ${block.ref_count} tables` : "", block.sealed ? "sealed" : ""];
   return make(
     "li",
     {
-      class: `story-block ${block.state}${block.sealed ? " sealed" : ""}${isChanged ? " changed" : ""}`,
+      class: `story-block ${block.state}${isScratch ? " scratch" : ""}${block.sealed ? " sealed" : ""}${isChanged ? " changed" : ""}`,
       "aria-label": [...said.filter(Boolean), words].join(", "),
     },
     make("span", { class: "story-id" }, block.block),
-    make("span", { class: "story-mark" }, block.ref_count > 1 ? `${MARKS[block.state]} ×${block.ref_count}` : MARKS[block.state]),
+    make("span", { class: "story-mark" }, block.ref_count > 1 ? `${mark} ×${block.ref_count}` : mark),
     make("span", { class: "story-words" }, words),
     make("span", { class: "story-owners" }, ...block.owners.map((owner) => make("b", { class: "story-owner" }, owner))),
   );
@@ -42,14 +65,22 @@ function drawTables(tables) {
   return make(
     "ul",
     { class: "story-tables" },
-    ...tables.map((table) =>
-      make(
-        "li",
-        {},
-        make("b", { class: "story-owner" }, table.sequence),
-        ` [${table.blocks.join(", ")}] `,
-        make("span", { class: "quiet" }, `${table.num_tokens} tokens, ${table.num_cached_tokens} from the cache, ${table.num_computed_tokens} computed`),
-      ),
-    ),
+    ...tables.map((table) => {
+      const [holds, remark] = table.blocks ? sayTable(table) : sayNamed(table);
+      return make("li", {}, make("b", { class: "story-owner" }, table.sequence), ` ${holds} `, make("span", { class: "quiet" }, remark));
+    }),
   );
+}
+
+function sayTable(table) {
+  const tokens = `${table.num_tokens} tokens, ${table.num_cached_tokens} from the cache, ${table.num_computed_tokens} computed`;
+  return [`[${table.blocks.join(", ")}]`, tokens];
+}
+
+/** What is named has an index; what is scratch has no place. */
+function sayNamed(table) {
+  const entries = table.entries.map(({ index, block }) => `entry ${index} is block ${block}`);
+  const scratch = table.scratch.length ? [`scratch ${table.scratch.join(", ")}`] : [];
+  const remark = table.boundaries.length ? `to be named after ${table.boundaries.join(", ")} tokens` : "";
+  return [[...entries, ...scratch].join(" · "), remark];
 }
