@@ -17,9 +17,9 @@ def as_object(case: Case, steps: Sequence[Step]) -> dict[str, Any]:
     The state of a group: `blocks` by number, the null block left out, with the `owners` whose tables name each; `tables` in the
     order in which the sequences came; `free_list` from the next to be granted on; `changed`: blocks that the step has changed.
 
-    With one group these are in the step itself, otherwise in its `groups`, each with a `title` and a `kind`. Tables of a group with a
-    window or a state have `entries`, each an index and a block, instead of `blocks`; `scratch`; and `boundaries`, in tokens, at
-    which the sequence is yet to name something. The `words` of a snapshot say after how many tokens it was taken.
+    With one group these are in the step itself, otherwise in its `groups`, each with a `title` and a `kind`. Tables of a group
+    with a window or a state have `entries`, each an index and a block, instead of `blocks`; `scratch`; and `boundaries`, in tokens,
+    at which the sequence is yet to name something. The `words` of a snapshot say after how many tokens it was taken.
     """
     return {
         "name": case.name,

@@ -14,7 +14,11 @@ from kvpool.cache_service.core.budget import Account, Budget
 from kvpool.cache_service.core.hashing import xxh64
 from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.core.prefix_tree import PrefixTree
+from kvpool.cache_service.walkthrough import state, window
+from kvpool.cache_service.walkthrough.layouts import FULL_AND_STATE, FULL_AND_WINDOW
+from kvpool.cache_service.walkthrough.worker import Worker
 from kvpool.worker_service.cache.reserve import spare_target
+from kvpool.worker_service.cache.windows import grid_tokens, ring_blocks, span
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk
@@ -78,6 +82,9 @@ BLOCK = WorkerSettings.model_fields["block_size"].default
 PLAN = KVCachePlan.one_group(256 * MIB // (BLOCK * SMOLLM2), BLOCK, SMOLLM2)
 UNSHARED, SHARED = 64 * 640 // BLOCK, 512 // BLOCK + 64 * 128 // BLOCK
 """Blocks of 64 requests of the reference trace."""
+STATE, KV_OF_A_TOKEN = 36 * (32 * 128 * 128 * 4 + 8192 * 4 * 2), 12 * 2 * 2 * 256 * 2
+"""Bytes of a state of Qwen3-Next, and of the KV of a token in its other layers."""
+RING, RING_IN_DECODES = ring_blocks(512, 512, BLOCK), span(512, BLOCK) + 1
 RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
 
 
@@ -107,6 +114,13 @@ RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
         f"999 × 512 = {999 * 512:,} of {1000 * 512:,}",
         f"| 64 × {640 // BLOCK} = {UNSHARED:,} | {512 // BLOCK} + 64 × {128 // BLOCK} = {SHARED} | "
         f"{UNSHARED / SHARED:.1f} times less |",
+        f"a sequence has {RING} such blocks while its prompt is computed and {RING_IN_DECODES} while it decodes",
+        f"takes {(8192 // BLOCK + 5 * RING) / (6 * 8192 // BLOCK):.0%} of what".replace("%", " %"),
+        f"the last ⌈(w − 1)/{BLOCK}⌉ = {span(512, BLOCK)}",
+        f"(32 × 128 × 128 × 4 + 8,192 × 4 × 2) = {STATE:,} bytes",
+        f"12 layers × 2 × 2 × 256 × 2 = {KV_OF_A_TOKEN:,} bytes per token",
+        f"the KV of {STATE // KV_OF_A_TOKEN:,} tokens",
+        f"at multiples of {grid_tokens(BLOCK)} tokens",
         f"need {SHARED * BLOCK * LLAMA_3_8B // MIB:,} MiB instead of {UNSHARED * BLOCK * LLAMA_3_8B // GIB} GiB",
     ],
 )
@@ -268,7 +282,44 @@ def test_the_fifth_exercise() -> None:
         ("eviction", r"eviction 4/.*→ table \[13, 14, 15, 16, 4, 3\].*eviction 5/.*→ table \[1, 2, 8, 7\], 8 tokens.*"),
         ("eviction", r"eviction 6/.*NO_BLOCKS: needed 3 blocks;.* 2\s+evictable.*Changed +nothing"),
         ("prefix", r"A3.*, 16 tokens\) → table \[1, 2, 3, 9\], 12 tokens "),
+        ("window", r"window 3/.*11 new tokens.*block 1 as table\[4\], block 2 as table\[5\], block 3 as table\[6\]"),
+        ("window", r"window 3/.*Group 1.*Changed +2–3 held → cached\n"),
+        ("window", r"window 5/.*block 5 as window\[4\], block 1 as window\[5\],.* 24 tokens cached"),
+        ("window", r"window 7/.*allocate\(\"B\".* 0 tokens cached, boundaries 8, 16"),
+        ("window", r"window 9/.*allocate\(\"C\".* 8 tokens\s+cached"),
+        ("state", r"state 2/.*wait for 'A' up to position 8; downlink: boundary\(\"A\", 8\)"),
+        ("state", r"state 4/.*allocate\(\"B\".*block 4 as state\[1\],.* 8 tokens cached"),
+        ("state", r"state 7/.*The first group has 20 tokens.*allocate\(\"C\".* 16 tokens cached"),
     ],
 )
 def test_the_walkthroughs_show_what_the_text_says_of_them(case: str, told: str) -> None:
     assert re.search(told, _run(f".venv/bin/kvpool walkthrough {case} --plain"), re.DOTALL)
+
+
+def test_the_eighth_exercise() -> None:
+    """Three blocks are evicted in one group, the window after them is emptied in the other, and the one before them is hit."""
+    worker = Worker(FULL_AND_WINDOW)
+    worker.allocate("A", window._A, max_new_tokens=12, reserve_wishes=(3, 0))
+    worker.append("A")
+    worker.append("A", window._A_GENERATED)
+    worker.free("A")
+    full, windows = worker.session.pools
+    assert [block for block in range(1, 9) if windows.is_cached(block)] == [1, 2, 3, 5]
+    worker.allocate("X", " ".join(f"w{number}" for number in range(40)))
+    assert full.num_evicted == 3
+    assert [block for block in (1, 2, 3, 5) if windows.is_cached(block)] == [2, 3]
+    worker.free("X")
+    turn = worker.allocate("A2", window._A_NEXT_TURN)
+    assert (turn.num_cached_tokens, turn.named) == (12, (2, 3))
+
+
+def test_the_ninth_exercise() -> None:
+    """The second prompt comes too late for itself, and in time for the third."""
+    worker = Worker(FULL_AND_STATE)
+    worker.allocate("A", state._A, reserve_wishes=(0, 2))
+    worker.append("A")
+    b = worker.allocate("B", state._B)
+    assert (b.num_cached_tokens, b.boundaries) == (0, (8,))
+    worker.append("B")
+    worker.free("A", "B")
+    assert worker.allocate("D", state._D).num_cached_tokens == 8
