@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
 from examples import own_engine
 from kvpool.client.cli import main
 from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import cache_pb2_grpc, common_pb2
+from kvpool.v1 import common_pb2
 from tests.client.fakes import FakeWorker, serving
 from tests.cluster.cluster import Cluster
 from tests.cluster.polling import eventually
-from tests.cluster.process import Process
+from tests.examples.engines import ForgetfulStub, Start, Text, assert_nothing_is_left, texts_of
 
 SCRIPT = Path(own_engine.__file__)
 PROMPTS = own_engine.PROMPTS
@@ -69,51 +68,10 @@ def as_text(tokens: list[int]) -> str:
 # -- the program
 
 
-class Text(NamedTuple):
-    """What the program says of one prompt."""
-
-    prompt: str
-    text: str
-    table: list[int]
-    cached: list[int]
-
-
-def texts_of(output: str) -> list[Text]:
-    pattern = r"(.+) -> (.+), the same as without the cache\n  block table (.+), cached tokens in each round (.+)\n"
-    return [Text(*map(ast.literal_eval, found)) for found in re.findall(pattern, output)]
-
-
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    """A manager in a process of its own, and no worker; no lease runs out in a test."""
-    async with Cluster(tmp_path, lease_seconds=600, keep_alive_seconds=0.1) as cluster:
-        await cluster.start_manager()
-        yield cluster
-
-
-Start = Callable[..., Process]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the program with a manager's address and flags. Killed at the end if it still runs."""
-    started: list[Process] = []
-
-    def start(manager: str, **settings: int) -> Process:
-        name = f"engine-{len(started)}"
-        flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in settings.items()]
-        started.append(Process(name, [str(SCRIPT), "--manager", manager, *flags], tmp_path / f"{name}.log", {}))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-
-
-async def assert_nothing_is_left(cluster: Cluster) -> None:
-    """The engine has left, and every law of the manager holds."""
-    assert await cluster.describe() == []
-    assert list((await cluster.manager_stub.Check(pb.CheckRequest())).violations) == []
+def start(start_engine: Start) -> Start:
+    """Starts the program with a manager's address and flags."""
+    return functools.partial(start_engine, [str(SCRIPT)])
 
 
 async def test_who_names_no_model_is_answered_by_the_one_that_serves_text(
@@ -264,33 +222,6 @@ async def registered(cluster: Cluster, stub: Any, num_blocks: int) -> own_engine
     return own_engine.Engine(stub, answer, num_blocks)
 
 
-class Unanswered:
-    """A call whose answer is lost, as a broken connection loses it."""
-
-    def __init__(self, sent: Any) -> None:
-        self._sent = sent
-
-    async def code(self) -> grpc.StatusCode:
-        await self._sent
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-class ForgetfulStub:
-    """The real service, which executes every call; of three answers two are lost."""
-
-    def __init__(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        self._stub = stub
-        self.num_sent = 0
-
-    def __getattr__(self, name: str) -> Any:
-        def send(request: Any, timeout: float) -> Any:
-            self.num_sent += 1
-            sent = getattr(self._stub, name)(request, timeout=timeout)
-            return sent if self.num_sent % 3 == 0 else Unanswered(sent)
-
-        return send
-
-
 async def assert_engine_is_true(cluster: Cluster, engine: own_engine.Engine) -> list[list[int]]:
     """All texts and logits at once, and the pool afterwards; returns the cached tokens of each round of each text."""
     texts = await asyncio.gather(*(engine.generate(prompt, 40) for prompt in PROMPTS))
@@ -301,7 +232,7 @@ async def assert_engine_is_true(cluster: Cluster, engine: own_engine.Engine) -> 
     (counts,) = (await cluster.worker("here")).counts
     assert counts.free + counts.cached == counts.capacity
     assert counts.cached > 0
-    assert not engine.users.any()
+    assert not engine.blocks.users.any()
     assert list((await cluster.manager_stub.Check(pb.CheckRequest())).violations) == []
     return [cached for _, _, _, cached in texts]
 
@@ -386,19 +317,19 @@ def run(blocks: list[int], generations: list[int]) -> common_pb2.BlockRun:
         pytest.param([5], [5], 1, id="handed out as cached, filled before it was granted again"),
     ],
 )
-async def test_a_block_that_may_not_be_written_or_read_ends_the_engine(
+def test_a_block_that_may_not_be_written_or_read_ends_the_engine(
     blocks: list[int], generations: list[int], num_hits: int
 ) -> None:
-    engine = own_engine.Engine(None, pb.RegisterResponse(session=1), 8)  # type: ignore[arg-type]  # it calls nobody
-    engine.enter(run([2, 3, 4, 5], [5, 5, 6, 5]))
-    engine.filled[4] = 6
-    engine.filled[5] = 5
-    engine.users[[3, 4, 5]] = 0
-    engine.enter(run([5], [8]))
-    engine.users[5] = 0
-    assert engine.enter(run([4], [6]), 1).tolist() == [4]
+    pool = own_engine.Blocks(8)
+    pool.enter(run([2, 3, 4, 5], [5, 5, 6, 5]))
+    pool.filled[4] = 6
+    pool.filled[5] = 5
+    pool.users[[3, 4, 5]] = 0
+    pool.enter(run([5], [8]))
+    pool.users[5] = 0
+    assert pool.enter(run([4], [6]), 1).tolist() == [4]
     with pytest.raises(RuntimeError, match="disagree"):
-        engine.enter(run(blocks, generations), num_hits)
+        pool.enter(run(blocks, generations), num_hits)
 
 
 # -- the file
@@ -406,7 +337,7 @@ async def test_a_block_that_may_not_be_written_or_read_ends_the_engine(
 
 def test_it_is_short_and_needs_nothing_but_the_base_package_and_numpy() -> None:
     source = SCRIPT.read_text()
-    assert len(source.splitlines()) < 150
+    assert len(source.splitlines()) < 190
     imported = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

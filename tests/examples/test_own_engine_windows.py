@@ -1,0 +1,196 @@
+"""The example of an engine with a sliding window: its texts are those of the model, and what it names is hit."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples import own_engine, own_engine_windows
+from examples.own_engine_windows import RING, SPAN, WINDOW, Engine, Ring
+from kvpool.v1 import cache_pb2 as pb
+from kvpool.v1 import common_pb2
+from tests.cluster.cluster import Cluster
+from tests.examples.engines import ForgetfulStub, Start, assert_nothing_is_left, texts_of
+
+PROMPTS, SIZE = own_engine.PROMPTS, own_engine.SIZE
+JUNCTION = len(own_engine.STORY) // SIZE * SIZE
+"""Tokens up to which the prompts are the same, in whole blocks."""
+NUM_WINDOW_BLOCKS_FOR_ONE = RING + SPAN + 1
+"""With the null block: room for the ring of one text, and for a window that it hits."""
+
+
+# -- the truth
+
+
+def dense(prompt: str, num_tokens: int) -> tuple[list[int], np.ndarray[Any, Any]]:
+    """The tokens after a prompt and the logits of the last, position by position, with neither blocks nor cache."""
+    tokens = [ord(character) - 32 for character in prompt]
+    logits = np.zeros(own_engine.VOCAB)
+    for _ in range(num_tokens):
+        hidden = [
+            own_engine.EMBEDDING[token]
+            + [np.sin(position / 50 ** (i / own_engine.DIM) + i) for i in range(own_engine.DIM)]
+            for position, token in enumerate(tokens)
+        ]
+        for (query, key, value, output), window in zip(own_engine.WEIGHTS, (len(tokens), WINDOW), strict=True):
+            keys = np.stack([x @ key for x in hidden])
+            values = np.stack([x @ value for x in hidden])
+            seen = []
+            for position, x in enumerate(hidden):
+                visible = slice(max(0, position - window + 1), position + 1)
+                weights = np.exp(keys[visible] @ (x @ query) / own_engine.DIM)
+                seen.append(weights @ values[visible] / weights.sum() @ output)
+            hidden = [x + attention for x, attention in zip(hidden, seen, strict=True)]
+        logits = hidden[-1] @ own_engine.HEAD
+        tokens.append(int(logits.argmax()))
+    return tokens, logits
+
+
+TRUTH = {prompt: dense(prompt, 40) for prompt in PROMPTS}
+
+
+def as_text(tokens: list[int]) -> str:
+    return "".join(chr(token + 32) for token in tokens)
+
+
+# -- the program
+
+
+@pytest.fixture
+def start(start_engine: Start) -> Start:
+    """Starts the program with a manager's address and flags."""
+    return functools.partial(start_engine, ["-m", "examples.own_engine_windows"])
+
+
+async def test_its_texts_are_those_of_the_model_and_the_second_prompt_hits_where_it_parts(
+    cluster: Cluster, start: Start
+) -> None:
+    """The first is told where the others leave it, while it computes, and names the window there."""
+    engine = start(cluster.address())
+    assert await engine.ended() == 0, engine.log
+    texts = texts_of(engine.log)
+    assert [(text.prompt, text.text) for text in texts] == [
+        (prompt, as_text(TRUTH[prompt][0][len(prompt) :])) for prompt in PROMPTS
+    ], engine.log
+    assert sorted(text.cached for text in texts)[0] == [0]
+    assert all(text.cached[0] >= JUNCTION for text in texts if text.cached != [0])
+    assert sum(text.cached == [0] for text in texts) == 1
+    assert {tuple(text.table[: JUNCTION // SIZE]) for text in texts} == {tuple(texts[0].table[: JUNCTION // SIZE])}
+    await assert_nothing_is_left(cluster)
+
+
+async def test_what_can_never_fit_is_said_with_the_figures(cluster: Cluster, start: Start) -> None:
+    engine = start(cluster.address(), num_window_blocks=NUM_WINDOW_BLOCKS_FOR_ONE - 1)
+    assert await engine.ended() == 1
+    assert f"needs {RING + SPAN} of group 1, {RING} as scratch and {SPAN} in a window that it hits" in engine.log
+    await assert_nothing_is_left(cluster)
+
+
+# -- the engine, in this process
+
+
+async def registered(cluster: Cluster, stub: Any, num_blocks: int = 64, num_window_blocks: int = 64) -> Engine:
+    config = common_pb2.KVCacheConfig(block_size=SIZE)
+    config.groups.add(full_attention=common_pb2.FullAttentionSpec())
+    config.groups.add(group=1, sliding_window=common_pb2.SlidingWindowSpec(window_tokens=WINDOW, ring_blocks=RING))
+    for group, count in enumerate((num_blocks, num_window_blocks)):
+        config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
+    hello = pb.RegisterRequest(worker_id="here", incarnation=1, register_no=1, kv_cache_config=config)
+    hello.model_fingerprint = own_engine_windows.ROOT.model_fingerprint
+    return Engine(stub, await cluster.manager_stub.Register(hello), num_blocks, num_window_blocks)
+
+
+async def assert_engine_is_true(cluster: Cluster, engine: Engine) -> list[list[int]]:
+    """All texts and logits at once, and the pools afterwards; returns the cached tokens of each round of each text."""
+    texts = await asyncio.gather(*(engine.generate(prompt, 40) for prompt in PROMPTS))
+    for prompt, (tokens, logits, _, _) in zip(PROMPTS, texts, strict=True):
+        expected_tokens, expected_logits = TRUTH[prompt]
+        assert tokens.tolist() == expected_tokens
+        np.testing.assert_allclose(logits, expected_logits, rtol=1e-9)
+    full, windows = (await cluster.worker("here")).counts
+    assert full.free + full.cached == full.capacity
+    assert windows.free + windows.cached + windows.reserved == windows.capacity
+    assert not engine.blocks.users.any()
+    assert np.flatnonzero(engine.windows.users).tolist() == sorted(engine.reserve), "a block is held by no text"
+    assert list((await cluster.manager_stub.Check(pb.CheckRequest())).violations) == []
+    return [cached for _, _, _, cached in texts]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_window_blocks"), [(64, 64), (64, NUM_WINDOW_BLOCKS_FOR_ONE), (24, 20), (17, 64)]
+)
+async def test_logits_are_those_of_the_model_whatever_pool_is_short(
+    cluster: Cluster, num_blocks: int, num_window_blocks: int
+) -> None:
+    """Rings are turned, windows named, evicted and hit; texts give their blocks back and go on."""
+    engine = await registered(cluster, cluster.manager_stub, num_blocks, num_window_blocks)
+    await assert_engine_is_true(cluster, engine)
+    assert ((await cluster.worker("here")).totals.num_evicted_blocks > 0) == (num_blocks + num_window_blocks < 128)
+
+
+@pytest.mark.parametrize("num_window_blocks", [64, NUM_WINDOW_BLOCKS_FOR_ONE])
+async def test_lost_answers_change_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, num_window_blocks: int
+) -> None:
+    """What was executed twice under two numbers was done once."""
+    nap = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: nap(min(seconds, 0.001)))
+    stub = ForgetfulStub(cluster.manager_stub)
+    engine = await registered(cluster, stub, num_window_blocks=num_window_blocks)
+    await assert_engine_is_true(cluster, engine)
+    assert (await cluster.worker("here")).totals.num_calls == stub.num_sent > 60
+
+
+async def test_a_long_text_keeps_no_more_of_the_window_than_a_short_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scratch is the ring, and of what it has named it keeps a window at most."""
+    held: list[tuple[int, int]] = []
+    turn = Ring.turn
+
+    def counting(ring: Ring, first: int, end: int) -> None:
+        turn(ring, first, end)
+        held.append((len(ring.placed) + len(ring.free), len(ring.named)))
+
+    monkeypatch.setattr(Ring, "turn", counting)
+    engine = await registered(cluster, cluster.manager_stub)
+    _, _, table, _ = await engine.generate(PROMPTS[0], 300)
+    assert len(table) > 5 * RING
+    assert {num_scratch for num_scratch, _ in held} == {RING}
+    assert max(num_named for _, num_named in held) == SPAN
+    assert held[-1] == (RING, 0)
+
+
+async def test_a_conversation_goes_on_from_the_end_of_its_text(cluster: Cluster) -> None:
+    """The window there is named with Free; a prompt that leaves the text before it finds nothing but the window of the prompt."""
+    engine = await registered(cluster, cluster.manager_stub)
+    prompt = PROMPTS[0][-40:]
+    tokens, *_ = await engine.generate(prompt, 40)
+    text = as_text(tokens.tolist())
+    *_, cached = await engine.generate(f"{text} and more", 8)
+    assert cached == [(len(text) - 1) // SIZE * SIZE]
+    *_, cached = await engine.generate(f"{text[: len(prompt) + 20]} no more", 8)
+    assert cached == [(len(prompt) - 1) // SIZE * SIZE]
+
+
+def test_the_ring_has_room_for_every_step_and_never_gives_away_what_the_step_sees() -> None:
+    """Beginning at any place, with steps of any length up to a chunk."""
+    draw = np.random.default_rng(1)
+    for _ in range(200):
+        pool = own_engine.Blocks(32)
+        run = common_pb2.BlockRun(group=1, block_ids=range(1, RING + 1), generations=[1] * RING)
+        ring = Ring(pool, pb.Granted(scratch=[run]), 100)
+        holds: dict[int, int] = {}
+        computed = 0
+        while computed < 200:
+            until = computed + int(draw.integers(1, own_engine_windows.CHUNK + 1))
+            ring.turn(computed, until)
+            for position in range(computed, until):
+                holds[int(ring.table[position // SIZE]) * SIZE + position % SIZE] = position
+            for position in range(max(0, computed - WINDOW + 1), until):
+                assert holds[int(ring.table[position // SIZE]) * SIZE + position % SIZE] == position
+            computed = until
