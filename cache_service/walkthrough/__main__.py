@@ -14,7 +14,7 @@ from rich.text import Text
 
 import kvpool.process.quiet_start  # noqa: F401
 
-from . import allocation, chain, eviction, pool, prefix, sharing, state, window
+from . import allocation, chain, eviction, fork, pool, prefix, sharing, state, window
 from .picture import WIDTH_MAX, draw_legend, draw_step
 from .recording import Case, Step, record
 from .story import as_object
@@ -32,6 +32,7 @@ CASES: Final[dict[str, Case]] = {
         eviction.CASE,
         window.CASE,
         state.CASE,
+        fork.CASE,
     )
 }
 """In the order in which they are best read."""

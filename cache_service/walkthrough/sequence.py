@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 from ..core.messages import TOKEN_BYTES, Blocks, Granted, GrantedTable, Group, Layout, ReservedBlock, TableEntry, Tables
@@ -18,6 +19,14 @@ class Progress(NamedTuple):
     bound: Tables
     scratch: Blocks
     released: Tables
+
+
+class Fork(NamedTuple):
+    """A fork as it was made."""
+
+    sequence: WorkerSequence
+    num_shared_blocks: int
+    progress: Progress
 
 
 class WorkerSequence:
@@ -56,6 +65,17 @@ class WorkerSequence:
                 if scratch is not None:
                     scratch.settle(self._num_to_come(self._num_computed))
         return self._progress(start, generated, self._grow(reserves[0]), changes)
+
+    def fork(self, generated: bytes, reserve: list[ReservedBlock]) -> Fork:
+        """Another sequence goes on from what this one has computed, with these tokens. Of the blocks it shares the full ones; the
+        rest was copied, on the device, into a block of the reserve. A story of forks has one group."""
+        num_shared = self._num_computed // BLOCK_SIZE
+        start = num_shared * BLOCK_SIZE
+        child = copy(self)
+        child._tokens = self._tokens[: self._num_computed * TOKEN_BYTES] + generated
+        child._num_table_blocks = num_shared
+        progress = child._progress(start, child._tokens[start * TOKEN_BYTES :], child._grow(reserve), [Named((), ())])
+        return Fork(child, num_shared, progress)
 
     def end(self, reserves: list[list[ReservedBlock]]) -> Progress:
         """It ends, when all that it can is computed. What it has at the last place is named, because a conversation goes on from

@@ -15,6 +15,7 @@ from ..core.messages import (
     Appended,
     AppendItem,
     Boundary,
+    ForkItem,
     Grant,
     Granted,
     GrantedTable,
@@ -154,6 +155,24 @@ class Worker:
             stated.insert(0, f"{len(update.tokens) // TOKEN_BYTES} new tokens")
         answer = f"{outcome.num_sealed_tokens} tokens sealed{self._apply(reply)}"
         self._calls.append(f'append("{name}", {", ".join(stated)}) → {answer}')
+        return outcome
+
+    def fork(self, parent: str, name: str, generated: str) -> Appended:
+        """State a fork that was made of what the parent has computed, which must be known; its first words are `generated`."""
+        child, num_shared, progress = self._sequences[parent].fork(self.words.encode(generated), self._reserves[0])
+        self._sequences[name] = child
+        item = ForkItem(_key(parent), num_shared, _update(name, progress))
+        (outcome,), reply = self.manager.fork(self._uplink(), [item])
+        if not isinstance(outcome, Appended):
+            raise UnexpectedAnswer(f"fork({name!r}) was to be accepted; the core answered {outcome!r}")
+        stated = [
+            f"{num_shared} blocks shared",
+            f"{len(progress.tokens) // TOKEN_BYTES} tokens after them",
+            f"num_computed_tokens={progress.num_computed_tokens}",
+            *self._stated(progress),
+        ]
+        answer = f"{outcome.num_sealed_tokens} tokens sealed{self._apply(reply)}"
+        self._calls.append(f'fork("{name}" of "{parent}", {", ".join(stated)}) → {answer}')
         return outcome
 
     def free(self, *names: str) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-_FIRST: Final = ("pool", "sharing", "allocation", "prefix", "chain", "eviction", "window", "state")
+_FIRST: Final = ("pool", "sharing", "allocation", "prefix", "chain", "eviction", "window", "state", "fork")
 """The order in which they are best read; others follow by name."""
 
 

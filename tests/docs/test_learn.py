@@ -23,6 +23,7 @@ from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk
 from tests.docs.blocks import ROOT, here
+from tests.worker_service.windowed import Worker as CacheWorker
 
 TEXT = (ROOT / "docs" / "LEARN.md").read_text()
 FLAT = " ".join(TEXT.split())
@@ -143,8 +144,8 @@ def test_the_chances_of_a_collision() -> None:
 def test_the_number_of_laws() -> None:
     assert integrity.__doc__ is not None
     laws = re.findall(r"^\* (\w[\w ]*):", integrity.__doc__, re.MULTILINE)
-    assert (laws[0], len(laws)) == ("conservation", 1 + 14)
-    assert "that and fourteen more laws" in FLAT
+    assert (laws[0], len(laws)) == ("conservation", 1 + 15)
+    assert "that and fifteen more laws" in FLAT
 
 
 # -- the states of a block
@@ -287,6 +288,10 @@ def test_the_fifth_exercise() -> None:
         ("window", r"window 5/.*block 5 as window\[4\], block 1 as window\[5\],.* 24 tokens cached"),
         ("window", r"window 7/.*allocate\(\"B\".* 0 tokens cached, boundaries 8, 16"),
         ("window", r"window 9/.*allocate\(\"C\".* 8 tokens\s+cached"),
+        ("fork", r"fork 3/.*2 blocks shared, .*block 1 as table\[2\]\).*5–6 ref_count 1 → 2"),
+        ("fork", r"fork 6/.*fork\(\"C\" of \"B\".*5–6 ref_count 2 → 3"),
+        ("fork", r"fork 7/.*free\(\"A\".*3 held → free;  5–6 ref_count 3 → 2"),
+        ("fork", r"fork 9/.* 12 tokens cached"),
         ("state", r"state 2/.*wait for 'A' up to position 8; downlink: boundary\(\"A\", 8\)"),
         ("state", r"state 4/.*allocate\(\"B\".*block 4 as state\[1\],.* 8 tokens cached"),
         ("state", r"state 7/.*The first group has 20 tokens.*allocate\(\"C\".* 16 tokens cached"),
@@ -323,3 +328,29 @@ def test_the_ninth_exercise() -> None:
     worker.append("B")
     worker.free("A", "B")
     assert worker.allocate("D", state._D).num_cached_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_copies", "held_at_first", "held_with_32"), [(40, 7, 10, 26), (48, 0, 11, 19)]
+)
+def test_the_tenth_exercise(num_prompt: int, num_copies: int, held_at_first: int, held_with_32: int) -> None:
+    """Eight answers by forks, as the worker's cache side has them."""
+    worker = CacheWorker((100,), (0,), chunk=512)
+    first = worker.sequence("first", range(num_prompt), 40)
+    first.num_forks_to_come = 7
+    worker.call(first)
+    worker.step(first)
+    forks = [fork for number in range(7) if (fork := worker.cache.fork(first, f"answer {number}")) is not None]
+    assert sum(len(fork.copies) for fork in forks) == num_copies
+    answers = [first, *(fork.sequence for fork in forks)]
+    assert len(answers) == 8
+
+    def held_when_all_have(num_generated: int) -> int:
+        for answer in answers:
+            while len(answer.tokens) < num_prompt + num_generated:
+                worker.step(answer)
+        return len({block for answer in answers for block in answer.tables[0]})
+
+    assert held_when_all_have(2) == held_at_first
+    assert held_when_all_have(32) == held_with_32
+    worker.check()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from examples import own_engine, own_engine_windows
 from examples.own_engine_windows import RING, SPAN, WINDOW, Engine, Ring
 from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import common_pb2
+from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cluster.cluster import Cluster
 from tests.examples.engines import ForgetfulStub, Start, assert_nothing_is_left, texts_of
 
@@ -175,6 +178,60 @@ async def test_a_conversation_goes_on_from_the_end_of_its_text(cluster: Cluster)
     assert cached == [(len(text) - 1) // SIZE * SIZE]
     *_, cached = await engine.generate(f"{text[: len(prompt) + 20]} no more", 8)
     assert cached == [(len(prompt) - 1) // SIZE * SIZE]
+
+
+class Told(NamedTuple):
+    """What one call says of a text in group 1."""
+
+    call: str
+    num_computed_tokens: int
+    bound: list[int]
+    num_scratch: int
+    released: list[int]
+
+
+class ListeningStub:
+    """The real service; what is stated of one text is written down."""
+
+    def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, prompt: str) -> None:
+        self._stub, self._prompt = stub, prompt
+        self.told: list[Told] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def send(request: Any, timeout: float) -> Any:
+            for update in [item.update for item in request.items if name in ("Append", "Free")]:
+                if update.key.sequence_id.endswith(self._prompt):
+                    bound, released = _entries(update.bound), _entries(update.released)
+                    self.told.append(
+                        Told(name, update.num_computed_tokens, bound, len(_entries(update.scratch)), released)
+                    )
+            return getattr(self._stub, name)(request, timeout=timeout)
+
+        return send
+
+
+def _entries(runs: Iterable[common_pb2.BlockRun]) -> list[int]:
+    return [run.start_index for run in runs if run.group == 1]
+
+
+async def test_the_protocol_shows_what_is_stated_of_a_text(cluster: Cluster) -> None:
+    """The table in docs/PROTOCOL.md, and the hit that it promises to the other prompt."""
+    document = (Path(own_engine.__file__).parents[1] / "docs" / "PROTOCOL.md").read_text()
+    rows = re.findall(r"^\| (Append|Free) (\d+) \| ([\d, ]*)\| (\d) \| ([\d, ]*)\|", document, re.MULTILINE)
+    shown = [
+        Told(call, int(computed), _numbers(bound), int(num_scratch), _numbers(released))
+        for call, computed, bound, num_scratch, released in rows
+    ]
+    assert len(shown) == 10
+    stub = ListeningStub(cluster.manager_stub, PROMPTS[0])
+    engine = await registered(cluster, stub)
+    first, other = await asyncio.gather(*(engine.generate(prompt, 40) for prompt in (PROMPTS[0], PROMPTS[2])))
+    assert stub.told == shown
+    assert (first[3], other[3]) == ([0], [56])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def test_the_ring_has_room_for_every_step_and_never_gives_away_what_the_step_sees() -> None:

@@ -436,6 +436,48 @@ def test_state() -> None:
     assert entries(d.after, "D") == {1: 4}
 
 
+def test_fork() -> None:
+    """Full blocks shared, tails copied, a fork of a fork, the parent gone first, and every block kept once."""
+    a, computed, b, a_grown, b_grown, c, a_gone, gone, d = play("fork")
+
+    assert blocks(a.after, "A") == [5, 6, 7]
+    assert states(a.after, [1, 2, 3, 4]) == ["RESERVED"] * 4
+    assert [entry.sealed for entry in table(computed.after, "A").entries] == [True, True, False]
+
+    assert blocks(b.after, "B") == [5, 6, 1]
+    assert ref_counts(b.after, [5, 6, 7, 1]) == [2, 2, 1, 1]
+    assert (b.before.blocks[1].state, b.after.blocks[1].words) == (State.RESERVED, ("snow", "soft"))
+    assert b.after.blocks[7] == b.before.blocks[7], "the parent's tail is its own"
+    assert table(b.after, "B").num_computed_tokens == table(b.after, "A").num_computed_tokens == 9
+    assert b.after.free_list == b.before.free_list[1:], "the reserve is filled up, and nothing else is granted"
+    assert "copied it on the device into block 1" in b.text
+
+    assert blocks(a_grown.after, "A") == [5, 6, 7, 2, 3]
+    assert table(a_grown.after, "B") == table(a_grown.before, "B")
+    assert blocks(b_grown.after, "B") == [5, 6, 1, 4]
+    first, second = b_grown.after.blocks[7], b_grown.after.blocks[1]
+    assert (first.words[0], first.words[1:] == second.words[1:]) == (second.words[0], False)
+    assert first.sealed
+    assert second.sealed
+
+    assert blocks(c.after, "C") == [5, 6, 1, 8]
+    assert ref_counts(c.after, [5, 6, 1, 4, 8]) == [3, 3, 2, 1, 1]
+    ends = [table(c.after, name).entries[3].words for name in "BC"]
+    assert ends[0][:3] == ends[1][:3]
+    assert (ends[0][3], ends[1][3]) == ("falls", "drifts")
+
+    assert ref_counts(a_gone.after, [5, 6, 1]) == [2, 2, 2]
+    assert states(a_gone.after, [7, 2, 3]) == ["CACHED", "CACHED", "FREE"]
+    assert [blocks(a_gone.after, name) for name in "BC"] == [blocks(c.after, name) for name in "BC"]
+
+    assert (gone.after.counts.cached, gone.after.counts.held, gone.after.num_evicted) == (5, 0, 0)
+    assert "5 full blocks of three answers are cached, the prompt's 2 among them" in gone.text
+    assert "it would be 9" in gone.text
+
+    assert blocks(d.after, "D")[:3] == [5, 6, 1]
+    assert table(d.after, "D").num_cached_tokens == 12
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_in_use_is_ever_evicted(name: str) -> None:
     """What is held stays as it is from step to step, unless its sequence ends."""
