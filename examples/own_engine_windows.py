@@ -69,7 +69,7 @@ class Ring:
                 self.table[index] = self.placed[index] = self.free.pop()
 
     def name(self, boundary: int, reserve: list[int] | None) -> None:
-        """Name the window that ends after so many tokens. If the text goes on, blocks of the reserve replace it (None: it has
+        """Name the window that ends at a boundary, in tokens. If the text goes on, blocks of the reserve replace it (None: it has
         ended). Where that cannot be, or the window is not whole any more, a hit is lost, and nothing else."""
         end = boundary // SIZE
         window = range(max(0, end - SPAN), end)

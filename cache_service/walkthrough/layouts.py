@@ -16,7 +16,7 @@ CHUNK_TOKENS: Final = 8
 WINDOW: Final = 8
 """Tokens that a layer with a window sees."""
 GRID_BLOCKS: Final = 2
-"""Snapshots of a state are taken after multiples of so many blocks of tokens."""
+"""In blocks of tokens: snapshots of a state are taken after its multiples."""
 
 _NUM_SCARCE: Final = 9
 """8 blocks that can be granted: a row of the picture."""

@@ -51,8 +51,9 @@ class WorkerSequence:
         return len(self._tokens) // TOKEN_BYTES
 
     def add_boundary(self, num_tokens: int) -> None:
-        """Another prompt parts there."""
-        self._boundaries = sorted({*self._boundaries, num_tokens})
+        """Another prompt parts there. Too late if the sequence is past it: what it had there may be written again."""
+        if num_tokens >= self._num_computed:
+            self._boundaries = sorted({*self._boundaries, num_tokens})
 
     def advance(self, generated: bytes, up_to: int | None, reserves: list[list[ReservedBlock]]) -> Progress:
         """Compute all that is known, or the first `up_to` tokens; then generate these. The last generated token is computed by the
@@ -91,7 +92,7 @@ class WorkerSequence:
         return self._num_tokens - (self._num_tokens > self._num_prompt_tokens)
 
     def _num_to_come(self, num_tokens: int) -> int:
-        """Blocks that follow the blocks of so many tokens, at most."""
+        """Blocks that follow those of the first tokens, at most."""
         return max(0, self._num_blocks_max - -(-num_tokens // BLOCK_SIZE))
 
     def _compute(self, target: int, reserves: list[list[ReservedBlock]]) -> list[Named]:

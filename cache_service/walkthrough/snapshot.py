@@ -28,7 +28,7 @@ class BlockView(NamedTuple):
     is_scratch: bool = False
     """Held without a place: only its worker knows what is in it."""
     num_tokens: int = 0
-    """It is a snapshot: the state after so many tokens."""
+    """Of a snapshot: the tokens that its state has seen; otherwise 0."""
 
     @property
     def role(self) -> str:
