@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -37,6 +37,7 @@ class Subject(NamedTuple):
     """A tiny model, and what it must answer."""
 
     path: Path
+    oracle: Oracle
     start: list[int]
     """What its texts begin with."""
     truths: list[Truth]
@@ -60,7 +61,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         next(found for seed in range(50) if (found := truth_of(oracle, start, numbers(length, seed))))
         for length in LENGTHS
     ]
-    return Subject(folder, start, truths)
+    return Subject(folder, oracle, start, truths)
 
 
 def truth_of(oracle: Oracle, start: Sequence[int], prompt: Sequence[int]) -> Truth | None:
@@ -202,3 +203,26 @@ async def test_openais_completions_feed_the_encoder_and_the_rest_is_refused(subj
             assert "feeds its encoder" in refused.json()["error"]["message"]
         chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hello"}]})
         assert (chat.status_code, "does not chat" in chat.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("num_blocks", [257, 25])
+async def test_beams_and_answers_share_their_encoders_output(subject: Subject, num_blocks: int, tmp_path: Path) -> None:
+    """In a tight pool they are preempted, and find the same."""
+    sampled: dict[str, Any] = {"temperature": 1.0, "max_tokens": NUM_NEW, "ignore_eos": True}
+    async with in_process_cluster(subject.path, tmp_path, **SETTINGS, num_blocks=num_blocks) as cluster:
+        searched = [
+            cluster.client.generate(prompt, n=3, num_beams=3, max_tokens=NUM_NEW, ignore_eos=True).collect_all()
+            for prompt in prompts_of(subject)
+        ]
+        several = [
+            cluster.client.generate(prompt, n=3, seed=7, **sampled).collect_all() for prompt in prompts_of(subject)
+        ]
+        found = await asyncio.gather(*searched, *several)
+        for prompt, answers in zip(prompts_of(subject), found[: len(searched)], strict=True):
+            expected = subject.oracle.beams(prompt, NUM_NEW, subject.start, 3)
+            assert [list(answer.token_ids) for answer in answers] == [beam.tokens for beam in expected]
+            assert [answer.score for answer in answers] == pytest.approx([beam.score for beam in expected], rel=1e-4)
+        for prompt, answers in zip(prompts_of(subject), found[len(searched) :], strict=True):
+            for index, answer in enumerate(answers):
+                alone = await cluster.complete(prompt, seed=7 + index, **sampled)
+                assert answer.token_ids == alone.token_ids

@@ -18,6 +18,7 @@ from kvpool.worker_service.engine.step import EncoderBlocks, SampledToken, Seque
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan
 from kvpool.worker_service.model.load import LoadedModel
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER
+from tests.tiny_models import Beam
 
 
 class Oracle:
@@ -31,6 +32,29 @@ class Oracle:
     def of(cls, path: Path, use_cache: bool = True) -> Oracle:
         model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         return cls(model, use_cache)
+
+    def beams(self, tokens: Sequence[int], num_new: int, prompt: Sequence[int], num_beams: int) -> list[Beam]:
+        """All texts of `num_new` tokens that a search over the encoder's input finds, best first."""
+        input_ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            output = self._model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                decoder_input_ids=torch.tensor([prompt]),
+                max_new_tokens=num_new,
+                do_sample=False,
+                num_beams=num_beams,
+                num_return_sequences=num_beams,
+                use_cache=self._use_cache,
+                eos_token_id=None,
+                pad_token_id=0,
+                forced_bos_token_id=None,
+                forced_eos_token_id=None,
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+        texts = output.sequences[:, len(prompt) :].tolist()
+        return [Beam(*found) for found in zip(texts, output.sequences_scores.tolist(), strict=True)]
 
     def logits(self, tokens: Sequence[int], num_new: int, prompt: Sequence[int]) -> tuple[list[int], torch.Tensor]:
         """The greedy continuation of the decoder's prompt over the encoder's input, and the logits [num_new, vocab_size] that
