@@ -249,8 +249,9 @@ class Gpu:
 
     def _may_touch_unit(self, part: _Part, ledgers: tuple[BlockLedger, ...]) -> bool:
         assert part.encoder is not None
-        assert part.sequence.cross_group is not None
-        ledger = ledgers[part.sequence.cross_group]
+        group = self.worker.cache.settings.cross_group
+        assert group is not None
+        ledger = ledgers[group]
         for block, generation in zip(part.encoder.table, part.generations_of_unit, strict=True):
             if ledger._generation[block] != generation or not ledger._num_users[block]:
                 self._fail(

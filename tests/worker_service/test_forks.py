@@ -93,6 +93,24 @@ def test_no_fork_changes_anything_without_blocks_for_it() -> None:
     assert worker.cache.fork(parent, "c") is not None
 
 
+def test_a_name_that_an_earlier_fork_has_not_given_up_is_not_given_again() -> None:
+    """A stream of n answers was cut off, and is asked for again before the blocks of its answers are free."""
+    worker = _worker()
+    parent = _decoding(worker, "p", 10, num_forks=2)
+    child = _fork(worker, parent, "c").sequence
+    worker.call()
+    worker.launch(child)
+    worker.cache.free(child)
+    used = worker.cache.num_used_blocks
+    assert worker.cache.fork(parent, "c") is None
+    assert worker.cache.num_used_blocks == used
+    worker.finish(child)
+    again = _fork(worker, parent, "c").sequence
+    assert again is not child
+    worker.call()
+    worker.check()
+
+
 def test_the_manager_is_told_of_all_forks_in_one_call() -> None:
     worker = _worker()
     parent = _decoding(worker, "p", 10, num_forks=3)

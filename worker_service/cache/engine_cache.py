@@ -153,12 +153,12 @@ class EngineCache:
         must make, whichever sequences it computes. Parent and fork may be freed at any time; they keep their blocks as long as
         these copies need them. The engine must free the fork if that step fails.
 
-        `sequence_id`: of no other sequence that has not ended; the attempt is the parent's. `num_tokens`: how many of the parent's
+        `sequence_id`: of no other live sequence; the attempt is the parent's. `num_tokens`: how many of the parent's
         tokens it has, at least those that are computed; None: all. `max_new_tokens`: in addition to these; None: as many as the
         parent may have.
 
-        None, without a change: the reserve has too few blocks. It is filled as `num_forks_to_come` of the parent says, which is 1
-        from now on if it was 0.
+        None, without a change: the reserve has too few blocks, and is filled as `num_forks_to_come` of the parent says, which is 1
+        from now on if it was 0. Or a sequence of that name, which an earlier stream had, has not given its blocks back yet.
         """
         return forks.fork(self._state, parent, sequence_id, max_new_tokens=max_new_tokens, num_tokens=num_tokens)
 

@@ -50,7 +50,8 @@ def fork(
         no_wait=parent.no_wait,
         num_encoder_tokens=parent.num_encoder_tokens,
     )
-    assert child.id not in state.sequences
+    if child.id in state.sequences:
+        return None  # an earlier stream of that name has ended, and its blocks are not given back yet
     copies = _take_blocks(state, parent, child)
     if copies is None:
         parent.num_forks_to_come = max(parent.num_forks_to_come, 1)
