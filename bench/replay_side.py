@@ -16,10 +16,11 @@ from typing import Final
 from bench.calls import Recording
 from bench.replay import OurReplay
 from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache import engine_cache
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence
-from kvpool.worker_service.cache.settings import CacheSettings
 
+CacheSettings = engine_cache.CacheSettings  # type: ignore[attr-defined]  # its own module has moved
 BLOCK_SIZE: Final = 16
 NUM_CACHED: Final = 512
 NUM_PROMPT: Final = 576
