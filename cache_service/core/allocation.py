@@ -74,7 +74,8 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             field="tokens",
         )
     session.require_window_room(num_blocks, "tokens")
-    units.check_item(session, item)
+    if session.unit_pool is not None or item.num_encoder_tokens:
+        units.check_item(session, item)
     if len(item.boundaries) > limits.max_asked_boundaries:
         raise bad_field("boundaries", f"at most {limits.max_asked_boundaries}, got {len(item.boundaries)}")
 
@@ -243,7 +244,7 @@ def allocate(
         max_hits = min(max_hits, item.max_cached_tokens // block_size)
     path = [] if root is None else tree.match(root, item.tokens, block_size, num_tokens // block_size)
     num_hits, hits = hits_in(path, session.holder, max_hits)
-    unit = units.cached_unit(session, root, item)
+    unit = () if session.unit_pool is None else units.cached_unit(session, root, item)
     if not item.no_wait:
         wait = _prefix_in_flight(session, item, path, num_hits, max_hits, limits)
         if wait is None and session.unit_pool is not None and not unit:

@@ -201,7 +201,8 @@ def check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
             f"{num_computed} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
         )
     num_computed = max(num_computed, sequence.num_computed_tokens)
-    units.check_update(sequence, update, num_computed)
+    if session.unit_pool is not None or update.encoder_computed:
+        units.check_update(sequence, update, num_computed)
     if windows or update.scratch or update.released:
         _check_windows(sequence, update, num_computed // session.block_size, limits)
     return Merge(new_tokens, update, new_blocks, num_computed)
