@@ -186,3 +186,17 @@ async def test_the_engine_refuses_and_serves_the_others() -> None:
         assert quiet.times.granted_at is not None
         assert flood[1].times.granted_at is not None
         assert quiet.times.granted_at < flood[1].times.granted_at, "its share comes before the flood's second"
+
+
+def test_a_running_request_that_has_more_to_compute_after_a_pause_pays_like_others() -> None:
+    """As beams do that are resumed: their beginning is computed, they are forked, and only then is the rest of each to come. The
+    accounts were closed meanwhile, because no tenant lacked anything."""
+    world = SchedulerWorld(num_blocks=40, policy=SchedulingPolicy.priority)
+    request = world.submit(9, 8, tenant="a", priority=1)
+    world.talk()
+    world.step()
+    world.step()
+    assert len(request.sequence.tokens) - request.sequence.num_computed_tokens == 1
+    request.sequence.num_computed_tokens -= 3
+    (scheduled,) = world.scheduler.schedule(0.0)
+    assert (scheduled.request, scheduled.num_tokens) == (request, 4)

@@ -244,6 +244,9 @@ class Scheduler:
 
     def _schedule_prefills(self, decodes: list[Scheduled], now: float) -> list[Scheduled]:
         prefilling = [request for request in self._running if _prompts(request)]
+        for request in prefilling:
+            # Most have entered when they were to wait; the beams of a group that is resumed have more to compute after a pause.
+            self._fairness.enter(request.payer)
         self._fairness.settle({*self._waiting.payers, *(request.payer for request in prefilling)})
         if not prefilling:
             return []
