@@ -458,7 +458,9 @@ class BlockPool:
         """The held block now holds `node`, for good. The first one of a node in this pool serves its hits."""
         assert self._node[block] is None
         self._node[block] = node
-        if not node.add_copy(self.holder, self.slot, block):
+        if node.copy_holder is None and node.copies is None:  # nearly always: as `add_copy`, without the call
+            node.copy_holder, node.copy_blocks = self.holder, block << self._shift
+        elif not node.add_copy(self.holder, self.slot, block):
             self._duplicates.setdefault(node, {})[block] = None
 
     def _forget(self, block: int) -> None:
@@ -466,7 +468,7 @@ class BlockPool:
         node = self._node[block]
         assert node is not None
         self._node[block] = None
-        others = self._duplicates.get(node)
+        others = self._duplicates.get(node) if self._duplicates else None
         if self.copy_of(node) != block:
             assert others is not None
             del others[block]

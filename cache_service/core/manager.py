@@ -538,7 +538,9 @@ class CacheManager:
                 "count up by one",
             )
         _check_acknowledgement(session, uplink.downlink_ack)
-        session.require_groups(max(len(uplink.reserve_wishes), len(uplink.returned)), "uplink")
+        num_groups = max(len(uplink.reserve_wishes), len(uplink.returned))
+        if num_groups > len(session.pools):
+            session.require_groups(num_groups, "uplink")
         session.last_call_no = uplink.call_no
         session.num_calls += 1
         session.downlink.acknowledge(uplink.downlink_ack)
@@ -546,10 +548,11 @@ class CacheManager:
             if wish is not None:
                 most = min(session.pools[group].capacity, self.limits.max_reserve_blocks)
                 session.reserve_wishes[group] = min(wish, most)
-        for pool, returned in zip(session.pools, uplink.returned, strict=False):
-            for block, generation in returned:
-                if pool.is_reserved(block, generation):
-                    pool.unreserve(block)
+        if uplink.returned:
+            for pool, returned in zip(session.pools, uplink.returned, strict=False):
+                for block, generation in returned:
+                    if pool.is_reserved(block, generation):
+                        pool.unreserve(block)
         return session
 
     def _stamp(self) -> int:
@@ -640,7 +643,8 @@ class CacheManager:
             try:
                 appended = updates.append(self._tree, session, item, generation, self.limits)
                 outcomes.append(appended)
-                num_blocks += sum(map(len, appended.new_entries))
+                if appended.new_entries:
+                    num_blocks += sum(map(len, appended.new_entries))
             except Refusal as refusal:
                 outcomes.append(refusal.with_traceback(None))
         self._top_up(session, generation)
