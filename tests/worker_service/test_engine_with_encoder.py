@@ -20,6 +20,7 @@ from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from tests.tracer import VOCAB_SIZE, expected_answer, expected_text
 from tests.until import until
+from tests.tracer_beams import expected_beams
 from tests.worker_service.test_forks_over_core import read_all
 from tests.worker_service.world import Wire, World, failed, read
 
@@ -352,11 +353,14 @@ async def test_answers_over_a_unit_that_is_a_second_one_of_its_input() -> None:
             assert answers == right_answers(prompt, 12, 3)
 
 
-@pytest.mark.parametrize("num_blocks", [400, 30])
+@pytest.mark.parametrize("num_blocks", [400, 12])
 async def test_beams_share_the_unit_and_keep_it_when_they_are_preempted(num_blocks: int) -> None:
+    """Their common beginning is then computed again: as much as they have generated, however long the prompt is."""
     world = world_with(num_blocks=num_blocks, num_unit_blocks=24)
-    prompts = inputs(5, 4)
+    prompts = inputs(5, 4, most=20)
+    right = [expected_beams([START], 10, BeamParams(3), encoder_tokens=prompt) for prompt in prompts]
     async with world.running():
-        alone = [await read_all(ask(world, prompt, 10, **BEAMS)) for prompt in prompts]
         requests = [ask(world, prompt, 10, **BEAMS) for prompt in prompts]
-        assert await asyncio.gather(*map(read_all, requests)) == alone
+        for answers, texts in zip(await asyncio.gather(*map(read_all, requests)), right, strict=True):
+            assert answers == [text for text, _ in texts[:2]]
+        assert (world.engine.scheduler.num_preemptions > 0) == (num_blocks < 400)

@@ -97,7 +97,7 @@ class BeamRequest(Request):
             return part
         counts = None
         if self.params.sampling.has_penalties:
-            num_prompt = self.num_prompt_tokens
+            num_prompt = len(self.params.token_ids)
             counts = TokenCounts(sequence.tokens[:num_prompt], sequence.tokens[num_prompt:])
         return part._replace(num_candidates=self._search.num_candidates, counts=counts)
 
@@ -127,7 +127,7 @@ class BeamRequest(Request):
     def _branch_again(self) -> None:
         """The root has what all beams begin with."""
         root = self._beams[0]
-        num_common = len(root.tokens) - self.num_prompt_tokens
+        num_common = len(root.tokens) - len(self.params.token_ids)
         self._branches = [_Branch(root, text[num_common:]) for text in self._texts()]
 
     def _texts(self) -> list[list[int]]:
