@@ -19,8 +19,8 @@ from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from tests.tracer import VOCAB_SIZE, expected_answer, expected_text
-from tests.until import until
 from tests.tracer_beams import expected_beams
+from tests.until import until
 from tests.worker_service.test_forks_over_core import read_all
 from tests.worker_service.world import Wire, World, failed, read
 
