@@ -249,6 +249,43 @@ async def test_a_reader_that_leaves_ends_all_answers() -> None:
         assert world.engine.stats.ended["cancelled"] == 2
 
 
+async def test_a_stream_lives_as_long_as_one_of_its_answers() -> None:
+    """Else the answers of a second stream of that name would take the place of the first one's, which no step would end."""
+    world = World(num_blocks=200, block_size=4, max_num_seqs=8)
+    prompt = list(range(10))
+    texts = expected_texts(prompt, 30, 3)
+    ending = next(token for token in texts[0] if all(token not in text for text in texts[1:]))
+    async with world.running():
+        request = world.submit(prompt, 30, sequence_id="a", stop_token_ids=frozenset({ending}), **several(3))
+        await until(lambda: request.finish_reason is not None)
+        assert not all(answer.finish_reason for answer in request.answers)
+        with pytest.raises(EngineError, match="already has a stream") as caught:
+            world.submit(prompt, 3, sequence_id="a", **several(3))
+        assert caught.value.kind is ErrorKind.EXISTS
+        assert (await read_all(request))[1:] == texts[1:]
+        again = world.submit(prompt, 3, sequence_id="a", **several(3))
+        assert await read_all(again) == right_texts(again)
+
+
+@pytest.mark.parametrize("options", [several(3), searching(4, 1)], ids=["sampled", "beams"])
+async def test_no_stream_has_a_name_that_another_may_give(options: dict[str, Any]) -> None:
+    """The names of a caller's requests are free: only what would clash is refused, and only while it lives."""
+    world = World(num_blocks=200, block_size=4, max_num_seqs=8)
+    async with world.running():
+        several_at_once = world.submit([1, 2], 6, sequence_id="a", **options)
+        with pytest.raises(EngineError, match="another sequence_id"):
+            world.submit([1, 2], 6, sequence_id="a.7")
+        others = [world.submit([1, 2], 6, sequence_id=name) for name in ("b.1", "b.2", "a.x", "a.1.1", "b")]
+        later = world.submit([1, 2], 6, sequence_id="a.7", attempt=2)
+        with pytest.raises(EngineError, match="another sequence_id"):
+            world.submit([1, 2], 6, sequence_id="b", **options)
+        assert await read_all(several_at_once) == right_texts(several_at_once)
+        for other in (*others, later):
+            assert await read_all(other) == right_texts(other)
+        again = world.submit([1, 2], 6, sequence_id="b", **options)
+        assert await read_all(again) == right_texts(again)
+
+
 async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
     world = World(num_blocks=100, block_size=4, max_num_seqs=8)
     async with world.running():

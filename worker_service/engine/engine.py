@@ -20,7 +20,7 @@ from kvpool.v1 import common_pb2
 
 from ..cache import events
 from ..cache.engine_cache import EngineCache
-from ..cache.sequence import CacheSequence, SequenceId
+from ..cache.sequence import CacheSequence
 from . import results as results_of
 from .admission import Admission
 from .beams import BeamRequest
@@ -175,10 +175,11 @@ class Engine:
         check_input(params.encoder_token_ids, self.settings.encoder)
         self.prompts.check_text_begins(len(params.token_ids))
         max_tokens = self._capacity.max_tokens(params)
-        if self.scheduler.find(SequenceId(params.sequence_id, params.attempt)) is not None:
+        if self.scheduler.would_clash(params):
             raise EngineError(
                 ErrorKind.EXISTS,
-                f"attempt {params.attempt} of sequence {params.sequence_id!r} already has a stream on this worker",
+                f"attempt {params.attempt} of sequence {params.sequence_id!r} already has a stream on this worker, or further "
+                "answers of one of both would have the other's name: ask with another sequence_id, or a larger attempt",
             )
         return max_tokens
 
@@ -234,8 +235,7 @@ class Engine:
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
-        self._wake.set()  # blocks may be back already
-        self._wake.set()  # a fork that ends may leave its blocks in the reserve
+        self._wake.set()  # blocks may be back already: a fork that ends may leave its own in the reserve
         self._note_if_empty()
 
     def _note_if_empty(self) -> None:

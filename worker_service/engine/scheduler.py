@@ -18,8 +18,9 @@ from .beams import BeamRequest
 from .fairness import Fairness, tokens_by_payer
 from .policy import SchedulingPolicy
 from .queue import RequestQueue
-from .request import Payer, Rank, Request
+from .request import GenerationParams, Payer, Rank, Request
 from .step import BlockCopy, SequencePart, Step
+from .streams import LiveStreams
 
 
 class Scheduled(NamedTuple):
@@ -84,6 +85,7 @@ class Scheduler:
         self._fairness = Fairness()
         self._requests: dict[SequenceId, Request] = {}
         """By the ids of all their sequences."""
+        self._streams = LiveStreams()
         self._copies: list[ForkCopies] = []
         self._num_arrived = 0
 
@@ -116,12 +118,17 @@ class Scheduler:
         """The request of a live (sequence_id, attempt)."""
         return self._requests.get(sequence_id)
 
+    def would_clash(self, params: GenerationParams) -> bool:
+        """Whether a live stream has the name of that request, or one of both could give a name that the other has."""
+        return self._streams.would_clash(params)
+
     def add(self, request: Request) -> None:
         self._num_arrived += 1
         level = self.policy.level(request.params)
         request.rank = Rank(level, self._num_arrived)
         request.sequence.level = level
         request.payer = Payer(level, request.params.tenant)
+        self._streams.add(request)
         self._requests[request.sequence.id] = request
         self._wait(request)
 
@@ -129,6 +136,7 @@ class Scheduler:
         """An answer that begins where another one is: it runs, or waits if it has no blocks."""
         sequence = request.sequence
         sequence.level = request.rank.level
+        self._streams.add(request)
         self._requests[sequence.id] = request
         if sequence.state is SequenceState.LIVE:
             self._running.add(request)
@@ -145,6 +153,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request that has not ended, and free its blocks."""
         (self._running if request in self._running else self._waiting).remove(request)
+        self._streams.remove(request)
         for sequence in request.sequences:
             del self._requests[sequence.id]
             self._cache.free(sequence)

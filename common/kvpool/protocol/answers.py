@@ -14,6 +14,12 @@ def answer_id(sequence_id: str, index: int) -> str:
     return sequence_id if index == 0 else f"{sequence_id}.{index}"
 
 
+def asked_id(name: str) -> str | None:
+    """Name of the request whose further answer that could be; None if it could be none's."""
+    asked, dot, number = name.rpartition(".")
+    return asked if dot and number.isdecimal() else None
+
+
 def answer_seed(seed: int, index: int) -> int:
     """What the answer with that index draws with: so n answers are those of n requests with these seeds."""
     return (seed + index) % _SEEDS
