@@ -271,15 +271,20 @@ class SchedulerWorld:
         running = list(self.scheduler._running)
         decoding = [one for request in running for one in request.sequences if one.num_uncomputed_tokens == 1]
         num_preemptions = self.scheduler.num_preemptions
-        # Beams that branch take blocks first, and some of them decode in the same step.
-        is_branching = any(isinstance(request, BeamRequest) and request.is_branching for request in running)
-        could_all_decode = not (self.cache.is_away or is_branching) and sum(
+        # Beams that branch take blocks first, and some of them decode in the same step. Those that are computed again may lack blocks.
+        searches = [request for request in running if isinstance(request, BeamRequest)]
+        may_take_more = any(
+            search.is_branching or (search.num_generated and any(one.num_uncomputed_tokens > 1 for one in search.sequences))
+            for search in searches
+        )
+        could_all_decode = not (self.cache.is_away or may_take_more) and sum(
             map(self.cache.num_needed, decoding)
         ) <= len(self.cache.blocks)
+        self.batch = self.scheduler.schedule(now=0.0)
+        # Those of beams that are resumed begin here: what is not common to all is computed once more.
         prompts = {
             one: one.num_uncomputed_tokens for r in running for one in r.sequences if one.num_uncomputed_tokens > 1
         }
-        self.batch = self.scheduler.schedule(now=0.0)
         preempted = [request for request in running if request not in self.scheduler._running]
         assert self.scheduler.num_preemptions == num_preemptions + len(preempted)
         self.check_batch(running, decoding, prompts, preempted, could_all_decode)
@@ -473,6 +478,9 @@ class SchedulerWorld:
         known = [request.params.sequence_id for request in scheduler]
         assert set(known) == self.open
         queued = [*scheduler.waiting, *scheduler._running]
+        assert all(scheduler.find(one.id) is request for request in queued for one in request.sequences)
+        # So it is found when it is to be ended.
+        assert all(request.sequence in request.sequences for request in queued)
         assert Counter(request.params.sequence_id for request in queued) == Counter(known)
         for queue in (scheduler.waiting, scheduler._running):
             ranks = [request.rank for request in queue]

@@ -193,7 +193,9 @@ def test_a_flood_of_long_prompts_slows_those_that_decode_by_a_bounded_amount(
         batch = world.step()
         assert [request.num_generated for request in decoding] == [count + 1 for count in before]
         assert sum(part.num_tokens for part in batch) <= sum(part.num_tokens == 1 for part in batch) + mixed
-        assert sum(part.num_tokens for part in batch) >= mixed
+        # Nor is room left, unless all prompts that have a place in the batch are computed.
+        is_all_computed = all(request.num_uncomputed_tokens == 1 for request in world.scheduler._running)
+        assert is_all_computed or sum(part.num_tokens for part in batch) >= mixed
 
 
 @settings(max_examples=60)

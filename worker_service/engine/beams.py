@@ -142,6 +142,7 @@ class BeamRequest(Request):
             if beam not in parents:
                 cache.free(beam)
         self._beams = [beam for beam in self._beams if beam in parents]
+        self.sequence = self._beams[0]  # one that lives, also if there are no blocks for all forks yet
         for index, branch in enumerate(self._branches):
             # The last one of each parent goes on with its blocks, when no other one needs them as they are.
             if index in self._branched or branch.parent not in parents[index + 1 :]:
