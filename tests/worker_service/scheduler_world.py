@@ -271,10 +271,12 @@ class SchedulerWorld:
         running = list(self.scheduler._running)
         decoding = [one for request in running for one in request.sequences if one.num_uncomputed_tokens == 1]
         num_preemptions = self.scheduler.num_preemptions
-        # Beams that branch take blocks first, and some of them decode in the same step. Those that are computed again may lack blocks.
+        # Beams that branch take blocks first, and some of them decode in the same step. Those that are computed again may lack
+        # blocks.
         searches = [request for request in running if isinstance(request, BeamRequest)]
         may_take_more = any(
-            search.is_branching or (search.num_generated and any(one.num_uncomputed_tokens > 1 for one in search.sequences))
+            search.is_branching
+            or (search.num_generated and any(one.num_uncomputed_tokens > 1 for one in search.sequences))
             for search in searches
         )
         could_all_decode = not (self.cache.is_away or may_take_more) and sum(
