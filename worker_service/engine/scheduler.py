@@ -215,11 +215,17 @@ class Scheduler:
         """The next batch; empty if nothing can run now. Preempts requests, last in rank first, while the pool is exhausted. `now`,
         in monotonic seconds, decides nothing: it is noted where one is preempted."""
         assert self._num_places(self._running) <= self.max_num_seqs
-        self._fork_beams(now)
-        decodes = self._schedule_decodes(now)
-        batch = decodes + self._schedule_prefills(decodes, now)
-        # A request of several sequences may have been preempted after one of them was scheduled.
-        batch = [scheduled for scheduled in batch if scheduled.sequence.state is SequenceState.LIVE]
+        while True:
+            num_preemptions = self.num_preemptions
+            self._fork_beams(now)
+            decodes = self._schedule_decodes(now)
+            batch = decodes + self._schedule_prefills(decodes, now)
+            # A request of several sequences may have been preempted after one of them was scheduled.
+            batch = [scheduled for scheduled in batch if scheduled.sequence.state is SequenceState.LIVE]
+            # One that was passed over may have room now: blocks of a fork that the manager does not know yet are back at once, also
+            # if they are back after the next one has been preempted. No reply would wake the engine.
+            if batch or self.num_preemptions == num_preemptions:
+                break
         self._fairness.charge((part.request, part.num_forwarded_tokens) for part in batch)
         return batch
 
