@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -24,7 +24,7 @@ from .audits import Audits
 from .core.closest_prompt import BRIEF, THOROUGH, Bounds
 from .core.description import describe_block
 from .core.manager import CacheManager
-from .core.messages import Registration, Root
+from .core.messages import AllocateOutcome, AppendOutcome, Registration, Reply, Root, Uplink
 from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session, SessionEnd
 from .core.session_key import SessionKey
@@ -43,6 +43,9 @@ MAX_SEQUENCES_PER_ANSWER = 1000
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+Message = TypeVar("Message")
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome", AllocateOutcome, AppendOutcome)
 Context = grpc.aio.ServicerContext[Request, Awaitable[Response]]
 Method = Callable[["CacheServicer", Request, Context[Request, Response]], Awaitable[Response]]
 
@@ -295,27 +298,19 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Allocate(
         self, request: cache_pb2.AllocateRequest, context: Context[Any, Any]
     ) -> cache_pb2.AllocateResponse:
-        uplink = worker_codec.decode_uplink(request)
-        batch = worker_codec.decode_batch(request.items, worker_codec.decode_allocate_item)
-        outcomes, reply = self._manager.allocate(uplink, batch.items)
-        merged = batch.merge(outcomes)
-        self.counts.on_outcomes(merged)
+        outcomes, downlink = self._of_batch(
+            request, request.items, worker_codec.decode_allocate_item, self._manager.allocate
+        )
         return cache_pb2.AllocateResponse(
-            downlink=worker_codec.encode_downlink(reply),
-            results=map(worker_codec.encode_allocate_outcome, merged),
+            downlink=downlink, results=map(worker_codec.encode_allocate_outcome, outcomes)
         )
 
     @answering
     async def Append(self, request: cache_pb2.AppendRequest, context: Context[Any, Any]) -> cache_pb2.AppendResponse:
-        uplink = worker_codec.decode_uplink(request)
-        batch = worker_codec.decode_batch(request.items, worker_codec.decode_append_item)
-        outcomes, reply = self._manager.append(uplink, batch.items)
-        merged = batch.merge(outcomes)
-        self.counts.on_outcomes(merged)
-        return cache_pb2.AppendResponse(
-            downlink=worker_codec.encode_downlink(reply),
-            results=map(worker_codec.encode_append_outcome, merged),
+        outcomes, downlink = self._of_batch(
+            request, request.items, worker_codec.decode_append_item, self._manager.append
         )
+        return cache_pb2.AppendResponse(downlink=downlink, results=map(worker_codec.encode_append_outcome, outcomes))
 
     @answering
     async def Free(self, request: cache_pb2.FreeRequest, context: Context[Any, Any]) -> cache_pb2.FreeResponse:
@@ -325,15 +320,23 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Fork(self, request: cache_pb2.ForkRequest, context: Context[Any, Any]) -> cache_pb2.ForkResponse:
+        outcomes, downlink = self._of_batch(request, request.items, worker_codec.decode_fork_item, self._manager.fork)
+        return cache_pb2.ForkResponse(downlink=downlink, results=map(worker_codec.encode_fork_outcome, outcomes))
+
+    def _of_batch(
+        self,
+        request: cache_pb2.AllocateRequest | cache_pb2.AppendRequest | cache_pb2.ForkRequest,
+        items: Iterable[Message],
+        decode: Callable[[Message], Item],
+        call: Callable[[Uplink, list[Item]], tuple[list[Outcome], Reply]],
+    ) -> tuple[list[Outcome | Refusal], cache_pb2.Downlink]:
+        """One outcome for each item, in order, and what ends the reply."""
         uplink = worker_codec.decode_uplink(request)
-        batch = worker_codec.decode_batch(request.items, worker_codec.decode_fork_item)
-        outcomes, reply = self._manager.fork(uplink, batch.items)
+        batch = worker_codec.decode_batch(items, decode)
+        outcomes, reply = call(uplink, batch.items)
         merged = batch.merge(outcomes)
         self.counts.on_outcomes(merged)
-        return cache_pb2.ForkResponse(
-            downlink=worker_codec.encode_downlink(reply),
-            results=map(worker_codec.encode_fork_outcome, merged),
-        )
+        return merged, worker_codec.encode_downlink(reply)
 
     # -- clients
 

@@ -25,9 +25,10 @@ from .trial import (
     MIN_MARGIN,
     NUM_NEW,
     SEEDS,
-    TOLERANCE,
     WAYS,
     Meaningless,
+    Truth,
+    difference_of,
     longest,
     refusal_of,
     save,
@@ -42,22 +43,10 @@ _OF_INPUT = (0, 1, 2, 1)
 """The input of each text. The last one finds its KV in the blocks."""
 
 
-class _Truth(NamedTuple):
-    """generate's answer."""
-
-    prompt: list[int]
-    """Of the decoder."""
-    tokens: list[int]
-    logprobs: torch.Tensor
-    """[num_new, vocab_size]"""
-    scale: float
-    """Standard deviation of the logits."""
-
-
 class _Truths(NamedTuple):
     inputs: list[list[int]]
     """Of the encoder."""
-    texts: list[_Truth]
+    texts: list[Truth]
 
 
 def try_seq2seq(kind: str, folder: Path) -> Outcome:
@@ -129,7 +118,7 @@ def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> _Truth
     longest_prompt = prompts[2]
     _check_effect(oracle, inputs[2], longest_prompt, answers[2][1])
     texts = [
-        _Truth(prompt, tokens, torch.log_softmax(logits.float(), dim=-1), float(logits.std()))
+        Truth(prompt, tokens, torch.log_softmax(logits.float(), dim=-1), float(logits.std()))
         for prompt, (tokens, logits) in zip(prompts, answers, strict=True)
     ]
     return _Truths(inputs, texts)
@@ -160,15 +149,8 @@ def _difference(loaded: LoadedModel, truths: _Truths, chunk: int, stagger: int) 
     paged.run(requests, chunk, stagger)
     paged.runner.close()
     for request, truth in zip(requests, truths.texts, strict=True):
-        where = f"chunks of {chunk}, input of {request.encoder.num_tokens} tokens, prompt of {len(truth.prompt)}"
-        if request.token_ids != truth.tokens:
-            return f"{where}: tokens {request.token_ids}, generate has {truth.tokens}"
-        for index, sampled in enumerate(request.sampled):
-            assert sampled.logprobs is not None
-            ours = torch.full_like(truth.logprobs[index], float("nan"))
-            for token, logprob in sampled.logprobs.top:
-                ours[token] = logprob
-            difference = float((ours - truth.logprobs[index]).abs().max()) / truth.scale
-            if not difference <= TOLERANCE:
-                return f"{where}: log-probabilities of token {index} differ by {difference:.2g} standard deviations"
+        difference = difference_of(request.sampled, truth)
+        if difference is not None:
+            lengths = f"input of {request.encoder.num_tokens} tokens, prompt of {len(truth.prompt)}"
+            return f"chunks of {chunk}, {lengths}: {difference}"
     return None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.guard.support import check_config, check_replica
 from kvpool.worker_service.model.guard.tiny_replica import (
@@ -48,10 +49,11 @@ _ENDLESS = 1 << 20
 WAYS = ((NEVER, 0), (7, 0), (3, 2))
 
 
-class _Truth(NamedTuple):
+class Truth(NamedTuple):
     """generate's answer to a prompt."""
 
     prompt: list[int]
+    """With an encoder: the decoder's."""
     tokens: list[int]
     logprobs: torch.Tensor
     """[num_new, vocab_size]"""
@@ -155,7 +157,7 @@ def _compare(kind: str, folder: Path, max_model_len: int, limit: int | None) -> 
     )
 
 
-def _natively(outcome: Outcome, folder: Path, max_model_len: int, truths: list[_Truth]) -> Outcome:
+def _natively(outcome: Outcome, folder: Path, max_model_len: int, truths: list[Truth]) -> Outcome:
     """The outcome of a type that runs, with what the native step makes of it: the same, or a reason."""
     try:
         loaded = load(folder, max_model_len=max_model_len, runtime="native")
@@ -167,14 +169,14 @@ def _natively(outcome: Outcome, folder: Path, max_model_len: int, truths: list[_
     return replace(outcome, native=NATIVE)
 
 
-def _first_difference(loaded: LoadedModel, truths: list[_Truth]) -> str | None:
+def _first_difference(loaded: LoadedModel, truths: list[Truth]) -> str | None:
     try:
         return next((wrong for way in WAYS if (wrong := _difference(loaded, truths, *way))), None)
     except Exception as error:
         return f"fails over paged KV: {shown(error)}"
 
 
-def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_Truth]:
+def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[Truth]:
     """The oracle's answers to prompts for which they do not depend on rounding."""
     oracle = Oracle.of(folder, use_cache)
     why = "its greedy tokens always depend on rounding"
@@ -191,7 +193,7 @@ def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> list[_
     else:
         raise Meaningless(why)
     return [
-        _Truth(prompt, tokens, torch.log_softmax(logits.float(), dim=-1), float(logits.std()))
+        Truth(prompt, tokens, torch.log_softmax(logits.float(), dim=-1), float(logits.std()))
         for prompt, (tokens, logits) in zip(prompts, answers, strict=True)
     ]
 
@@ -204,7 +206,7 @@ def _effect(oracle: Oracle, prompt: list[int], logits: torch.Tensor) -> float:
     return float((changed[0] - logits[0]).abs().max() / logits.std())
 
 
-def _difference(loaded: LoadedModel, truths: list[_Truth], chunk: int, stagger: int) -> str | None:
+def _difference(loaded: LoadedModel, truths: list[Truth], chunk: int, stagger: int) -> str | None:
     """Run all prompts at once over the paged KV; returns the first difference from the truth, if any. With recurrent layers, once
     more from states that were kept on the way, and computed again from the beginning with the tokens that were generated."""
     paged = PagedModel(loaded)
@@ -245,20 +247,28 @@ def _kept_at(request: Request) -> int:
     return max(BLOCK_SIZE, len(request.prompt) // 2 // BLOCK_SIZE * BLOCK_SIZE)
 
 
-def _unlike(requests: Sequence[Request], truths: Sequence[_Truth], way: str) -> str | None:
+def _unlike(requests: Sequence[Request], truths: Sequence[Truth], way: str) -> str | None:
     """The first difference from the truth, if any."""
     for request, truth in zip(requests, truths, strict=True):
-        where = f"{way}, prompt of {len(truth.prompt)} tokens"
-        if request.token_ids != truth.tokens:
-            return f"{where}: tokens {request.token_ids}, generate has {truth.tokens}"
-        for index, sampled in enumerate(request.sampled):
-            assert sampled.logprobs is not None
-            ours = torch.full_like(truth.logprobs[index], float("nan"))
-            for token, logprob in sampled.logprobs.top:
-                ours[token] = logprob
-            difference = float((ours - truth.logprobs[index]).abs().max()) / truth.scale
-            if not difference <= TOLERANCE:
-                return f"{where}: log-probabilities of token {index} differ by {difference:.2g} standard deviations"
+        difference = difference_of(request.sampled, truth)
+        if difference is not None:
+            return f"{way}, prompt of {len(truth.prompt)} tokens: {difference}"
+    return None
+
+
+def difference_of(found: Sequence[SampledToken], truth: Truth) -> str | None:
+    """Between a text, with the log-probabilities of the whole vocabulary, and the truth."""
+    token_ids = [sampled.token_id for sampled in found]
+    if token_ids != truth.tokens:
+        return f"tokens {token_ids}, generate has {truth.tokens}"
+    for index, sampled in enumerate(found):
+        assert sampled.logprobs is not None
+        ours = torch.full_like(truth.logprobs[index], float("nan"))
+        for token, logprob in sampled.logprobs.top:
+            ours[token] = logprob
+        difference = float((ours - truth.logprobs[index]).abs().max()) / truth.scale
+        if not difference <= TOLERANCE:
+            return f"log-probabilities of token {index} differ by {difference:.2g} standard deviations"
     return None
 
 

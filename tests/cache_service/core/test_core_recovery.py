@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from kvpool.cache_service.core.block_pool import State
@@ -15,22 +13,19 @@ from kvpool.cache_service.core.messages import (
     ContentRun,
     Granted,
     Limits,
-    Registration,
     ReportedBlocks,
     ReportedSequence,
-    ReportPart,
     ReservedBlock,
     Root,
     SequenceKey,
     SequenceUpdate,
     TableEntry,
-    Uplink,
 )
 from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.refusal import Reason, Refusal
-from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.desk import Table, first_table
 from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
+from tests.cache_service.core.reporter import BaseReporter
 
 SIZE = 4
 ROOT = Root(FINGERPRINT)
@@ -38,30 +33,11 @@ OLD = 5
 """A generation that an earlier manager gave."""
 
 
-class Reporter:
+class Reporter(BaseReporter):
     """A worker that registers with state and reports what a test says."""
 
     def __init__(self, manager: CacheManager | None = None, worker_id: str = "w", num_blocks: int = 17) -> None:
-        self.manager = manager or CacheManager(3)
-        introduction: Registration = registration(worker_id, num_blocks=num_blocks, block_size=SIZE)
-        self.number = self.manager.register(introduction._replace(holds_state=True), 0.0).session
-        self.call_no = itertools.count(1)
-
-    @property
-    def session(self) -> Session:
-        return next(session for session in self.manager.sessions if session.number == self.number)
-
-    def uplink(self) -> Uplink:
-        return Uplink(self.number, next(self.call_no))
-
-    def report(self, part: int = 0, *, last: bool = True, **content: object) -> None:
-        self.manager.report(self.uplink(), ReportPart(part, last, **content))  # type: ignore[arg-type]
-        self.check()
-
-    def check(self) -> None:
-        while self.manager.sweep():
-            pass
-        assert self.manager.check().violations == []
+        super().__init__(manager or CacheManager(3), registration(worker_id, num_blocks=num_blocks, block_size=SIZE))
 
     def allocate(self, name: str, tokens: list[int]) -> Table:
         item = AllocateItem(key(name), ROOT, token_bytes(tokens), no_wait=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from hashlib import sha256
 
 import pytest
@@ -25,8 +24,8 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.refusal import Reason
-from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
+from tests.cache_service.core.reporter import BaseReporter
 
 SIZE, CROSS, OLD = 4, 1, 5
 
@@ -39,30 +38,12 @@ def root_of(text: str) -> Root:
 INPUT, OTHER = root_of("an input"), root_of("another one")
 
 
-class Reporter:
+class Reporter(BaseReporter):
     """A worker with an encoder that registers with state, and reports what a test says."""
 
     def __init__(self, max_encoder_tokens: int = 32) -> None:
-        self.manager = CacheManager(3)
-        introduction = registration(num_blocks=(17, 17), block_size=SIZE, max_encoder_tokens=max_encoder_tokens)
-        self.number = self.manager.register(introduction._replace(holds_state=True), 0.0).session
-        self.call_no = itertools.count(1)
-
-    @property
-    def session(self) -> Session:
-        return next(session for session in self.manager.sessions if session.number == self.number)
-
-    def uplink(self) -> Uplink:
-        return Uplink(self.number, next(self.call_no))
-
-    def report(self, part: int = 0, *, last: bool = True, **content: object) -> None:
-        self.manager.report(self.uplink(), ReportPart(part, last, **content))  # type: ignore[arg-type]
-        self.check()
-
-    def check(self) -> None:
-        while self.manager.sweep():
-            pass
-        assert self.manager.check().violations == []
+        pools = registration(num_blocks=(17, 17), block_size=SIZE, max_encoder_tokens=max_encoder_tokens)
+        super().__init__(CacheManager(3), pools)
 
     def allocate(self, name: str, root: Root = INPUT, count: int = 10, *, no_wait: bool = True) -> Granted | Wait:
         item = AllocateItem(key(name), root, token_bytes([1]), no_wait=no_wait, num_encoder_tokens=count)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
 import torch
 
 from ...attention.interface import ATTENTION_NAME
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks
-from ..errors import ModelError, UnsupportedModel
+from ..errors import UnsupportedModel
 from ..forward.decoder_layers import find_decoder_layers, fix_positions
 from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.invariant import replacing
@@ -22,29 +20,25 @@ from ..forward.kv_plan import CrossPlan, KVCachePlan
 from ..forward.layers import AttentionLayer
 from ..forward.runner import ModelRunner
 from ..forward.seq2seq import Seq2Seq
-from .self_check import logits_in_steps, random_sequences, relative_difference, require_equal
+from .probing import probing
+from .self_check import (
+    FEW_TOKENS,
+    LENGTHS,
+    STEPS,
+    logits_in_steps,
+    random_sequences,
+    relative_difference,
+    require_equal,
+)
 
 _BLOCK_SIZE = 4
-_LENGTHS = (24, 14, 9, 5)
-"""Tokens of the decoder's texts."""
 _ENCODER_LENGTHS = (11, 26, 3, 26)
 """Tokens of the encoder's inputs of these texts."""
 _SHARED = (1, 3)
 """Two texts with one input of the encoder: the second one finds its KV in the blocks."""
-_FEW_TOKENS = (12, 9, 5)
-"""Lengths for a large model, whose forward passes are slow; its replica was checked with all."""
-_STEPS = (
-    ((1, 0, 5), (0, 0, 9)),
-    ((2, 0, 9), (0, 9, 16), (1, 5, 13), (3, 0, 3)),
-    ((1, 13, 14), (0, 16, 23), (3, 3, 5)),
-    ((0, 23, 24),),
-)
-"""Steps of (text, first token, end): in chunks and at once, in changing orders, prefill mixed with decode, and alone."""
 _WATCHED_TOKENS = 7
 _SAME = 1e-5
 """Largest relative difference of two runs of one encoder on one input."""
-
-_log = structlog.get_logger("kvpool.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +62,7 @@ def guarded_encoder_decoder(
 ) -> tuple[Seq2Seq, list[AttentionLayer]]:
     """The two halves of a model that may be served, and the attention layers of its decoder. Raises UnsupportedModel. is_thorough:
     with more texts, and the longest ones."""
-    started = time.monotonic()
-    try:
+    with probing(model):
         seq2seq = Seq2Seq(model)
         if is_thorough:  # before its encoder has seen anything
             _require_lasting_encoder(seq2seq, max_encoder_tokens, device)
@@ -77,16 +70,9 @@ def guarded_encoder_decoder(
             layers = find_decoder_layers(seq2seq, device)
         layers = fix_positions(seq2seq, layers, _two_texts(config, device), max_model_len)
         probe = _Probe(seq2seq, layers, dtype, device)
-        probe.run(_few_texts(seq2seq, max_model_len, max_encoder_tokens, is_thorough), _STEPS, "packed and in chunks")
+        probe.run(_few_texts(seq2seq, max_model_len, max_encoder_tokens, is_thorough), STEPS, "packed and in chunks")
         if is_thorough:
             probe.run(*_longest_texts(seq2seq, max_model_len, max_encoder_tokens), "at the longest texts, two in a row")
-    except (ModelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # models raise all kinds of errors for input that they do not support
-        raise UnsupportedModel(
-            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
-        ) from error
-    _log.debug("probed", model=type(model).__name__, seconds=round(time.monotonic() - started, 3))
     return seq2seq, layers
 
 
@@ -99,7 +85,7 @@ def _two_texts(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.T
 
 
 def _few_texts(seq2seq: Seq2Seq, max_model_len: int, max_encoder_tokens: int, is_thorough: bool) -> _Texts:
-    lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
+    lengths = [min(length, max_model_len) for length in (LENGTHS if is_thorough else FEW_TOKENS)]
     texts = random_sequences(seq2seq.model.config, lengths)
     inputs = _inputs(seq2seq, [min(length, max_encoder_tokens) for length in _ENCODER_LENGTHS[: len(texts)]])
     brings, finds = _SHARED

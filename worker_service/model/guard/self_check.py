@@ -34,13 +34,13 @@ _SINGLE_TOKENS = 3
 _BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 5
 """The null block, and one for each text."""
-_LENGTHS = (24, 14, 9, 5)
+LENGTHS = (24, 14, 9, 5)
 """Lengths of the texts; the last is below every threshold of a replica."""
-_FEW_TOKENS = (12, 9, 5)
+FEW_TOKENS = (12, 9, 5)
 """Lengths for a large model, whose forward passes are slow; its replica was checked with all."""
 # Steps of (sequence, first token, end): in chunks and at once, packed in changing orders, after others in the row, prefill
 # mixed with decode, and alone.
-_STEPS = (
+STEPS = (
     ((1, 0, 5), (0, 0, 9)),
     ((2, 0, 9), (0, 9, 16), (1, 5, 13), (3, 0, 3)),
     ((1, 13, 14), (0, 16, 23), (3, 3, 5)),
@@ -80,7 +80,7 @@ def probe(
     more tokens and steps.
     """
     trial = _Trial(model, layers, mixers, dtype, device, max_model_len)
-    lengths = [min(length, max_model_len) for length in (_LENGTHS if is_thorough else _FEW_TOKENS)]
+    lengths = [min(length, max_model_len) for length in (LENGTHS if is_thorough else FEW_TOKENS)]
     sequences = random_sequences(model.config, lengths)
     alone = [eager_logits(model, tokens, device) for tokens in sequences]
     for ours, reference in zip(_paged_logits(trial, sequences), alone, strict=True):
@@ -172,8 +172,8 @@ def require_equal(
 
 def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
     """A cache filled with NaN, and a table of scattered blocks for each sequence."""
-    per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
-    count = len(_LENGTHS)
+    per_sequence = -(-max(LENGTHS) // _BLOCK_SIZE)
+    count = len(LENGTHS)
     states = StatesPlan(_NUM_STATE_BLOCKS, 0) if trial.mixers else None
     num_blocks = 1 + count * per_sequence
     plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, bytes_per_token=0, states=states, attends=bool(trial.layers))
@@ -188,7 +188,7 @@ def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tenso
     runner, tables = _new_runner(trial)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     try:
-        for index, _, rows in logits_in_steps(runner, sequences, tables, _STEPS):
+        for index, _, rows in logits_in_steps(runner, sequences, tables, STEPS):
             logits[index].append(rows)
     finally:
         runner.close()

@@ -11,7 +11,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from ...attention.interface import ATTENTION_NAME
-from ..errors import ModelError, UnsupportedModel
+from ..errors import UnsupportedModel
 from ..forward.invariant import replacing
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.mixer import Mixer
@@ -19,6 +19,7 @@ from ..forward.mixers import find_mixers
 from ..length import choose_max_encoder_tokens, is_encoder_decoder
 from ..rope import original_length, rope_sets
 from .encoder_decoder import guarded_encoder_decoder
+from .probing import probing
 from .self_check import probe
 from .tiny_replica import THRESHOLD, build_replica, replica_config, replica_length, thresholds
 
@@ -146,20 +147,12 @@ def guarded_layers(
     model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int, is_thorough: bool = False
 ) -> GuardedLayers:
     """The layers of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
-    started = time.monotonic()
-    try:
+    with probing(model):
         with replacing(model, dtype, device):
             layers = find_attention_layers(model, device)
             mixers = find_mixers(model, device)
         check_layers(config, layers, max_model_len, mixers)
         probe(model, layers, mixers, dtype, device, max_model_len, is_thorough)
-    except (ModelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # models raise all kinds of errors for input that they do not support
-        raise UnsupportedModel(
-            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
-        ) from error
-    _log.debug("probed", model=type(model).__name__, seconds=round(time.monotonic() - started, 3))
     return GuardedLayers(layers, mixers)
 
 
