@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -141,34 +141,44 @@ class TinyModel:
     num_new_tokens: int
 
 
-class Oracle:
-    """transformers' own generate in float32: what every other way of computing must equal."""
+class Generating:
+    """transformers' own generate in float32, with eager attention."""
+
+    auto_class: ClassVar[Any]
 
     def __init__(self, model: PreTrainedModel, use_cache: bool = True) -> None:
         self._model = model.eval()
         self._use_cache = use_cache
 
     @classmethod
-    def of(cls, path: Path, use_cache: bool = True) -> Oracle:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    def of(cls, path: Path, use_cache: bool = True) -> Self:
+        model = cls.auto_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         return cls(model, use_cache)
+
+    def generate(self, token_ids: Sequence[int], num_tokens: int, **options: Any) -> Any:
+        """What it returns for one row of input, without sampling."""
+        input_ids = torch.tensor([token_ids])
+        with torch.inference_mode():
+            return self._model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                use_cache=self._use_cache,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                **options,
+            )
+
+
+class Oracle(Generating):
+    """What every other way of computing must equal."""
+
+    auto_class = AutoModelForCausalLM
 
     def logits(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], torch.Tensor]:
         """The greedy continuation and the logits [num_tokens, vocab_size] that each of its tokens was chosen by."""
-        prompt_ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            output = self._model.generate(
-                prompt_ids,
-                attention_mask=torch.ones_like(prompt_ids),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                do_sample=False,
-                use_cache=self._use_cache,
-                eos_token_id=None,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+        output = self.generate(prompt, num_tokens, min_new_tokens=num_tokens, eos_token_id=None, output_logits=True)
         tokens: list[int] = output.sequences[0, len(prompt) :].tolist()
         return tokens, torch.cat(output.logits)
 
@@ -176,21 +186,14 @@ class Oracle:
         self, prompt: tuple[int, ...], num_tokens: int, *, ending_ids: Sequence[int] = (), **options: Any
     ) -> list[Beam]:
         """What `generate` finds with num_beams and further options, best first: as many texts as beams."""
-        prompt_ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            output = self._model.generate(
-                prompt_ids,
-                attention_mask=torch.ones_like(prompt_ids),
-                max_new_tokens=num_tokens,
-                do_sample=False,
-                use_cache=self._use_cache,
-                eos_token_id=list(ending_ids) or None,
-                pad_token_id=0,
-                num_return_sequences=options["num_beams"],
-                output_scores=True,
-                return_dict_in_generate=True,
-                **options,
-            )
+        output = self.generate(
+            prompt,
+            num_tokens,
+            eos_token_id=list(ending_ids) or None,
+            num_return_sequences=options["num_beams"],
+            output_scores=True,
+            **options,
+        )
         texts = output.sequences[:, len(prompt) :].tolist()
         return [
             Beam(_until(text, ending_ids), score)

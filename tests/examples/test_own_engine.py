@@ -22,7 +22,7 @@ from kvpool.v1 import common_pb2
 from tests.client.fakes import FakeWorker, serving
 from tests.cluster.cluster import Cluster
 from tests.cluster.polling import eventually
-from tests.examples.engines import ForgetfulStub, Start, Text, assert_nothing_is_left, texts_of
+from tests.examples.engines import ForgetfulStub, Start, Text, as_text, assert_nothing_is_left, dense, texts_of
 
 SCRIPT = Path(own_engine.__file__)
 PROMPTS = own_engine.PROMPTS
@@ -35,34 +35,7 @@ NUM_BLOCKS_FOR_ENDLESS = 1_300
 # -- the truth
 
 
-def dense(prompt: str, num_tokens: int) -> tuple[list[int], np.ndarray[Any, Any]]:
-    """The tokens behind a prompt and the logits of the last, position by position, with neither blocks nor cache."""
-    tokens = [ord(character) - 32 for character in prompt]
-    logits = np.zeros(own_engine.VOCAB)
-    for _ in range(num_tokens):
-        hidden = [
-            own_engine.EMBEDDING[token]
-            + [np.sin(position / 50 ** (i / own_engine.DIM) + i) for i in range(own_engine.DIM)]
-            for position, token in enumerate(tokens)
-        ]
-        for query, key, value, output in own_engine.WEIGHTS:
-            keys = np.stack([x @ key for x in hidden])
-            values = np.stack([x @ value for x in hidden])
-            seen = []
-            for position, x in enumerate(hidden):
-                weights = np.exp(keys[: position + 1] @ (x @ query) / own_engine.DIM)
-                seen.append(weights @ values[: position + 1] / weights.sum() @ output)
-            hidden = [x + attention for x, attention in zip(hidden, seen, strict=True)]
-        logits = hidden[-1] @ own_engine.HEAD
-        tokens.append(int(logits.argmax()))
-    return tokens, logits
-
-
 TRUTH = {prompt: dense(prompt, 40) for prompt in PROMPTS}
-
-
-def as_text(tokens: list[int]) -> str:
-    return "".join(chr(token + 32) for token in tokens)
 
 
 # -- the program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from examples.own_engine_windows import RING, SPAN, WINDOW, Engine, Ring
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cluster.cluster import Cluster
-from tests.examples.engines import ForgetfulStub, Start, assert_nothing_is_left, texts_of
+from tests.examples.engines import ForgetfulStub, Start, as_text, assert_nothing_is_left, dense, texts_of
 
 PROMPTS, SIZE = own_engine.PROMPTS, own_engine.SIZE
 JUNCTION = len(own_engine.STORY) // SIZE * SIZE
@@ -29,35 +30,7 @@ NUM_WINDOW_BLOCKS_FOR_ONE = RING + SPAN + 1
 # -- the truth
 
 
-def dense(prompt: str, num_tokens: int) -> tuple[list[int], np.ndarray[Any, Any]]:
-    """The tokens after a prompt and the logits of the last, position by position, with neither blocks nor cache."""
-    tokens = [ord(character) - 32 for character in prompt]
-    logits = np.zeros(own_engine.VOCAB)
-    for _ in range(num_tokens):
-        hidden = [
-            own_engine.EMBEDDING[token]
-            + [np.sin(position / 50 ** (i / own_engine.DIM) + i) for i in range(own_engine.DIM)]
-            for position, token in enumerate(tokens)
-        ]
-        for (query, key, value, output), window in zip(own_engine.WEIGHTS, (len(tokens), WINDOW), strict=True):
-            keys = np.stack([x @ key for x in hidden])
-            values = np.stack([x @ value for x in hidden])
-            seen = []
-            for position, x in enumerate(hidden):
-                visible = slice(max(0, position - window + 1), position + 1)
-                weights = np.exp(keys[visible] @ (x @ query) / own_engine.DIM)
-                seen.append(weights @ values[visible] / weights.sum() @ output)
-            hidden = [x + attention for x, attention in zip(hidden, seen, strict=True)]
-        logits = hidden[-1] @ own_engine.HEAD
-        tokens.append(int(logits.argmax()))
-    return tokens, logits
-
-
-TRUTH = {prompt: dense(prompt, 40) for prompt in PROMPTS}
-
-
-def as_text(tokens: list[int]) -> str:
-    return "".join(chr(token + 32) for token in tokens)
+TRUTH = {prompt: dense(prompt, 40, (math.inf, WINDOW)) for prompt in PROMPTS}
 
 
 # -- the program

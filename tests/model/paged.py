@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import pytest
 import torch
@@ -183,22 +183,7 @@ class PagedModel:
 
         A request that has generated tokens already is computed again from its start, as after a preemption.
         """
-        for request in requests:
-            request.computed = request.start
-        step_no = 0
-        while any(len(request.sampled) < request.num_new for request in requests):
-            running = [
-                request
-                for index, request in enumerate(requests)
-                if index * stagger <= step_no and len(request.sampled) < request.num_new
-            ]
-            parts = [self._next_part(request, chunk) for request in running]
-            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
-                request.computed += len(part.token_ids)
-                assert (result.token is None) == (part.sampling is None)
-                if result.token is not None:
-                    request.sampled.append(result.token)
-            step_no += 1
+        run_all(self.runner, requests, lambda request: self._next_part(request, chunk), stagger)
 
     def block_bytes(self, blocks: Sequence[int]) -> list[torch.Tensor]:
         """A copy of all layers' KV of the blocks."""
@@ -216,3 +201,38 @@ class PagedModel:
             source = request.source if start == request.start else request.running
             state = StateBlocks(source, request.running, request.snapshots.get(end, 0))
         return SequencePart(known[start:end], start, tables, sampling, state=state)
+
+
+class Runnable(Protocol):
+    """A sequence to be run, of either kind of model."""
+
+    num_new: int
+    start: int
+    computed: int
+    sampled: list[SampledToken]
+
+
+AnyRequest = TypeVar("AnyRequest", bound=Runnable)
+
+
+def run_all(
+    runner: ModelRunner, requests: Sequence[AnyRequest], next_part: Callable[[AnyRequest], SequencePart], stagger: int
+) -> None:
+    """Run all requests to their end, request i joining at step i · stagger."""
+    for request in requests:
+        request.computed = request.start
+    step_no = 0
+    while any(len(request.sampled) < request.num_new for request in requests):
+        running = [
+            request
+            for index, request in enumerate(requests)
+            if index * stagger <= step_no and len(request.sampled) < request.num_new
+        ]
+        parts = [next_part(request) for request in running]
+        for request, part, result in zip(running, parts, runner.execute(Step(parts)), strict=True):
+            request.computed += len(part.token_ids)
+            assert result.bad_logits is None, "a slot that nobody has written was read"
+            assert (result.token is None) == (part.sampling is None)
+            if result.token is not None:
+                request.sampled.append(result.token)
+        step_no += 1

@@ -5,80 +5,53 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM
 
 from kvpool.worker_service.attention.selection import make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import Shapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import EncoderBlocks, SampledToken, SequencePart, Step
+from kvpool.worker_service.engine.step import EncoderBlocks, SampledToken, SequencePart
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan
 from kvpool.worker_service.model.load import LoadedModel
-from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER
-from tests.tiny_models import Beam
+from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER, run_all
+from tests.tiny_models import Beam, Generating
 
 
-class Oracle:
-    """transformers' own generate in float32, with eager attention."""
+class Oracle(Generating):
+    """The truth of an encoder-decoder model."""
 
-    def __init__(self, model: PreTrainedModel, use_cache: bool = True) -> None:
-        self._model = model.eval()
-        self._use_cache = use_cache
-
-    @classmethod
-    def of(cls, path: Path, use_cache: bool = True) -> Oracle:
-        model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        return cls(model, use_cache)
+    auto_class = AutoModelForSeq2SeqLM
 
     def beams(self, tokens: Sequence[int], num_new: int, prompt: Sequence[int], num_beams: int) -> list[Beam]:
         """All texts of `num_new` tokens that a search over the encoder's input finds, best first."""
-        input_ids = torch.tensor([tokens])
-        with torch.inference_mode():
-            output = self._model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                decoder_input_ids=torch.tensor([prompt]),
-                max_new_tokens=num_new,
-                do_sample=False,
-                num_beams=num_beams,
-                num_return_sequences=num_beams,
-                use_cache=self._use_cache,
-                eos_token_id=None,
-                pad_token_id=0,
-                forced_bos_token_id=None,
-                forced_eos_token_id=None,
-                output_scores=True,
-                return_dict_in_generate=True,
-            )
+        output = self._over_input(
+            tokens, num_new, prompt, num_beams=num_beams, num_return_sequences=num_beams, output_scores=True
+        )
         texts = output.sequences[:, len(prompt) :].tolist()
         return [Beam(*found) for found in zip(texts, output.sequences_scores.tolist(), strict=True)]
 
     def logits(self, tokens: Sequence[int], num_new: int, prompt: Sequence[int]) -> tuple[list[int], torch.Tensor]:
         """The greedy continuation of the decoder's prompt over the encoder's input, and the logits [num_new, vocab_size] that
         each of its tokens was chosen by."""
-        input_ids = torch.tensor([tokens])
-        with torch.inference_mode():
-            output = self._model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                decoder_input_ids=torch.tensor([prompt]),
-                max_new_tokens=num_new,
-                min_new_tokens=num_new,
-                do_sample=False,
-                num_beams=1,
-                use_cache=self._use_cache,
-                eos_token_id=None,
-                pad_token_id=0,
-                forced_bos_token_id=None,
-                forced_eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+        output = self._over_input(tokens, num_new, prompt, min_new_tokens=num_new, num_beams=1, output_logits=True)
         found: list[int] = output.sequences[0, len(prompt) :].tolist()
         return found, torch.cat(output.logits)
+
+    def _over_input(self, tokens: Sequence[int], num_new: int, prompt: Sequence[int], **options: Any) -> Any:
+        """No id ends a text, or is forced."""
+        return self.generate(
+            tokens,
+            num_new,
+            decoder_input_ids=torch.tensor([prompt]),
+            eos_token_id=None,
+            forced_bos_token_id=None,
+            forced_eos_token_id=None,
+            **options,
+        )
 
 
 @dataclass(eq=False)
@@ -142,23 +115,7 @@ class PagedSeq2Seq:
 
     def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
         """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger."""
-        for request in requests:
-            request.computed = request.start
-        step_no = 0
-        while any(len(request.sampled) < request.num_new for request in requests):
-            running = [
-                request
-                for index, request in enumerate(requests)
-                if index * stagger <= step_no and len(request.sampled) < request.num_new
-            ]
-            parts = [_next_part(request, chunk) for request in running]
-            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
-                request.computed += len(part.token_ids)
-                assert result.bad_logits is None, "a slot that nobody has written was read"
-                assert (result.token is None) == (part.sampling is None)
-                if result.token is not None:
-                    request.sampled.append(result.token)
-            step_no += 1
+        run_all(self.runner, requests, lambda request: _next_part(request, chunk), stagger)
 
 
 def _next_part(request: Request, chunk: int) -> SequencePart:
