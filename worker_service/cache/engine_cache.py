@@ -82,18 +82,12 @@ class EngineCache:
             return False
         # Decoding needs no blocks of a group with a window or a state.
         is_out = any(state.pool_is_empty[group] and not state.reserves[group] for group in self._state.full_groups)
-        return is_out or state.lacks_blocks_for_forks()
+        return is_out or (bool(state.num_forks_to_come) and state.lacks_blocks_for_a_fork())
 
     @property
     def lacks_blocks_for_forks(self) -> bool:
         """Whether a fork may lack blocks for ever: like `is_exhausted`, but a fork needs blocks of every group."""
-        state = self._state
-        if state.ending:
-            return False
-        return any(
-            is_empty and len(reserve) < self.settings.fork_blocks(group)
-            for group, (is_empty, reserve) in enumerate(zip(state.pool_is_empty, state.reserves, strict=True))
-        )
+        return not self._state.ending and self._state.lacks_blocks_for_a_fork()
 
     @property
     def is_idle(self) -> bool:

@@ -190,9 +190,9 @@ class CacheState:
         live = (one for one in self.sequences.values() if one.state is SequenceState.LIVE)
         return sum(sequence.num_forks_to_come for sequence in live)
 
-    def lacks_blocks_for_forks(self) -> bool:
-        """Whether forks are to come, and a group has no blocks for one, nor can the manager grant them."""
-        return bool(self.num_forks_to_come) and any(
+    def lacks_blocks_for_a_fork(self) -> bool:
+        """Whether a group has no blocks for one, nor can the manager grant them."""
+        return any(
             is_empty and len(reserve) < self.settings.fork_blocks(group)
             for group, (is_empty, reserve) in enumerate(zip(self.pool_is_empty, self.reserves, strict=True))
         )

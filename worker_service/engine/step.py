@@ -81,11 +81,6 @@ class SequencePart(NamedTuple):
         """Of the first group."""
         return self.block_tables[0]
 
-    @property
-    def further_tables(self) -> tuple[list[int], ...]:
-        """Of the other groups."""
-        return self.block_tables[1:]
-
 
 class Step(NamedTuple):
     """One forward pass over parts of different sequences, prefill chunks and decodes mixed."""
