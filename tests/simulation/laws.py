@@ -19,6 +19,7 @@ from kvpool.cache_service.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.units import Unit
+from kvpool.worker_service.engine.beams import BeamRequest
 from tests import tracer
 from tests.simulation.rpc import Failure, reason_in
 
@@ -287,8 +288,9 @@ class Laws:
             num_missing = (
                 -(-len(sequence.tokens) // size) - sequence.num_entries if worker.cache._state.full_groups else 0
             )
-            is_prefill = sequence.num_uncomputed_tokens > 1
-            if is_prefill or num_missing <= num_spare:
+            # A granted prompt has its blocks; beams that are computed again are forks, and get theirs as decodes do.
+            has_all = sequence.num_uncomputed_tokens > 1 and not isinstance(request, BeamRequest)
+            if has_all or num_missing <= num_spare:
                 self.world.fail("no waiting beside a full reserve", f"{worker.name} is idle, and {request!r} could run")
                 return
 
