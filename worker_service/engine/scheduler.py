@@ -16,11 +16,11 @@ from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
 from .beams import BeamRequest
 from .fairness import Fairness, tokens_by_payer
+from .live_streams import LiveStreams
 from .policy import SchedulingPolicy
 from .queue import RequestQueue
 from .request import GenerationParams, Payer, Rank, Request
 from .step import BlockCopy, SequencePart, Step
-from .streams import LiveStreams
 
 
 class Scheduled(NamedTuple):
