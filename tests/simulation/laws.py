@@ -18,6 +18,7 @@ from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
+from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.units import Unit
 from kvpool.worker_service.engine.beams import BeamRequest
 from tests import tracer
@@ -280,19 +281,27 @@ class Laws:
         if worker.is_dead or worker.is_leaving or worker.gpu.is_busy or engine._wake.is_set():
             return
         self.count("no waiting beside a full reserve")
-        num_spare = worker.cache._state.num_spare
-        size = worker.cache.settings.block_size
         for request, sequence in [(one, of_it) for one in engine.scheduler._running for of_it in one.sequences]:
             if not sequence.num_uncomputed_tokens:
                 continue  # a beam that waits for the others, or for the blocks of a fork
-            num_missing = (
-                -(-len(sequence.tokens) // size) - sequence.num_entries if worker.cache._state.full_groups else 0
-            )
             # A granted prompt has its blocks; beams that are computed again are forks, and get theirs as decodes do.
             has_all = sequence.num_uncomputed_tokens > 1 and not isinstance(request, BeamRequest)
-            if has_all or num_missing <= num_spare:
+            if has_all or self._has_blocks(worker, sequence):
                 self.world.fail("no waiting beside a full reserve", f"{worker.name} is idle, and {request!r} could run")
                 return
+
+    def _has_blocks(self, worker: WorkerProcess, sequence: CacheSequence) -> bool:
+        """Whether the reserves have what the next step of a sequence needs."""
+        state = worker.cache._state
+        num_tokens = min(sequence.num_uncomputed_tokens, worker.engine.scheduler.max_chunk_tokens)
+        num_slots = sequence.num_computed_tokens + num_tokens
+        num_missing = -(-num_slots // worker.cache.settings.block_size) - sequence.num_entries
+        if state.full_groups and num_missing > state.num_spare:
+            return False
+        return all(
+            scratch is None or scratch.num_missing(sequence.num_computed_tokens, num_slots) <= len(reserve)
+            for scratch, reserve in zip(sequence.scratch, state.reserves, strict=False)
+        )
 
     def on_exit(self, worker: WorkerProcess) -> None:
         """A worker that was told to leave exits. Whatever it has said may still be on its way."""
