@@ -45,7 +45,7 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             f"the sequence has {root.model_fingerprint!r}",
         )
     for name, text in (("root.adapter", root.adapter), ("root.tenant_salt", root.tenant_salt)):
-        if len(text.encode()) > limits.max_name_bytes:
+        if text and len(text.encode()) > limits.max_name_bytes:
             raise bad_field(name, f"at most {limits.max_name_bytes} bytes, got {len(text.encode())}")
     if len(root.input_digest) not in (0, units.DIGEST_BYTES):
         raise bad_field("root.input_digest", f"needed nothing or a SHA-256 of 32 bytes, got {len(root.input_digest)}")
@@ -73,7 +73,8 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             cure="shorten the prompt, lower max_tokens",
             field="tokens",
         )
-    session.require_window_room(num_blocks, "tokens")
+    if session.window_pools:
+        session.require_window_room(num_blocks, "tokens")
     if session.unit_pool is not None or item.num_encoder_tokens:
         units.check_item(session, item)
     if len(item.boundaries) > limits.max_asked_boundaries:
@@ -111,14 +112,16 @@ def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence
 
 def granted(sequence: Sequence) -> Granted:
     """The present tables of a live sequence."""
-    pools = sequence.session.pools
-    tables = [GrantedTable(tuple(table), pools[i].generations(table)) for i, table in enumerate(sequence.tables)]
-    for pool in sequence.session.window_pools:
+    session = sequence.session
+    tables = []
+    for pool, table in zip(session.pools, sequence.tables, strict=True):
+        tables.append(GrantedTable(tuple(table), pool.generations(table)))
+    for pool in session.window_pools:
         window = sequence.windows[pool.slot]
         assert window is not None
         tables[pool.slot] = _granted_window(pool, window)
-    boundaries = tuple([one * sequence.session.block_size for one in sequence.boundaries])
-    is_unit_complete = sequence.session.unit_pool is not None and sequence.encoder_computed
+    boundaries = tuple([one * session.block_size for one in sequence.boundaries]) if sequence.boundaries else ()
+    is_unit_complete = session.unit_pool is not None and sequence.encoder_computed
     return Granted(tuple(tables), sequence.num_cached_tokens, boundaries, is_unit_complete)
 
 

@@ -128,10 +128,10 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Blocks by state."""
-        held = self.capacity - self._num_free - self._num_cached - self._num_reserved
-        num_withheld = self.num_withheld
+        capacity, num_withheld = self.num_blocks - 1, self.num_withheld
+        held = capacity - self._num_free - self._num_cached - self._num_reserved
         return BlockCounts(
-            self.capacity,
+            capacity,
             self._num_free - num_withheld,
             self._num_cached,
             held,
@@ -293,12 +293,12 @@ class BlockPool:
 
     # -- granting
 
-    def _take(self, count: int, generation: int) -> list[int]:
-        """Take `count` blocks off the head of the list, evicting what they hold. The caller sets their states."""
+    def _take(self, count: int, generation: int, state: int) -> list[int]:
+        """Take `count` blocks off the head of the list, evicting what they hold. `state`: the one that they get."""
         if self._demoted:
             self._put_demoted_first(count - (self._num_free - self.num_withheld))
-        follows, states = self._next, self._state
-        blocks = []
+        follows, states, generations = self._next, self._state, self._generation
+        blocks, num_free = [], 0
         before, block = 0, follows[0]
         most = edge = self.last_granted
         for _ in range(count):
@@ -315,18 +315,20 @@ class BlockPool:
                     before = self.num_known - 1
                     block = follows[before]
             assert block, "taken from an empty free list"
-            assert generation > self._generation[block], "generations must grow"
-            self._generation[block] = generation
+            assert generation > generations[block], "generations must grow"
+            generations[block] = generation
             if states[block] == CACHED:
                 self._num_cached -= 1
                 self.num_evicted += 1
                 self._forget(block)
             else:
-                self._num_free -= 1
+                num_free += 1
+            states[block] = state
             blocks.append(block)
             block = follows[block]
         follows[before] = block
         self._previous[block] = before
+        self._num_free -= num_free
         if edge > self.last_granted:
             num_granted = max(blocks) - self.last_granted
             self._account.add_blocks(num_granted)
@@ -363,28 +365,25 @@ class BlockPool:
 
     def take_held(self, count: int, generation: int) -> list[int]:
         """Grant `count` available blocks to a table: ref_count 1. The caller has checked num_available."""
-        blocks = self._take(count, generation)
+        blocks, ref_counts = self._take(count, generation, HELD), self._ref_count
         for block in blocks:
-            self._state[block] = HELD
-            self._ref_count[block] = 1
+            ref_counts[block] = 1
         return blocks
 
     def take_reserved(self, count: int, generation: int) -> list[int]:
         """Grant `count` available blocks to the reserve. The caller has checked num_available."""
-        blocks = self._take(count, generation)
-        for block in blocks:
-            self._state[block] = RESERVED
         self._num_reserved += count
-        return blocks
+        return self._take(count, generation, RESERVED)
 
-    def bind(self, block: int) -> None:
-        """A reserved block becomes an entry of a table."""
-        assert self._state[block] == RESERVED
-        self._state[block] = HELD
-        self._ref_count[block] = 1
-        self._num_reserved -= 1
+    def bind(self, *blocks: int) -> None:
+        """Reserved blocks become entries of a table."""
+        for block in blocks:
+            assert self._state[block] == RESERVED
+            self._state[block] = HELD
+            self._ref_count[block] = 1
+        self._num_reserved -= len(blocks)
         if self.changes is not None:
-            self.changes.others.add(block)
+            self.changes.others.update(blocks)
 
     def unreserve(self, block: int) -> None:
         """A reserved block goes back to the head of the free list."""
@@ -416,7 +415,8 @@ class BlockPool:
     def release(self, *blocks: int) -> None:
         """One table fewer names these blocks, which are released in this order. One that no table names any more goes to the tail
         if it serves hits, otherwise, emptied, to the head."""
-        ref_counts, holder, shift = self._ref_count, self.holder, self._shift
+        ref_counts, states, nodes = self._ref_count, self._state, self._node
+        follows, previous, holder, shift = self._next, self._previous, self.holder, self._shift
         if self.changes is not None:
             self.changes.others.update(blocks)
         for block in blocks:
@@ -424,21 +424,24 @@ class BlockPool:
             assert count >= 0, "released more often than held"
             ref_counts[block] = count
             if count:
-                self._num_shared -= count == 1
+                if count == 1:
+                    self._num_shared -= 1
                 continue
-            node = self._node[block]
+            node = nodes[block]
             if node is not None and (
                 node.copy_blocks >> shift & SLOT_MASK == block  # nearly always the only holder
                 if node.copy_holder is holder
                 else self._serves_hits(block, node)
             ):
-                self._state[block] = CACHED
+                states[block] = CACHED
                 self._num_cached += 1
-                self._push_tail(block)
+                last = previous[0]  # as _push_tail, without the call
+                previous[0] = follows[last] = block
+                previous[block], follows[block] = last, 0
                 continue
             if node is not None:
                 self._forget(block)
-            self._state[block] = FREE
+            states[block] = FREE
             self._num_free += 1
             self._push_head(block)
 

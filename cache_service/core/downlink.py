@@ -41,9 +41,13 @@ class Downlink:
     def acknowledge(self, number: int) -> None:
         """Drop entries up to `number`. A late acknowledgement drops nothing."""
         entries = self._entries
-        if entries and entries[0].number <= number:
-            self._entries = [entry for entry in entries if entry.number > number]
-            self._weight = sum(_weight(entry.entry) for entry in self._entries)
+        if not entries or entries[0].number > number:
+            return
+        if number >= self._last_number:  # nearly always
+            self._entries, self._weight = [], 0
+            return
+        self._entries = [entry for entry in entries if entry.number > number]
+        self._weight = sum(_weight(entry.entry) for entry in self._entries)
 
     @property
     def last_number(self) -> int:

@@ -25,12 +25,9 @@ class Hits(NamedTuple):
 
 def hits_in(path: List[Node], holder: Holder, max_blocks: int) -> Hits:
     """The longest hit of at most `max_blocks` nodes."""
-    found: list[int] = []
-    for node in path[:max_blocks]:
-        blocks = node.copy_blocks if node.copy_holder is holder else node.blocks_in(holder)
-        if not blocks and holder.full_slots:
-            break
-        found.append(blocks)
+    found = [node.copy_blocks if node.copy_holder is holder else node.blocks_in(holder) for node in path[:max_blocks]]
+    if holder.full_slots and 0 in found:
+        del found[found.index(0) :]
     spans = holder.spans
     if len(spans) == 1 and holder.full_slots:
         return Hits(len(found), (found,))

@@ -538,21 +538,20 @@ class CacheManager:
                 "count up by one",
             )
         _check_acknowledgement(session, uplink.downlink_ack)
-        num_groups = max(len(uplink.reserve_wishes), len(uplink.returned))
-        if num_groups > len(session.pools):
-            session.require_groups(num_groups, "uplink")
+        wishes, returned = uplink.reserve_wishes, uplink.returned
+        if len(wishes) > len(session.pools) or len(returned) > len(session.pools):
+            session.require_groups(max(len(wishes), len(returned)), "uplink")
         session.last_call_no = uplink.call_no
         session.num_calls += 1
         session.downlink.acknowledge(uplink.downlink_ack)
-        for group, wish in enumerate(uplink.reserve_wishes):
-            if wish is not None:
+        for group, wish in enumerate(wishes):
+            if wish is not None and wish != session.reserve_wishes[group]:
                 most = min(session.pools[group].capacity, self.limits.max_reserve_blocks)
                 session.reserve_wishes[group] = min(wish, most)
-        if uplink.returned:
-            for pool, returned in zip(session.pools, uplink.returned, strict=False):
-                for block, generation in returned:
-                    if pool.is_reserved(block, generation):
-                        pool.unreserve(block)
+        for group, blocks in enumerate(returned):
+            for block, generation in blocks:
+                if session.pools[group].is_reserved(block, generation):
+                    session.pools[group].unreserve(block)
         return session
 
     def _stamp(self) -> int:
@@ -561,16 +560,13 @@ class CacheManager:
         return self._last_stamp
 
     def _num_to_grant(self, session: Session, group: int) -> int:
-        """Blocks that the reserve of a group lacks and that can be granted at once, or less than 0. Blocks of entries that are not
-        acknowledged are reserved already."""
-        if session.downlink.is_full:
-            return 0
+        """Blocks that the reserve of a group lacks and that can be granted at once. Blocks of entries that are not acknowledged are
+        reserved already."""
         pool = session.pools[group]
-        return min(
-            session.reserve_wishes[group] - pool.num_reserved,
-            pool.num_available,
-            self.limits.max_blocks_per_grant,
-        )
+        num_lacking = session.reserve_wishes[group] - pool.num_reserved
+        if num_lacking <= 0 or session.downlink.is_full:
+            return 0
+        return min(num_lacking, pool.num_available, self.limits.max_blocks_per_grant)
 
     def _top_up(self, session: Session, generation: int | None = None) -> None:
         """Grant the reserve what it lacks, as much as one reply may have: the rest follows with later ones. `generation`: that of

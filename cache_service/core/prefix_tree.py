@@ -431,16 +431,20 @@ class PrefixTree:
         node = root
         step = block_size * TOKEN_BYTES
         for begin in range(0, max_blocks * step, step):
-            child = node.find(tokens[begin : begin + step])
-            if child is None:
-                break
+            block = tokens[begin : begin + step]
+            child = node.child
+            if child is None or child.tokens != block:  # else as `find`, without the call
+                child = node.find(block)
+                if child is None:
+                    break
             path.append(child)
             node = child
         return path
 
     def intern(self, parent: Node, tokens: bytes) -> Node:
         """The child of `parent` that holds exactly `tokens`, made if there is none."""
-        child = parent.find(tokens)
+        is_leaf = parent.child is None and parent.children is None
+        child = None if is_leaf else parent.find(tokens)
         if child is None:
             child = parent._add_child(tokens)
             self.num_nodes += 1

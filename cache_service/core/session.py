@@ -196,9 +196,10 @@ class Session:
         """Raise Refusal (NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS) unless `num_blocks` of each group can be granted now while
         `hits` of each group, which may be cached blocks, are pinned."""
         for group, pool in enumerate(self.pools):
-            num_available = pool.num_available
-            if hits:
-                num_available -= pool.num_cached_of(hits[group])
+            num_available, pinned = pool.num_available, hits[group] if hits else ()
+            if num_blocks[group] + len(pinned) <= num_available:
+                continue  # even if all of them are cached: nearly always
+            num_available -= pool.num_cached_of(pinned)
             if num_blocks[group] > num_available:
                 raise self._no_blocks(group, num_blocks[group], num_available)
         if len(self.pools) > 1 and self.account.budget.is_tight:

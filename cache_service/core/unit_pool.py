@@ -73,10 +73,10 @@ class UnitPool(BlockPool):
     def _serves_hits(self, block: int, node: Node) -> bool:
         return True  # only a root's own unit is sealed
 
-    def _take(self, count: int, generation: int) -> list[int]:
+    def _take(self, count: int, generation: int, state: int) -> list[int]:
         while self._num_free - self.num_withheld < count:
             self._evict(next(iter(self._cached_units)))
-        return super()._take(count, generation)
+        return super()._take(count, generation, state)
 
     def _evict(self, root: RootNode) -> None:
         """Empty a cached unit: all of its blocks are the next to be granted."""

@@ -57,13 +57,12 @@ def find(session: Session, key: SequenceKey) -> Sequence:
     return sequence
 
 
-def _new_tokens(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> bytes:
-    """The tokens that the update adds; those that overlap must be equal."""
+def _new_tokens(sequence: Sequence, known: int, update: SequenceUpdate, limits: Limits) -> bytes:
+    """The tokens that the update adds to the `known` ones; those that overlap must be equal."""
     stated, start = update.tokens, update.start
-    num_stated, rest = divmod(len(stated), TOKEN_BYTES)
-    if rest:
+    num_stated = len(stated) // TOKEN_BYTES
+    if len(stated) % TOKEN_BYTES:
         raise bad_field("tokens", f"needed little-endian uint32 token ids, got {len(stated)} bytes")
-    known = sequence.num_tokens
     if start > known:
         raise Refusal(
             Reason.GAP,
@@ -168,14 +167,13 @@ def _of_group(groups: tuple[tuple[_Entry, ...], ...], group: int) -> tuple[_Entr
 
 def check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
     """Refuse a wrong update. Changes nothing."""
-    new_tokens = _new_tokens(sequence, update, limits)
-    session, bound, tables = sequence.session, update.bound, sequence.tables
+    num_tokens = sequence.num_tokens
+    new_tokens = _new_tokens(sequence, num_tokens, update, limits)
+    session, bound, tables, windows = sequence.session, update.bound, sequence.tables, sequence.windows
     if len(bound) > len(tables):
         session.require_groups(len(bound), "bound")
-    windows = sequence.windows
     new_blocks: list[list[int]] = []
-    for entries in bound:
-        group = len(new_blocks)
+    for group, entries in enumerate(bound):
         new_blocks.append([] if windows and windows[group] is not None else _new_blocks(sequence, group, entries))
     num_new_tokens = len(new_tokens) // TOKEN_BYTES
     session.account.require_tokens(num_new_tokens)
@@ -193,14 +191,15 @@ def check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
             "blocks",
         )
     num_computed = update.num_computed_tokens
-    num_tokens = sequence.num_tokens + num_new_tokens
+    num_tokens += num_new_tokens
     num_slots = shortest * session.block_size
     if num_computed > num_tokens or num_computed > num_slots:
         raise bad_field(
             "num_computed_tokens",
             f"{num_computed} tokens cannot be computed: {num_tokens} are known and the table has {num_slots} slots",
         )
-    num_computed = max(num_computed, sequence.num_computed_tokens)
+    if num_computed < sequence.num_computed_tokens:
+        num_computed = sequence.num_computed_tokens
     if session.unit_pool is not None or update.encoder_computed:
         units.check_update(sequence, update, num_computed)
     if windows or update.scratch or update.released:
@@ -250,15 +249,12 @@ def apply(tree: PrefixTree, sequence: Sequence, merge: Merge) -> None:
 def _bind(sequence: Sequence, bound: Tables, new_blocks: list[list[int]]) -> None:
     """Lengthen the tables by the blocks that checked entries add."""
     for group, blocks in enumerate(new_blocks):
-        if sequence.windows and sequence.windows[group] is not None:
-            continue
         if blocks:
             pool, table = sequence.session.pools[group], sequence.tables[group]
-            for block in blocks:
-                pool.bind(block)
+            pool.bind(*blocks)
             table += blocks
             sequence.num_named[group] = len(table)  # named in order, up to the last one
-        elif bound[group]:
+        elif bound[group] and not (sequence.windows and sequence.windows[group] is not None):
             last = max(entry.table_index for entry in bound[group])
             sequence.num_named[group] = max(sequence.num_named[group], last + 1)
 
@@ -278,10 +274,12 @@ def _seal(tree: PrefixTree, sequence: Sequence) -> None:
     pools, tables = session.full_pools, sequence.tables
     for index in range(num_sealed, num_full):
         node = nodes[index]
-        tree.name(node)
+        if node.block_hash is None:
+            tree.name(node)
         for pool in pools:
             pool.seal(tables[pool.slot][index], node)
-        node.drop_leader(sequence)
+        if node.leaders is not None:
+            node.drop_leader(sequence)
     if tree.journal is not None:
         for pool in pools:
             tree.journal.sealed(sequence.key, session.holder, pool.slot, nodes, tables[pool.slot], num_sealed, num_full)
@@ -410,42 +408,41 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
             else:
                 apply(tree, sequence, merge)
         end(tree, attempts, sequence)
-    for pool in session.pools:
-        _unreserve(pool, _of_group(update.bound, pool.slot))
-        if session.window_pools:
-            _unreserve(pool, _of_group(update.scratch, pool.slot))
-            _unreserve(pool, _of_group(update.released, pool.slot))
-
-
-def _unreserve(pool: BlockPool, entries: tuple[_Entry, ...]) -> None:
-    for entry in entries:
-        if pool.is_reserved(entry.block, entry.generation):
-            pool.unreserve(entry.block)
+    stated: tuple[tuple[tuple[TableEntry | ReservedBlock, ...], ...], ...]
+    stated = (update.bound, update.scratch, update.released)
+    for groups in stated:
+        for pool, entries in zip(session.pools, groups, strict=False) if groups else ():
+            for entry in entries:
+                if pool.is_reserved(entry.block, entry.generation):
+                    pool.unreserve(entry.block)
 
 
 def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     """Release every table entry, the last block first: a prefix is evicted after its continuations."""
-    for pool in sequence.session.full_pools:
+    session = sequence.session
+    for pool in session.full_pools:
         pool.release(*reversed(sequence.tables[pool.slot]))
-    for pool in sequence.session.window_pools:
+    for pool in session.window_pools:
         window = sequence.windows[pool.slot]
         assert window is not None
         _end_window(pool, sequence, window)
-    units.release(sequence)
+    if session.unit_pool is not None:
+        units.release(sequence)
     leave(tree, attempts, sequence)
 
 
 def leave(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
     """Remove a sequence from the tree and the indexes. Its blocks stay as they are."""
-    nodes = sequence.nodes
+    nodes, session = sequence.nodes, sequence.session
     for node in nodes[sequence.num_sealed :]:
         node.drop_leader(sequence)
-    units.leave(sequence)
+    if session.unit_pool is not None:
+        units.leave(sequence)
     deepest = nodes[-1] if nodes else sequence.root
     deepest.num_sequences -= 1
     tree.prune(deepest)
-    sequence.session.account.add_tokens(-sequence.num_tokens)
+    session.account.add_tokens(-sequence.num_tokens)
     sequence.nodes = []
     sequence.tables = sequence.windows = ()
-    del sequence.session.sequences[sequence.key.sequence_id, sequence.key.attempt]
+    del session.sequences[sequence.key.sequence_id, sequence.key.attempt]
     attempts.drop(sequence)
