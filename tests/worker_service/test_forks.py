@@ -316,6 +316,26 @@ def test_a_fork_whose_answer_was_lost_is_freed(executed: bool) -> None:
     worker.check()
 
 
+@pytest.mark.parametrize("is_in_step", [False, True])
+@pytest.mark.parametrize("layout", [(_WINDOWED, 0), (_STATE, 8)], ids=["window", "state"])
+def test_what_was_not_copied_to_a_fork_is_no_hit(layout: tuple[object, int], is_in_step: bool) -> None:
+    """The fork ends before the step that makes its copies, or with that step, which fails. The manager may know of it by then, and
+    its Free would keep the window or the state at its end for others."""
+    worker = _worker(layout[0], state_grid=layout[1])  # type: ignore[arg-type]
+    parent = _decoding(worker, "p", 16)
+    child, copies = _fork(worker, parent, "c")
+    assert copies
+    _refused(worker, executed=True)
+    if is_in_step:
+        worker.launch(child)
+        worker.cache.fail_step([child])
+    worker.end(child)
+    assert child.state is SequenceState.ENDED
+    ledger = worker.cache._state.ledgers[1]
+    assert [ledger.content(copy.target) for copy in copies] == [None] * len(copies)
+    worker.check()
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("layout", [(_FULL, 0), (_WINDOWED, 0), (_STATE, 8)], ids=["full", "window", "state"])
 def test_a_report_states_the_forks_that_were_known(is_known: bool, layout: tuple[object, int]) -> None:

@@ -184,7 +184,7 @@ class EngineCache:
 
     def fail_step(self, sequences: Iterable[CacheSequence]) -> None:
         """The step failed: it has computed nothing, and the device no longer uses the blocks."""
-        forks.end_copies(self._state)
+        forks.end_copies(self._state, are_made=False)
         for sequence in sequences:
             sequence.in_step = False
         forks.settle(self._state)

@@ -148,9 +148,10 @@ def begin_copies(state: CacheState) -> None:
     state.copies_due = []
 
 
-def end_copies(state: CacheState) -> None:
-    """The step has ended."""
+def end_copies(state: CacheState, *, are_made: bool = True) -> None:
+    """The step has ended; `are_made`: it has not failed."""
     for copying in state.copies_made:
+        copying.fork.lacks_copies = not are_made
         _end(copying)
     state.copies_made = []
 
@@ -159,6 +160,7 @@ def drop_copies(state: CacheState, child: CacheSequence) -> None:
     """A fork ends: the next step need not make its copies."""
     for copying in state.copies_due:
         if copying.fork is child:
+            child.lacks_copies = True
             _end(copying)
     state.copies_due = [copying for copying in state.copies_due if copying.fork is not child]
 

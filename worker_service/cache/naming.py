@@ -59,6 +59,7 @@ def add_boundary(state: CacheState, sequence: CacheSequence, boundary: int) -> N
     # Where it is just now, the window is whole, and the state too: the next token needs them. If the window's blocks cannot be
     # replaced yet, it is named after the next step.
     is_there = boundary == sequence.num_computed_tokens and sequence.state is SequenceState.LIVE
+    is_there = is_there and not sequence.num_copies  # a fork may end before it has its copies
     if is_there and name_window(state, sequence, boundary):
         state.is_urgent = True
     elif not is_there or not state.settings.state_grid:  # the next step replaces a state

@@ -110,6 +110,8 @@ class CacheSequence:
         off."""
         self.parent: CacheSequence | None = None
         """Whose fork it is, as long as the manager does not know of it."""
+        self.lacks_copies = False
+        """A fork that ended before a step had made its copies: what it does not share is not there."""
         self.is_superseded = False
         """A fork of which the manager cannot be told, because a larger attempt of it or of its parent runs elsewhere."""
         self.maybe_granted = False
