@@ -408,13 +408,16 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
             else:
                 apply(tree, sequence, merge)
         end(tree, attempts, sequence)
-    stated: tuple[tuple[tuple[TableEntry | ReservedBlock, ...], ...], ...]
-    stated = (update.bound, update.scratch, update.released)
-    for groups in stated:
-        for pool, entries in zip(session.pools, groups, strict=False) if groups else ():
-            for entry in entries:
-                if pool.is_reserved(entry.block, entry.generation):
-                    pool.unreserve(entry.block)
+    for stated in (update.bound, update.scratch, update.released):
+        if stated:
+            _unreserve(session, stated)
+
+
+def _unreserve(session: Session, stated: tuple[tuple[TableEntry | ReservedBlock, ...], ...]) -> None:
+    for pool, entries in zip(session.pools, stated, strict=False):
+        for entry in entries:
+            if pool.is_reserved(entry.block, entry.generation):
+                pool.unreserve(entry.block)
 
 
 def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
