@@ -62,6 +62,7 @@ class FakeCache:
         self.ending: list[CacheSequence] = []
         self.is_away = False
         """The reserve is empty, and the manager does not answer."""
+        self.forks_hold_blocks = False
         self.num_tables: Counter[int] = Counter()
         """By block: tables that it is in."""
         self.num_freed: Counter[str] = Counter()
@@ -467,11 +468,13 @@ class SchedulerWorld:
             for sequence, wanted in left.items():
                 if level_of[sequence] < worst:
                     assert scheduled.get(sequence, 0) == wanted, "a worse level is computed first"
-        # Blocks are given back only if there are none and none are on their way; by the last in rank.
+        # Blocks are given back only if there are none and none are on their way; by the last in rank. By one alone, if only its end
+        # is sure to bring some back.
         assert not preempted or not (self.cache.blocks or self.cache.is_away)
         assert len(preempted) <= 1
         remaining = [request.rank for request in running if request not in preempted]
-        assert all(request.rank > max(remaining) for request in preempted)
+        assert not preempted or remaining or self.cache.forks_hold_blocks
+        assert all(request.rank > other for request in preempted for other in remaining)
         assert all(request in scheduler.waiting for request in preempted)
 
     def check_books(self) -> None:

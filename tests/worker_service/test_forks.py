@@ -440,7 +440,9 @@ def test_a_fork_for_which_the_manager_has_no_room_goes_on() -> None:
     worker.cache._state.pool_is_empty[0] = True
     worker.cache._state.reserves[0].give_up(len(worker.cache._state.reserves[0]))
     assert worker.cache.is_exhausted
+    assert worker.cache.forks_hold_blocks
     worker.end(child)
+    assert not worker.cache.forks_hold_blocks
     assert (child.state, parent.state) == (SequenceState.ENDED, SequenceState.ENDED)
     assert worker.held() == (0,)
     worker.check()

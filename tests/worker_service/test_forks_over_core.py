@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Limits
 from kvpool.protocol.answers import answer_id
 from kvpool.worker_service.engine.beam_search import BeamParams, EarlyStopping
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
@@ -216,6 +217,16 @@ async def test_a_group_of_beams_is_preempted_and_resumed_as_one() -> None:
         group = world.submit([5, 6, 7, 8, 9], 24, **searching(4, 4))
         found = await asyncio.gather(*map(read_all, [group, *better]))
         assert found == [right_texts(group), *map(right_texts, better)]
+        assert group.num_preemptions > 0
+
+
+async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:
+    """Their parents, which have ended, keep their blocks, and the whole pool is the search's own: it would wait for itself."""
+    world = World(num_blocks=20, block_size=4, max_num_seqs=8)
+    world.manager.limits = Limits(max_sequences_per_session=3)
+    async with world.running():
+        group = world.submit(list(range(9)), 13, **searching(4, 1))
+        assert await read_all(group) == right_texts(group)
         assert group.num_preemptions > 0
 
 

@@ -27,6 +27,26 @@ def test_a_group_that_is_preempted_between_its_beams_forgets_what_some_of_them_h
     assert group.num_preemptions == 1
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_request_alone_gives_back_what_only_its_end_can_bring_back(is_refused: bool) -> None:
+    """The manager has no room for its forks, so their parents keep their blocks. Otherwise it waits for those that are on their
+    way."""
+    world = SchedulerWorld(num_blocks=24, block_size=1, max_num_seqs=6)
+    group = world.submit(2, 5, n=3, num_beams=3)
+    for _ in range(3):
+        world.talk()
+        world.step()
+    assert len(group.sequences) == 3
+    world.cache.settle()
+    kept, world.cache.blocks = world.cache.blocks, []
+    world.cache.forks_hold_blocks = is_refused
+    assert not world.launch()
+    assert group.num_preemptions == is_refused
+    world.cache.blocks += kept
+    world.cache.forks_hold_blocks = False
+    world.run_dry()
+
+
 @pytest.mark.parametrize("max_num_seqs", [4, 5, 9])
 def test_answers_take_the_places_that_their_request_was_admitted_with(max_num_seqs: int) -> None:
     """Those for which the batch has places share the prompt at once, the others wait."""

@@ -90,6 +90,13 @@ class EngineCache:
         return not self._state.ending and self._state.lacks_blocks_for_a_fork()
 
     @property
+    def forks_hold_blocks(self) -> bool:
+        """Whether sequences that have ended keep their blocks because the manager has no room for their forks. Only the end of the
+        forks is sure to bring the blocks back."""
+        state = self._state
+        return state.forks_found_no_room and any(state.is_parent(sequence) for sequence in state.ending)
+
+    @property
     def is_idle(self) -> bool:
         """Whether the manager has acknowledged that this worker holds and reserves nothing."""
         state = self._state

@@ -303,8 +303,8 @@ class Scheduler:
         return sequence.state is SequenceState.LIVE and self._cache.extend(sequence, num_slots)
 
     def _preempt_last(self, now: float) -> bool:
-        """Of several that run; a request alone gets the blocks that are on their way. Returns whether there was one."""
-        if len(self._running) < 2:
+        """Of several that run. A request alone gets the blocks that are on their way, if any are. Returns whether there was one."""
+        if len(self._running) < 2 and not (self._running and self._cache.forks_hold_blocks):
             return False
         self._preempt(self._running.last, now)
         return True
