@@ -37,7 +37,8 @@ class MergedStreams:
         """The next chunk of any of them; None after the last of all. Raises what one of them raises."""
         while self._reading:
             done, _ = await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
-            task = next(iter(done))
+            # The one that was read longest ago: a set has them in no order.
+            task = next(task for task in self._reading if task in done)
             stream = self._reading.pop(task)
             chunk = task.result()
             if chunk is not None:
