@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.worker_service.scheduler_world import SchedulerWorld
 
 
@@ -45,6 +46,32 @@ def test_a_request_alone_gives_back_what_only_its_end_can_bring_back(is_refused:
     world.cache.blocks += kept
     world.cache.forks_hold_blocks = False
     world.run_dry()
+
+
+def test_what_comes_back_with_the_last_preemption_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks that the manager does not know give their blocks back without a call, when the last that needs them has ended. The
+    first request was passed over by then, and no reply would wake the engine."""
+    world = SchedulerWorld(num_blocks=24, block_size=1)
+    first, *others = [world.submit(2, 9) for _ in range(3)]
+    for _ in range(3):
+        world.talk()
+        world.step()
+    assert world.scheduler.num_running == 3
+    world.cache.settle()
+    world.cache.blocks = []
+    free = world.cache.free
+
+    def free_late(sequence: CacheSequence) -> None:
+        free(sequence)
+        if all(world.cache.num_freed[other.params.sequence_id] for other in others):
+            world.cache.settle()
+
+    monkeypatch.setattr(world.cache, "free", free_late)
+    # Those that have ended wait for each other, so nothing is on its way.
+    monkeypatch.setattr(type(world.cache), "is_exhausted", property(lambda cache: not cache.blocks))
+    batch = world.scheduler.schedule(0.0)
+    assert [part.request for part in batch] == [first]
+    assert [other.num_preemptions for other in others] == [1, 1]
 
 
 @pytest.mark.parametrize("max_num_seqs", [4, 5, 9])
