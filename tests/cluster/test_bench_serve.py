@@ -94,12 +94,13 @@ async def test_turns_of_chats_find_what_was_before(tiny: TinyCluster) -> None:
 
 
 async def test_mixed_lengths_tell_their_waste(tiny: TinyCluster) -> None:
+    # So many that it is looked at the blocks several times, however fast they are served.
     cases = await measured(
-        tiny, "--workload", "mixed", "--requests", "12", "--users", "4", "--prefix-tokens", "16", "--own-tokens", "60",
+        tiny, "--workload", "mixed", "--requests", "96", "--users", "4", "--prefix-tokens", "16", "--own-tokens", "60",
         "--generated-tokens", "120", "--seed", "7",
     )  # fmt: skip
     (run,) = cases["cold"]["runs"]
-    assert run["num_complete"] == 12
+    assert run["num_complete"] == 96
     waste = cases["cold"]["waste"]
     assert waste["num_samples"] >= 1
     # At most the rest of one block of each sequence is without a token, and every sequence here holds several.

@@ -141,7 +141,8 @@ async def test_bytes_that_are_no_message_are_one_status_and_one_line(
     assert [(line["event"], line["count"], line["method"]) for line in logged] == [
         ("requests refused before they were read", 1, method)
     ]
-    assert caplog.records == []
+    # grpcio may still wake up the loop of an earlier test, which is closed: that says nothing of these requests.
+    assert [record for record in caplog.records if "PollerCompletionQueue" not in record.getMessage()] == []
     assert served.refused == [(method, "MALFORMED")] * 20
 
 
