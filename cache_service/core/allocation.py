@@ -282,7 +282,10 @@ def allocate(
     tree.extend(path, root, item.tokens, block_size, num_tokens // block_size)
     (path[-1] if path else root).num_sequences += 1
     for node in path[num_hits:]:
-        node.add_leader(sequence)
+        if node.leaders is None:  # nearly always: as `add_leader`, without the call
+            node.leaders = sequence
+        else:
+            node.add_leader(sequence)
     sequence.nodes = path
     # In the order of the groups, as `require_available` has counted what is left of the budget.
     fresh = [pool.take_held(count, generation) for pool, count in zip(session.pools, num_wanted, strict=True)]

@@ -101,7 +101,8 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be granted now: free and cached, less those that are withheld."""
-        return self._num_free + self._num_cached - self.num_withheld
+        num_available = self._num_free + self._num_cached
+        return num_available - self.num_withheld if self._budget.is_tight else num_available
 
     @property
     def num_withheld(self) -> int:
@@ -128,7 +129,8 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Blocks by state."""
-        capacity, num_withheld = self.num_blocks - 1, self.num_withheld
+        capacity = self.num_blocks - 1
+        num_withheld = self.num_withheld if self._budget.is_tight else 0
         held = capacity - self._num_free - self._num_cached - self._num_reserved
         return BlockCounts(
             capacity,

@@ -17,9 +17,8 @@ HashFunction = Callable[[bytes], int]
 """Maps bytes to an unsigned 64-bit integer."""
 
 
-def xxh64(data: bytes) -> int:
-    """xxh64 with seed 0."""
-    return xxhash.xxh64_intdigest(data)
+xxh64: HashFunction = xxhash.xxh64_intdigest
+"""xxh64 with seed 0."""
 
 
 def root_bytes(root: Root, block_size: int) -> bytes:

@@ -161,18 +161,14 @@ class Node:
             return child
         return None if self.children is None else self.children.get(tokens)
 
-    def _add_child(self, tokens: bytes) -> Node:
-        """A new child that holds `tokens`, of which there is none yet."""
-        node = Node(self, tokens, self.depth + 1)
-        if self.child is None:
-            self.child = node
-        elif self.children is None:
-            self.children = {tokens: node}
+    def _add_further_child(self, node: Node) -> None:
+        """A child that is not the first."""
+        if self.children is None:
+            self.children = {node.tokens: node}
         else:
-            self.children[tokens] = node
+            self.children[node.tokens] = node
             if len(self.children) > FAN_CHILDREN and isinstance(self.children, dict):
                 self.children = Fan(self.children)
-        return node
 
     def _drop_child(self, node: Node) -> None:
         if self.child is node:
@@ -443,21 +439,30 @@ class PrefixTree:
 
     def intern(self, parent: Node, tokens: bytes) -> Node:
         """The child of `parent` that holds exactly `tokens`, made if there is none."""
-        is_leaf = parent.child is None and parent.children is None
-        child = None if is_leaf else parent.find(tokens)
-        if child is None:
-            child = parent._add_child(tokens)
-            self.num_nodes += 1
-            if self.walk is not None:
-                self.walk.on_made(child)
-        return child
+        return parent.find(tokens) or self._make(parent, tokens)
+
+    def _make(self, parent: Node, tokens: bytes) -> Node:
+        """A new child of `parent` that holds `tokens`, of which there is none yet."""
+        node = Node(parent, tokens, parent.depth + 1)
+        if parent.child is None:
+            parent.child = node
+        else:
+            parent._add_further_child(node)
+        self.num_nodes += 1
+        if self.walk is not None:
+            self.walk.on_made(node)
+        return node
 
     def extend(self, path: list[Node], root: Node, tokens: bytes | bytearray, block_size: int, num_blocks: int) -> None:
         """Intern the nodes of the full blocks len(path) … num_blocks − 1 of `tokens` and append them to `path`."""
         node = path[-1] if path else root
         step = block_size * TOKEN_BYTES
-        for begin in range(len(path) * step, num_blocks * step, step):
-            node = self.intern(node, bytes(tokens[begin : begin + step]))
+        new_tokens = bytes(tokens[len(path) * step : num_blocks * step])
+        for begin in range(0, len(new_tokens), step):
+            block = new_tokens[begin : begin + step]
+            # As `intern`, without the call.
+            child = None if node.child is None and node.children is None else node.find(block)
+            node = child or self._make(node, block)
             path.append(node)
 
     def name(self, node: Node) -> None:
