@@ -387,9 +387,10 @@ class BlockPool:
         if self.changes is not None:
             self.changes.others.update(blocks)
 
-    def unreserve(self, block: int) -> None:
-        """A reserved block goes back to the head of the free list."""
-        assert self._state[block] == RESERVED
+    def unreserve(self, block: int, generation: int) -> None:
+        """A block goes back to the head of the free list, if it is still reserved by the grant with that stamp."""
+        if not self.is_reserved(block, generation):
+            return
         self._state[block] = FREE
         self._num_reserved -= 1
         self._num_free += 1

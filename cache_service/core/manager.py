@@ -550,8 +550,7 @@ class CacheManager:
                 session.reserve_wishes[group] = min(wish, most)
         for group, blocks in enumerate(returned):
             for block, generation in blocks:
-                if session.pools[group].is_reserved(block, generation):
-                    session.pools[group].unreserve(block)
+                session.pools[group].unreserve(block, generation)
         return session
 
     def _stamp(self) -> int:

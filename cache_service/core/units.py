@@ -71,7 +71,8 @@ def check_length(session: Session, item: AllocateItem, blocks: int) -> None:
 
 def cached_unit(session: Session, root: Node | None, item: AllocateItem) -> tuple[int, ...]:
     """The blocks of the unit that the sequence needs, if this worker holds it and the item wants to be served from the cache."""
-    if session.unit_pool is None or root is None or item.max_cached_tokens == 0:
+    assert session.unit_pool is not None
+    if root is None or item.max_cached_tokens == 0:
         return ()
     blocks = session.unit_pool.unit(root)
     if blocks:
@@ -138,8 +139,7 @@ def _seal(sequence: Sequence) -> None:
 def release(sequence: Sequence) -> None:
     """The sequence ends."""
     pool = sequence.session.unit_pool
-    if pool is None:
-        return
+    assert pool is not None
     if sequence.encoder_computed:
         _seal(sequence)
     pool.release(*sequence.tables[pool.slot])
@@ -147,5 +147,5 @@ def release(sequence: Sequence) -> None:
 
 def leave(sequence: Sequence) -> None:
     """The sequence is no leader of its root any more. Its blocks stay as they are."""
-    if sequence.session.unit_pool is not None and not sequence.encoder_computed:
+    if not sequence.encoder_computed:
         sequence.root.drop_leader(sequence)

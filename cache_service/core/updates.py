@@ -338,8 +338,8 @@ def _release(pool: BlockPool, sequence: Sequence, released: tuple[TableEntry, ..
         elif block in window.scratch:
             del window.scratch[block]
             pool.release(block)
-        elif pool.is_reserved(block, generation):
-            pool.unreserve(block)
+        else:
+            pool.unreserve(block, generation)
 
 
 def _end_window(pool: BlockPool, sequence: Sequence, window: WindowTable) -> None:
@@ -416,8 +416,7 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
 def _unreserve(session: Session, stated: tuple[tuple[TableEntry | ReservedBlock, ...], ...]) -> None:
     for pool, entries in zip(session.pools, stated, strict=False):
         for entry in entries:
-            if pool.is_reserved(entry.block, entry.generation):
-                pool.unreserve(entry.block)
+            pool.unreserve(entry.block, entry.generation)
 
 
 def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:

@@ -221,6 +221,8 @@ def test_a_transition_happens(before: str, call: str, after: str) -> None:
     elif call.startswith("take_"):
         getattr(pool, call)(1, 2)
         assert pool.num_evicted == (before == "cached")
+    elif call == "unreserve":
+        pool.unreserve(block, pool.generation(block))
     else:
         getattr(pool, call)(block)
     assert pool.state(block) is State[after.upper()]

@@ -59,11 +59,16 @@ def add_boundary(state: CacheState, sequence: CacheSequence, boundary: int) -> N
     # Where it is just now, the window is whole, and the state too: the next token needs them. If the window's blocks cannot be
     # replaced yet, it is named after the next step.
     is_there = boundary == sequence.num_computed_tokens and sequence.state is SequenceState.LIVE
-    is_there = is_there and not sequence.num_copies  # a fork may end before it has its copies
+    is_there = is_there and _has_its_copies(sequence)
     if is_there and name_window(state, sequence, boundary):
         state.is_urgent = True
     elif not is_there or not state.settings.state_grid:  # the next step replaces a state
         sequence.boundaries = tuple(sorted({*sequence.boundaries, boundary}))
+
+
+def _has_its_copies(sequence: CacheSequence) -> bool:
+    """Whether its blocks hold what they stand for: a fork may end before a step has made its copies, or the step may fail."""
+    return not sequence.num_copies and not sequence.lacks_copies
 
 
 def name_window(state: CacheState, sequence: CacheSequence, boundary: int) -> bool:
@@ -98,7 +103,7 @@ def name_end(state: CacheState, sequence: CacheSequence) -> None:
     num_blocks = sequence.num_computed_tokens // settings.block_size
     num_blocks -= num_blocks % settings.grid_blocks
     parts = [(group, scratch) for group, scratch in enumerate(sequence.scratch) if scratch is not None]
-    if all(scratch.has_window(num_blocks) for _, scratch in parts):
+    if _has_its_copies(sequence) and all(scratch.has_window(num_blocks) for _, scratch in parts):
         for group, scratch in parts:
             _give_contents(state, sequence, group, scratch, num_blocks, [])
         state.num_windows_named += bool(parts and num_blocks)

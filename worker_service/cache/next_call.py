@@ -103,7 +103,7 @@ def _free(state: CacheState, link: LinkState, targets: list[int]) -> Call | None
         return None
     # From here on this worker does not use their blocks: the manager may grant them again before its answer arrives.
     for sequence in ready:
-        if sequence.uses_blocks and not sequence.lacks_copies:
+        if sequence.uses_blocks:
             naming.name_end(state, sequence)
         state.let_go(sequence)
     return free_call(state, link, ready, _wishes(state, link, ready, targets))
