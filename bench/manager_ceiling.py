@@ -35,7 +35,7 @@ from bench.registration import register_request
 from bench.replay import FINGERPRINT
 from bench.report import command_line, facts, print_table, progress
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
@@ -215,7 +215,7 @@ def _run(coroutine: Coroutine[Any, Any, Message]) -> Message:
     raise AssertionError("the method awaits something")
 
 
-def _alone(case: Case, num_calls: int, epochs: EpochStore) -> float:
+def _alone(case: Case, num_calls: int, epochs: FileEpochs) -> float:
     """CPU microseconds of a pair from request bytes to reply bytes, with the collector off as in the manager's process."""
     manager = CacheManager(epochs.epoch, lease_seconds=LEASE_SECONDS)
     servicer: Any = CacheServicer(manager, epochs, keep_alive_seconds=1.0, clock=time.monotonic)
@@ -252,7 +252,7 @@ def measure(case: Case, seconds: float) -> Measured:
     progress(f"{case.name}: {case.num_workers} workers, {case.num_items} items of {case.num_tokens} tokens")
     pairs_per_second, times, cpu = asyncio.run(_measure(case, seconds))
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
-        epochs = EpochStore.open(Path(folder))
+        epochs = FileEpochs.open(Path(folder))
         try:
             # Enough to fill the pools twice, so that most calls evict, and to take a while.
             fills = 2 * case.num_workers * NUM_BLOCKS * BLOCK_SIZE // (case.num_tokens * case.num_items)

@@ -24,7 +24,7 @@ from uuid import uuid4  # noqa: E402
 
 from bench.local_stub import LocalStub  # noqa: E402
 from kvpool.cache_service.core.manager import CacheManager  # noqa: E402
-from kvpool.cache_service.epoch import EpochStore  # noqa: E402
+from kvpool.cache_service.election.file import FileEpochs  # noqa: E402
 from kvpool.cache_service.servicer import CacheServicer  # noqa: E402
 from kvpool.process.settings import load_settings  # noqa: E402
 from kvpool.v1 import cache_pb2_grpc, worker_pb2  # noqa: E402
@@ -62,7 +62,7 @@ class OurEngine:
 async def serve(settings: WorkerSettings) -> None:
     """Load and serve."""
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
-        epochs = EpochStore.open(Path(folder))
+        epochs = FileEpochs.open(Path(folder))
         servicer = CacheServicer(
             CacheManager(epochs.epoch), epochs, keep_alive_seconds=KEEP_ALIVE_SECONDS, clock=time.monotonic
         )

@@ -31,7 +31,7 @@ from kvpool.cache_service.core.messages import (
     SequenceUpdate,
     Uplink,
 )
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
@@ -72,7 +72,7 @@ async def _serve_until_told(pipe: Connection, num_blocks: int) -> None:
     """Serve, and answer each message on the pipe with CPU seconds and the longest pause since the last one."""
     with tempfile.TemporaryDirectory() as folder:
         settings = ManagerSettings(port=0, state_dir=Path(folder), lease_seconds=3600)
-        async with Server(settings, EpochStore.open(settings.state_folder)) as server:
+        async with Server(settings, FileEpochs.open(settings.state_folder)) as server:
             load = _Load(server, num_blocks)
             for _ in range(num_blocks // BLOCKS_PER_REQUEST):
                 load.serve()

@@ -16,7 +16,8 @@ from kvpool.process.logs import configure_logging, identify_log_lines
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.process.signals import exit_status
 
-from .epoch import EpochStore, StateError
+from .election.choice import choose_store
+from .election.epoch import EpochStore, LeadershipLost, StateError
 from .server import Server
 from .settings import ManagerSettings
 
@@ -36,21 +37,17 @@ def main() -> int:
     configure_logging(settings.log_format, settings.log_level)
     identify_log_lines(service="manager")
     try:
-        epochs = EpochStore.open(settings.state_folder)
-    except StateError as error:
+        return asyncio.run(_serve(settings, choose_store(settings)))
+    except (PortError, StateError, LeadershipLost) as error:
         _complain(str(error))
         return EXIT_FAILED
-    try:
-        return asyncio.run(_serve(settings, epochs))
-    except PortError as error:
-        _complain(str(error))
-        return EXIT_FAILED
-    finally:
-        epochs.close()
 
 
 async def _serve(settings: ManagerSettings, epochs: EpochStore) -> int:
-    """Serve until a signal asks to stop; returns the exit status. Raises PortError. A second signal ends the process at once."""
+    """Serve until a signal asks to stop; returns the exit status. A second signal ends the process at once.
+
+    Raises PortError, StateError, LeadershipLost.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -63,11 +60,14 @@ async def _serve(settings: ManagerSettings, epochs: EpochStore) -> int:
 
     for number in signals:
         loop.add_signal_handler(number, stop, number)
-    async with Server(settings, epochs) as server:
-        _switch_off_the_collector()
-        await server.serve_until(stopping)
-        for number in signals:
-            loop.remove_signal_handler(number)
+    try:
+        async with Server(settings, epochs) as server:
+            _switch_off_the_collector()
+            await server.serve_until(stopping)
+            for number in signals:
+                loop.remove_signal_handler(number)
+    finally:
+        await epochs.release()
     return status
 
 

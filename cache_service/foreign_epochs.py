@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .epoch import MAX_FOREIGN_EPOCH
+from .election.epoch import MAX_FOREIGN_EPOCH
 
 MAX_RAISE: Final = 1 << 16
 """How far all messages together may raise the epoch in one life of the manager."""

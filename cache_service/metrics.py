@@ -29,64 +29,31 @@ _OF_A_BUG: Final = code_pb2.Code.Name(code_pb2.INTERNAL)
 class ManagerMetrics:
     """Fills the page of one manager."""
 
-    def __init__(
-        self, manager: CacheManager, counts: EdgeCounts, audits: Audits, num_server_rebuilds: Callable[[], int]
-    ) -> None:
-        self._manager = manager
+    def __init__(self, counts: EdgeCounts, num_server_rebuilds: Callable[[], int]) -> None:
         self._counts = counts
-        self._audits = audits
         self._num_server_rebuilds = num_server_rebuilds
 
-    def fill(self, page: MetricsPage, now: float) -> None:
-        """Fill the page; `now` is the monotonic time of the leases, in seconds. Call it on the event loop."""
-        self._fill_manager(page)
-        self._fill_calls(page)
-        self._fill_reports(page)
-        for session in self._manager.sessions:
-            _fill_worker(page, session, now)
-
-    def _fill_manager(self, page: MetricsPage) -> None:
-        manager = self._manager
+    def fill_process(self, page: MetricsPage, *, leads: bool) -> None:
+        """What a process that stands by has too."""
         page.gauge("kvpool_manager_info", "Version of the process.", 1, version=installed_version())
-        page.gauge("kvpool_manager_epoch", "This life of the manager.", manager.epoch)
         page.gauge(
-            "kvpool_manager_prefix_nodes", "Nodes of the prefix tree, over all workers.", manager.num_prefix_nodes
+            "kvpool_manager_leads",
+            "1: this process leads; 0: it stands by, and has no other rows but its version and kvpool_manager_server_rebuilds.",
+            int(leads),
         )
-        page.gauge(
-            "kvpool_manager_unswept_sessions",
-            "Ended sessions that still have entries in the tree.",
-            manager.num_unswept_sessions,
-        )
-        budget = manager.budget
-        for kind, used, limit in (
-            ("blocks", budget.num_blocks, budget.max_blocks),
-            ("token_slots", budget.num_slots, budget.max_tokens),
-            ("sequence_tokens", budget.num_sequence_tokens, budget.max_tokens),
-        ):
-            page.gauge(
-                "kvpool_manager_budget_used",
-                "What all workers use of a budget: blocks granted, their token_slots, sequence_tokens of live sequences.",
-                used,
-                kind=kind,
-            )
-            page.gauge("kvpool_manager_budget_limit", "What all workers may use of it.", limit, kind=kind)
-        states = [_state(session) for session in manager.sessions]
-        for state in ("serving", "recovering", "draining"):
-            page.gauge("kvpool_manager_sessions", "Live sessions.", states.count(state), state=state)
-        for end in SessionEnd:
-            page.counter(
-                "kvpool_manager_sessions_ended",
-                "Sessions that have ended, by reason.",
-                manager.ended[end],
-                reason=end.value,
-            )
         page.counter(
             "kvpool_manager_server_rebuilds",
             "gRPC servers that ended unexpectedly and were replaced.",
             self._num_server_rebuilds(),
         )
-        page.counter("kvpool_manager_audits", "Audits of every law.", self._audits.num_audits)
-        page.counter("kvpool_manager_violations", "Broken laws that audits have found.", self._audits.num_violations)
+
+    def fill(self, page: MetricsPage, manager: CacheManager, audits: Audits, now: float) -> None:
+        """What a process that leads has; `now` is the monotonic time of the leases, in seconds. Call it on the event loop."""
+        _fill_manager(page, manager, audits)
+        self._fill_calls(page)
+        self._fill_reports(page, manager)
+        for session in manager.sessions:
+            _fill_worker(page, session, now)
 
     def _fill_calls(self, page: MetricsPage) -> None:
         counts = self._counts
@@ -111,8 +78,8 @@ class ManagerMetrics:
                 reason=reason.lower(),
             )
 
-    def _fill_reports(self, page: MetricsPage) -> None:
-        page.counter("kvpool_manager_reports", "Complete reports of workers.", self._manager.num_reports)
+    def _fill_reports(self, page: MetricsPage, manager: CacheManager) -> None:
+        page.counter("kvpool_manager_reports", "Complete reports of workers.", manager.num_reports)
         page.histogram(
             "kvpool_manager_report_duration_seconds",
             "From a worker's Register to the last part of its report.",
@@ -122,9 +89,44 @@ class ManagerMetrics:
             page.counter(
                 "kvpool_manager_reported_entries",
                 "Blocks and sequences of reports, by what they became.",
-                self._manager.reconciled[case],
+                manager.reconciled[case],
                 case=case.value,
             )
+
+
+def _fill_manager(page: MetricsPage, manager: CacheManager, audits: Audits) -> None:
+    page.gauge("kvpool_manager_epoch", "This life of the manager.", manager.epoch)
+    page.gauge("kvpool_manager_prefix_nodes", "Nodes of the prefix tree, over all workers.", manager.num_prefix_nodes)
+    page.gauge(
+        "kvpool_manager_unswept_sessions",
+        "Ended sessions that still have entries in the tree.",
+        manager.num_unswept_sessions,
+    )
+    budget = manager.budget
+    for kind, used, limit in (
+        ("blocks", budget.num_blocks, budget.max_blocks),
+        ("token_slots", budget.num_slots, budget.max_tokens),
+        ("sequence_tokens", budget.num_sequence_tokens, budget.max_tokens),
+    ):
+        page.gauge(
+            "kvpool_manager_budget_used",
+            "What all workers use of a budget: blocks granted, their token_slots, sequence_tokens of live sequences.",
+            used,
+            kind=kind,
+        )
+        page.gauge("kvpool_manager_budget_limit", "What all workers may use of it.", limit, kind=kind)
+    states = [_state(session) for session in manager.sessions]
+    for state in ("serving", "recovering", "draining"):
+        page.gauge("kvpool_manager_sessions", "Live sessions.", states.count(state), state=state)
+    for end in SessionEnd:
+        page.counter(
+            "kvpool_manager_sessions_ended",
+            "Sessions that have ended, by reason.",
+            manager.ended[end],
+            reason=end.value,
+        )
+    page.counter("kvpool_manager_audits", "Audits of every law.", audits.num_audits)
+    page.counter("kvpool_manager_violations", "Broken laws that audits have found.", audits.num_violations)
 
 
 def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import structlog
 from grpc_health.v1 import health_pb2
@@ -19,18 +19,23 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .core.manager import CacheManager
 from .core.messages import Limits
-from .epoch import EpochStore
+from .counts import EdgeCounts
+from .election.epoch import EpochStore
 from .garbage import collect_young
 from .request_sizes import request_limits
 from .servicer import CacheServicer
 from .settings import ManagerSettings
+from .standby import StandbyServicer
 
 if TYPE_CHECKING:
-    from kvpool.process.metrics import MetricsServer
+    from kvpool.process.metrics import MetricsPage, MetricsServer
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
 SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _GRACE_SECONDS: Final = 1.0
 """For calls in flight when the manager stops; they take milliseconds."""
@@ -42,38 +47,61 @@ NOTICE_SECONDS: Final = 0.1
 class Server:
     """A cache manager that listens. `async with` starts and stops it; make it inside the loop that runs it.
 
-    `epochs` has begun this life's epoch; the server does not close it. `clock` gives monotonic seconds.
+    `epochs` leads already, or the server stands by until it does: health is answered, calls are refused. The server does not
+    release it. `clock` gives monotonic seconds.
     """
+
+    manager: CacheManager
+    """Of the life in which this process leads; not set before."""
+    _servicer: CacheServicer
+    """Likewise."""
 
     def __init__(
         self, settings: ManagerSettings, epochs: EpochStore, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._settings = settings
+        self._epochs = epochs
         self._clock = clock
-        self.manager = CacheManager(
-            epochs.epoch,
-            session_start=secrets.randbits(39),
-            lease_seconds=settings.lease_seconds,
-            tick_seconds=settings.tick_seconds,
-            limits=Limits(max_total_blocks=settings.max_total_blocks, max_total_tokens=settings.max_total_tokens),
-            explain_evictions=settings.explain_evictions,
-            explain_across_salts=settings.explain_across_salts,
-        )
+        self._limits = Limits(max_total_blocks=settings.max_total_blocks, max_total_tokens=settings.max_total_tokens)
         self.port = 0
         """The port in use, once started."""
         self._grpc = GrpcServer(settings.host, settings.port, settings, clock=clock)
-        self._servicer = CacheServicer(
-            self.manager,
-            epochs,
-            keep_alive_seconds=settings.keep_alive_seconds,
-            clock=clock,
-            max_watchers=settings.max_watchers,
-            max_watch_events=settings.watch_events,
-            max_watch_seconds=settings.max_connection_age,
-        )
+        self._counts = EdgeCounts()
+        self._standby: StandbyServicer | None = None
+        self._has_begun = False
+        """This process leads, or has led."""
+        self._leading: asyncio.Task[None] | None = None
         self._ticking: asyncio.Task[None] | None = None
         self.metrics: MetricsServer | None = None
         """Answers /metrics, if the settings name a port for it."""
+        if epochs.leads():
+            self._begin_life()
+        else:
+            self._standby = StandbyServicer()
+
+    def _begin_life(self) -> None:
+        """Make an empty manager under the epoch that this process leads with, and what answers its calls."""
+        settings = self._settings
+        self.manager = CacheManager(
+            self._epochs.epoch,
+            session_start=secrets.randbits(39),
+            lease_seconds=settings.lease_seconds,
+            tick_seconds=settings.tick_seconds,
+            limits=self._limits,
+            explain_evictions=settings.explain_evictions,
+            explain_across_salts=settings.explain_across_salts,
+        )
+        self._servicer = CacheServicer(
+            self.manager,
+            self._epochs,
+            keep_alive_seconds=settings.keep_alive_seconds,
+            clock=self._clock,
+            max_watchers=settings.max_watchers,
+            max_watch_events=settings.watch_events,
+            max_watch_seconds=settings.max_connection_age,
+            counts=self._counts,
+        )
+        self._has_begun = True
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -89,20 +117,23 @@ class Server:
         self.port = self._grpc.port
         if self._settings.metrics_port is not None:
             self.metrics = self._listen_for_metrics(self._settings.metrics_host, self._settings.metrics_port)
-        await self._grpc.health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        answering: Any = self._servicer if self._standby is None else self._standby
+        await self._grpc.health.set(SERVICE, _SERVING if self._standby is None else _NOT_SERVING)
         await self._grpc.start(
             Services(
                 names=(SERVICE,),
-                add_to=lambda server: cache_pb2_grpc.add_CacheServiceServicer_to_server(self._servicer, server),
-                limits=request_limits(self.manager.limits),
-                on_refused=self._servicer.counts.on_unread,
+                add_to=lambda server: cache_pb2_grpc.add_CacheServiceServicer_to_server(answering, server),
+                limits=request_limits(self._limits),
+                on_refused=self._counts.on_unread,
             )
         )
-        self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
+        if self._has_begun:
+            self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
+        self._leading = asyncio.create_task(self._lead(), name="manager-election")
         log.info(
-            "listening",
+            "listening" if self._standby is None else "standing by",
             address=self._grpc.address,
-            epoch=self.manager.epoch,
+            epoch=self._epochs.epoch,
             state_dir=str(self._settings.state_folder),
         )
         if not is_loopback(self._settings.host):
@@ -110,9 +141,26 @@ class Server:
         if self.metrics is not None:
             await self.metrics.start()
 
+    async def _lead(self) -> None:
+        """Begin this process's life as the one that leads, when no other one does, and go on. Raises LeadershipLost, StateError."""
+        if self._standby is not None:
+            await self._epochs.lead()
+            self._begin_life()
+            self._standby.leading = self._servicer
+            self._ticking = asyncio.create_task(self._tick_for_ever(), name="manager-tick")
+            log.info("leads", address=self._grpc.address, epoch=self.manager.epoch)
+            await self._grpc.health.set(SERVICE, _SERVING)
+        await self._epochs.keep()
+
     async def serve_until(self, stopping: asyncio.Event) -> None:
-        """Wait for `stopping`. Raises PortError if the gRPC server has ended and could not be replaced."""
-        waits = [asyncio.ensure_future(stopping.wait()), asyncio.ensure_future(self._grpc.run())]
+        """Wait for `stopping`. Raises PortError if the gRPC server has ended and could not be replaced, LeadershipLost if another
+        process may lead, StateError if this one can never lead."""
+        assert self._leading is not None
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(stopping.wait()),
+            asyncio.ensure_future(self._grpc.run()),
+            asyncio.shield(self._leading),
+        ]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -123,18 +171,22 @@ class Server:
 
     async def stop(self, notice_seconds: float = NOTICE_SECONDS) -> None:
         """Report NOT_SERVING, refuse new calls, let those in flight end, and stop. Idempotent."""
-        if self._ticking is None:
+        if self._leading is None:
             return
-        ticking, self._ticking = self._ticking, None
+        leading, self._leading = self._leading, None
         await self._grpc.health.enter_graceful_shutdown()
-        self._servicer.refuse_calls()
-        await asyncio.sleep(notice_seconds)
+        if self._has_begun:
+            self._servicer.refuse_calls()
+        if self._epochs.leads():
+            await asyncio.sleep(notice_seconds)
         await self._grpc.stop(_GRACE_SECONDS)
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
+        tasks = [leading] if self._ticking is None else [leading, self._ticking]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.metrics is not None:
             await self.metrics.stop()
-        log.info("stopped", epoch=self.manager.epoch)
+        log.info("stopped", epoch=self._epochs.epoch)
 
     def _listen_for_metrics(self, host: str, port: int) -> MetricsServer:
         # Imported only if used: it takes a tenth of the start, for which streams may be waiting after a restart.
@@ -142,14 +194,13 @@ class Server:
 
         from .metrics import ManagerMetrics
 
-        metrics = ManagerMetrics(
-            self.manager, self._servicer.counts, self._servicer.audits, lambda: self._grpc.num_rebuilds
-        )
-        return MetricsServer(
-            listen_for_metrics(host, port),
-            lambda page: metrics.fill(page, self._clock()),
-            is_serving=self._grpc.is_answering,
-        )
+        def fill(page: MetricsPage) -> None:
+            metrics.fill_process(page, leads=self._has_begun and self._epochs.leads())
+            if self._has_begun:
+                metrics.fill(page, self.manager, self._servicer.audits, self._clock())
+
+        metrics = ManagerMetrics(self._counts, lambda: self._grpc.num_rebuilds)
+        return MetricsServer(listen_for_metrics(host, port), fill, is_serving=self._grpc.is_answering)
 
     async def _tick_for_ever(self) -> None:
         while True:

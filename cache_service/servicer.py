@@ -29,7 +29,7 @@ from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session, SessionEnd
 from .core.session_key import SessionKey
 from .counts import EdgeCounts
-from .epoch import MAX_EPOCH, EpochStore, StateError
+from .election.epoch import MAX_EPOCH, EpochStore, StateError
 from .foreign_epochs import ForeignEpochs
 from .garbage import collect_young
 from .keys import make_session_key
@@ -135,6 +135,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         max_watch_events: int = 1 << 16,
         max_watch_seconds: float = 0.0,
         make_key: Callable[[], SessionKey] = make_session_key,
+        counts: EdgeCounts | None = None,
     ) -> None:
         self._manager = manager
         self._epochs = epochs
@@ -143,7 +144,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             epochs.epoch, found_state=epochs.found_state, lease_seconds=manager.lease_seconds
         )
         self.audits = Audits(manager)
-        self.counts = EdgeCounts()
+        self.counts = counts or EdgeCounts()
         self.watching = Watching(
             manager,
             self.audits,
@@ -160,9 +161,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """When the last lease of sessions that were lost as a whole has run out, in monotonic seconds."""
 
     def require_serving(self) -> None:
-        """Raise status.Unavailable if the manager is about to stop."""
+        """Raise status.Unavailable if the manager is about to stop, or if another one may lead by now: this process may have been
+        frozen for any time before it looks at the call."""
         if self._stopping:
             raise status.Unavailable("the manager is shutting down: register again when it is back")
+        if not self._epochs.leads():
+            raise status.Unavailable("this manager leads no longer: another one may, with larger epochs")
 
     def refuse_calls(self) -> None:
         """Answer every call from now on with UNAVAILABLE, before the connection closes, and end the streams so."""
@@ -199,8 +203,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def _outgrow(self, seen: int, last_session: int, worker_id: str) -> None:
         """Raise the epoch above one that a worker has seen in another life of the manager, if that is allowed and needed.
 
-        Such an epoch means that our state directory is older than the worker. The disk is written off the event loop; the core
-        changes when the new epoch is durable. Raises Refusal: BAD_FIELD, FOREIGN_EPOCH.
+        Such an epoch means that the state we have found is older than the worker. The core changes when the new epoch is durable.
+        Raises Refusal: BAD_FIELD, FOREIGN_EPOCH.
         """
         if seen > MAX_EPOCH:
             raise bad_field("highest_epoch_seen", f"at most {MAX_EPOCH}, got {seen}")
@@ -216,10 +220,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                     metadata={"epoch": str(self._manager.epoch)},
                 )
             try:
-                epoch = await asyncio.to_thread(self._epochs.raise_above, seen)
-            except (OSError, StateError) as error:
+                epoch = await self._epochs.raise_above(seen)
+            except StateError as error:
                 log.error("epoch cannot be raised", error=str(error))
-                raise status.Unavailable("the manager's state directory cannot be written; see its log") from error
+                raise status.Unavailable("the manager's epoch cannot be written; see its log") from error
             log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=worker_id)
             self._foreign_epochs.on_raised(self.clock())
             self._manager.raise_epoch(epoch)

@@ -34,6 +34,23 @@ class ManagerSettings(ServerSettings):
         description="Folder for the epoch, which must outlive the process; one manager at a time. "
         "Default: kvpool/manager-PORT in $XDG_STATE_HOME or ~/.local/state.",
     )
+    election: Annotated[str, StringConstraints(pattern=r"^(file|kubernetes:[a-z0-9.-]+/[a-z0-9.-]+)$")] | None = Field(
+        default=None,
+        description="Stand by while another manager leads, and take over after it. file: the one that has locked --state-dir, on "
+        "a disk that all of them share. kubernetes: the holder of that Lease, which also keeps the epoch. Workers and clients "
+        "are given the addresses of all managers. Default: a manager that does not find --state-dir free does not start.",
+    )
+    leader_lease_seconds: int = Field(
+        default=5,
+        ge=1,
+        le=3600,
+        description="With --election kubernetes: a manager that cannot renew its Lease for that long ends, and another one takes "
+        "over. Shorter pauses after a loss, but less time in which the API server may be away.",
+    )
+    kubernetes_api: Annotated[str, StringConstraints(pattern=r"^https?://\S+$")] | None = Field(
+        default=None,
+        description="With --election kubernetes: URL of the API server, as of `kubectl proxy`. Default: that of the pod's cluster.",
+    )
     lease_seconds: float = Field(
         default=6.0, gt=0, le=3600, description="Seconds without a KeepAlive after which a worker's session ends."
     )

@@ -16,6 +16,8 @@ from .core.refusal import Reason, Refusal
 
 INTERNAL = "INTERNAL"
 """`ErrorInfo.reason` of a bug."""
+STANDBY = "STANDBY"
+"""`ErrorInfo.reason` of a call to a process that does not lead."""
 
 
 class _Row(NamedTuple):
@@ -91,6 +93,16 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
 def of_unavailable(error: Unavailable) -> status_pb2.Status:
     """The status of a call that cannot be served now."""
     return build_status(code_pb2.UNAVAILABLE, Reason.RECOVERING.value, str(error), retry_seconds=0.5)
+
+
+def of_standby() -> status_pb2.Status:
+    """The status of every call to a process that stands by."""
+    return build_status(
+        code_pb2.UNAVAILABLE,
+        STANDBY,
+        "this manager stands by, because another one leads: name the addresses of all managers, e.g. --manager a:50051,b:50051",
+        retry_seconds=0.1,
+    )
 
 
 def of_bug() -> status_pb2.Status:

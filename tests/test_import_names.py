@@ -36,7 +36,7 @@ def test_the_pattern_sees_what_it_is_for() -> None:
     for line in (
         "from client import Client",
         "    from worker_service.model.load import load_model",
-        "import cache_service.epoch",
+        "import cache_service.election.epoch",
         'monkeypatch.setattr("client.cli.keeper.PAUSE", 1)',
         'command = [sys.executable, "-m", "worker_service"]',
     ):

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, ClientConfig
@@ -271,7 +271,7 @@ def test_a_manager_that_is_away_is_told_beside_what_was() -> None:
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
-    epochs = EpochStore.open(settings.state_folder)
+    epochs = FileEpochs.open(settings.state_folder)
     async with Server(settings, epochs) as server:
         yield server
     epochs.close()
@@ -519,7 +519,7 @@ async def test_the_terminal_is_left_as_it_was_whatever_ends_it(
 async def test_it_waits_for_a_manager_and_says_when_it_is_away(tmp_path: Path) -> None:
     """Begun before the manager is, and kept while that is gone."""
     settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
-    epochs = EpochStore.open(settings.state_folder)
+    epochs = FileEpochs.open(settings.state_folder)
     async with Server(settings, epochs) as first:
         settings = settings.model_copy(update={"port": first.port})
     code = PROGRAM.format(address=f"127.0.0.1:{settings.port}")

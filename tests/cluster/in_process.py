@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import torch
 
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server as ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, Completion, GenerateOptions
@@ -80,7 +80,7 @@ class InProcessCluster:
 async def in_process_cluster(model: Path, folder: Path, **settings: Any) -> AsyncIterator[InProcessCluster]:
     """Serve the model in float32 with `settings` of the worker; every KV slot holds NaN at first. `folder` is for state
     and caches. In the end everything has come back and every law holds."""
-    epochs = EpochStore.open(folder / "state")
+    epochs = FileEpochs.open(folder / "state")
     try:
         manager_settings = ManagerSettings(port=0, state_dir=folder / "state", lease_seconds=60)
         async with ManagerServer(manager_settings, epochs) as manager:

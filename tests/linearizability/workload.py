@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
@@ -238,7 +238,7 @@ async def record(
     `num_calls`: by each speaker and each of two clients.
     """
     settings = ManagerSettings(port=0, state_dir=state_folder, lease_seconds=600, keep_alive_seconds=1)
-    epochs = EpochStore.open(settings.state_folder)
+    epochs = FileEpochs.open(settings.state_folder)
     try:
         async with Server(settings, epochs) as server:
             start = Specification(server.manager.last_generation, server.manager._last_session)

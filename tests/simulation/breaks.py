@@ -13,7 +13,7 @@ from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import ReportPart, Root
 from kvpool.cache_service.core.recovery import Recovery
-from kvpool.cache_service.epoch import MAX_EPOCH
+from kvpool.cache_service.election.epoch import MAX_EPOCH
 from kvpool.cache_service.foreign_epochs import ForeignEpochs
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.client.gate import Gate

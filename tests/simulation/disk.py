@@ -1,7 +1,7 @@
 """The manager's disk: what was written and not fsynced may be lost or torn when the power goes, and fsync may lie.
 
-Stands in for `os`, `open` and `fcntl` in cache_service/epoch.py and kvpool/process/durable_file.py, whose code runs unchanged over
-it.
+Stands in for `os`, `open` and `fcntl` in cache_service/election/file.py and kvpool/process/durable_file.py, whose code runs
+unchanged over it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Inode:
 
 
 class Path:
-    """A name on the disk, as far as EpochStore and `write_durably` use pathlib."""
+    """A name on the disk, as far as FileEpochs and `write_durably` use pathlib."""
 
     def __init__(self, disk: Disk, name: str) -> None:
         self.disk = disk

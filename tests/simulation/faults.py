@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
+from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
+from kvpool.cache_service.election.file import encode
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
 from tests.simulation import manager
 from tests.simulation.manager import LEASE_SECONDS

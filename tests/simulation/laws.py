@@ -15,7 +15,7 @@ from kvpool.cache_service.core.integrity.pools import PoolLaws
 from kvpool.cache_service.core.integrity.sequences import SequenceLaws
 from kvpool.cache_service.core.messages import TOKEN_BYTES, Root
 from kvpool.cache_service.core.session import Session
-from kvpool.cache_service.epoch import MAX_FOREIGN_EPOCH
+from kvpool.cache_service.election.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.sequence import CacheSequence

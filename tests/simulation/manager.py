@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.core.session_key import SessionKey
-from kvpool.cache_service.epoch import EpochStore, StateError
+from kvpool.cache_service.election.epoch import StateError
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.v1 import cache_pb2_grpc
@@ -42,7 +43,7 @@ class ManagerProcess(Process):
     def boot(self) -> None:
         """Read the epoch, and listen. Dies if the state file is damaged or the power goes meanwhile."""
         try:
-            epochs = EpochStore.open(Path(self.world.disk, ""))  # type: ignore[arg-type]
+            epochs = FileEpochs.open(Path(self.world.disk, ""))  # type: ignore[arg-type]
         except PowerLoss:
             self.crash(lost_power=True)
             return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import kvpool.cache_service.core.manager
-import kvpool.cache_service.epoch
+import kvpool.cache_service.election.file
 import kvpool.cache_service.servicer
 import kvpool.client.deadline
 import kvpool.client.manager
@@ -149,8 +149,8 @@ def installed(world: World) -> Iterator[None]:
         ):
             name = module.__name__.rpartition(".")[2]
             stack.enter_context(mock.patch.object(module, "log", _Log(world, name)))
-        stack.enter_context(mock.patch.object(kvpool.cache_service.epoch, "os", world.disk))
-        stack.enter_context(mock.patch.object(kvpool.cache_service.epoch, "fcntl", world.disk))
+        stack.enter_context(mock.patch.object(kvpool.cache_service.election.file, "os", world.disk))
+        stack.enter_context(mock.patch.object(kvpool.cache_service.election.file, "fcntl", world.disk))
         stack.enter_context(mock.patch.object(durable_file, "os", world.disk))
         stack.enter_context(mock.patch.object(durable_file, "open", world.disk.open, create=True))
         stack.enter_context(

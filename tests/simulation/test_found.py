@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session import SessionEnd
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.cache_service.settings import ManagerSettings
@@ -18,7 +18,7 @@ class _Life:
     """One life of the manager in a directory, without a network."""
 
     def __init__(self, directory: Path, *, session_start: int = 0) -> None:
-        self.epochs = EpochStore.open(directory)
+        self.epochs = FileEpochs.open(directory)
         self.manager = CacheManager(self.epochs.epoch, session_start=session_start)
         self.servicer = CacheServicer(self.manager, self.epochs, keep_alive_seconds=1.0, clock=lambda: 0.0)
 
@@ -36,7 +36,7 @@ async def test_two_lives_with_one_epoch_do_not_number_their_sessions_alike(tmp_p
     """A disk that lost the epoch: a worker of the one life must not speak in another worker's session of the other."""
     starts = []
     for name in ("a", "b"):
-        epochs = EpochStore.open(tmp_path / name)
+        epochs = FileEpochs.open(tmp_path / name)
         server = Server(ManagerSettings(state_dir=tmp_path / name), epochs)
         starts.append(server.manager._last_session)
         epochs.close()
@@ -88,5 +88,5 @@ async def test_a_register_that_comes_late_does_not_vouch_for_a_worker_of_another
         life = _Life(tmp_path / name, session_start=len(sessions) * 1_000)
         sessions.append(await life.register("w", 2, seen=1))
         assert life.manager.epoch == 3
-        life.epochs.close()
     assert await life.register("w", 3, seen=3, last=sessions[0]) >> 40 == life.manager.epoch == 4
+    life.epochs.close()

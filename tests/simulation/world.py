@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.messages import Limits
-from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, encode
+from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
+from kvpool.cache_service.election.file import encode
 from kvpool.protocol.tokens import input_digest
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams

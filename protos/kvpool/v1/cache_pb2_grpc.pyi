@@ -32,6 +32,7 @@ and, where it helps, RetryInfo, BadRequest or QuotaFailure:
   a report contradicts itself                INVALID_ARGUMENT     BAD_REPORT (+ BadRequest); the session has ended
   not in this version                        UNIMPLEMENTED        UNSUPPORTED
   report not in yet, manager stopping        UNAVAILABLE          RECOVERING (+ RetryInfo)
+  another manager leads                      UNAVAILABLE          STANDBY (+ RetryInfo)
   a bug; the manager's log has the traceback INTERNAL             INTERNAL
 
 The transport answers first, without an ErrorInfo, if a message is over 16 MiB (RESOURCE_EXHAUSTED) or the deadline

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
@@ -28,7 +28,7 @@ def settings(tmp_path: Path) -> ManagerSettings:
 @pytest.fixture
 async def server(settings: ManagerSettings) -> AsyncIterator[Server]:
     """A started manager; its laws hold at the end of every test."""
-    epochs = EpochStore.open(settings.state_folder)
+    epochs = FileEpochs.open(settings.state_folder)
     server = Server(settings, epochs)
     await server.start()
     yield server

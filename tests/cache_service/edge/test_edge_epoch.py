@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cache_service.epoch import MAX_EPOCH, EpochStore, StateError
+from kvpool.cache_service.election.epoch import MAX_EPOCH, StateError
+from kvpool.cache_service.election.file import FileEpochs
 
 
 def begin(directory: Path) -> int:
     """One short life of a manager."""
-    store = EpochStore.open(directory)
+    store = FileEpochs.open(directory)
     store.close()
     return store.epoch
 
@@ -22,9 +23,9 @@ def test_every_life_has_a_larger_epoch(tmp_path: Path) -> None:
 
 
 def test_a_second_manager_is_told_who_holds_the_directory(tmp_path: Path) -> None:
-    store = EpochStore.open(tmp_path)
+    store = FileEpochs.open(tmp_path)
     with pytest.raises(StateError) as caught:
-        EpochStore.open(tmp_path)
+        FileEpochs.open(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert f"pid {os.getpid()}" in str(caught.value)
     assert "--state-dir" in str(caught.value)
@@ -51,31 +52,31 @@ def test_a_torn_or_foreign_file_is_an_error_and_never_a_smaller_epoch(tmp_path: 
     (tmp_path / "epoch").write_bytes(damage)
     for _ in range(2):
         with pytest.raises(StateError, match="is damaged"):
-            EpochStore.open(tmp_path)
+            FileEpochs.open(tmp_path)
     assert (tmp_path / "epoch").read_bytes() == damage
 
 
-def test_raise_above_is_durable_and_never_lowers(tmp_path: Path) -> None:
-    store = EpochStore.open(tmp_path)
-    assert [store.raise_above(epoch) for epoch in (0, 9, 9, 3, 10)] == [1, 10, 10, 10, 11]
+async def test_raise_above_is_durable_and_never_lowers(tmp_path: Path) -> None:
+    store = FileEpochs.open(tmp_path)
+    assert [await store.raise_above(epoch) for epoch in (0, 9, 9, 3, 10)] == [1, 10, 10, 10, 11]
     store.close()
     assert begin(tmp_path) == 12
 
 
-def test_used_up_epochs_are_an_error_and_never_wrap(tmp_path: Path) -> None:
-    store = EpochStore.open(tmp_path)
-    assert store.raise_above(MAX_EPOCH - 1) == MAX_EPOCH
+async def test_used_up_epochs_are_an_error_and_never_wrap(tmp_path: Path) -> None:
+    store = FileEpochs.open(tmp_path)
+    assert await store.raise_above(MAX_EPOCH - 1) == MAX_EPOCH
     with pytest.raises(StateError, match="used up"):
-        store.raise_above(MAX_EPOCH)
+        await store.raise_above(MAX_EPOCH)
     store.close()
     with pytest.raises(StateError, match="used up"):
-        EpochStore.open(tmp_path)
+        FileEpochs.open(tmp_path)
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StateError, match=r"file/state cannot be used: Not a directory"):
-        EpochStore.open(tmp_path / "file" / "state")
+        FileEpochs.open(tmp_path / "file" / "state")
     (tmp_path / "state" / "epoch.tmp").mkdir(parents=True)
     with pytest.raises(StateError, match=r"state cannot be used: Is a directory"):
-        EpochStore.open(tmp_path / "state")
+        FileEpochs.open(tmp_path / "state")

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
@@ -96,7 +96,7 @@ async def test_after_a_restart_the_manager_refuses_old_sessions_and_serves_who_r
     settings = ManagerSettings(port=0, state_dir=tmp_path)
     sessions: list[pb.RegisterResponse] = []
     for life in range(3):
-        epochs = EpochStore.open(tmp_path)
+        epochs = FileEpochs.open(tmp_path)
         async with (
             Server(settings, epochs) as server,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
@@ -124,7 +124,7 @@ async def short_leases(tmp_path: Path) -> ManagerSettings:
 
 async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leases: ManagerSettings) -> None:
     """After the lease a silent worker's blocks are gone from the tree and it may register again; the other noticed nothing."""
-    epochs = EpochStore.open(short_leases.state_folder)
+    epochs = FileEpochs.open(short_leases.state_folder)
     async with (
         Server(short_leases, epochs) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,

@@ -10,7 +10,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH, EpochStore, encode
+from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
+from kvpool.cache_service.election.file import FileEpochs, encode
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.servicer import CacheServicer
@@ -29,7 +30,7 @@ class Life:
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
-        self.epochs = EpochStore.open(directory)
+        self.epochs = FileEpochs.open(directory)
         self.manager = CacheManager(self.epochs.epoch, session_start=12345, lease_seconds=LEASE)
         self.servicer = CacheServicer(self.manager, self.epochs, keep_alive_seconds=1.0, clock=lambda: self.now)
 

@@ -354,6 +354,7 @@ def test_every_reason_has_its_row_in_the_published_table() -> None:
     """The table at the top of cache.proto and ours are the same: whoever adds a reason adds it to both."""
     codes = published_codes()
     assert codes.pop(status.INTERNAL) == "INTERNAL"
+    assert codes.pop(status.STANDBY) == "UNAVAILABLE"
     assert codes.keys() == Reason.__members__.keys()
     for reason in Reason:
         found = status.of_refusal(Refusal(reason, "why", field="f", position=3))

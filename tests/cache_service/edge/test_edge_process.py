@@ -23,15 +23,17 @@ COMMAND = (sys.executable, "-m", "kvpool.cache_service")
 
 
 @contextmanager
-def listening(*arguments: str, variables: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], Line]]:
-    """A manager's process and its line that it listens. Killed at the end if it still runs."""
+def listening(
+    *arguments: str, variables: dict[str, str] | None = None, event: str = "listening"
+) -> Iterator[tuple[subprocess.Popen[str], Line]]:
+    """A manager's process and its line that it listens, or stands by. Killed at the end if it still runs."""
     command = [*COMMAND, "--log-format", "json", *arguments]
     environment = {**os.environ, **(variables or {})}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
             line = json.loads(process.stderr.readline())
-            assert line["event"] == "listening"
+            assert line["event"] == event
             yield process, line
         finally:
             process.kill()

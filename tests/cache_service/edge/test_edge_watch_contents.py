@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, ContentsView, ManagerAway
@@ -130,7 +130,7 @@ async def test_a_new_manager_lists_what_its_workers_report(tmp_path_factory: pyt
     """The client goes on by itself, and its view is that of the new manager."""
     folder = tmp_path_factory.mktemp("state")
     view = ContentsView()
-    with contextlib.closing(EpochStore.open(folder)) as epochs:
+    with contextlib.closing(FileEpochs.open(folder)) as epochs:
         server = Server(ManagerSettings(port=0, state_dir=folder), epochs)
         await server.start()
         port = server.port
@@ -139,7 +139,7 @@ async def test_a_new_manager_lists_what_its_workers_report(tmp_path_factory: pyt
         await until_equal(updates, view, server.manager)
         await server.stop()
         assert isinstance(await _until_away(updates), ManagerAway)
-    with contextlib.closing(EpochStore.open(folder)) as epochs:
+    with contextlib.closing(FileEpochs.open(folder)) as epochs:
         async with Server(ManagerSettings(port=port, state_dir=folder), epochs) as server:
             view.is_complete = False
             await until_equal(updates, view, server.manager)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 import grpc
 import pytest
 
-from kvpool.cache_service.epoch import EpochStore
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, SyncClient, WorkerView
@@ -195,7 +195,7 @@ async def test_a_stream_ends_with_the_age_of_a_connection(server: Server, stub: 
 
 async def test_a_view_comes_through_a_restart_of_the_manager(settings: ManagerSettings) -> None:
     view = PictureView()
-    epochs = EpochStore.open(settings.state_folder)
+    epochs = FileEpochs.open(settings.state_folder)
     server = Server(settings, epochs)
     await server.start()
     again = settings.model_copy(update={"port": server.port, "metrics_port": None})
@@ -209,7 +209,7 @@ async def test_a_view_comes_through_a_restart_of_the_manager(settings: ManagerSe
         epochs.close()
         async with asyncio.timeout(20):
             assert [update async for update in _until_away(updates)]
-        epochs = EpochStore.open(settings.state_folder)
+        epochs = FileEpochs.open(settings.state_folder)
         async with Server(again, epochs):
             await until(updates, view, lambda view: view.epoch > epoch)
         epochs.close()
