@@ -60,14 +60,11 @@ async def _serve(settings: ManagerSettings, epochs: EpochStore) -> int:
 
     for number in signals:
         loop.add_signal_handler(number, stop, number)
-    try:
-        async with Server(settings, epochs) as server:
-            _switch_off_the_collector()
-            await server.serve_until(stopping)
-            for number in signals:
-                loop.remove_signal_handler(number)
-    finally:
-        await epochs.release()
+    async with Server(settings, epochs) as server:
+        _switch_off_the_collector()
+        await server.serve_until(stopping)
+        for number in signals:
+            loop.remove_signal_handler(number)
     return status
 
 

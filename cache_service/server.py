@@ -47,8 +47,8 @@ NOTICE_SECONDS: Final = 0.1
 class Server:
     """A cache manager that listens. `async with` starts and stops it; make it inside the loop that runs it.
 
-    `epochs` leads already, or the server stands by until it does: health is answered, calls are refused. The server does not
-    release it. `clock` gives monotonic seconds.
+    `epochs` leads already, or the server stands by until it does: health is answered, calls are refused. The server releases it
+    when it stops. `clock` gives monotonic seconds.
     """
 
     manager: CacheManager
@@ -175,9 +175,12 @@ class Server:
             return
         leading, self._leading = self._leading, None
         await self._grpc.health.enter_graceful_shutdown()
+        was_leading = self._epochs.leads()
         if self._has_begun:
             self._servicer.refuse_calls()
-        if self._epochs.leads():
+        # From here on this process changes nothing, so another one may lead at once.
+        await self._epochs.release()
+        if was_leading:
             await asyncio.sleep(notice_seconds)
         await self._grpc.stop(_GRACE_SECONDS)
         tasks = [leading] if self._ticking is None else [leading, self._ticking]

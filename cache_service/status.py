@@ -100,7 +100,7 @@ def of_standby() -> status_pb2.Status:
     return build_status(
         code_pb2.UNAVAILABLE,
         STANDBY,
-        "this manager stands by, because another one leads: name the addresses of all managers, e.g. --manager a:50051,b:50051",
+        "this manager stands by, because another one leads: name the addresses of all managers, --manager HOST:PORT,HOST:PORT",
         retry_seconds=0.1,
     )
 

@@ -10,6 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from kvpool.process.channel_options import CHANNEL_OPTIONS
+from kvpool.process.manager_channel import ManagerChannel
 from kvpool.v1 import cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 from .answer_streams import Answers, AnswerStreams
@@ -22,7 +23,6 @@ class _Peer:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
-        self.manager = cache_pb2_grpc.CacheServiceStub(channel)
         self.worker = worker_pb2_grpc.WorkerServiceStub(channel)
 
 
@@ -30,6 +30,8 @@ class Channels:
     """Channels by address. Use it, and close it, inside one running event loop."""
 
     def __init__(self) -> None:
+        self._managers: dict[str, ManagerChannel] = {}
+        """By the addresses in the settings."""
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
         self._answer_streams = AnswerStreams(lambda address: self.worker(address).GenerateMany)
@@ -37,9 +39,13 @@ class Channels:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def manager(self, address: str) -> cache_pb2_grpc.CacheServiceStub:
-        """The manager at host:port, on this machine or another; connects when it is first called. Not encrypted."""
-        return self._peer(address).manager
+    def manager(self, addresses: str) -> cache_pb2_grpc.CacheServiceStub:
+        """The manager at host:port, on this machine or another, or of several the one that leads; connects when it is first called.
+        Not encrypted."""
+        channel = self._managers.get(addresses)
+        if channel is None:
+            channel = self._managers[addresses] = ManagerChannel(addresses)
+        return channel.stub
 
     def worker(self, address: str) -> worker_pb2_grpc.WorkerServiceStub:
         """The worker at host:port, likewise."""
@@ -70,6 +76,8 @@ class Channels:
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
+        while self._managers:
+            await self._managers.popitem()[1].aclose()
         while self._peers:
             await self._peers.popitem()[1].channel.close()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.process.address import DEFAULT_MANAGER
+from kvpool.process.address import DEFAULT_MANAGER, split_addresses
 
 from .errors import InvalidRequest
 from .model_files import DEFAULT_MAX_BYTES
@@ -20,8 +20,9 @@ class ClientConfig:
     """Settings of one client. Times are in seconds. Validated when it is made: InvalidRequest."""
 
     manager: str = DEFAULT_MANAGER
-    """host:port of the cache manager. The channel to it, and to the workers that it names, is not encrypted: beyond this
-    machine only on a network that you trust."""
+    """host:port of the cache manager, or of several with commas between, or a name that several have: then the one that leads is
+    asked. The channel to it, and to the workers that it names, is not encrypted: beyond this machine only on a network that you
+    trust."""
     timeout: float = 600.0
     """How long a generate or chat may take from its start to its last token, unless the call says otherwise."""
     unary_timeout: float = 5.0
@@ -44,12 +45,14 @@ class ClientConfig:
     and keep."""
 
     def __post_init__(self) -> None:
-        host, _, port = self.manager.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        try:
+            split_addresses(self.manager)
+        except ValueError:
             raise InvalidRequest(
-                f"the manager's address must be host:port, got {self.manager!r}; e.g. {DEFAULT_MANAGER}",
+                f"the manager's address must be host:port, or several with commas between, got {self.manager!r}; e.g. "
+                f"{DEFAULT_MANAGER}",
                 reason="BAD_FIELD",
-            )
+            ) from None
         for name in ("timeout", "unary_timeout", "first_contact", "worker_wait", "liveness_interval"):
             value = getattr(self, name)
             if not 0 < value <= 86_400:

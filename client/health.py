@@ -28,11 +28,21 @@ class Health(NamedTuple):
     """For people: one line with the address, and what to do if it does not serve."""
 
 
-def ask_health(address: str, service: str = "", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Health:
-    """The health of the service at host:port; "" is all that it serves. Blocks for up to `timeout_seconds`.
+def ask_health(addresses: str, service: str = "", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Health:
+    """The health of the service at host:port, or of the first that serves of several with commas between; "" is all that it serves.
+    Blocks for up to `timeout_seconds` for each.
 
     Never raises for what the other side does: a service that does not answer does not serve.
     """
+    found = Health(False, "")
+    for address in addresses.split(","):
+        found = _ask(address.strip(), service, timeout_seconds)
+        if found.serving:
+            break
+    return found
+
+
+def _ask(address: str, service: str, timeout_seconds: float) -> Health:
     if not address.rpartition(":")[2].isdecimal():
         return Health(False, f"{address!r} is no address to ask for its health: give HOST:PORT")
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:

@@ -11,6 +11,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from kvpool.process.address import split_addresses
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, worker_pb2
@@ -186,7 +187,8 @@ class Manager:
         """Whether the address is a worker's: its health service then knows WorkerService, serving or not."""
         request = health_pb2.HealthCheckRequest(service=_WORKER_SERVICE)
         try:
-            await self._channels.health(self._config.manager).Check(request, timeout=_ATTEMPT_SECONDS_MIN)
+            first = split_addresses(self._config.manager)[0]
+            await self._channels.health(first).Check(request, timeout=_ATTEMPT_SECONDS_MIN)
         except grpc.aio.AioRpcError:
             return False
         return True
@@ -194,15 +196,16 @@ class Manager:
     async def _unreachable(self, error: KvpoolError) -> KvpoolError:
         if error.reason:
             return error
-        host = self._config.manager.rpartition(":")[0]
-        try:
-            await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None)
-        except OSError as unknown:
-            return Unavailable(
-                f"the host name {host!r} of the manager does not resolve ({unknown.strerror}); name the manager with --manager or "
-                "KVPOOL_MANAGER",
-                reason="NO_MANAGER",
-            )
+        for address in split_addresses(self._config.manager):
+            host = address.rpartition(":")[0]
+            try:
+                await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None)
+            except OSError as unknown:
+                return Unavailable(
+                    f"the host name {host!r} of the manager does not resolve ({unknown.strerror}); name the manager with --manager "
+                    "or KVPOOL_MANAGER",
+                    reason="NO_MANAGER",
+                )
         return Unavailable(
             f"no manager answers at {self._config.manager}; start a cluster with `kvpool up`, "
             "or name another manager with --manager or KVPOOL_MANAGER",

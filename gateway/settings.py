@@ -33,7 +33,10 @@ class GatewaySettings(ProcessSettings):
     table: ClassVar[str] = "gateway"
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": "KVPOOL_MANAGER"}
 
-    manager: str = Field(default=DEFAULT_MANAGER, description="host:port of the cache manager.")
+    manager: str = Field(
+        default=DEFAULT_MANAGER,
+        description="host:port of the cache manager; of several with commas between, or a name that several have.",
+    )
     host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default="127.0.0.1",
         description="Address to listen on. Anything but loopback needs --api-key, --api-key-file or --no-api-key. There is no "

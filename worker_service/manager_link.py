@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from kvpool.process.call_status import details_of
-from kvpool.process.channel_options import CHANNEL_OPTIONS
+from kvpool.process.manager_channel import ManagerChannel
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .cache.link_state import SESSION_OVER, Call
@@ -86,8 +86,8 @@ class ManagerLink:
 
     async def run(self) -> None:
         """Connect and `talk_to` the manager until cancelled. Raises RegistrationRefused."""
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            await self.talk_to(cache_pb2_grpc.CacheServiceStub(channel))
+        async with contextlib.aclosing(ManagerChannel(self._address)) as channel:
+            await self.talk_to(channel.stub)
 
     async def talk_to(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         """Register, send calls, and register again when the session is lost, until cancelled. Raises RegistrationRefused."""

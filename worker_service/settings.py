@@ -13,7 +13,7 @@ from urllib.parse import quote
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, with_default_port
+from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, split_addresses, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 
@@ -38,7 +38,11 @@ class WorkerSettings(ServerSettings):
     table: ClassVar[str] = "worker"
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": "KVPOOL_MANAGER", "cache_dir": "KVPOOL_CACHE_DIR"}
 
-    manager: Name = Field(DEFAULT_MANAGER, description="host:port of the cache manager; also $KVPOOL_MANAGER.")
+    manager: Name = Field(
+        DEFAULT_MANAGER,
+        description="host:port of the cache manager; of several with commas between, or a name that several have: then the one "
+        "that leads; also $KVPOOL_MANAGER.",
+    )
     worker_id: Name | None = Field(
         None,
         description="Name of this worker: unique in the cluster, the same after a restart. Default: host name and port.",
@@ -211,6 +215,12 @@ class WorkerSettings(ServerSettings):
     )
     log_format: LogFormat = Field(LogFormat.console, description="Format of the log lines on stderr.")
     log_level: LogLevel = Field(LogLevel.info, description="Least severe lines to log.")
+
+    @field_validator("manager")
+    @classmethod
+    def _manager_is_an_address(cls, manager: str) -> str:
+        split_addresses(manager)
+        return manager
 
     @field_validator("advertise")
     @classmethod

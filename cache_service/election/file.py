@@ -63,7 +63,7 @@ class FileEpochs:
         store._open()
         if not store._take_lock():
             holder = os.pread(store._lock, 32, 0).decode(errors="replace").strip()
-            store.close()
+            store._unlock()
             raise StateError(
                 f"state directory {directory} is held by another manager{f' (pid {holder})' if holder else ''}: stop it, give this "
                 "one another --state-dir, or let this one wait for its end with --election file"
@@ -98,6 +98,10 @@ class FileEpochs:
 
     def _raise_above(self, epoch: int) -> int:
         with self._mutex:
+            if not self.leads():
+                raise StateError(
+                    f"state directory {self._directory} was given back: another manager may have written to it"
+                )
             if self.epoch <= epoch:
                 self._write(epoch + 1)
             return self.epoch
@@ -107,7 +111,11 @@ class FileEpochs:
         self.close()
 
     def close(self) -> None:
-        """Give the directory back. Idempotent."""
+        """Give the directory back, after a write that is under way. Idempotent."""
+        with self._mutex:
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -125,7 +133,7 @@ class FileEpochs:
         except BlockingIOError:
             return False
         except OSError as error:
-            self.close()
+            self._unlock()
             raise self._unusable(error) from error
         return True
 
@@ -138,10 +146,10 @@ class FileEpochs:
             self.found_state = before > 0
             self._write(before + 1)
         except OSError as error:
-            self.close()
+            self._unlock()
             raise self._unusable(error) from error
         except StateError:
-            self.close()
+            self._unlock()
             raise
 
     def _unusable(self, error: OSError) -> StateError:

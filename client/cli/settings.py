@@ -23,7 +23,9 @@ class ClientSettings(ProcessSettings):
     table: ClassVar[str] = "client"
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": MANAGER_VARIABLE}
 
-    manager: str = Field(default=DEFAULT_MANAGER, description="host:port of the cache manager.")
+    manager: str = Field(
+        default=DEFAULT_MANAGER, description="host:port of the cache manager; of several with commas between."
+    )
     timeout: float = Field(
         default=_DEFAULTS.timeout, gt=0, le=86_400, description="Seconds from a request to its last token."
     )

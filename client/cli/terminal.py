@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvpool.process.address import DEFAULT_MANAGER, is_loopback
+from kvpool.process.address import DEFAULT_MANAGER, is_loopback, split_addresses
 from kvpool.process.printable import printable, printable_lines
 from kvpool.process.settings import load_settings
 
@@ -35,7 +35,10 @@ _IN_ASCII: Final = {
 ManagerOption = Annotated[
     str | None,
     typer.Option(
-        "--manager", envvar=MANAGER_VARIABLE, help="host:port of the cache manager.", show_default=DEFAULT_MANAGER
+        "--manager",
+        envvar=MANAGER_VARIABLE,
+        help="host:port of the cache manager; of several with commas between.",
+        show_default=DEFAULT_MANAGER,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -55,7 +58,7 @@ def client_config(manager: str | None) -> ClientConfig:
         max_model_bytes=settings.max_model_bytes,
         first_contact=_FIRST_CONTACT_SECONDS,
     )
-    if not is_loopback(config.manager.rpartition(":")[0]):
+    if not all(is_loopback(address.rpartition(":")[0]) for address in split_addresses(config.manager)):
         print(
             f"kvpool: the connection to {config.manager} is not encrypted; use it only on a network that you trust",
             file=sys.stderr,

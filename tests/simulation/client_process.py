@@ -70,6 +70,9 @@ class _Channels(Channels):
         super().__init__()
         self._process = process
 
+    def manager(self, addresses: str) -> cache_pb2_grpc.CacheServiceStub:
+        return cache_pb2_grpc.CacheServiceStub(self._open(addresses))
+
     def _open(self, address: str) -> Any:
         return Channel(self._process.world.bus, self._process, address)
 

@@ -37,6 +37,16 @@ def with_default_port(address: str, port: int) -> str:
     return address
 
 
+def split_addresses(addresses: str) -> tuple[str, ...]:
+    """The parts of "host:port,host:port". Raises ValueError, which says what is wrong."""
+    found = tuple(part.strip() for part in addresses.split(","))
+    for part in found:
+        host, _, port = part.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536 or (":" in host and not host.startswith("[")):
+            raise ValueError(f"needed host:port, or several of them with commas between, got {addresses!r}")
+    return found
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can be reached under `host`. A name is not looked up: only localhost is known to be."""
     try:

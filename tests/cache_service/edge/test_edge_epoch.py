@@ -80,3 +80,13 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "state" / "epoch.tmp").mkdir(parents=True)
     with pytest.raises(StateError, match=r"state cannot be used: Is a directory"):
         FileEpochs.open(tmp_path / "state")
+
+
+async def test_an_epoch_is_not_raised_in_a_directory_that_was_given_back(tmp_path: Path) -> None:
+    """The next manager may have begun a larger one there."""
+    store = FileEpochs.open(tmp_path)
+    store.close()
+    assert begin(tmp_path) == 2
+    with pytest.raises(StateError, match="was given back"):
+        await store.raise_above(1)
+    assert begin(tmp_path) == 3

@@ -13,12 +13,18 @@ It is no part of Kubernetes, and says nothing of how fast or how available one i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 Body = dict[str, Any]
 
@@ -147,3 +153,29 @@ def _refusal(code: int, message: str) -> httpx.Response:
 
 async def _nothing(_: httpx.Request) -> None:
     pass
+
+
+@contextlib.asynccontextmanager
+async def listening(api: ApiServer) -> AsyncIterator[str]:
+    """Serve it to other processes over HTTP, on any free port of loopback; gives the URL."""
+
+    async def answer(request: Request) -> StreamingResponse:
+        asked = httpx.Request(
+            request.method, str(request.url), headers=dict(request.headers), content=await request.body()
+        )
+        answered = await api.handle_async_request(asked)
+        assert isinstance(answered.stream, httpx.AsyncByteStream)
+        return StreamingResponse(aiter(answered.stream), answered.status_code, media_type="application/json")
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST", "PUT"])])
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    serving = asyncio.create_task(server._serve())
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving

@@ -1,0 +1,175 @@
+"""A channel to the manager that leads, where several may.
+
+With one address this is a plain channel. With several, listed or of one name, gRPC connects to all of them and watches the health
+of CacheService at each (client-side health checking, gRFC A17): a call goes to the one that serves it, and one that may wait goes
+out the moment there is one. Names are resolved here, because gRPC resolves no lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import grpc
+import grpc.aio
+
+from kvpool.v1 import cache_pb2, cache_pb2_grpc
+
+from .address import is_loopback, join_host_port, split_addresses
+from .call_status import details_of
+from .channel_options import CHANNEL_OPTIONS
+
+_SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+_TO_THE_LEADER: Final = (
+    (
+        "grpc.service_config",
+        json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}),
+    ),
+    ("grpc.service_config_disable_resolution", 1),
+    # A new channel shall have new connections, and not share those of the one that it replaces.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+RENEW_SECONDS: Final = 0.5
+"""At least, between two channels."""
+RESOLVE_SECONDS: Final = 1.0
+"""For one name."""
+CLOSE_SECONDS: Final = 2.0
+"""For the calls on a channel that was replaced."""
+
+
+class ManagerChannel:
+    """Opened when it is first asked for. Use it, and close it, inside one running event loop.
+
+    `stub`, as a CacheServiceStub: each call goes over the present channel.
+    """
+
+    def __init__(self, managers: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._managers = managers
+        self._clock = clock
+        self._channel: grpc.aio.Channel | None = None
+        self._opening = asyncio.Lock()
+        self._opened_at = 0.0
+        self._closing: set[asyncio.Task[None]] = set()
+        self._stub: cache_pb2_grpc.CacheServiceStub | None = None
+        self.stub = cast(cache_pb2_grpc.CacheServiceStub, _LeaderStub(self))
+
+    async def present(self) -> cache_pb2_grpc.CacheServiceStub:
+        """The stub of the channel of this moment: after a failure it may be another one."""
+        async with self._opening:
+            if self._channel is None or self._stub is None:
+                target, options = await _target(self._managers)
+                self._channel = grpc.aio.insecure_channel(target, options=(*CHANNEL_OPTIONS, *options))
+                self._stub = cache_pb2_grpc.CacheServiceStub(self._channel)
+                self._opened_at = self._clock()
+            return self._stub
+
+    def on_failure(self, error: grpc.aio.AioRpcError) -> None:
+        """A call has failed. If that may be for lack of the manager that leads, the next call gets a new channel: names may mean
+        other machines now, and a process that is frozen still has its connections, and once said that it serves."""
+        if self._channel is None or self._clock() - self._opened_at < RENEW_SECONDS:
+            return
+        if not is_single(self._managers) and _is_of_no_leader(error):
+            channel, self._channel = self._channel, None
+            task = asyncio.get_running_loop().create_task(channel.close(CLOSE_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def aclose(self) -> None:
+        """Calls that still run on it are cancelled. May be repeated."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+class _LeaderStub:
+    """The methods of CacheServiceStub."""
+
+    def __init__(self, channel: ManagerChannel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(request: Any, **options: Any) -> Any:
+            stub = await self._channel.present()
+            try:
+                return await getattr(stub, method)(request, **options)
+            except grpc.aio.AioRpcError as error:
+                self._channel.on_failure(error)
+                raise
+
+        return call
+
+    def Watch(self, request: Any, **options: Any) -> _LeaderStream:
+        return _LeaderStream(self._channel, request, options)
+
+
+class _LeaderStream:
+    """A call of Watch: what is used of a UnaryStreamCall. It begins with the first `read`."""
+
+    def __init__(self, channel: ManagerChannel, request: Any, options: Any) -> None:
+        self._channel = channel
+        self._request = request
+        self._options = options
+        self._call: Any = None
+
+    async def read(self) -> Any:
+        try:
+            if self._call is None:
+                self._call = (await self._channel.present()).Watch(self._request, **self._options)
+            return await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            self._channel.on_failure(error)
+            raise
+
+    def cancel(self) -> bool:
+        return self._call is not None and bool(self._call.cancel())
+
+
+def is_single(managers: str) -> bool:
+    """Whether these can only be the address of one process: an IP address, or localhost, and a port."""
+    addresses = split_addresses(managers)
+    if len(addresses) > 1:
+        return False
+    host = addresses[0].rpartition(":")[0].strip("[]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return is_loopback(host)
+    return True
+
+
+def _is_of_no_leader(error: grpc.aio.AioRpcError) -> bool:
+    code = error.code()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return True
+    return code is grpc.StatusCode.UNAVAILABLE and details_of(error).reason in ("", "STANDBY")
+
+
+async def _target(managers: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Target of a channel, and its options."""
+    if is_single(managers):
+        return managers, ()
+    loop = asyncio.get_running_loop()
+    found: dict[int, dict[str, None]] = {socket.AF_INET: {}, socket.AF_INET6: {}}
+    for address in split_addresses(managers):
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(RESOLVE_SECONDS):
+                answers = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError):
+            continue  # the others may do
+        for family, _, _, _, (ip, *_) in answers:
+            if family in found:
+                found[family][join_host_port(str(ip), int(port))] = None
+    # One family only: a target has one, and a machine with two addresses is one manager.
+    scheme, targets = ("ipv4", found[socket.AF_INET]) if found[socket.AF_INET] else ("ipv6", found[socket.AF_INET6])
+    if len(targets) > 1:
+        return f"{scheme}:{','.join(targets)}", _TO_THE_LEADER
+    return next(iter(targets), split_addresses(managers)[0]), ()
