@@ -64,6 +64,9 @@ NOT_RUN = {
     "make gpu-wheels": "downloads, and needs the network",
     "docker compose": "needs a container engine; make test-compose runs these commands",
     ".venv/bin/kvpool worker --worker-id": "runs until it is stopped; tests/cluster/test_services_that_fail.py does it",
+    ".venv/bin/kvpool manager --host": "needs several machines; tests/cluster/test_second_manager.py has two managers",
+    ".venv/bin/kvpool worker --manager": "likewise",
+    ".venv/bin/kvpool status --manager": "likewise",
     ".venv/bin/kvpool gateway --manager": "runs until it is stopped; tests/gateway does it",
     ".venv/bin/kvpool up --workers 8 --device cuda": "needs GPUs and two machines; tests/client/test_cli_up.py joins two clusters",
 }
