@@ -80,10 +80,18 @@ UP: Final = Row(
     "Is it up?",
     (
         Panel(
-            "Manager",
-            "Whether the manager answers its metrics page: 1 or 0.",
+            "Managers",
+            "Managers that answer their metrics page; one that stands by is counted.",
             "short",
-            (Query('sum(up{job="kvpool-manager"}) or vector(0)', "manager"),),
+            (Query('sum(up{job="kvpool-manager"}) or vector(0)', "managers"),),
+            "stat",
+            bad_below=1,
+        ),
+        Panel(
+            "Managers that lead",
+            "1; for a moment 0 while the next one takes over.",
+            "short",
+            (Query("sum(kvpool_manager_leads) or vector(0)", "managers"),),
             "stat",
             bad_below=1,
         ),

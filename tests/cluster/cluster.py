@@ -118,10 +118,14 @@ class Cluster:
 
     async def start_manager(self) -> Process:
         """Start the manager, or start it again after its end, and wait until it serves."""
-        settings = {"host": HOST, "port": self._ports[MANAGER], "state_dir": self._folder / "state"}
-        manager = self._start(MANAGER, MANAGER_MODULE, {**settings, **self._manager_settings})
+        manager = self.launch_manager()
         await self.until_serving(MANAGER)
         return manager
+
+    def launch_manager(self) -> Process:
+        """Start the manager, and do not wait for it."""
+        settings = {"host": HOST, "port": self._ports[MANAGER], "state_dir": self.manager_state}
+        return self._start(MANAGER, MANAGER_MODULE, {**settings, **self._manager_settings})
 
     def start_worker(self, name: str, *, threads: int = 1, **settings: Any) -> Process:
         """Start a worker with these settings; without any, start it again with those of the last time. `step_seconds` among them:
@@ -168,6 +172,11 @@ class Cluster:
             return await asyncio.to_thread(answers)
 
         await eventually(serves, f"{name} answers", START_SECONDS)
+
+    @property
+    def manager_state(self) -> Path:
+        """The state folder of the manager."""
+        return self._folder / "state"
 
     def state_dir(self, name: str) -> Path:
         """The state folder of a worker."""

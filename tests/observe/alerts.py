@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvpool.cache_service.election.file import FileEpochs
 from kvpool.v1 import cache_pb2
 from tests.cache_service.edge.peer import registration
 from tests.cluster.cluster import GATEWAY, MANAGER, TAKES_TIME
@@ -71,6 +72,20 @@ async def test_alerts_name_a_manager_that_is_gone(tmp_path: Path, worker: dict[s
         cluster.start_worker(WORKER)
         await observed.until_firing("KvpoolWorkerWithoutManager")
         await cluster.start_manager()
+        await observed.until_calm()
+
+
+async def test_alerts_name_managers_of_which_none_leads(tmp_path: Path, worker: dict[str, Any]) -> None:
+    """Another process holds the lock of the state folder, as a manager that is frozen does."""
+    async with observe(tmp_path, {WORKER: worker}, election="file") as observed:
+        cluster = observed.cluster
+        cluster.kill(MANAGER)
+        held = FileEpochs.open(cluster.manager_state)
+        try:
+            cluster.launch_manager()
+            await observed.until_firing(*FIRED_BY["managers_of_which_none_leads"])
+        finally:
+            held.close()
         await observed.until_calm()
 
 

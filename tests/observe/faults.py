@@ -6,6 +6,7 @@ from typing import Final
 
 FIRED_BY: Final = {
     "a_manager_that_is_gone": ("KvpoolManagerDown", "KvpoolWorkerWithoutManager"),
+    "managers_of_which_none_leads": ("KvpoolNoLeader",),
     "a_worker_that_is_gone": ("KvpoolWorkerDown", "KvpoolWorkerLost", "KvpoolNoWorker", "KvpoolGatewayErrors"),
     "a_gateway_that_restarts_and_stays_away": ("KvpoolRestarts", "KvpoolGatewayDown"),
     "a_queue_that_is_full": ("KvpoolRequestsWaitLong", "KvpoolQueueNearlyFull", "KvpoolRequestsRefused"),
