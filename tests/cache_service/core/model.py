@@ -1083,7 +1083,10 @@ class Model:
             deepest = max([0, *(index + 1 for index, is_led in enumerate(led) if is_led)])
             return cached * size, max(cached, session.on_grid(deepest)) * size
         reached = 0
-        while reached < len(prefixes) and (led[reached] or session.num_hits(prefixes[: reached + 1]) == reached + 1):
+        # A block may be held although one before it is not any more, and is computed again.
+        while reached < len(prefixes) and (
+            led[reached] or all(pool.hit(prefixes[reached]) for pool in session.full_pools)
+        ):
             reached += 1
         return cached * size, reached * size
 

@@ -51,6 +51,23 @@ def test_a_prefix_in_flight_counts_before_it_is_computed() -> None:
     assert (best.session.worker_id, best.num_cached_tokens, best.num_in_flight_tokens) == ("w2", 4, 56)
 
 
+def test_a_held_block_counts_after_one_that_is_computed_again() -> None:
+    """Two sequences computed the first block; the one that serves hits was let go first and is gone, the second block is not."""
+    worker = Desk(num_blocks=8)
+    worker.grant("first", PROMPT[:5])
+    worker.report("first", 5)
+    worker.grant("second", PROMPT[:9], max_cached_tokens=0)
+    worker.report("second", 9)
+    worker.free("first")
+    worker.free("second")
+    worker.grant("other", list(range(50, 71)))
+    worker.free("other")
+    worker.grant("again", PROMPT[:5])
+    (routed,) = worker.manager.route(ROOT, token_bytes(PROMPT))
+    assert (routed.num_cached_tokens, routed.num_in_flight_tokens) == (0, 8)
+    worker.lockstep.route(ROOT, token_bytes(PROMPT))
+
+
 def test_each_worker_is_told_its_own_reach_whoever_else_holds_the_prefix() -> None:
     """Six workers hold beginnings of different lengths, sealed in different orders."""
     workers = cluster(6)
