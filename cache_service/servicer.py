@@ -29,7 +29,7 @@ from .core.refusal import Reason, Refusal, bad_field
 from .core.session import Session, SessionEnd
 from .core.session_key import SessionKey
 from .counts import EdgeCounts
-from .election.epoch import MAX_EPOCH, EpochStore, StateError
+from .election.epoch import MAX_EPOCH, EpochStore, LeadershipLost, StateError
 from .foreign_epochs import ForeignEpochs
 from .garbage import collect_young
 from .keys import make_session_key
@@ -166,7 +166,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if self._stopping:
             raise status.Unavailable("the manager is shutting down: register again when it is back")
         if not self._epochs.leads():
-            raise status.Unavailable("this manager leads no longer: another one may, with larger epochs")
+            raise status.LeadsNoLonger
 
     def refuse_calls(self) -> None:
         """Answer every call from now on with UNAVAILABLE, before the connection closes, and end the streams so."""
@@ -221,8 +221,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 )
             try:
                 epoch = await self._epochs.raise_above(seen)
+            except LeadershipLost as error:
+                log.warning("epoch cannot be raised", why=str(error))
+                raise status.LeadsNoLonger from error
             except StateError as error:
-                log.error("epoch cannot be raised", error=str(error))
+                log.warning("epoch cannot be raised", why=str(error))
                 raise status.Unavailable("the manager's epoch cannot be written; see its log") from error
             log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=worker_id)
             self._foreign_epochs.on_raised(self.clock())
@@ -243,10 +246,19 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:
-        num_reports = self._manager.num_reports
+        num_reports, num_recovering = self._manager.num_reports, self._manager.num_recovering
         session, reply = self._manager.report(worker_codec.decode_uplink(request), worker_codec.decode_report(request))
         if self._manager.num_reports > num_reports:
             self.counts.report_seconds.observe(self.clock() - session.registered_at)
+        if self._manager.num_recovering < num_recovering:
+            log.info(
+                "worker served again",
+                worker_id=session.worker_id,
+                session=f"{session.number:#x}",
+                seconds=round(self.clock() - session.registered_at, 3),
+                held=[counts.held for counts in reply.counts],
+                sequences=len(session.sequences),
+            )
         # Makes the objects of this part old: the collection at the next tick does not visit a whole report.
         collect_young()
         if request.last:

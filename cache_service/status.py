@@ -67,6 +67,13 @@ class Unavailable(Exception):
     """The manager cannot serve any call now. Nothing was done."""
 
 
+class LeadsNoLonger(Unavailable):
+    """Another manager may lead by now."""
+
+    def __init__(self) -> None:
+        super().__init__("this manager leads no longer: another one may, with larger epochs")
+
+
 def ok() -> status_pb2.Status:
     """The status of an item that was done."""
     return status_pb2.Status()
@@ -92,6 +99,8 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
 
 def of_unavailable(error: Unavailable) -> status_pb2.Status:
     """The status of a call that cannot be served now."""
+    if isinstance(error, LeadsNoLonger):
+        return build_status(code_pb2.UNAVAILABLE, STANDBY, str(error), retry_seconds=0.1)
     return build_status(code_pb2.UNAVAILABLE, Reason.RECOVERING.value, str(error), retry_seconds=0.5)
 
 

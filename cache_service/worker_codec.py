@@ -304,6 +304,7 @@ def decode_report(request: cache_pb2.ReportRequest) -> ReportPart:
         reserve=_decode_blocks(request.reserve, "reserve"),
         idle_blocks=_decode_idle(request.idle_blocks),
         units=tuple(_decode_unit(index, unit) for index, unit in enumerate(request.units)),
+        live=request.live,
     )
 
 

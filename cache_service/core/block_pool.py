@@ -24,7 +24,7 @@ from itertools import islice
 from .block_changes import BlockChanges
 from .budget import Account
 from .copies import SLOT_BITS, SLOT_MASK, Holder, block_at
-from .messages import BlockCounts
+from .messages import BlockCounts, ReservedBlock
 from .prefix_tree import Node, PrefixTree
 
 _FIRST_BLOCKS = 8
@@ -84,6 +84,8 @@ class BlockPool:
         self._previous = array("I", [self.num_known - 1, *range(self.num_known - 1)])
         self._duplicates: dict[Node, dict[int, None]] = {}
         """Held blocks that hold the same content as the copy that serves hits; by node, oldest first."""
+        self._expected: dict[int, None] = {}
+        """Free blocks whose contents the worker has yet to report. They are the last of the free ones."""
         self._demoted: dict[int, None] = {}
         """Cached blocks that are evicted before the others, oldest first."""
         self._num_free = num_blocks - 1
@@ -113,9 +115,10 @@ class BlockPool:
 
     def num_new_of(self, count: int, blocks_left: int) -> int:
         """How many of the next `count` blocks would be granted for the first time, if the budget has room for `blocks_left`. Blocks
-        that were freed come before those that were never granted, and these before the cached ones."""
+        that were freed come before those that were never granted, and these before the expected and the cached ones."""
         num_new = self.num_never_granted
-        return max(0, min(count - (self._num_free - num_new), num_new, blocks_left))
+        num_before = self._num_free - num_new - len(self._expected)
+        return max(0, min(count - num_before, num_new, blocks_left))
 
     @property
     def num_never_granted(self) -> int:
@@ -179,6 +182,10 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         """Whether the block lies on the free list and holds nothing."""
         return block >= self.num_known or self._state[block] == FREE
+
+    def is_expected(self, block: int) -> bool:
+        """Whether the block is free, and the worker has yet to report what it holds."""
+        return block in self._expected
 
     def is_cached(self, block: int) -> bool:
         """Whether the block lies on the free list and is still a hit."""
@@ -270,6 +277,10 @@ class BlockPool:
         """Whether the block is listed as one that holds `node` and is not the copy that serves hits."""
         return block in self._duplicates.get(node, ())
 
+    def expected(self) -> list[int]:
+        """Free blocks whose contents the worker has yet to report, as of now."""
+        return list(self._expected)
+
     def demoted(self) -> list[int]:
         """Cached blocks that are evicted before the others, as of now."""
         return list(self._demoted)
@@ -331,6 +342,9 @@ class BlockPool:
         follows[before] = block
         self._previous[block] = before
         self._num_free -= num_free
+        if self._expected:
+            for taken in blocks:
+                self._expected.pop(taken, None)
         if edge > self.last_granted:
             num_granted = max(blocks) - self.last_granted
             self._account.add_blocks(num_granted)
@@ -526,19 +540,84 @@ class BlockPool:
 
     # -- what a worker reports of an earlier session
 
-    def restore_cached(self, block: int, generation: int, node: Node) -> None:
-        """A free block holds `node` and serves its hits, of which the pool has no copy yet; most recently used for now."""
-        self._restore(block, generation)
-        self._state[block] = CACHED
-        self._num_cached += 1
-        self._push_tail(block)
-        self.seal(block, node)
+    def expect(self, blocks: Collection[int]) -> None:
+        """Blocks are complete at the worker, which reports later what they hold: those that are free are granted after the other
+        free ones. No effect in a pool with cached blocks, which come after all free ones."""
+        if self._num_cached or not blocks:
+            return
+        self._know(max(blocks))
+        follows, previous, states, expected = self._next, self._previous, self._state, self._expected
+        for block in blocks:
+            if states[block] == FREE and block not in expected:
+                before, after = previous[block], follows[block]
+                follows[before], previous[after] = after, before
+                last = previous[0]
+                previous[0] = follows[last] = block
+                previous[block], follows[block] = last, 0
+                expected[block] = None
 
-    def restore_held(self, block: int, generation: int) -> None:
-        """A free block is named by one table."""
-        self._restore(block, generation)
-        self._state[block] = HELD
-        self._ref_count[block] = 1
+    def take_expected(self, block: int) -> bool:
+        """Whether the worker has yet to report what the block holds; it has from now on. To be restored, or let go."""
+        if block not in self._expected:
+            return False
+        del self._expected[block]
+        return True
+
+    def let_go(self, block: int) -> None:
+        """A free block, which was expected, holds nothing that is of use."""
+        self._expected.pop(block, None)
+        self._unlink(block)
+        self._push_head(block)
+
+    def stop_expecting(self, most: int) -> bool:
+        """The report is complete: what is still expected holds nothing. At most `most` blocks; returns whether any is left."""
+        for block in list(islice(self._expected, most)):
+            self.let_go(block)
+        return bool(self._expected)
+
+    def restore_cached(self, blocks: Collection[tuple[int, int, Node]]) -> None:
+        """Free blocks, of these generations, hold these nodes and serve their hits, of which the pool has no copies yet; most
+        recently used for now."""
+        if not blocks:
+            return
+        self._know(max(block for block, _, _ in blocks))
+        follows, previous, states, generations = self._next, self._previous, self._state, self._generation
+        for block, generation, node in blocks:
+            assert states[block] == FREE
+            states[block] = CACHED
+            generations[block] = generation
+            if block != previous[0]:
+                before, after = previous[block], follows[block]
+                follows[before], previous[after] = after, before
+                last = previous[0]
+                previous[0] = follows[last] = block
+                previous[block], follows[block] = last, 0
+            if self._expected:
+                self._expected.pop(block, None)
+            self.seal(block, node)
+        self._num_free -= len(blocks)
+        self._num_cached += len(blocks)
+        if self.changes is not None:
+            self.changes.others.update(block for block, _, _ in blocks)
+
+    def restore_held(self, blocks: Collection[ReservedBlock]) -> None:
+        """Free blocks are named by one table."""
+        if not blocks:
+            return
+        self._know(max(block for block, _ in blocks))
+        follows, previous, states = self._next, self._previous, self._state
+        for block, generation in blocks:
+            assert states[block] == FREE
+            before, after = previous[block], follows[block]
+            follows[before], previous[after] = after, before
+            self._generation[block] = generation
+            states[block] = HELD
+            self._ref_count[block] = 1
+            if self._expected:
+                self._expected.pop(block, None)
+        self._num_free -= len(blocks)
+        if self.changes is not None:
+            self.changes.others.update(block for block, _ in blocks)
 
     def restore_reserved(self, block: int, generation: int) -> None:
         """A free block is in the worker's reserve."""
@@ -548,12 +627,17 @@ class BlockPool:
 
     def _restore(self, block: int, generation: int) -> None:
         assert self.is_free(block)
-        self.make_room(block, self.num_blocks)
+        self._know(block)
+        self._expected.pop(block, None)
         self._unlink(block)
         self._num_free -= 1
         self._generation[block] = generation
         if self.changes is not None:
             self.changes.others.add(block)
+
+    def _know(self, block: int) -> None:
+        """There is a record of the block, which counts as granted."""
+        self.make_room(block, self.num_blocks)
         if block > self.last_granted:
             self._account.add_blocks(block - self.last_granted)
             self.last_granted = block

@@ -4,9 +4,9 @@ It exists while somebody follows it (`CacheManager.follow_contents`); else the t
 report something compares with None once. Nodes have numbers here and not hashes, because hashes can be equal by chance.
 
 A node is listed for a pool when its first block there is sealed, and removed when the last one is given to something else; that
-another block of the pool takes over is no event. A session whose report is not complete is not listed: look-ups do not see it. When
-it is, and when a journal begins, what the pools hold already is listed in slices (`list_some`); events of these pools come in
-between, in an order in which parents come before children. A node that was listed is forgotten when the tree prunes it.
+another block of the pool takes over is no event. A session that has not reported its sequences is not listed: look-ups do not see
+it. When it has, and when a journal begins, what the pools hold already is listed in slices (`list_some`); events of these pools
+come in between, in an order in which parents come before children. A node that was listed is forgotten when the tree prunes it.
 
 To note an event is part of every Allocate and Append while somebody follows, so the ring keeps what cannot change of the two kinds
 that are frequent, in plain tuples; the events themselves are made for who reads them.
@@ -195,6 +195,12 @@ class Contents:
             else:
                 self._add((node, listed, name, key))
 
+    def restored(self, node: Node, holder: Holder, slot: int) -> None:
+        """A pool that look-ups see has got the node out of a report."""
+        pools = self._pools.get(holder)
+        if pools is not None:
+            self._list_path(pools[slot], node, None, -1, is_new=True)
+
     def removed(self, node: Node, holder: Holder, slot: int) -> None:
         """The pool is about to lose its last copy of the node. To be called before the copy is dropped."""
         pools = self._pools.get(holder)
@@ -265,11 +271,15 @@ class Contents:
         """List a node that the pool holds, unless it is listed, after its ancestors."""
         self._list_path(of, node, key, -1)
 
-    def _list_path(self, of: _Pool, node: Node, key: SequenceKey | None, most: int) -> tuple[int, bool]:
-        """List at most `most` nodes of the way to `node`, from the top; −1: all. Returns how many, and whether that is all."""
+    def _list_path(
+        self, of: _Pool, node: Node, key: SequenceKey | None, most: int, *, is_new: bool = False
+    ) -> tuple[int, bool]:
+        """List at most `most` nodes of the way to `node`, from the top; −1: all. Returns how many, and whether that is all.
+        `is_new`: the pool has only just got it; so it is with a `key`, of the sequence that has computed it."""
         path = []
         step: Node | None = node
-        while step is not None and step.depth >= 0 and not self._is_known(of, step, step is node and key is not None):
+        is_new = is_new or key is not None
+        while step is not None and step.depth >= 0 and not self._is_known(of, step, step is node and is_new):
             path.append(step)
             step = step.parent
         for index, step in enumerate(reversed(path)):

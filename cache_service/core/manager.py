@@ -62,6 +62,9 @@ EPOCH_SHIFT = 40
 SWEEP_SLICE_NODES = 2048
 """Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, plus at most one sequence's path."""
 
+REPORT_FIRST_SECONDS = 2.0
+"""So long the caches of other workers wait for one that has registered and has yet to report what it has in use."""
+
 _OUT_OF_BLOCKS = frozenset({Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS})
 """No blocks are left for the item: those after it in the batch wait too, or it could be overtaken for ever."""
 
@@ -125,6 +128,8 @@ class CacheManager:
         self._last_stamp = epoch << EPOCH_SHIFT
         self._last_session = self._sessions_from = (epoch << EPOCH_SHIFT) + session_start
         self._last_tick: float | None = None
+        self._now = 0.0
+        """Of the last call that said what the time is."""
 
     # -- sessions
 
@@ -137,6 +142,11 @@ class CacheManager:
     def num_prefix_nodes(self) -> int:
         """Nodes of the prefix tree over all workers."""
         return self._tree.num_nodes
+
+    @property
+    def num_recovering(self) -> int:
+        """Live sessions that have yet to report what is in use."""
+        return sum(self._sessions[number].recovering for number in self._recoveries)
 
     @property
     def num_unswept_sessions(self) -> int:
@@ -380,7 +390,8 @@ class CacheManager:
         return expired
 
     def _note_time(self, now: float) -> None:
-        """For evictions: calls that evict do not say what the time is."""
+        """For evictions and reports: calls that evict do not say what the time is, nor do parts of reports."""
+        self._now = now
         if self._evictions is not None:
             self._evictions.set_time(now)
 
@@ -402,11 +413,11 @@ class CacheManager:
         return session
 
     def report(self, uplink: Uplink, part: ReportPart) -> tuple[Session, Reply]:
-        """Apply the next part of a worker's report; after the last one the worker is served again.
+        """Apply the next part of a worker's report; after the one that is `live` the worker is served again.
 
-        Raises Refusal: STALE_SESSION, WRONG_KEY, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (too
-        many other reports are being applied, or the pool must grow by much: send the part again), BAD_REPORT, TOO_MANY_BLOCKS,
-        TOO_MANY_TOKENS (the session has ended).
+        Raises Refusal: STALE_SESSION, WRONG_KEY, STALE_CALL, GAP (the position is the number of the part needed), RECOVERING (the
+        contents of too many other workers are being taken in, or the pool must grow by much: send the part again), BAD_REPORT,
+        TOO_MANY_BLOCKS, TOO_MANY_TOKENS (the session has ended).
         """
         session = self._begin(uplink, 0, reporting=True)
         recovery = self._recoveries.get(session.number)
@@ -418,13 +429,18 @@ class CacheManager:
                 Reason.GAP,
                 f"part {part.part} of the report was sent, part {num_parts} is needed"
                 if recovery is not None
-                else f"part {part.part} was sent, but the report is complete and the session is served",
+                else f"part {part.part} was sent, but the report is complete",
                 position=num_parts,
             )
-        if not num_parts and self._num_reports_begun() >= self.limits.max_reports_at_once:
+        if part.contents and not recovery.has_contents and self._num_with_contents() >= self.limits.max_reports_at_once:
             raise Refusal(
                 Reason.RECOVERING,
-                f"the reports of {self.limits.max_reports_at_once} other workers are being applied: send part 0 again",
+                f"the contents of {self.limits.max_reports_at_once} other workers are being taken in: send part {num_parts} again",
+            )
+        if part.contents and not session.recovering and self._is_one_coming():
+            raise Refusal(
+                Reason.RECOVERING,
+                f"other workers report what they have in use, which comes first: send part {num_parts} again",
             )
         try:
             recovery.apply(self._tree, self._attempts, part, self.limits)
@@ -433,19 +449,25 @@ class CacheManager:
                 is_wrong = refusal.reason is Reason.BAD_REPORT
                 self._retire(session, SessionEnd.BAD_REPORT if is_wrong else SessionEnd.OVER_BUDGET)
             raise refusal.with_traceback(None) from None
-        if part.last:
-            session.num_report_parts = recovery.num_parts
-            self.reconciled.update(recovery.cases)
+        if session.recovering and (part.live or part.last):
             session.recovering = False
             if self.contents is not None:
                 self.contents.open(session)
+        if part.last:
+            session.num_report_parts = recovery.num_parts
+            self.reconciled.update(recovery.cases)
             self._completed.append(self._recoveries.pop(session.number))
             self.num_reports += 1
         return session, self._reply(session)
 
-    def _num_reports_begun(self) -> int:
-        """Reports of which some parts are applied, and not the last."""
-        return sum(recovery.num_parts > 0 for recovery in self._recoveries.values())
+    def _num_with_contents(self) -> int:
+        """Reports of which some contents are applied, and not the last part."""
+        return sum(recovery.has_contents for recovery in self._recoveries.values())
+
+    def _is_one_coming(self) -> bool:
+        """Whether a worker that registered a moment ago has yet to report what it has in use: its streams wait for that."""
+        coming = (self._sessions[number] for number in self._recoveries)
+        return any(one.recovering and self._now - one.registered_at < REPORT_FIRST_SECONDS for one in coming)
 
     def _retire(self, session: Session, why: SessionEnd) -> None:
         """End a session in O(1): look-ups ignore its pool from now on; `sweep` removes its entries from the tree."""

@@ -271,8 +271,11 @@ class ReportPart(NamedTuple):
     reserve: tuple[tuple[ReservedBlock, ...], ...] = ()
     """By group, as `idle_blocks`."""
     idle_blocks: tuple[tuple[int, ...], ...] = ()
-    """By group: complete blocks in no table, least recently used first. Groups at the end may be left out."""
+    """By group: complete blocks in no table, least recently used first, before their contents or after them. Groups at the end may
+    be left out."""
     units: tuple[ReportedUnit, ...] = ()
+    live: bool = False
+    """All sequences and the reserve have come; what follows are contents. `last` implies it."""
 
 
 class BlockCounts(NamedTuple):

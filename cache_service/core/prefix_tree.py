@@ -41,6 +41,9 @@ class Journal(Protocol):
     ) -> None:
         """A sequence has computed nodes[begin:end], in the blocks of its table at the same places."""
 
+    def restored(self, node: Node, holder: Holder, slot: int) -> None:
+        """A pool has got a node out of a report."""
+
     def removed(self, node: Node, holder: Holder, slot: int) -> None:
         """A pool is about to lose its last copy of a node."""
 

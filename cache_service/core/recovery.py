@@ -1,8 +1,12 @@
 """Reports: what a worker holds from earlier sessions, restored: cached blocks, tables of live sequences, reserve.
 
 The worker holds this truth: its earlier session is fenced, and nothing that the manager knew of it is used. A report comes in
-parts, so that no part delays other calls for long, and is restored into the pool of the new session. Look-ups ignore that session
-until the last part is applied; then one flag makes all of it visible.
+parts, so that no part delays other calls for long, and is restored into the pool of the new session.
+
+First comes what is in use: sequences with their tables, the reserve, and which blocks are idle. Look-ups ignore the session until
+the part that is `live`; then one flag makes it visible, and the worker is served. The contents of the idle blocks, its cache,
+follow while it works. By then the manager may have granted such a block, so only one that is still *expected* is restored. A report
+may also state all of it before it is live, contents first.
 
 What becomes of each thing that a report can state (`Case`): the table in docs/ARCHITECTURE.md, "Recovery".
 
@@ -13,14 +17,26 @@ forgets all blocks and registers without state. A report of more than the budget
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from enum import Enum
 from typing import NoReturn
 
 from . import units
-from .copies import Holder
+from .block_pool import BlockPool
 from .fencing import Fencing
-from .messages import TOKEN_BYTES, ContentRun, Limits, ReportedSequence, ReportedUnit, ReportPart, Root
-from .prefix_tree import Node, PrefixTree
+from .messages import (
+    TOKEN_BYTES,
+    ContentRun,
+    Limits,
+    ReportedBlocks,
+    ReportedSequence,
+    ReportedUnit,
+    ReportPart,
+    ReservedBlock,
+    Root,
+    TableEntry,
+)
+from .prefix_tree import Node, PrefixTree, RootNode
 from .refusal import Reason, Refusal
 from .reported_units import ReportedUnits
 from .session import Sequence, Session
@@ -39,6 +55,8 @@ class Case(Enum):
     SCRATCH = "scratch"
     DEPENDENT = "dependent"
     RESERVED = "reserved"
+    GRANTED_SINCE = "granted_since"
+    NO_ROOM = "no_room"
     LIVE = "live"
     FENCES = "fences"
     FENCED = "fenced"
@@ -54,7 +72,12 @@ class _Content:
         self.root = root
         self.tokens = tokens
         self.node: Node | None = None
-        """Made when something needs it: a node that nothing needs would be pruned."""
+        """Made when something needs it: a node that nothing needs would be pruned. Then it has no parent any more."""
+
+    @property
+    def live_node(self) -> Node | None:
+        """Its node, if that is still in the tree."""
+        return self.node if self.node is not None and self.node.parent is not None else None
 
 
 class Recovery:
@@ -72,11 +95,26 @@ class Recovery:
         """By number, the first has number 1."""
         self._blocks: tuple[dict[int, tuple[Node, int]], ...] = tuple({} for _ in session.pools)
         """By group: node and generation of the complete blocks reported so far."""
+        self._is_full = False
+        """The budget has no room for more contents: the worker is served, and the rest of its cache is left out."""
         self._units: ReportedUnits | None = None
         """Of the group with cross attention, if there is one."""
+        slots = session.holder.full_slots or session.holder.window_slots
+        self._keeping = frozenset(slots)
+        """Groups of which a block keeps a content: one of a group with a window is kept next to others only."""
         if session.unit_pool is not None:
             most = session.registration.layout.groups[session.unit_pool.slot].max_encoder_tokens
             self._units = ReportedUnits(session.unit_pool, -(-most // session.block_size))
+
+    @property
+    def has_contents(self) -> bool:
+        """Whether contents have come."""
+        return bool(self._contents)
+
+    @property
+    def _is_live(self) -> bool:
+        """Whether the worker is served already."""
+        return not self._session.recovering
 
     def apply(self, tree: PrefixTree, attempts: Fencing, part: ReportPart, limits: Limits) -> None:
         """Apply the next part. Raises Refusal: RECOVERING (send the same part again; no visible state has changed), BAD_REPORT,
@@ -97,6 +135,8 @@ class Recovery:
         num_blocks += sum(len(unit.blocks) for unit in part.units)
         if num_blocks > limits.max_blocks_per_report_part:
             _refuse("blocks", f"at most {limits.max_blocks_per_report_part} blocks per part, got {num_blocks}")
+        if self._is_live and (part.sequences or any(part.reserve)):
+            _refuse("sequences", "sequences and reserve come before the worker is served, or in the part that is live")
         self._make_room(part, limits)
         for run in part.contents:
             self._take_contents(tree, run)
@@ -113,10 +153,13 @@ class Recovery:
                 self._session.pools[group].restore_reserved(block, generation)
                 self.cases[Case.RESERVED] += 1
         for pool, blocks in zip(self._session.pools, part.idle_blocks, strict=False):
-            for block in blocks:
-                # A duplicate is idle at the worker and free here; a block that a table names was idle when the list was made.
-                if 0 < block < pool.num_blocks and pool.is_cached(block):
+            # A duplicate is idle at the worker and free here; a block that a table names was idle when the list was made.
+            there = [block for block in blocks if 0 < block < pool.num_blocks]
+            for block in there:
+                if pool.is_cached(block):
                     pool.touch(block)
+            if not (self._is_live or part.last):
+                pool.expect(there)
         self.num_parts += 1
 
     def discard(self, budget: int) -> bool:
@@ -126,11 +169,14 @@ class Recovery:
         for blocks in self._blocks:
             for _ in range(min(budget, len(blocks))):
                 blocks.popitem()
-        return bool(self._contents or any(self._blocks))
+        is_expecting = [pool.stop_expecting(budget) for pool in self._session.pools]
+        return bool(self._contents or any(self._blocks) or any(is_expecting))
 
     def _make_room(self, part: ReportPart, limits: Limits) -> None:
         """Grow the pools up to the highest block of the part, in steps that do not delay other calls for long. Refuses what the
         budget has no room for."""
+        if self._is_live:
+            return  # no block is restored that has not come before
         pools = self._session.pools
         highest = [0] * len(pools)
         for run in part.contents:
@@ -145,10 +191,13 @@ class Recovery:
             highest[unit.group] = max(highest[unit.group], max((entry.block for entry in unit.blocks), default=0))
         for group, reserved in enumerate(part.reserve):
             highest[group] = max(highest[group], max((entry.block for entry in reserved), default=0))
+        for group, idle in enumerate(part.idle_blocks):
+            if not part.last:
+                highest[group] = max(highest[group], max(idle, default=0))
         if any(block >= pool.num_blocks for pool, block in zip(pools, highest, strict=True)):
             return  # which is refused where it is named
         # A content without a block counts as one, so that all that a report makes the manager keep is counted.
-        num_new = sum(_num_blockless(run, self._session.holder) for run in part.contents)
+        num_new = sum(_num_blockless(run, self._keeping) for run in part.contents)
         num_new += sum(max(0, block - pool.last_granted) for pool, block in zip(pools, highest, strict=True))
         account = self._session.account
         if num_new > account.blocks_left:
@@ -184,75 +233,135 @@ class Recovery:
             _refuse(
                 "contents", f"a chain without a parent needs a root with the model fingerprint {self._fingerprint!r}"
             )
-        num_blockless = _num_blockless(run, self._session.holder)
-        self._session.account.declare(num_blockless)
-        self._session.account.add_blocks(num_blockless)
-        self._session.num_blockless_contents += num_blockless
-        self.cases[Case.BLOCKLESS] += num_blockless
         parent = self._contents[run.parent - 1] if run.parent else None
         first = len(self._contents)
         for begin in range(0, count * step, step):
             parent = _Content(parent, run.root, run.tokens[begin : begin + step])
             self._contents.append(parent)
+        # Each may turn out to be one without a block, which counts.
+        self._is_full = self._is_full or (self._is_live and count > self._session.account.blocks_left)
+        if self._is_full:
+            self._leave_out(run)
+            return
+        is_kept = bytearray(count)
         chain = self._contents[first:]
-        is_whole = self._are_whole(run)
         # Groups without a window first: their copies are what those of the others depend on.
-        for group, blocks, generations in sorted(run.blocks, key=lambda one: self._session.holder.spans[one.group]):
-            num_cached = num_blocks = 0
-            for index, (content, block, generation) in enumerate(zip(chain, blocks, generations, strict=True)):
-                if block and self._session.holder.spans[group] and not is_whole[index]:
-                    # The worker does not know that it is of no use any more: what was before it is gone.
-                    self._require_free(group, block, generation)
-                    self.cases[Case.DEPENDENT] += 1
-                elif block:
-                    num_blocks += 1
-                    num_cached += self._take_content(tree, content, group, block, generation)
-            self.cases[Case.CACHED] += num_cached
-            self.cases[Case.DUPLICATE] += num_blocks - num_cached
+        for of_group in sorted(run.blocks, key=lambda one: self._session.holder.spans[one.group]):
+            self._take_blocks(tree, chain, of_group, is_kept)
+        self._count_blockless(count - sum(is_kept))
 
-    def _are_whole(self, run: ContentRun) -> list[bool]:
-        """For each content, whether every group without a window has a block that holds it."""
-        has_all = [True] * run.num_contents
-        if self._session.window_pools:
-            blocks = {one.group: one.blocks for one in run.blocks}
-            for slot in self._session.holder.full_slots:
-                of_group = blocks.get(slot, (0,) * run.num_contents)
-                has_all = [so_far and block != 0 for so_far, block in zip(has_all, of_group, strict=True)]
-        return has_all
-
-    def _take_content(self, tree: PrefixTree, content: _Content, group: int, block: int, generation: int) -> bool:
-        """Returns whether the block serves hits; otherwise another one does."""
-        self._require_free(group, block, generation)
-        parent, node = content.parent, content.node
-        if node is None:
-            if parent is None or parent.node is None:
+    def _take_blocks(
+        self, tree: PrefixTree, chain: list[_Content], reported: ReportedBlocks, is_kept: bytearray
+    ) -> None:
+        """The blocks of one group that hold these contents."""
+        pool, holder, group = self._session.pools[reported.group], self._session.holder, reported.group
+        is_live, blocks, is_keeping = self._is_live, self._blocks[group], group in self._keeping
+        needs_full = holder.spans[group] > 0 and bool(holder.full_slots)
+        restored: list[tuple[int, int, Node]] = []
+        for index, block in enumerate(reported.blocks):
+            if not block:
+                continue
+            content, generation = chain[index], reported.generations[index]
+            if not (0 < block < pool.num_blocks and 0 < generation <= self._last_stamp):
+                self._require_known(group, block, generation)
+            if not (pool.take_expected(block) if is_live else pool.is_free(block) and block not in blocks):
+                if self._is_known_already(content, group, block, generation):
+                    is_kept[index] |= is_keeping
+                continue
+            node = content.live_node
+            if needs_full and (node is None or not holder.is_complete(node.blocks_in(holder))):
+                # The worker does not know that it is of no use any more: what was before it is gone.
+                self.cases[Case.DEPENDENT] += 1
+                self._let_go(pool, block)
+                continue
+            if node is None:
                 node = self._node(tree, content)
-            else:  # nearly always
-                node = content.node = tree.intern(parent.node, content.tokens)
-                tree.name(node)
+            if not is_live:
+                blocks[block] = node, generation
+            is_kept[index] |= is_keeping
+            if pool.copy_of(node):
+                self.cases[Case.DUPLICATE] += 1
+                self._let_go(pool, block)
+            else:
+                restored.append((block, generation, node))
+        pool.restore_cached(restored)
+        self.cases[Case.CACHED] += len(restored)
+        if tree.journal is not None:
+            for _, _, node in restored:
+                tree.journal.restored(node, holder, group)
+
+    def _leave_out(self, run: ContentRun) -> None:
+        """The blocks of these contents hold nothing that is of use."""
+        for group, blocks, _ in run.blocks:
+            for block in blocks:
+                if self._session.pools[group].is_expected(block):
+                    self._session.pools[group].let_go(block)
+                    self.cases[Case.NO_ROOM] += 1
+
+    def _count_blockless(self, count: int) -> None:
+        """So many contents are kept for what comes after them, and have no block."""
+        account = self._session.account
+        if count > account.blocks_left:
+            raise account.too_many_blocks(count)
+        account.declare(count)
+        account.add_blocks(count)
+        self._session.num_blockless_contents += count
+        self.cases[Case.BLOCKLESS] += count
+
+    def _is_known_already(self, content: _Content, group: int, block: int, generation: int) -> bool:
+        """Whether a block that may not be restored holds this content: a table has said so. Else it was granted since, or the
+        report contradicts itself."""
         pool = self._session.pools[group]
-        self._blocks[group][block] = node, generation
-        if pool.copy_of(node):
-            return False
-        pool.restore_cached(block, generation, node)
-        return True
+        held = pool.node(block)
+        if held is not None and pool.generation(block) == generation and self._is_content(held, content):
+            content.node = held
+            return True
+        if not self._is_live:
+            _refuse_twice(block)
+        self.cases[Case.GRANTED_SINCE] += 1
+        return False
+
+    def _let_go(self, pool: BlockPool, block: int) -> None:
+        """A free block holds nothing that is of use."""
+        if self._is_live:
+            pool.let_go(block)
+
+    def _is_content(self, node: Node, content: _Content) -> bool:
+        """Whether a node holds this content: equal tokens all the way up, under an equal root."""
+        at: Node | None = node
+        one: _Content | None = content
+        while one is not None and at is not None:
+            if one.live_node is not None:
+                return one.live_node is at
+            if at.tokens != one.tokens:
+                return False
+            if one.parent is None:
+                above = at.parent
+                return isinstance(above, RootNode) and above.key == (one.root, self._session.block_size)
+            at, one = at.parent, one.parent
+        return False
 
     def _node(self, tree: PrefixTree, content: _Content) -> Node:
         """The node of a content, made together with its ancestors."""
+        parent = content.parent
+        if parent is not None and parent.node is not None and parent.node.parent is not None:  # nearly always
+            node = content.node = tree.intern(parent.node, content.tokens)
+            tree.name(node)
+            return node
         missing: list[_Content] = []
         at: _Content | None = content
-        while at is not None and at.node is None:
+        while at is not None and at.live_node is None:
             missing.append(at)
             at = at.parent
-        node = at.node if at is not None else None
+        above = at.live_node if at is not None else None
         for one in reversed(missing):
-            if node is None:
+            if above is None:
                 assert one.root is not None
-                node = tree.intern_root(one.root, self._session.block_size)
-            node = one.node = tree.intern(node, one.tokens)
-            tree.name(node)
-        assert node is not None
-        return node
+                above = tree.intern_root(one.root, self._session.block_size)
+            above = one.node = tree.intern(above, one.tokens)
+            tree.name(above)
+        assert above is not None
+        return above
 
     # -- units
 
@@ -265,7 +374,14 @@ class Recovery:
         if wrong or self._units is None:
             _refuse("units", wrong)
         for block, generation in unit.blocks:
-            self._require_free(unit.group, block, generation)
+            self._require_known(unit.group, block, generation)
+        pool = self._session.pools[unit.group]
+        is_there = pool.is_expected if self._is_live else pool.is_free
+        if not all(is_there(block) and block not in self._blocks[unit.group] for block, _ in unit.blocks):
+            if not self._is_live:
+                _refuse_twice(unit.blocks[0].block)
+            self.cases[Case.GRANTED_SINCE] += len(unit.blocks)
+            return
         is_first = self._units.take(tree, unit, self._session.block_size)
         self.cases[Case.CACHED if is_first else Case.DUPLICATE] += len(unit.blocks)
 
@@ -294,8 +410,7 @@ class Recovery:
             units.enter(sequence, is_cached=True)
             return
         if pool.is_free(table[0].block):
-            for _, block, generation in table:
-                pool.restore_held(block, generation)
+            pool.restore_held([ReservedBlock(block, generation) for _, block, generation in table])
         else:  # of a sequence and its forks
             pool.pin(*(entry.block for entry in table))
         units.enter(sequence, is_cached=False)
@@ -332,8 +447,7 @@ class Recovery:
         for node in path[:num_sealed] if session.window_pools else ():
             tree.name(node)  # a window of computed blocks that no block of a table holds may still be named
         for pool in (*session.full_pools, *session.window_pools):
-            for index, block, generation in reported.tables[pool.slot]:
-                self._take_entry(tree, pool.slot, block, generation, path[index] if index < num_sealed else None)
+            self._take_table(tree, pool, reported.tables[pool.slot], path, num_sealed)
         if session.window_pools:
             self._take_windows(sequence, reported)
         sequence.tables = tuple(
@@ -353,9 +467,8 @@ class Recovery:
         """Its named blocks, which are restored, and its scratch blocks."""
         windows: list[WindowTable | None] = [None] * len(self._session.pools)
         for pool in self._session.window_pools:
-            for block, generation in reported.scratch[pool.slot]:
-                pool.restore_held(block, generation)
-                self.cases[Case.SCRATCH] += 1
+            pool.restore_held(reported.scratch[pool.slot])
+            self.cases[Case.SCRATCH] += len(reported.scratch[pool.slot])
             entries = {entry.table_index: entry.block for entry in reported.tables[pool.slot]}
             scratch = [entry.block for entry in reported.scratch[pool.slot]]
             windows[pool.slot] = WindowTable(self._session.holder.spans[pool.slot], entries, scratch)
@@ -403,13 +516,15 @@ class Recovery:
     def _check_table(self, reported: ReportedSequence, group: int, path: list[Node], num_sealed: int) -> None:
         """Refuse a table that contradicts what the report states of its blocks. Changes nothing."""
         seen: set[int] = set()
+        blocks, pool = self._blocks[group], self._session.pools[group]
         for index, block, generation in reported.tables[group]:
-            complete = self._blocks[group].get(block)
+            complete = blocks.get(block) if blocks else None
             if block in seen:
                 _refuse("sequences", f"block {block} is twice in the table of {reported.key.sequence_id!r}")
             seen.add(block)
             if complete is None:
-                self._require_free(group, block, generation)
+                if not (0 < block < pool.num_blocks and 0 < generation <= self._last_stamp and pool.is_free(block)):
+                    self._require_free(group, block, generation)
                 continue
             if index >= num_sealed:
                 _refuse("sequences", f"block {block} is complete, but a table that names it has not computed it yet")
@@ -424,22 +539,28 @@ class Recovery:
             seen.add(block)
             self._require_free(group, block, generation)
 
-    def _take_entry(self, tree: PrefixTree, group: int, block: int, generation: int, node: Node | None) -> None:
-        """One entry of a checked table; `node`: what it holds if it is complete."""
-        pool = self._session.pools[group]
-        if not pool.is_free(block):
-            self.cases[Case.HELD_SEALED if pool.is_cached(block) else Case.SHARED] += 1
-            pool.pin(block)
-            return
-        pool.restore_held(block, generation)
-        if node is None:
-            self.cases[Case.HELD_FILLING] += 1
-            return
-        # Another block serves the hits of this content, or only the table states what the block holds.
-        tree.name(node)
-        pool.seal(block, node)
-        self._blocks[group][block] = node, generation
-        self.cases[Case.HELD_SEALED] += 1
+    def _take_table(
+        self, tree: PrefixTree, pool: BlockPool, table: tuple[TableEntry, ...], path: list[Node], num_sealed: int
+    ) -> None:
+        """A checked table of a sequence whose first `num_sealed` blocks are complete and hold the nodes of `path`."""
+        new = [entry for entry in table if pool.is_free(entry.block)]
+        for _, block, _ in table if len(new) < len(table) else ():
+            if not pool.is_free(block):
+                self.cases[Case.HELD_SEALED if pool.is_cached(block) else Case.SHARED] += 1
+                pool.pin(block)
+        pool.restore_held([ReservedBlock(block, generation) for _, block, generation in new])
+        blocks, num_before = self._blocks[pool.slot], len(self._blocks[pool.slot])
+        for index, block, generation in new:
+            if index < num_sealed:
+                # Another block serves the hits of this content, or only the table states what the block holds.
+                node = path[index]
+                if node.block_hash is None:
+                    tree.name(node)
+                pool.seal(block, node)
+                blocks[block] = node, generation
+        num_complete = len(blocks) - num_before
+        self.cases[Case.HELD_SEALED] += num_complete
+        self.cases[Case.HELD_FILLING] += len(new) - num_complete
 
     def _enter(self, attempts: Fencing, sequence: Sequence) -> Case:
         """Enter the sequence among the attempts: of those on several workers the largest stays live."""
@@ -451,6 +572,13 @@ class Recovery:
         return Case.FENCES if others else Case.LIVE
 
     def _require_free(self, group: int, block: int, generation: int) -> None:
+        self._require_known(group, block, generation)
+        pool = self._session.pools[group]
+        if not pool.is_free(block) or block in self._blocks[group]:
+            _refuse_twice(block)
+
+    def _require_known(self, group: int, block: int, generation: int) -> None:
+        """Refuse a block that the pool does not have, or a generation that nobody has given."""
         pool = self._session.pools[group]
         if not 0 < block < pool.num_blocks:
             _refuse("blocks", f"block {block} does not exist: the pool has blocks 1 to {pool.num_blocks - 1}")
@@ -458,14 +586,15 @@ class Recovery:
             _refuse(
                 "blocks", f"block {block} has generation {generation:#x}, which no manager up to this one has given"
             )
-        if not pool.is_free(block) or block in self._blocks[group]:
-            _refuse("blocks", f"block {block} is reported twice, in different places")
 
 
-def _num_blockless(run: ContentRun, holder: Holder) -> int:
-    """Contents of a chain that no block holds which will be kept: one of a group with a window is kept next to others only."""
-    slots = holder.full_slots or holder.window_slots
-    lists = [one.blocks for one in run.blocks if one.group in slots]
+def _refuse_twice(block: int) -> NoReturn:
+    _refuse("blocks", f"block {block} is reported twice, in different places")
+
+
+def _num_blockless(run: ContentRun, keeping: Collection[int]) -> int:
+    """Contents of a chain that no block of these groups holds."""
+    lists = [one.blocks for one in run.blocks if one.group in keeping]
     if len(lists) == 1:
         return lists[0].count(0)
     return run.num_contents - sum(map(any, zip(*lists, strict=False)))

@@ -101,7 +101,7 @@ class Session:
         """Blocks that the worker wants in its reserve, by group."""
         self.load = WorkerLoad()
         self.recovering = False
-        """Its report is not complete: look-ups skip the session, and its other calls are refused."""
+        """It has yet to report its sequences and its reserve: look-ups skip the session, and its other calls are refused."""
         self.num_report_parts = 0
         """Parts of its complete report; 0 before."""
         self.num_blockless_contents = 0

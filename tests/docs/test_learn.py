@@ -12,7 +12,7 @@ from kvpool.cache_service.core import integrity
 from kvpool.cache_service.core.block_pool import BlockPool, State
 from kvpool.cache_service.core.budget import Account, Budget
 from kvpool.cache_service.core.hashing import xxh64
-from kvpool.cache_service.core.messages import Root
+from kvpool.cache_service.core.messages import ReservedBlock, Root
 from kvpool.cache_service.core.prefix_tree import PrefixTree
 from kvpool.cache_service.walkthrough import state, window
 from kvpool.cache_service.walkthrough.layouts import FULL_AND_STATE, FULL_AND_WINDOW
@@ -215,7 +215,9 @@ def test_a_transition_happens(before: str, call: str, after: str) -> None:
     elif (call, after) == ("release", "cached"):
         _seal(pool._tree, pool)
     if call == "restore_cached":
-        pool.restore_cached(block, 2, pool._tree.intern(pool._tree.intern_root(Root("m"), 4), bytes(16)))
+        pool.restore_cached([(block, 2, pool._tree.intern(pool._tree.intern_root(Root("m"), 4), bytes(16)))])
+    elif call == "restore_held":
+        pool.restore_held([ReservedBlock(block, 2)])
     elif call.startswith("restore_"):
         getattr(pool, call)(block, 2)
     elif call.startswith("take_"):

@@ -147,11 +147,12 @@ def _peer(index: int, peer: Peer) -> Form:
             in_flight = form.template
         told: Hashable = None
         if link.report is not None:
-            parts = [link.report._part, *link.report._parts.__reduce__()[1][0][link.report._parts.__reduce__()[2] :]]  # type: ignore[index]
+            report = link.report
+            parts = [report._part, *report._parts.__reduce__()[1][0][report._parts.__reduce__()[2] :]]  # type: ignore[index]
             forms = [form_of("Report", part.SerializeToString(deterministic=True), False) for part in parts]
             for form in forms:
                 numbers.stamps += form.stamps
-            told = tuple(form.template for form in forms), link.report._num_sent
+            told = tuple(form.template for form in forms), report._num_sent, report.is_live, report.num_calls_since
         # Not how many calls were stale: that decides something from MAX_STALE_CALLS on, which no world has faults enough for.
         linked = in_flight, told, link.is_unanswered
     sequences = [_sequence(sequence, numbers) for sequence in _all_sequences(engine)]
@@ -340,11 +341,15 @@ def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> 
             numbers.stamps += [generation for _, generation in blocks.values()]
         reported = (
             recovery.num_parts,
-            [(one.tokens, _number(recovery._contents, one.parent)) for one in recovery._contents],
+            [
+                (one.tokens, _number(recovery._contents, one.parent), one.live_node is None)
+                for one in recovery._contents
+            ],
             [[(block, _path(node)) for block, (node, _) in blocks.items()] for blocks in recovery._blocks],
         )
     return (
         session.worker_id,
+        session.recovering,
         session.num_report_parts,
         reported,
         tuple(session.reserve_wishes),
@@ -388,6 +393,7 @@ def _pool(pool: BlockPool) -> Hashable:
     return (
         tuple(pool.free_list()),
         len(pool.demoted()),
+        len(pool.expected()),
         tuple(int(pool.state(block)) for block in blocks),
         tuple(_sealed(pool, block) for block in blocks),
     )

@@ -40,7 +40,7 @@ async def test_the_cache_of_every_group_survives_a_restart_of_the_manager(num_bl
         before, old = cached(), world.manager
         assert all(before)
         world.wire.manager = CacheManager(old.epoch + 1, limits=old.limits)
-        await until(lambda: world.is_open.is_set() and world.manager.sessions)
+        await until(lambda: world.manager.num_reports)
         await world.until_idle()
         assert cached() == before
         forwarded = world.model.num_forwarded

@@ -16,7 +16,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from . import boundaries, events, forks, naming, next_call, parking, replies
 from .forks import Forked as Forked
 from .ledger import DisagreementError
-from .link_state import MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
+from .link_state import BACKOFF_MOST_SECONDS, MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
 from .sequence import CacheSequence, SequenceState
 from .settings import CacheSettings
 from .state import CacheState
@@ -46,7 +46,7 @@ class EngineCache:
     # -- for the engine
 
     def is_ready(self) -> bool:
-        """Whether a session is open and its report is complete."""
+        """Whether a session is open, and the manager knows all that is in use here."""
         return self._state.open_link() is not None
 
     @property
@@ -342,7 +342,7 @@ class EngineCache:
         link = self._state.link
         if link is None or link.in_flight is not call:
             return
-        if isinstance(call.request, cache_pb2.ReportRequest):
+        if call.is_report:
             self.give_up(f"the manager refuses the report: {why}")
         else:
             self.lose(f"the manager refused a call: {why}")
@@ -354,6 +354,11 @@ class EngineCache:
         """
         link = self._state.link
         if link is None or link.in_flight is not call:
+            return
+        report = link.report
+        if report is not None and report.is_live and call.is_report and reason == "RECOVERING":
+            # Others report their caches: this one can wait, and other calls go on.
+            link.in_flight, report.retry_at = None, now + BACKOFF_MOST_SECONDS
             return
         link.failed(now)
         if reason in SESSION_OVER:

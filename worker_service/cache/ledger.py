@@ -226,11 +226,11 @@ class BlockLedger:
         """Whether any block is in a table or can serve hits."""
         return bool(self.num_used or self._idle)
 
-    # -- snapshots, for reports
+    def generation(self, block: int) -> int:
+        """That of its last grant; 0: it was never granted."""
+        return self._generation[block]
 
-    def contents(self) -> list[Content | None]:
-        """The content of each block, by block id."""
-        return self._contents.copy()
+    # -- snapshots, for reports
 
     def generations(self) -> array[int]:
         """The generation of each block, by block id."""

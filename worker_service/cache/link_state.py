@@ -62,6 +62,11 @@ class Call:
     stated: tuple[Stated, ...]
     returned: Returned
 
+    @property
+    def is_report(self) -> bool:
+        """Whether it is a part of a report."""
+        return isinstance(self.request, cache_pb2.ReportRequest)
+
 
 class LinkState:
     """State of one session's link. A new session starts with a new LinkState."""
@@ -72,7 +77,7 @@ class LinkState:
         """The session's secret, which every call carries."""
         self.in_flight: Call | None = None
         self.report: Report | None = None
-        """To be sent before any other call; None once it is complete."""
+        """To be sent before any other call until it is live, then in between; None once it is complete."""
         self.retry_at = 0.0
         """No call before this time, in monotonic seconds."""
         self.applied_number = 0
@@ -107,6 +112,11 @@ class LinkState:
         if entries:
             self.applied_number = entries[-1].number
         return entries
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the manager knows all that is in use here, and serves the session."""
+        return self.report is None or self.report.is_live
 
     @property
     def is_unanswered(self) -> bool:

@@ -21,8 +21,27 @@ def next_call(
     state: CacheState, link: LinkState, candidates: Callable[[], List[CacheSequence]], now: float
 ) -> Call | None:
     """The next call, if one is due. `candidates` is called after parked sequences are woken."""
-    if link.report is not None:
-        return report_call(link, link.report.part)
+    report = link.report
+    if report is None:
+        return _working_call(state, link, candidates, now)
+    if not report.is_live:
+        return report_call(link, report.part)
+    # Work first, but the cache does not wait for the end of it.
+    is_due = now >= report.retry_at
+    if not is_due or report.num_calls_since < report.MOST_CALLS_SINCE:
+        call = _working_call(state, link, candidates, now)
+        if call is not None:
+            report.num_calls_since += 1
+            return call
+    if not is_due:
+        return None
+    report.num_calls_since = 0
+    return report_call(link, report.part)
+
+
+def _working_call(
+    state: CacheState, link: LinkState, candidates: Callable[[], List[CacheSequence]], now: float
+) -> Call | None:
     parking.wake(state, now)
     targets = state.spare_targets()
     return (
@@ -37,9 +56,11 @@ def next_call_at(state: CacheState, link: LinkState, now: float) -> float | None
     """When a call will be due if nothing happens until then; None: never."""
     if now < link.retry_at:
         return link.retry_at
-    if link.report is not None:
-        return now
     times = []
+    if link.report is not None:
+        if not link.report.is_live:
+            return now
+        times.append(max(now, link.report.retry_at))
     if state.report_due_at is not None:
         times.append(state.report_due_at)
     if state.parked:

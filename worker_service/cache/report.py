@@ -1,13 +1,14 @@
-"""A report of the blocks that a worker holds, for a manager that does not know them: a snapshot, sent in parts.
+"""A report of the blocks that a worker holds, for a manager that does not know them, sent in parts.
 
-The snapshot is taken when the session opens; later changes are stated by Append and Free as usual. Parts are built one by one, so
-that the engine never waits long.
+First comes a snapshot, taken when the session opens, of what is in use: sequences with their tables, the reserve, and which blocks
+are idle. Later changes are stated by Append and Free as usual. Then the session is live, and what the idle blocks hold follows in
+the background: of each the present state, since a call between two parts may have given it to somebody else. Parts are built one by
+one, so that the engine never waits long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
 
 from kvpool.protocol.tokens import pack_tokens
@@ -20,7 +21,9 @@ from .sequence import CacheSequence
 from .units import Unit, UnitLedger
 
 _MAX_CONTENTS = 2048
-"""Contents or table entries in one part, which the manager applies in a few milliseconds."""
+"""Table entries in one part, which the manager applies in a few milliseconds."""
+_MAX_BACKGROUND_CONTENTS = 512
+"""Contents in one part once the session is live: another call, which may be about to wait for it, waits as short as that."""
 _MAX_BYTES = 4 << 20
 """Bytes of tokens in one part."""
 _MAX_BLOCKS = 16384
@@ -41,19 +44,27 @@ class _SequenceSnapshot(NamedTuple):
 
 
 class Report:
-    """A snapshot for the manager. `sequences`: those that hold blocks and that it is to know; their present state counts as
+    """For the manager of a new session. `sequences`: those that hold blocks and that it is to know; their present state counts as
     acknowledged. `reserves`: by group, as `ledgers`; with the blocks of other sequences."""
+
+    MOST_CALLS_SINCE = 3
+    """After so many other calls a part is sent, whatever else is due."""
 
     def __init__(
         self, ledgers: tuple[BlockLedger, ...], sequences: list[CacheSequence], reserves: list[list[ReservedBlock]]
     ) -> None:
-        self._contents = [ledger.contents() for ledger in ledgers]
+        self.is_live = False
+        """The manager serves the session: other calls may be made."""
+        self.retry_at = 0.0
+        """No part before this time, in monotonic seconds, once the session is live."""
+        self.num_calls_since = 0
+        """Other calls since the last part, once the session is live."""
+        self._ledgers = ledgers
         self._generations = [ledger.generations() for ledger in ledgers]
+        """As of the snapshot: a block that has another one by now holds something else."""
         self._idle = [ledger.idle_blocks() for ledger in ledgers]
         self._reserves = reserves
-        for contents, reserve in zip(self._contents, reserves, strict=True):
-            for block, _ in reserve:
-                contents[block] = None  # of a fork that is stated later: what it has completed is told then
+        self._reserved = [{block for block, _ in reserve} for reserve in reserves]
         self._sequences = [
             _SequenceSnapshot(
                 sequence.key,
@@ -68,10 +79,9 @@ class Report:
             )
             for sequence in sequences
         ]
-        self._units: list[tuple[int, Unit]] = [
-            (ledger.group, unit) for ledger in ledgers if isinstance(ledger, UnitLedger) for unit in ledger.units()
-        ]
-        """With their group."""
+        units = [(ledger, unit) for ledger in ledgers if isinstance(ledger, UnitLedger) for unit in ledger.units()]
+        self._used_units = [(ledger, unit) for ledger, unit in units if ledger.is_used(unit.unit_blocks[0])]
+        self._idle_units = [(ledger, unit) for ledger, unit in units if not ledger.is_used(unit.unit_blocks[0])]
         for sequence in sequences:
             sequence.encoder_acked = sequence.encoder_computed
             sequence.acked_tokens = len(sequence.tokens)
@@ -90,6 +100,7 @@ class Report:
 
     def next_part(self) -> bool:
         """The manager has applied the part; returns whether it was the last."""
+        self.is_live = self.is_live or self._part.live
         if self._part.last:
             self._parts = iter(())  # breaks the reference cycle of this object and its generator
             return True
@@ -99,74 +110,85 @@ class Report:
         return False
 
     def _build(self) -> Iterator[cache_pb2.ReportRequest]:
-        yield from self._content_parts()
-        yield from self._unit_parts()
+        yield from self._unit_parts(self._used_units)
         yield from self._sequence_parts()
-        for group, (reserve, idle) in enumerate(zip(self._reserves, self._idle, strict=True)):
-            for begin in range(0, max(len(reserve), len(idle)), _MAX_BLOCKS):
-                part = cache_pb2.ReportRequest()
-                part.idle_blocks.add(
-                    group=group, tier=common_pb2.TIER_DEVICE, block_ids=idle[begin : begin + _MAX_BLOCKS]
-                )
-                reserved = reserve[begin : begin + _MAX_BLOCKS]
-                _add_run(part.reserve, group, [r.block for r in reserved], [r.generation for r in reserved])
-                yield part
+        parts = _block_parts(self._reserves, self._idle)
+        part = next(parts, cache_pb2.ReportRequest())
+        for following in parts:
+            yield part
+            part = following
+        part.live, part.last = True, not any(self._idle)
+        yield part
+        if part.last:
+            return
+        yield from self._content_parts()
+        yield from self._unit_parts(self._idle_units)
+        yield from _block_parts([], [ledger.idle_blocks() for ledger in self._ledgers])
         yield cache_pb2.ReportRequest(last=True)
 
     def _content_parts(self) -> Iterator[cache_pb2.ReportRequest]:
-        """Chains from contents already sent down to each complete block, so that parents come before their children. No block is
-        granted during a report, so each content keeps its block."""
+        """Chains from contents already sent down to each block that was idle, so that parents come before their children."""
         numbers, num_groups = self._numbers, len(self._generations)
         part = cache_pb2.ReportRequest()
         run = cache_pb2.ContentRun()
         tokens: list[bytes] = []
         count = num_bytes = 0
-        for last in chain.from_iterable(self._contents):
-            if last is None or last in numbers:
-                continue
-            path: list[Content] = []
-            above: Content | None = last
-            while above is not None and above not in numbers:
-                path.append(above)
-                above = above.parent
-            for content in reversed(path):
-                parent = 0 if content.parent is None else numbers[content.parent]
-                if not tokens or parent != len(numbers):  # not the child of the one before
-                    run.tokens = b"".join(tokens)
-                    tokens = []
-                    run = part.contents.add(parent=parent)
-                    for group in range(num_groups):
-                        run.blocks.add(group=group, tier=common_pb2.TIER_DEVICE)
-                    if not parent:
-                        run.root.CopyFrom(content.root)
-                for group, held in enumerate(run.blocks):
-                    block = content.blocks[group]
-                    if self._contents[group][block] is not content:
-                        block = 0  # none, or a window that was named since: the next calls state it
-                    held.block_ids.append(block)
-                    held.generations.append(self._generations[group][block])
-                tokens.append(content.tokens)
-                numbers[content] = len(numbers) + 1
-                count += 1
-                num_bytes += len(content.tokens)
-                if count == _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
-                    run.tokens = b"".join(tokens)
-                    yield part
-                    part = cache_pb2.ReportRequest()
-                    tokens = []
-                    count = num_bytes = 0
+        for ledger, idle in zip(self._ledgers, self._idle, strict=True):
+            for block in () if isinstance(ledger, UnitLedger) else idle:
+                last = ledger.content(block)
+                if last is None or last in numbers or not self._is_as_before(ledger.group, block):
+                    continue
+                path: list[Content] = []
+                above: Content | None = last
+                while above is not None and above not in numbers:
+                    path.append(above)
+                    above = above.parent
+                for content in reversed(path):
+                    parent = 0 if content.parent is None else numbers[content.parent]
+                    if not tokens or parent != len(numbers):  # not the child of the one before
+                        if tokens:
+                            run.tokens = b"".join(tokens)
+                            tokens = []
+                        run = part.contents.add(parent=parent)
+                        for group in range(num_groups):
+                            run.blocks.add(group=group, tier=common_pb2.TIER_DEVICE)
+                        if not parent:
+                            run.root.CopyFrom(content.root)
+                    for group, held in enumerate(run.blocks):
+                        block = content.blocks[group]
+                        if block and not self._is_as_before(group, block):
+                            block = 0  # the call that computes it again, or has, states it
+                        held.block_ids.append(block)
+                        held.generations.append(self._generations[group][block])
+                    tokens.append(content.tokens)
+                    numbers[content] = len(numbers) + 1
+                    count += 1
+                    num_bytes += len(content.tokens)
+                    if count >= _MAX_BACKGROUND_CONTENTS or num_bytes >= _MAX_BYTES:
+                        run.tokens = b"".join(tokens)
+                        yield part
+                        part = cache_pb2.ReportRequest()
+                        tokens = []
+                        count = num_bytes = 0
         if count:
             run.tokens = b"".join(tokens)
             yield part
 
-    def _unit_parts(self) -> Iterator[cache_pb2.ReportRequest]:
+    def _is_as_before(self, group: int, block: int) -> bool:
+        """Whether the block has not been granted since the snapshot, and was not of the reserve then."""
+        generation = self._ledgers[group].generation(block)
+        return generation == self._generations[group][block] and block not in self._reserved[group]
+
+    def _unit_parts(self, units: list[tuple[UnitLedger, Unit]]) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
         count = 0
-        for group, unit in self._units:
+        for ledger, unit in units:
+            if any(ledger.content(block) is not unit for block in unit.unit_blocks):
+                continue  # granted since
             reported = part.units.add(root=unit.root)
-            reported.blocks.group, reported.blocks.tier = group, common_pb2.TIER_DEVICE
+            reported.blocks.group, reported.blocks.tier = ledger.group, common_pb2.TIER_DEVICE
             reported.blocks.block_ids.extend(unit.unit_blocks)
-            reported.blocks.generations.extend(self._generations[group][block] for block in unit.unit_blocks)
+            reported.blocks.generations.extend(map(ledger.generation, unit.unit_blocks))
             count += len(unit.unit_blocks)
             if count >= _MAX_CONTENTS:
                 yield part
@@ -209,6 +231,22 @@ def _entries(sequence: CacheSequence, group: int) -> list[Entry]:
     if scratch is not None:
         return [Entry(index, *reserved) for index, reserved in sorted(scratch.named.items())]
     return list(map(Entry, range(len(sequence.tables[group])), sequence.tables[group], sequence.generations[group]))
+
+
+def _block_parts(reserves: list[list[ReservedBlock]], idle: list[list[int]]) -> Iterator[cache_pb2.ReportRequest]:
+    """By group; those of each in order."""
+    most = max(1, _MAX_BLOCKS // (len(reserves) + len(idle)))
+    lengths = [*map(len, reserves), *map(len, idle)]
+    for begin in range(0, max(lengths, default=0), most):
+        part = cache_pb2.ReportRequest()
+        for group, reserve in enumerate(reserves):
+            reserved = reserve[begin : begin + most]
+            _add_run(part.reserve, group, [one.block for one in reserved], [one.generation for one in reserved])
+        for group, blocks in enumerate(idle):
+            if blocks[begin:]:
+                block_ids = blocks[begin : begin + most]
+                part.idle_blocks.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=block_ids)
+        yield part
 
 
 def _add_run(runs: object, group: int, blocks: list[int], generations: list[int]) -> None:

@@ -151,8 +151,8 @@ class CacheState:
             self.events.append(events.GivenUp(why, is_defect))
 
     def open_link(self) -> LinkState | None:
-        """The link of the open session, if its report is complete."""
-        return None if self.link is None or self.link.report is not None else self.link
+        """The link of the open session, if the manager serves it."""
+        return self.link if self.link is not None and self.link.is_live else None
 
     @property
     def unit_ledger(self) -> UnitLedger | None:

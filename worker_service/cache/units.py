@@ -62,11 +62,7 @@ class UnitLedger(BlockLedger):
                 f"where they hold {unit.num_tokens}, or under another root"
             )
 
-    def contents(self) -> list[Content | None]:
-        """None of any block: a unit is no content after others."""
-        return [None] * self.num_blocks
-
     def units(self) -> list[Unit]:
         """All that are complete, in no particular order; for reports."""
-        found = dict.fromkeys(unit for unit in super().contents() if isinstance(unit, Unit))
-        return list(found)
+        found = map(self.content, range(self.num_blocks))
+        return list(dict.fromkeys(unit for unit in found if isinstance(unit, Unit)))

@@ -473,7 +473,9 @@ Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
 class ReportRequest(_message.Message):
-    """One part of a snapshot of what a worker holds. Blocks that no part mentions are free."""
+    """One part of what a worker holds. Blocks that no part mentions are free. First comes a snapshot of what is in use, up to the part
+    with `live`; then the worker is served, and reports in the background what its idle blocks hold, up to the part with `last`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -485,15 +487,18 @@ class ReportRequest(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     IDLE_BLOCKS_FIELD_NUMBER: _builtins.int
     UNITS_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     part: _builtins.int
     """Parts are numbered from 0 and come in order. One that is ahead is ABORTED (GAP) with the number needed as "position"."""
     last: _builtins.bool
+    live: _builtins.bool
+    """All sequences and the reserve have come, with this part: the worker is served from now on. `last` implies it."""
     @_builtins.property
     def uplink(self) -> Global___Uplink: ...
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentRun]:
-        """What complete blocks hold, parents before children: also blocks of live tables, and content without a block that a child
-        needs. Contents come before everything else.
+        """What complete blocks hold, parents before children: also content without a block, or in a block of a live table, that a child
+        needs. After `live` only blocks count that were listed in `idle_blocks` before it and have not been granted since.
         """
 
     @_builtins.property
@@ -506,11 +511,13 @@ class ReportRequest(_message.Message):
 
     @_builtins.property
     def idle_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___IdleBlocks]:
-        """Complete blocks that no table names, least recently used first. One that is not listed counts as less recent than all."""
+        """Complete blocks that no table names, least recently used first. Before their contents: they are granted after the other free
+        blocks. After these: this is their order; one that is not listed counts as less recent than all.
+        """
 
     @_builtins.property
     def units(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedUnit]:
-        """Encoder inputs whose KV is complete, also those of live tables. They come before the sequences."""
+        """Encoder inputs whose KV is complete. Those of live tables come before the sequences; after `live` as for contents."""
 
     def __init__(
         self,
@@ -523,10 +530,11 @@ class ReportRequest(_message.Message):
         reserve: _abc.Iterable[_common_pb2.BlockRun] | None = ...,
         idle_blocks: _abc.Iterable[Global___IdleBlocks] | None = ...,
         units: _abc.Iterable[Global___ReportedUnit] | None = ...,
+        live: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["uplink", b"uplink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "idle_blocks", b"idle_blocks", "last", b"last", "part", b"part", "reserve", b"reserve", "sequences", b"sequences", "units", b"units", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "idle_blocks", b"idle_blocks", "last", b"last", "live", b"live", "part", b"part", "reserve", b"reserve", "sequences", b"sequences", "units", b"units", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1696,7 +1704,7 @@ class WorkerDescription(_message.Message):
     draining: _builtins.bool
     """It takes no new requests and is leaving."""
     recovering: _builtins.bool
-    """Its report is not complete yet."""
+    """It has not reported all of its sequences yet, and is not served."""
     @_builtins.property
     def kv_cache_config(self) -> _common_pb2.KVCacheConfig: ...
     @_builtins.property

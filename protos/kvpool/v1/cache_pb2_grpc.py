@@ -124,7 +124,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
+        """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the part with `live` is applied,
         Allocate, Append, Fork and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
         contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
         """

@@ -60,7 +60,7 @@ class CacheServiceStub:
     safe to repeat with a larger register_no: the earlier session, if the reply was lost, is fenced by the later one.
     """
     Report: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReportRequest, _cache_pb2.ReportResponse]
-    """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
+    """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the part with `live` is applied,
     Allocate, Append, Fork and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
     contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
     """
@@ -129,7 +129,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReportRequest,
         context: _aio.ServicerContext[_cache_pb2.ReportRequest, _abc.Awaitable[_cache_pb2.ReportResponse]],
     ) -> _abc.Awaitable[_cache_pb2.ReportResponse]:
-        """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the last part is applied,
+        """Reports, in parts, what a worker holds from earlier sessions, also with earlier managers. Until the part with `live` is applied,
         Allocate, Append, Fork and Free are answered RECOVERING. A part that is repeated is acknowledged and does nothing. A report that
         contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
         """

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.contents import Stored
-from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS, CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
@@ -200,17 +200,21 @@ def test_parts_may_be_repeated_but_not_skipped() -> None:
     assert refused(worker.report, 2).reason is Reason.GAP
 
 
-def test_only_so_many_reports_are_taken_in_at_once() -> None:
-    """The fifth is asked to wait until one of the four is complete, or its session has ended."""
+def test_the_contents_of_only_so_many_workers_are_taken_in_at_once() -> None:
+    """The third is asked to wait until one of the two is complete, or its session has ended. What is in use waits for nobody."""
     manager = CacheManager(3, limits=Limits(max_reports_at_once=2))
     first, second, third, fourth = (Reporter(manager, f"w{i}") for i in range(4))
+    manager.tick(REPORT_FIRST_SECONDS)
     for worker in (first, second):
-        worker.report(0, last=False)
-    assert refused(third.report, 0).reason is Reason.RECOVERING
+        worker.report(0, last=False, contents=(run(1),))
+    assert refused(third.report, 0, contents=(run(1),)).reason is Reason.RECOVERING
+    third.report(0, last=False, live=True, sequences=(sequence("a", 5, 4, 1, 2),), idle_blocks=((3,),))
+    assert refused(third.report, 1, contents=(run(3),)).reason is Reason.RECOVERING
+    assert third.allocate("b", [90]).blocks == (4,)
     first.report(1)
-    third.report(0)
+    third.report(1, contents=(run(3),))
     manager.deregister(second.number)
-    fourth.report(0, last=False)
+    fourth.report(0, last=False, contents=(run(1),))
 
 
 def test_the_larger_attempt_stays_wherever_it_lives() -> None:

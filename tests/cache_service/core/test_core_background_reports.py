@@ -1,0 +1,347 @@
+"""A worker is served once it has reported what is in use; what its idle blocks hold follows, while blocks are granted and freed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvpool.cache_service.core.block_pool import State
+from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS, CacheManager
+from kvpool.cache_service.core.messages import (
+    AllocateItem,
+    ContentRun,
+    Granted,
+    Limits,
+    ReportedBlocks,
+    ReportedUnit,
+    ReportPart,
+    ReservedBlock,
+    Root,
+    SequenceUpdate,
+)
+from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.refusal import Reason
+from tests.cache_service.core.contents_follower import ContentsFollower
+from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
+from tests.cache_service.core.reporter import BaseReporter
+from tests.cache_service.core.test_core_recovery import OLD, ROOT, SIZE, Reporter, run, sequence, states
+
+
+def live(worker: Reporter, *idle: int, **content: object) -> None:
+    """What is in use, in one part, and these blocks that are idle."""
+    worker.report(0, last=False, live=True, idle_blocks=(idle,), **content)
+
+
+def cached(worker: Reporter, num_tokens: int) -> int:
+    """Tokens of a prompt that counts from 0 which look-ups find."""
+    (routed,) = worker.manager.route(ROOT, token_bytes([*range(num_tokens), 99]))
+    return routed.num_cached_tokens
+
+
+def granted_since(worker: BaseReporter) -> int:
+    """Once the report is complete."""
+    return worker.manager.reconciled[Case.GRANTED_SINCE]
+
+
+def test_a_worker_is_served_before_its_cache_is_known() -> None:
+    """Its sequence goes on, new ones get blocks, and its own blocks are hits; the idle ones become hits as they come."""
+    worker = Reporter()
+    live(worker, 7, 5, sequences=(sequence("a", 9, 8, 1, 2, 3),), reserve=((ReservedBlock(4, OLD),),))
+    assert cached(worker, 16) == 8
+    assert not worker.session.recovering
+    worker.manager.append(worker.uplink(), [])
+    assert worker.allocate("b", [50, 51]).blocks == (6,)
+    worker.report(1, last=False, contents=(run(1, 2, 5, 7),))
+    assert cached(worker, 16) == 16
+    assert states(worker, 1, 2, 5, 7) == [State.HELD] * 2 + [State.CACHED] * 2
+    worker.report(2, idle_blocks=((7, 5),))
+    assert worker.manager.reconciled[Case.CACHED] == 2
+    assert worker.manager.reconciled[Case.BLOCKLESS] == 0
+
+
+def test_the_cache_of_one_waits_for_what_others_have_in_use() -> None:
+    """Their streams wait for it; but not for one that has registered and says nothing."""
+    manager = CacheManager(3)
+    first, second = Reporter(manager, "first"), Reporter(manager, "second")
+    live(first, 1)
+    refusal = refused(first.report, 1, contents=(run(1),))
+    assert refusal.reason is Reason.RECOVERING
+    assert "in use" in refusal.message
+    live(second, 1)
+    first.report(1, contents=(run(1),))
+    third = Reporter(manager, "third")
+    assert refused(second.report, 1, contents=(run(1),)).reason is Reason.RECOVERING
+    manager.tick(REPORT_FIRST_SECONDS)
+    second.report(1, contents=(run(1),))
+    assert third.session.recovering
+
+
+def test_idle_blocks_are_granted_after_all_other_free_ones_and_the_least_recently_used_first() -> None:
+    worker = Reporter(num_blocks=9)
+    live(worker, 6, 2, 4, reserve=((ReservedBlock(1, OLD),),))
+    assert list(worker.session.pools[0].free_list()) == [3, 5, 7, 8, 6, 2, 4]
+    assert worker.allocate("a", list(range(50, 70))).blocks == (3, 5, 7, 8, 6)
+    worker.report(1, last=False, contents=(run(2), run(4, first=7)))
+    worker.report(2, idle_blocks=((4, 2),))
+    assert list(worker.session.pools[0].free_list()) == [4, 2]
+
+
+def test_a_block_that_was_granted_before_its_content_came_does_not_get_it() -> None:
+    """Held, freed again, or in the reserve: the worker may have built the part before it heard of the grant."""
+    worker = Reporter(num_blocks=6)
+    live(worker, 1, 2, 3, 4, 5)
+    freed = worker.allocate("freed", [50])
+    held = worker.allocate("held", [51])
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("freed"))])
+    assert (freed.blocks, held.blocks) == ((1,), (2,))
+    worker.report(1, contents=(run(1, 2, 3),))
+    assert granted_since(worker) == 2
+    assert states(worker, 1, 2, 3) == [State.FREE, State.HELD, State.CACHED]
+    assert cached(worker, 12) == 0
+
+
+def test_a_block_that_holds_something_new_keeps_it() -> None:
+    """It was granted, computed and let go, and is a hit for other tokens now; then comes what it held before."""
+    worker = Reporter(num_blocks=3)
+    live(worker, 1, 2)
+    worker.allocate("new", [*range(80, 84), 7])
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("new"), num_computed_tokens=4)])
+    worker.report(1, contents=(run(1, 2),))
+    assert granted_since(worker) == 2
+    (routed,) = worker.manager.route(ROOT, token_bytes([*range(80, 84), 9]))
+    assert routed.num_cached_tokens == 4
+    assert cached(worker, 8) == 0
+
+
+def test_a_content_that_was_computed_again_meanwhile_has_one_block() -> None:
+    worker = Reporter()
+    live(worker, 1, 2)
+    worker.allocate("again", [*range(4), 99])
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("again"), num_computed_tokens=4)])
+    worker.report(1, contents=(run(1, 2),))
+    assert worker.manager.reconciled[Case.DUPLICATE] == 1
+    assert states(worker, 1, 2, 3) == [State.FREE, State.CACHED, State.CACHED]
+    assert cached(worker, 8) == 8
+
+
+def test_a_chain_goes_on_after_what_was_evicted_between_two_parts() -> None:
+    """Its first nodes have left the tree; they are made anew, and what is counted for them stays counted."""
+    worker = Reporter(num_blocks=5)
+    live(worker, 1, 2, 3, 4)
+    worker.report(1, last=False, contents=(run(1, 2),))
+    taken = worker.allocate("all", list(range(50, 65)))
+    assert set(taken.blocks) == {1, 2, 3, 4}
+    assert worker.manager.num_prefix_nodes == 3
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("all"))])
+    worker.report(2, contents=(run(3, 4, parent=2, first=2),))
+    assert worker.manager.num_prefix_nodes == 0
+    worker = Reporter(num_blocks=5)
+    live(worker, 1, 2, 3, 4)
+    worker.report(1, last=False, contents=(run(1, 2),))
+    worker.allocate("two", list(range(50, 58)))
+    assert worker.manager.num_prefix_nodes == 2 + 2
+    worker.allocate("two more", list(range(70, 78)))
+    assert worker.manager.num_prefix_nodes == 2 + 2
+    worker.report(2, contents=(run(3, 4, parent=2, first=2),))
+    assert granted_since(worker) == 2
+
+
+def test_a_parent_that_has_left_the_tree_is_made_again_for_a_child() -> None:
+    """The parent's block is evicted between the parts, the child's is not: it was not the next."""
+    worker = Reporter(num_blocks=5)
+    live(worker, 1, 3, 4)
+    worker.report(1, last=False, contents=(run(1),), idle_blocks=((1,),))
+    pool = worker.session.pools[0]
+    assert list(pool.free_list()) == [2, 3, 4, 1]
+    held = worker.allocate("head", list(range(50, 59)))
+    assert held.blocks == (2, 3, 4)
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("head"))])
+    again = worker.allocate("all", list(range(60, 76)))
+    assert 1 in again.blocks
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("all"))])
+    worker.report(2, contents=(run(3, parent=1, first=1),))
+    assert granted_since(worker) == 1
+    assert worker.manager.num_prefix_nodes == 0
+
+
+def test_a_chain_whose_beginning_has_left_the_tree_is_made_anew() -> None:
+    """Two groups with windows. The first evicts what it holds of a chain; then comes the rest of it, of which the other holds a
+    block."""
+    introduction = registration("w", num_blocks=(4, 9), block_size=SIZE, windows=((5, 2), (5, 2)))
+    worker = BaseReporter(CacheManager(3), introduction)
+    worker.report(0, last=False, live=True, idle_blocks=((1,), (3,)))
+    worker.report(1, last=False, contents=(in_two_groups(0, (1, 0)),))
+    assert worker.manager.num_prefix_nodes == 1
+    items = [AllocateItem(key(name), ROOT, token_bytes([50]), no_wait=True) for name in "abc"]
+    outcomes, _ = worker.manager.allocate(worker.uplink(), items)
+    assert all(isinstance(outcome, Granted) for outcome in outcomes)
+    assert not worker.session.pools[0].is_cached(1)
+    assert worker.manager.num_prefix_nodes == 0
+    rest = in_two_groups(1, (0, 3))._replace(parent=1, root=None)
+    worker.report(2, contents=(rest,))
+    assert worker.session.pools[1].is_cached(3)
+    worker.manager.deregister(worker.number)
+    while worker.manager.sweep():
+        pass
+    assert worker.manager.num_prefix_nodes == 0
+
+
+def test_sequences_and_reserve_come_before_the_worker_is_served() -> None:
+    late: tuple[dict[str, object], ...] = (
+        {"sequences": (sequence("a", 5, 4, 1, 2),)},
+        {"reserve": ((ReservedBlock(3, OLD),),)},
+    )
+    for content in late:
+        worker = Reporter()
+        live(worker, 5)
+        refusal = worker.refused(1, content)
+        assert refusal.reason is Reason.BAD_REPORT
+        assert "before the worker is served" in refusal.message
+        assert worker.manager.sessions == ()
+
+
+def test_a_part_is_repeated_without_effect_after_a_grant() -> None:
+    """Its answer was lost; the repeat arrives when the block belongs to somebody else."""
+    worker = Reporter(num_blocks=3)
+    live(worker, 1, 2)
+    worker.report(1, last=False, contents=(run(1, 2),))
+    worker.allocate("a", [50, 51])
+    worker.report(1, last=False, contents=(run(1, 2),))
+    assert states(worker, 1, 2) == [State.HELD, State.CACHED]
+    worker.report(2)
+
+
+def test_what_never_comes_is_free_in_the_end() -> None:
+    worker = Reporter(num_blocks=5)
+    live(worker, 3, 4)
+    worker.report(1, contents=(run(4),))
+    assert worker.session.pools[0].expected() == []
+    assert list(worker.session.pools[0].free_list()) == [3, 1, 2, 4]
+
+
+def test_without_room_in_the_budget_the_rest_of_the_cache_is_left_out_and_the_worker_is_served() -> None:
+    """Contents without blocks count like blocks; the worker's sequences are worth more than its cache."""
+    manager = CacheManager(3, limits=Limits(max_total_blocks=6))
+    worker = Reporter(manager)
+    live(worker, 1, 2, 3, sequences=(sequence("a", 5, 4, 4, 5),))
+    worker.report(1, last=False, contents=(run(1, first=9),))
+    worker.report(2, last=False, contents=(run(0, 0, 2, first=20),))
+    worker.report(3, contents=(run(3, parent=4, first=30),))
+    assert manager.reconciled[Case.NO_ROOM] == 2
+    assert states(worker, 1, 2, 3, 4) == [State.CACHED, State.FREE, State.FREE, State.HELD]
+    assert worker.session.sequences
+
+
+def in_two_groups(first: int, *blocks: tuple[int, int]) -> ContentRun:
+    """A chain of contents in two groups, by content."""
+    tokens = token_bytes(range(first * SIZE, (first + len(blocks)) * SIZE))
+    by_group = tuple(
+        ReportedBlocks(
+            group, tuple(pair[group] for pair in blocks), tuple(OLD if pair[group] else 0 for pair in blocks)
+        )
+        for group in (0, 1)
+    )
+    return ContentRun(0, ROOT, tokens, len(blocks), by_group)
+
+
+def test_a_window_is_of_no_use_once_the_full_block_of_it_was_granted() -> None:
+    """Both were idle when the report began; the group without a window has granted its block since."""
+    introduction = registration("w", num_blocks=(3, 9), block_size=SIZE, windows=((0, 0), (5, 2)))
+    worker = BaseReporter(CacheManager(3), introduction)
+    worker.report(0, last=False, live=True, idle_blocks=((1, 2), (3, 4)))
+    item = AllocateItem(key("a"), ROOT, token_bytes([50, 51]), no_wait=True)
+    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
+    assert isinstance(outcome, Granted)
+    assert outcome.tables[0].blocks == (1,)
+    worker.report(1, contents=(in_two_groups(0, (1, 3)), in_two_groups(7, (2, 4))))
+    assert worker.manager.reconciled[Case.DEPENDENT] == 1
+    assert worker.manager.reconciled[Case.CACHED] == 2
+    assert worker.session.pools[1].is_cached(4)
+    assert worker.session.pools[1].is_free(3)
+
+
+def test_a_unit_of_which_a_block_was_granted_is_left_out() -> None:
+    introduction = registration("w", num_blocks=(9, 5), block_size=SIZE, max_encoder_tokens=16)
+    worker = BaseReporter(CacheManager(3), introduction)
+    worker.report(0, last=False, live=True, idle_blocks=((), (1, 2, 3, 4)))
+    roots = [Root(FINGERPRINT, input_digest=bytes([number]) * 32) for number in range(3)]
+    item = AllocateItem(key("a"), roots[2], token_bytes([50]), no_wait=True, num_encoder_tokens=4)
+    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
+    assert isinstance(outcome, Granted)
+    assert outcome.tables[1].blocks == (1,)
+    units = tuple(
+        ReportedUnit(root, 1, tuple(ReservedBlock(block, OLD) for block in blocks))
+        for root, blocks in zip(roots, ((1, 2), (3, 4)), strict=False)
+    )
+    worker.report(1, units=units)
+    assert granted_since(worker) == 2
+    pool = worker.session.unit_pool
+    assert pool is not None
+    assert len(pool.cached_units()) == 1
+    assert pool.is_free(2)
+
+
+class Truth:
+    """What a worker's blocks hold: by block, the generation of the grant and all tokens up to its end."""
+
+    def __init__(self, num_blocks: int, rng: random.Random) -> None:
+        self.held: dict[int, tuple[int, tuple[int, ...]]] = {}
+        chains = [[rng.randrange(2) for _ in range(4 * SIZE)] for _ in range(4)]
+        for block in rng.sample(range(1, num_blocks), num_blocks // 2):
+            chain = rng.choice(chains)
+            self.held[block] = OLD, tuple(chain[: SIZE * rng.randint(1, 4)])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_hit_is_what_the_worker_has_whatever_happens_between_the_parts(seed: int) -> None:
+    """Sequences come and go while the report comes in, its parts built from what was true at the beginning, as a slow worker's are.
+    A follower of the contents knows the same."""
+    rng = random.Random(seed)
+    num_blocks = rng.choice([9, 14, 20])
+    truth = Truth(num_blocks, rng)
+    worker = Reporter(num_blocks=num_blocks)
+    follower = ContentsFollower(seed)
+    parts = [ReportPart(0, False, idle_blocks=(tuple(truth.held),), live=True)]
+    numbers: dict[tuple[int, ...], int] = {(): 0}
+    for block, (_, tokens) in truth.held.items():
+        for end in range(SIZE, len(tokens) + 1, SIZE):
+            if end < len(tokens) and tokens[:end] in numbers:
+                continue
+            number = len(parts)
+            parent = numbers[tokens[: end - SIZE]]
+            blocks = ReportedBlocks(0, (block if end == len(tokens) else 0,), (OLD if end == len(tokens) else 0,))
+            run = ContentRun(parent, None if parent else ROOT, token_bytes(tokens[end - SIZE : end]), 1, (blocks,))
+            parts.append(ReportPart(number, False, (run,)))
+            numbers[tokens[:end]] = number
+    parts.append(ReportPart(len(parts), True, idle_blocks=(tuple(truth.held),)))
+    living: list[tuple[str, list[int]]] = []
+    names = iter(range(1000))
+    while parts or living:
+        dice = rng.random()
+        if parts and dice < 0.4:
+            worker.manager.report(worker.uplink(), parts.pop(0))
+            if parts and rng.random() < 0.3:
+                worker.manager.sweep()
+        elif parts and dice < 0.75 and not worker.session.recovering:
+            prompt = [*rng.choice(list(numbers)), *(rng.randrange(2) for _ in range(rng.randint(1, 6)))]
+            name = str(next(names))
+            item = AllocateItem(key(name), ROOT, token_bytes(prompt), no_wait=True)
+            (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
+            if isinstance(outcome, Granted):
+                living.append((name, prompt))
+                (table,) = outcome.tables
+                for index, (block, generation) in enumerate(zip(table.blocks, table.generations, strict=True)):
+                    end = (index + 1) * SIZE
+                    if end <= outcome.num_cached_tokens:
+                        assert truth.held[block] == (generation, tuple(prompt[:end]))
+                    else:
+                        assert generation > truth.held.get(block, (0,))[0]
+                        truth.held[block] = generation, tuple(prompt[:end])
+        elif living:
+            name, prompt = living.pop(rng.randrange(len(living)))
+            worker.manager.free(worker.uplink(), [SequenceUpdate(key(name), num_computed_tokens=len(prompt))])
+        follower.follow(worker.manager)
+        assert worker.manager.check().violations == []
+    worker.check()
+    follower.follow(worker.manager, now=True)
