@@ -44,6 +44,7 @@ class EpochStore(Protocol):
         """Make the epoch larger than `epoch`, which a worker has seen, and return it. Idempotent.
 
         Raises StateError if it cannot be made durable; the epoch is then what it was, or what this method would have made it.
+        Raises LeadershipLost if another process leads.
         """
 
     async def release(self) -> None:

@@ -170,7 +170,7 @@ class LeaseEpochs:
                 except _NoAnswer as problem:
                     raise StateError(f"epoch {epoch + 1} cannot be written to lease {self._lease}: {problem}") from None
                 except _Conflict as conflict:
-                    raise StateError(str(self._lost(conflict))) from None
+                    raise self._lost(conflict) from None
             return self.epoch
 
     async def release(self) -> None:

@@ -1,9 +1,13 @@
-"""What a generated stub takes for a channel."""
+"""What a generated stub takes for a channel: to one address, or to the manager that leads."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
+from kvpool.process.manager_channel import is_of_no_leader
 from tests.simulation.duplex_call import DuplexCall
 from tests.simulation.rpc import UnaryCall
 from tests.simulation.stream_call import StreamCall
@@ -26,6 +30,62 @@ class _Method:
         self._process.on_call(self._name)
         call = self._kind(self._bus, self._process, self._address, self._name, self._serialize, self._deserialize)
         return call.begin(request, timeout)
+
+
+class LeaderMethod:
+    """As common/kvpool/process/manager_channel.py: a call goes, in turns, to one of those that are believed to lead."""
+
+    def __init__(self, methods: dict[str, _Method], leaders: Leaders) -> None:
+        self._methods = methods
+        self._leaders = leaders
+
+    def __call__(self, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
+        address = self._leaders.next()
+        answer = self._methods[address](request, timeout)
+        answer.add_done_callback(lambda done: self._leaders.on_done(address, done))
+        return answer
+
+
+class Leaders:
+    """Which managers a process believes to lead: what their health said last, and how calls have ended."""
+
+    def __init__(self, addresses: tuple[str, ...]) -> None:
+        self._believed = dict.fromkeys(addresses, True)
+        self._turn = 0
+
+    def next(self) -> str:
+        """In turns. Where none is known to lead, one of all."""
+        believed = [address for address, leads in self._believed.items() if leads] or list(self._believed)
+        self._turn += 1
+        return believed[self._turn % len(believed)]
+
+    def on_health(self, address: str, leads: bool) -> None:
+        """The manager there has said so."""
+        self._believed[address] = leads
+
+    def on_done(self, address: str, answer: asyncio.Future[Any]) -> None:
+        """A call has ended."""
+        if answer.cancelled():
+            return
+        error = answer.exception()
+        self._believed[address] = not (isinstance(error, grpc.aio.AioRpcError) and is_of_no_leader(error))
+
+
+class LeaderChannel:
+    """From one process to the managers at several addresses. Calls with one answer only."""
+
+    def __init__(self, bus: Bus, process: Process, addresses: tuple[str, ...]) -> None:
+        self._channels = {address: Channel(bus, process, address) for address in addresses}
+        self._leaders = process.leaders
+
+    def unary_unary(self, path: str, **options: Any) -> LeaderMethod:
+        """Of the generated code."""
+        methods = {address: channel.unary_unary(path, **options) for address, channel in self._channels.items()}
+        return LeaderMethod(methods, self._leaders)
+
+    def unary_stream(self, path: str, **options: Any) -> _Method:
+        """Of the generated code."""
+        return next(iter(self._channels.values())).unary_stream(path, **options)
 
 
 class Channel:

@@ -28,7 +28,6 @@ from kvpool.client.routed_prompt import EncoderFacts, routed_prompt
 from kvpool.client.stream import GenerateStream
 from kvpool.client.template_process import TemplateProcess
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
-from tests.simulation import manager
 from tests.simulation.channel import Channel
 from tests.simulation.process import Process
 from tests.simulation.worker import FINGERPRINT, MAX_ENCODER_TOKENS, START
@@ -71,7 +70,7 @@ class _Channels(Channels):
         self._process = process
 
     def manager(self, addresses: str) -> cache_pb2_grpc.CacheServiceStub:
-        return cache_pb2_grpc.CacheServiceStub(self._open(addresses))
+        return cache_pb2_grpc.CacheServiceStub(self._process.world.manager_channel(self._process))
 
     def _open(self, address: str) -> Any:
         return Channel(self._process.world.bus, self._process, address)
@@ -85,7 +84,7 @@ class ClientProcess(Process):
         channels: Any = _Channels(self)
         self._channels = channels
         self._config = ClientConfig(
-            manager=manager.ADDRESS, timeout=TIMEOUT_SECONDS, unary_timeout=2.0, worker_wait=1.5
+            manager=",".join(world.manager_addresses), timeout=TIMEOUT_SECONDS, unary_timeout=2.0, worker_wait=1.5
         )
         self._manager = Manager(channels, self._config)
         self._models = Models(self._manager, channels, self._config, TemplateProcess())
@@ -210,7 +209,7 @@ class ClientProcess(Process):
             self.spawn(self._register(request))
 
     async def _register(self, request: cache_pb2.RegisterRequest) -> None:
-        stub = cache_pb2_grpc.CacheServiceStub(Channel(self.world.bus, self, manager.ADDRESS))  # type: ignore[arg-type]
+        stub = cache_pb2_grpc.CacheServiceStub(self.world.manager_channel(self))
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.Register(request, timeout=2.0)
             self.world.counts["made-up Registers taken"] += 1

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
 from kvpool.cache_service.election.file import encode
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
-from tests.simulation import manager
+from tests.simulation import lease_server
 from tests.simulation.manager import LEASE_SECONDS
 from tests.simulation.process import Process
 from tests.simulation.rpc import Call
 
 if TYPE_CHECKING:
+    from tests.simulation.manager import ManagerProcess
     from tests.simulation.worker import WorkerProcess
     from tests.simulation.world import World
 
@@ -60,13 +61,13 @@ def _weather(world: World, draw: random.Random, **changes: float) -> bool:
 
 
 def _machines(world: World) -> list[str]:
-    return [manager.MACHINE, *sorted(world.machines), *world.client_names]
+    return [*world.manager_machines, *sorted(world.machines), *world.client_names]
 
 
 def _cut_one_way(world: World, draw: random.Random) -> bool:
     source, target = draw.sample(_machines(world), 2)
     if draw.random() < 0.6:
-        pair = [manager.MACHINE, draw.choice(_machines(world)[1:])]
+        pair = [draw.choice(world.manager_machines), draw.choice(_machines(world)[len(world.manager_machines) :])]
         draw.shuffle(pair)
         source, target = pair
     world.bus.cut(source, target)
@@ -87,9 +88,17 @@ def _cut_off(world: World, draw: random.Random) -> bool:
     return True
 
 
+def _manager(world: World, draw: random.Random) -> ManagerProcess | None:
+    """The one that leads, or now and then one that stands by."""
+    leader, alive = world.manager, world.manager_processes()
+    if leader is not None and not leader.is_dead and draw.random() < 0.8:
+        return leader
+    return draw.choice(alive) if alive else None
+
+
 def _manager_crash(world: World, draw: random.Random) -> bool:
-    process = world.manager
-    if process is None or process.is_dead:
+    process = _manager(world, draw)
+    if process is None:
         return False
     _crash(process, draw)
     return True
@@ -102,9 +111,14 @@ def _crash(process: Process, draw: random.Random) -> None:
         process.crash(lost_power=draw.random() < 0.5)
 
 
+def _with_a_file(world: World) -> ManagerProcess | None:
+    """The manager, if its epoch is in a file."""
+    return None if world.leader_lease else world.manager
+
+
 def _state_lies(world: World, draw: random.Random) -> bool:
     """The disk says that the epoch is written, and it is not, when the power goes: the write is lost or torn."""
-    process = world.manager
+    process = _with_a_file(world)
     if process is None or process.is_dead:
         return False
     world.disk.lies = True
@@ -121,7 +135,7 @@ def _state_lies(world: World, draw: random.Random) -> bool:
 
 def _state_cut(world: World, draw: random.Random) -> bool:
     """The power goes while the next epoch is being written."""
-    process = world.manager
+    process = _with_a_file(world)
     if process is None or process.is_dead:
         return False
     process.crash(lost_power=True)
@@ -138,7 +152,8 @@ def _freeze(process: Process | None, world: World, seconds: float) -> bool:
 
 
 def _manager_freeze(world: World, draw: random.Random) -> bool:
-    return _freeze(world.manager, world, draw.choice([draw.uniform(0.1, 1.0), draw.uniform(1.0, 3.0 * LEASE_SECONDS)]))
+    seconds = draw.choice([draw.uniform(0.1, 1.0), draw.uniform(1.0, 3.0 * LEASE_SECONDS)])
+    return _freeze(_manager(world, draw), world, seconds)
 
 
 def _worker_crash(world: World, draw: random.Random) -> bool:
@@ -172,9 +187,7 @@ def _slow_gpu(world: World, draw: random.Random) -> bool:
 
 
 def _clock(world: World, draw: random.Random) -> bool:
-    processes: list[Process] = [*world.live_workers(), *world.clients]
-    if world.manager is not None:
-        processes.append(world.manager)
+    processes: list[Process] = [*world.live_workers(), *world.clients, *world.manager_processes()]
     process = draw.choice(processes)
     jump = draw.choice([0.0, draw.uniform(0.0, 2.0), draw.uniform(0.0, 10.0)])
     process.change_clock(jump, draw.choice([0.5, 0.9, 1.1, 2.0]))
@@ -215,8 +228,8 @@ def _report_cut(world: World, draw: random.Random) -> bool:
         if what <= 1 and process is not None:
             world.kernel.after(0.0, process.crash)
         elif what == 2:
-            world.bus.cut(call.process.machine, manager.MACHINE)
-            world.kernel.after(2.0 * LEASE_SECONDS, world.bus.heal, call.process.machine, manager.MACHINE)
+            world.bus.cut(call.process.machine, call.target)
+            world.kernel.after(2.0 * LEASE_SECONDS, world.bus.heal, call.process.machine, call.target)
         return True
 
     world.bus.rules.append(rule)
@@ -252,7 +265,7 @@ def _wall_clock(world: World, draw: random.Random) -> bool:
 
 def _state_restored(world: World, draw: random.Random) -> bool:
     """The manager comes back with the state file of long ago, or of just now, or with none."""
-    process = world.manager
+    process = _with_a_file(world)
     if process is None or process.is_dead or not hasattr(process, "core"):
         return False
     process.crash()
@@ -310,7 +323,8 @@ def _overtaken(world: World, draw: random.Random) -> bool:
 
     def forget(newer: WorkerProcess) -> None:
         if draw.random() < 0.5:
-            for source, target in ((newer.machine, manager.MACHINE), (manager.MACHINE, newer.machine)):
+            links = [(newer.machine, machine) for machine in world.manager_machines]
+            for source, target in (*links, *((target, source) for source, target in links)):
                 world.bus.cut(source, target)
                 world.kernel.after(draw.uniform(3.0, 5.0), world.bus.heal, source, target)
         if world.manager is not None:
@@ -320,7 +334,7 @@ def _overtaken(world: World, draw: random.Random) -> bool:
         world.is_watching = False
         for other in others:
             # The client, else it would end the stream that it has left.
-            later = seconds if other == manager.MACHINE else seconds + draw.uniform(4.0, 8.0)
+            later = seconds if other in world.manager_machines else seconds + draw.uniform(4.0, 8.0)
             world.kernel.after(later, world.bus.heal, worker.machine, other)
             world.kernel.after(later, world.bus.heal, other, worker.machine)
         for slow in world.live_workers():
@@ -352,6 +366,70 @@ def _newer_attempt(world: World, worker: WorkerProcess) -> WorkerProcess | None:
     return None
 
 
+# -- the Lease
+
+
+def _manager_told_to_stop(world: World, draw: random.Random) -> bool:
+    """One of two, as in a rollout."""
+    process = _manager(world, draw)
+    if process is None or process.is_frozen or not world.leader_lease:
+        return False
+    process.stop()
+    return True
+
+
+def _lease_slow(world: World, draw: random.Random) -> bool:
+    """The API server answers late, some requests after the time of their senders."""
+    if not world.leader_lease:
+        return False
+    world.lease_server.delay_seconds = draw.choice([0.1, 0.5, world.leader_lease])
+
+    def end() -> None:
+        world.lease_server.delay_seconds = 0.0
+
+    world.kernel.after(draw.uniform(1.0, 3.0 * world.leader_lease), end)
+    return True
+
+
+def _lease_away(world: World, draw: random.Random) -> bool:
+    """The API server is cut off from one manager or all, in one direction or both; workers are not cut off from these."""
+    if not world.leader_lease:
+        return False
+    machines = draw.choice([world.manager_machines, (draw.choice(world.manager_machines),)])
+    both = draw.random() < 0.6
+    seconds = draw.uniform(0.3, 3.0 * world.leader_lease)
+    for machine in machines:
+        links = [(machine, lease_server.MACHINE), (lease_server.MACHINE, machine)]
+        for source, target in links if both else [draw.choice(links)]:
+            world.bus.cut(source, target)
+            world.kernel.after(seconds + draw.uniform(0.0, 1.0), world.bus.heal, source, target)
+    return True
+
+
+def _lease_deleted(world: World, draw: random.Random) -> bool:
+    """Somebody deletes the Lease, and the epoch with it."""
+    if lease_server.LEASE not in world.lease_server.leases:
+        return False
+    world.lease_server.is_deleted = True
+    world.lease_server.delete(lease_server.LEASE)
+    return True
+
+
+def _lease_held_too_long(world: World, draw: random.Random) -> bool:
+    """The clock of the manager that leads is slow, or the other one's is fast: the next one leads before the last one has ended."""
+    alive = world.manager_processes()
+    if not world.leader_lease or len(alive) < 2 or world.manager not in alive:
+        return False
+    for process in alive:
+        process.change_clock(0.0, draw.uniform(0.2, 0.5) if process is world.manager else draw.uniform(1.0, 2.0))
+    leader = world.manager
+    if leader is not None and draw.random() < 0.7:
+        world.bus.cut(leader.machine, lease_server.MACHINE)
+        seconds = draw.uniform(1.0, 4.0 * world.leader_lease)
+        world.kernel.after(seconds, world.bus.heal, leader.machine, lease_server.MACHINE)
+    return True
+
+
 FAULTS: dict[str, Fault] = {
     "messages dropped": _drop,
     "messages duplicated": _duplicate,
@@ -376,4 +454,9 @@ FAULTS: dict[str, Fault] = {
     "state file restored": _state_restored,
     "made-up Registers": _made_up,
     "attempt overtaken": _overtaken,
+    "manager told to stop": _manager_told_to_stop,
+    "lease slow": _lease_slow,
+    "lease away": _lease_away,
+    "lease deleted": _lease_deleted,
+    "lease held too long": _lease_held_too_long,
 }

@@ -49,6 +49,7 @@ OF_THE_CORE = (*_OF_A_SESSION, "tree", "attempts", "dependents")
 OF_THE_WHOLE = (
     "one writer",
     "generations grow",
+    "one manager leads",
     "the first stays",
     "epochs are not spent",
     "exact hits",
@@ -100,8 +101,23 @@ class Laws:
 
     def before_call(self, server: Process, method: str) -> None:
         """Remember what a refused call must leave as it is."""
-        if server is self.world.manager and method in _SPOKEN_IN_A_SESSION:
+        if hasattr(server, "core") and method in _SPOKEN_IN_A_SESSION:
             self._before = self._figures(server)
+
+    def on_leading(self, manager: ManagerProcess) -> None:
+        """A manager begins to lead. With clocks that run at about the same pace, and the Lease in its place, no other one does."""
+        world = self.world
+        others = [other for other in world.living_managers() if other is not manager and other.leads()]
+        world.counts["managers that led at the same time"] += bool(others)
+        if manager.has_odd_clock or world.lease_server.is_deleted:
+            return
+        self.count("one manager leads")
+        for other in others:
+            if not other.has_odd_clock:
+                world.fail("one manager leads", f"{manager.name} leads, and {other.name} still does")
+        epochs = [other.core.epoch for other in others]
+        if manager.core.epoch in epochs:
+            world.fail("one manager leads", f"{manager.name} has the epoch {manager.core.epoch} of another one")
 
     def on_fenced(self, session: Session) -> None:
         """A Register ends a session."""
@@ -126,8 +142,8 @@ class Laws:
     ) -> None:
         """The manager has executed or refused a call."""
         world = self.world
-        if server is not world.manager:
-            return
+        if not hasattr(server, "core"):
+            return  # a worker, or a manager that stands by
         world.operation(method)
         manager: Any = server
         if world.kernel.is_traced:
@@ -355,9 +371,10 @@ class Laws:
 
     def all(self) -> None:
         """Every law that holds at any time."""
-        manager = self.world.manager
-        if manager is None or manager.is_dead or not hasattr(manager, "core"):
-            return
+        for manager in self.world.living_managers():
+            self._all_of(manager)
+
+    def _all_of(self, manager: ManagerProcess) -> None:
         for violation in manager.core.check().violations:
             self.world.fail(violation.law, f"{manager.name}: {violation}")
         for law in OF_THE_CORE:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import kvpool.cache_service.core.manager
 import kvpool.cache_service.election.file
+import kvpool.cache_service.election.kubernetes
 import kvpool.cache_service.servicer
 import kvpool.client.deadline
 import kvpool.client.manager
@@ -142,6 +143,7 @@ def installed(world: World) -> Iterator[None]:
     deadline_init: Any = kvpool.client.deadline.Deadline.__init__
     with contextlib.ExitStack() as stack:
         for module in (
+            kvpool.cache_service.election.kubernetes,
             kvpool.cache_service.servicer,
             kvpool.worker_service.engine.engine,
             kvpool.worker_service.manager_link,
@@ -156,8 +158,8 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(kvpool.cache_service.core.manager, "SWEEP_SLICE_NODES", world.sweep_slice)
         )
-        stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, "_MAX_CONTENTS", world.report_part))
-        stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, "_MAX_BLOCKS", world.report_part))
+        for name in ("_MAX_CONTENTS", "_MAX_BACKGROUND_CONTENTS", "_MAX_BLOCKS"):
+            stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, name, world.report_part))
         stack.enter_context(mock.patch.object(generate_many, "MESSAGE_BYTES", world.message_bytes))
         stack.enter_context(mock.patch.object(answer_streams, "MAX_REQUESTS", world.stream_requests))
         stack.enter_context(mock.patch.object(answer_streams, "MAX_AGE_SECONDS", world.stream_seconds))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.channel import Leaders
 from tests.simulation.disk import PowerLoss
 from tests.simulation.event_loop import Clock, SimLoop
 
@@ -35,6 +36,7 @@ class Process:
         rate = 1.0 + self._random.uniform(-0.05, 0.05)
         clock = Clock(self.kernel, self._random.uniform(0.0, 1000.0), rate)
         self.loop = SimLoop(clock, on_due=self._on_due, execute=self._execute)  # type: ignore[abstract]
+        self.leaders = Leaders(world.manager_addresses)
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._wake_no = 0
 

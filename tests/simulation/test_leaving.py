@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core.session import SessionEnd
-from tests.simulation import manager, patches
+from tests.simulation import patches
 from tests.simulation.machine import Machine
 from tests.simulation.rpc import Call
 from tests.simulation.world import World
@@ -24,7 +24,8 @@ class _Leaving:
         self.held: list[Any] = []
         self._num_heard = num_heard
         world.bus.rules.append(self._hold)
-        world.bus.machines[manager.ADDRESS] = manager.MACHINE
+        assert not world.leader_lease
+        world.bus.machines[world.manager_addresses[0]] = world.manager_machines[0]
         world._start_manager()
         plan = world.plans[0]
         machine = world.machines[plan.worker_id] = Machine(plan.worker_id, plan, world.kernel)

@@ -18,7 +18,7 @@ NUM_SEEDS = 300
 SEEDS_PER_TEST = 150
 ROOT = Path(__file__).parents[2]
 
-TOO_RARE = {"refusal: STALE_ATTEMPT", "reconciliation: fences"}
+TOO_RARE = {"refusal: STALE_ATTEMPT", "reconciliation: fences", "reconciliation: fenced"}
 """Reached by one seed in a hundred or fewer; `make simulate` wants them, and tests/cache_service/core has them."""
 
 _totals = Totals()

@@ -29,6 +29,8 @@ REASONS = (
 )
 """Why the manager may refuse what workers and clients of ours say. The other reasons are for peers that are wrong;
 tests/cache_service has them."""
+NOT_HERE = (Case.NO_ROOM,)
+"""The simulated clusters have room in their budget; tests/cache_service/core has one that has none."""
 DOWNLINK = ("grant", "stop", "drain", "boundary")
 NETWORK = (
     "dropped",
@@ -48,6 +50,9 @@ EVENTS = (
     "state file torn",
     "state file restored by hand",
     "epochs raised",
+    "managers that took over",
+    "leads lost",
+    "managers that led at the same time",
     "older incarnations accepted",
     "workers that gave up",
     "made-up Registers taken",
@@ -122,7 +127,7 @@ class Totals(Tally):
             "fault": [(name, self.faults[name]) for name in FAULTS],
             "network": [(name, self.events[name]) for name in NETWORK],
             "refusal": [(name, self.reasons[name]) for name in REASONS],
-            "reconciliation": [(case.value, self.cases[case.value]) for case in Case],
+            "reconciliation": [(case.value, self.cases[case.value]) for case in Case if case not in NOT_HERE],
             "downlink": [(name, self.downlink[name]) for name in DOWNLINK],
             "event": [(name, self.events[name]) for name in EVENTS],
             "outcome": [(name, self.outcomes[name]) for name in OUTCOMES],

@@ -19,8 +19,6 @@ from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
 from tests import tracer
-from tests.simulation import manager
-from tests.simulation.channel import Channel
 from tests.simulation.forker import Forker
 from tests.simulation.gpu import Gpu
 from tests.simulation.machine import Machine
@@ -144,7 +142,11 @@ class WorkerProcess(Process):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, methods)  # type: ignore[arg-type]
         self.handlers = methods.handlers
         self.link = ManagerLink(
-            manager.ADDRESS, self.introduction(), self.engine, self._on_session, clock=self.loop.clock.now
+            ",".join(world.manager_addresses),
+            self.introduction(),
+            self.engine,
+            self._on_session,
+            clock=self.loop.clock.now,
         )
 
     def introduction(self) -> cache_pb2.RegisterRequest:
@@ -188,7 +190,7 @@ class WorkerProcess(Process):
 
     async def _main(self) -> None:
         """As worker_service/server.py does, without a gRPC server."""
-        stub = cache_pb2_grpc.CacheServiceStub(Channel(self.world.bus, self, manager.ADDRESS))  # type: ignore[arg-type]
+        stub = cache_pb2_grpc.CacheServiceStub(self.world.manager_channel(self))
         tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self.link.talk_to(stub))]
         drain = asyncio.create_task(self._wait_for_drain())
         done, _ = await asyncio.wait({*tasks, drain}, return_when=asyncio.FIRST_COMPLETED)

@@ -16,15 +16,17 @@ from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests import tracer
-from tests.simulation import manager, patches
+from tests.simulation import patches
 from tests.simulation.bus import Bus
+from tests.simulation.channel import Channel, LeaderChannel
 from tests.simulation.client_process import TIMEOUT_SECONDS, ClientProcess, RequestPlan
 from tests.simulation.disk import Disk
 from tests.simulation.faults import FAULTS
 from tests.simulation.kernel import Kernel
 from tests.simulation.laws import Laws
+from tests.simulation.lease_server import LeaseServer
 from tests.simulation.machine import Machine
-from tests.simulation.manager import ManagerProcess
+from tests.simulation.manager import MACHINES, ManagerProcess, address_of
 from tests.simulation.process import Process
 from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
@@ -87,7 +89,14 @@ class World:
         self.bus = Bus(self)
         self.laws = Laws(self)
         self.disk = Disk(self.kernel.random("disk"))
-        self.manager: ManagerProcess | None = None
+        self.lease_server = LeaseServer(self)
+        self.leader_lease = self.kernel.random("election").choice([0, 0, 0, 0, 0, 2, 3])
+        """Seconds: two managers, of which one leads by a Lease. 0: one manager, with its epoch in a file."""
+        self.manager_machines = MACHINES if self.leader_lease else MACHINES[:1]
+        self.manager_addresses = tuple(map(address_of, self.manager_machines))
+        self._managers: dict[str, ManagerProcess] = {}
+        """The last process of each machine."""
+        self._last_leader: ManagerProcess | None = None
         self.machines: dict[str, Machine] = {}
         """Of workers, by name; a rival process of a worker has one of its own."""
         self.clients: list[ClientProcess] = []
@@ -307,23 +316,53 @@ class World:
         self.kernel.note(f"request {plan.number} {how}")
         self.kernel.trace("client", f"request {plan.number} ended: {how}")
 
+    @property
+    def manager(self) -> ManagerProcess | None:
+        """The process that leads; without one the last that did."""
+        return max(self.living_managers(), key=lambda process: process.core.epoch, default=self._last_leader)
+
+    def living_managers(self) -> list[ManagerProcess]:
+        """Those that have begun to lead, and have not ended: more than one if the old one does not know yet."""
+        return [process for process in self._managers.values() if not process.is_dead and hasattr(process, "core")]
+
+    def manager_processes(self) -> list[ManagerProcess]:
+        """Those that have not ended, whether they lead or stand by."""
+        return [process for process in self._managers.values() if not process.is_dead]
+
+    def manager_channel(self, process: Process) -> Any:
+        """From a process to the manager that leads."""
+        if len(self.manager_addresses) == 1:
+            return Channel(self.bus, process, self.manager_addresses[0])
+        return LeaderChannel(self.bus, process, self.manager_addresses)
+
     # -- lives and deaths
 
-    def _start_manager(self) -> None:
+    def _start_manager(self, machine: str = MACHINES[0]) -> None:
         self._num_managers += 1
-        self.manager = ManagerProcess(self, self._num_managers, self.limits)
-        self._processes.append(self.manager)
-        self.manager.boot()
+        process = self._managers[machine] = ManagerProcess(self, machine, self._num_managers, self.limits)
+        self._processes.append(process)
+        process.boot()
 
-    def on_manager_death(self) -> None:
+    def on_leading(self, process: ManagerProcess) -> None:
+        """It leads from now on. Others hear of it from its health, if they hear of it."""
+        self.laws.on_leading(process)
+        self._last_leader = process
+        self.counts["managers that took over"] += bool(self.leader_lease)
+        address = address_of(process.machine)
+        for other in [*self.live_workers(), *self.clients] if self.leader_lease else ():
+            self.bus.send(
+                process, process.machine, other.machine, other.deliver, other.leaders.on_health, address, True
+            )
+
+    def on_manager_death(self, process: ManagerProcess) -> None:
         """It is started again after a while."""
-        process = self.manager
-        if self._is_over or process is None:
+        if self._is_over:
             return
         self._count_cases(process)
         if process.lost_power:
             self.counts[f"state file {self.disk.lose_power()}"] += 1
-        self.kernel.after(self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 3.0)]), self._start_manager)
+        seconds = self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 3.0)])
+        self.kernel.after(seconds, self._start_manager, process.machine)
 
     def on_damaged_state(self, process: ManagerProcess) -> None:
         """Somebody puts back the state file as it was once."""
@@ -371,8 +410,8 @@ class World:
                 self._go_on()
                 if self.violation is None:
                     self.laws.at_the_end()
-                if self.manager is not None:
-                    self._count_cases(self.manager)
+                for process in self.manager_processes():
+                    self._count_cases(process)
                 for worker in self.live_workers():
                     worker.count_preemptions()
             finally:
@@ -398,11 +437,13 @@ class World:
 
     def _begin(self) -> None:
         kernel, draw = self.kernel, self._draw
-        self.bus.machines[manager.ADDRESS] = manager.MACHINE
+        for of_manager in self.manager_machines:
+            self.bus.machines[address_of(of_manager)] = of_manager
         epoch = kernel.random("epoch").choice(FIRST_EPOCHS)
         if epoch:
             self.disk.restore(encode(epoch))
-        self._start_manager()
+        for of_manager in self.manager_machines:
+            self._start_manager(of_manager)
         for plan in self.plans:
             self.machines[plan.worker_id] = machine = Machine(plan.worker_id, plan, kernel)
             self._start_worker(machine)
@@ -459,15 +500,16 @@ class World:
         self._is_healed = True
         self.disk.lies = False
         self.disk.operations_left = None
+        self.lease_server.delay_seconds = 0.0
         for process in self._processes:
             process.thaw()
         for worker in self.live_workers():
             worker.gpu.step_seconds = self.step_seconds
 
     def _is_quiet(self) -> bool:
-        core = self.manager
-        if core is None or core.is_dead or not hasattr(core, "core"):
+        if len(self.living_managers()) != 1:
             return False
+        (core,) = self.living_managers()
         workers = self.live_workers()
         if len(workers) != len(self.plans) or any(worker.is_frozen for worker in workers):
             return False

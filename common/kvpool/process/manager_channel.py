@@ -73,7 +73,7 @@ class ManagerChannel:
         other machines now, and a process that is frozen still has its connections, and once said that it serves."""
         if self._channel is None or self._clock() - self._opened_at < RENEW_SECONDS:
             return
-        if not is_single(self._managers) and _is_of_no_leader(error):
+        if not is_single(self._managers) and is_of_no_leader(error):
             channel, self._channel = self._channel, None
             task = asyncio.get_running_loop().create_task(channel.close(CLOSE_SECONDS))
             self._closing.add(task)
@@ -145,7 +145,8 @@ def is_single(managers: str) -> bool:
     return True
 
 
-def _is_of_no_leader(error: grpc.aio.AioRpcError) -> bool:
+def is_of_no_leader(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a call may have failed for lack of the manager that leads."""
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return True

@@ -12,7 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool.cache_service.server import SERVICE
+from kvpool.cache_service.election.file import FileEpochs
+from kvpool.cache_service.server import SERVICE, Server
+from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, refused, registration
@@ -73,6 +75,32 @@ async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
             assert (await worker.register()).epoch == 2
         second.terminate()
         assert second.wait(timeout=60) == 0
+
+
+async def test_a_manager_whose_lead_is_over_answers_no_call(tmp_path: Path) -> None:
+    """It was frozen, and looks at calls that have waited for it before it looks at anything else."""
+
+    class Epochs(FileEpochs):
+        is_over = False
+
+        def leads(self) -> bool:
+            return super().leads() and not self.is_over
+
+    epochs = Epochs(tmp_path)
+    await epochs.lead()
+    async with (
+        Server(ManagerSettings(port=0, state_dir=tmp_path), epochs) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        stub = cache_pb2_grpc.CacheServiceStub(channel)
+        worker = Worker(stub, registration())
+        await worker.register()
+        epochs.is_over = True
+        before = server.manager.sessions
+        for call in (worker.register(), stub.Describe(pb.DescribeRequest())):
+            found = await refused(call, grpc.StatusCode.UNAVAILABLE, "STANDBY")
+            assert "leads no longer" in found.message
+        assert server.manager.sessions == before
 
 
 async def test_metrics_say_who_leads(tmp_path: Path) -> None:

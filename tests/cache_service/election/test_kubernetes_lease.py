@@ -139,6 +139,27 @@ async def test_a_holder_that_cannot_renew_ends_before_its_lease_does(api: ApiSer
         assert not first.store.leads()
 
 
+async def test_a_renewal_counts_from_when_it_was_sent(api: ApiServer) -> None:
+    """Others count from when they see it, which may be long before its answer comes."""
+    written_at = 0.0
+
+    async def answer_late(request: httpx.Request) -> None:
+        nonlocal written_at
+        if request.method == "PUT":
+            written_at = now()
+            await asyncio.sleep(0.15 * DURATION)
+
+    async def fail(_: httpx.Request) -> None:
+        raise Lost
+
+    async with processes(api, 1.0) as (first,):
+        api.after = answer_late
+        await asyncio.sleep(DURATION)
+        api.before = fail
+        await first.task
+        assert 0 < now() - written_at <= SHARE_TO_USE * DURATION
+
+
 async def test_a_renewal_whose_answer_is_lost_is_written_again(api: ApiServer) -> None:
     """That it was applied is seen in the Lease; but not when: only the second one counts."""
     num_lost = 0
