@@ -14,6 +14,7 @@ from typing import NoReturn
 from . import allocation, forks, updates
 from .block_pool import BlockPool
 from .budget import Account, Budget
+from .candidates import Candidates
 from .closest_prompt import THOROUGH, Bounds
 from .contents import Contents
 from .copies import Holder
@@ -105,6 +106,9 @@ class CacheManager:
         """For displays."""
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
+        self._candidates = Candidates(hash_function)
+        self._num_serving: Counter[str] = Counter()
+        """Live sessions of workers that serve text, by model, whether or not they take new prompts now."""
         max_known = max(self.limits.max_known_incarnations, self.limits.max_workers)
         self._incarnations = Incarnations(lease_seconds, max_known, self.limits.max_numbers_skipped)
         self.reconciled: Counter[Case] = Counter()
@@ -196,6 +200,9 @@ class CacheManager:
         elif self.contents is not None:
             self.contents.open(session)
         self._sessions[session.number] = self._workers[worker_id] = session
+        if registration.address:
+            self._num_serving[registration.model_fingerprint] += 1
+        self._candidates.touch(session)
         return Registered(self.epoch, session.number)
 
     def _new_session(self, registration: Registration, lease_end: float, key: SessionKey) -> Session:
@@ -334,6 +341,7 @@ class CacheManager:
         self._note_time(now)
         session.lease_end = now + self.lease_seconds
         session.load = load
+        self._candidates.touch(session)
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
         if not session.recovering:
@@ -366,6 +374,7 @@ class CacheManager:
         session = self.worker(worker_id)
         if not session.draining:
             session.draining = True
+            self._candidates.touch(session)
             session.drain = Drain(grace_seconds)
             session.downlink.push(session.drain)
         return session
@@ -475,6 +484,12 @@ class CacheManager:
         if self.contents is not None:
             self.contents.close(session)
         session.retire()
+        self._candidates.drop(session)
+        fingerprint = session.registration.model_fingerprint
+        if session.registration.address:
+            self._num_serving[fingerprint] -= 1
+            if not self._num_serving[fingerprint]:
+                del self._num_serving[fingerprint]
         self._recoveries.pop(session.number, None)
         del self._sessions[session.number]
         del self._workers[session.worker_id]
@@ -565,6 +580,7 @@ class CacheManager:
             session.require_groups(max(len(wishes), len(returned)), "uplink")
         session.last_call_no = uplink.call_no
         session.num_calls += 1
+        self._candidates.touch(session)
         session.downlink.acknowledge(uplink.downlink_ack)
         for group, wish in enumerate(wishes):
             if wish is not None and wish != session.reserve_wishes[group]:
@@ -707,8 +723,9 @@ class CacheManager:
         Raises Refusal: BAD_FIELD.
         """
         self._require_prompt(tokens)
-        root, candidates = self._candidates(root)
-        return route(self._tree, candidates, root, tokens, self._hash_function, max_workers, num_encoder_tokens)
+        root = self._with_fingerprint(root)
+        model = self._candidates.of_model(root.model_fingerprint)
+        return route(self._tree, model, root, tokens, self._hash_function, max_workers, num_encoder_tokens)
 
     def explain(self, root: Root, tokens: bytes, worker_id: str = "", bounds: Bounds = THOROUGH) -> Explanation:
         """How much of a prompt each worker would serve from its cache, and why no more. Of the workers that Route would name, or of
@@ -722,7 +739,8 @@ class CacheManager:
             session = self.worker(worker_id)
             root, candidates = self._root_at(session, root), [session]
         else:
-            root, candidates = self._candidates(root)
+            root = self._with_fingerprint(root)
+            candidates = list(self._candidates.of_model(root.model_fingerprint).loads)
         holders: dict[Holder, Session] = {
             session.holder: session for session in self._sessions.values() if not session.recovering
         }
@@ -752,26 +770,18 @@ class CacheManager:
                 f"needed 1 to {self.limits.max_tokens_per_sequence} little-endian uint32 token ids, got {len(tokens)} bytes",
             )
 
-    def _candidates(self, root: Root) -> tuple[Root, list[Session]]:
-        """The root with its fingerprint, and the workers that take new prompts under it."""
-        serving = [session for session in self._sessions.values() if session.registration.address]
-        if not root.model_fingerprint:
-            fingerprints = {session.registration.model_fingerprint for session in serving}
-            if len(fingerprints) > 1:
-                models = sorted({session.registration.model_name for session in serving})
-                raise bad_field(
-                    "root.model_fingerprint",
-                    f"name one: the workers serve several models ({', '.join(models)})",
-                )
-            root = root._replace(model_fingerprint=next(iter(fingerprints), ""))
-        candidates = [
-            session
-            for session in serving
-            if session.registration.model_fingerprint == root.model_fingerprint
-            and not session.draining
-            and not session.recovering
-        ]
-        return root, candidates
+    def _with_fingerprint(self, root: Root) -> Root:
+        """The root with that of the only model, if it names none."""
+        if root.model_fingerprint:
+            return root
+        if len(self._num_serving) > 1:
+            serving = [session for session in self._sessions.values() if session.registration.address]
+            models = sorted({session.registration.model_name for session in serving})
+            raise bad_field(
+                "root.model_fingerprint",
+                f"name one: the workers serve several models ({', '.join(models)})",
+            )
+        return root._replace(model_fingerprint=next(iter(self._num_serving), ""))
 
     def worker(self, worker_id: str) -> Session:
         """The live session of a worker. Raises Refusal: UNKNOWN_WORKER."""

@@ -1,12 +1,18 @@
-"""Route: which workers have the least to compute for a prompt. Changes nothing."""
+"""Route: which workers have the least to compute for a prompt. Changes nothing.
+
+The cost of a prompt on a worker is its load (candidates.py) and what the worker would have to compute: the tokens that it neither
+holds nor computes already, and the encoder's input, unless it has that. With many workers only those are looked at that may be
+among the best: the ones that hold some of the prompt, and the least loaded.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection
 from collections.abc import Sequence as List
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from .candidates import ModelCandidates, Place
 from .copies import Holder
 from .hashing import HashFunction
 from .hits import cached_along, reach
@@ -14,9 +20,11 @@ from .messages import TOKEN_BYTES, Root, WorkerLoad
 from .prefix_tree import Node, PrefixTree, RootNode
 from .session import Session
 
-SEQUENCE_COST_TOKENS = 16
-"""Cost of a sequence on a worker for a new one, in tokens of prefill: large enough to spread equal prompts over idle workers before
-a short prefix draws them all to one."""
+FEW: Final = 64
+"""So many workers are looked at one by one."""
+NEIGHBOURS: Final = 32
+"""Of equally loaded workers that hold nothing of a prompt: how many it chooses among. Few are near every prompt; of only some,
+though, much would depend on how long an arc of the ring each has."""
 
 
 class RoutedWorker(NamedTuple):
@@ -48,8 +56,16 @@ def _deepest_led(path: list[Node]) -> dict[Holder, int]:
     return found
 
 
-_ORDER = itemgetter(0, 1)
-"""Of (cost, tie, session): sessions have none."""
+def _on_path(path: list[Node]) -> set[Holder]:
+    """Who has copies of any of the nodes, or computes any."""
+    found: set[Holder] = set()
+    before: tuple[int, int] | None = None
+    for node in path:
+        signature = _signature(node)
+        if signature != before:
+            found.update(node.holders(), node.leading_holders())
+            before = signature
+    return found
 
 
 class _Prompt(NamedTuple):
@@ -57,69 +73,187 @@ class _Prompt(NamedTuple):
 
     cached: dict[Holder, int]
     in_flight: dict[Holder, int]
-    first_block: bytes
-    """And the digest of what the tokens refer to."""
     units: Collection[Holder]
     """Those that hold the KV of the encoder's input."""
     units_in_flight: Collection[Holder]
     """Those that have a sequence which is about to run the encoder."""
 
 
-def _look_up(tree: PrefixTree, root: Root, tokens: bytes, block_size: int, sessions: List[Session]) -> _Prompt:
+def _look_up(
+    tree: PrefixTree, root: Root, tokens: bytes, block_size: int, by_holder: dict[Holder, Session], windowed: bool
+) -> _Prompt:
+    """`windowed`: whether any of the workers has groups with windows."""
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    windowed = [session for session in sessions if session.holder.window_slots]
-    cached = cached_along(path, [session.holder for session in windowed], max_blocks)
+    with_windows = [one for one in _on_path(path) if one.window_slots and one in by_holder] if windowed else []
+    cached = cached_along(path, with_windows, max_blocks)
     in_flight = reach(path, _holders_or_leaders, _signature)
-    if windowed:
+    if with_windows:
         led = _deepest_led(path)
-        for session in windowed:
-            holder = session.holder
-            in_flight[holder] = max(cached.get(holder, 0), session.on_grid(led.get(holder, 0)))
+        for holder in with_windows:
+            in_flight[holder] = max(cached.get(holder, 0), by_holder[holder].on_grid(led.get(holder, 0)))
     units = node.units if isinstance(node, RootNode) else ()
     leading = () if node is None else node.leading_holders()
-    return _Prompt(cached, in_flight, b"\0" + root.input_digest + tokens[: block_size * TOKEN_BYTES], units, leading)
+    return _Prompt(cached, in_flight, units, leading)
+
+
+class _Ranking:
+    """The best workers found so far, at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._best: list[tuple[int, int, int, Session]] = []
+        """Cost, tie, number, session."""
+
+    def add(self, cost: int, tie: int, session: Session) -> None:
+        """One more."""
+        insort(self._best, (cost, tie, session.number, session))
+        if len(self._best) > self._most:
+            self._best.pop()
+
+    def is_settled(self, least: int) -> bool:
+        """Whether workers that cost at least `least` are no better than those found."""
+        return len(self._best) == self._most and self._best[-1][0] <= least
+
+    def sessions(self) -> list[Session]:
+        """Best first."""
+        return [session for _, _, _, session in self._best]
+
+
+class _Costs:
+    """Of a prompt on the workers of a model."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        model: ModelCandidates,
+        root: Root,
+        tokens: bytes,
+        hash_function: HashFunction,
+        num_encoder_tokens: int,
+    ) -> None:
+        self.model = model
+        self.num_tokens = len(tokens) // TOKEN_BYTES
+        self.num_encoder_tokens = num_encoder_tokens
+        self._hash_function = hash_function
+        self._first_blocks: dict[int, bytes] = {}
+        """And the digest of what the tokens refer to; by block size."""
+        self.prompts: dict[int, _Prompt] = {}
+        """By block size."""
+        for size in model.block_sizes:
+            self._first_blocks[size] = b"\0" + root.input_digest + tokens[: size * TOKEN_BYTES]
+            self.prompts[size] = _look_up(tree, root, tokens, size, model.by_holder, model.num_windowed > 0)
+
+    def cost(self, session: Session, load: int) -> int:
+        """Tokens to compute before and for the prompt, with this load."""
+        prompt = self.prompts[session.block_size]
+        cost = load + self.num_tokens - prompt.in_flight.get(session.holder, 0) * session.block_size
+        has_unit = session.holder in prompt.units or session.holder in prompt.units_in_flight
+        return cost if has_unit else cost + self.num_encoder_tokens
+
+    def tie(self, session: Session) -> int:
+        """Decides between equal costs: a hash of the first block and the worker's name (rendezvous hashing), so that equal cold
+        prompts meet on one worker and different ones spread."""
+        return self._hash_function(session.name + self._first_blocks[session.block_size])
+
+    def point(self) -> int:
+        """Where the prompt is on the rings."""
+        return self._hash_function(self._first_blocks[max(self._first_blocks)])
+
+    def savings(self) -> dict[Session, int]:
+        """What workers have of the prompt, in tokens; of those that have any of it."""
+        found: dict[Session, int] = {}
+        by_holder = self.model.by_holder
+        for size, prompt in self.prompts.items():
+            for holder, num_blocks in prompt.in_flight.items():
+                session = by_holder.get(holder)
+                if num_blocks and session is not None and session.block_size == size:
+                    found[session] = num_blocks * size
+            if self.num_encoder_tokens:
+                for holder in {*prompt.units, *prompt.units_in_flight}:
+                    session = by_holder.get(holder)
+                    if session is not None and session.block_size == size:
+                        found[session] = found.get(session, 0) + self.num_encoder_tokens
+        return found
 
 
 def route(
     tree: PrefixTree,
-    sessions: List[Session],
+    model: ModelCandidates,
     root: Root,
     tokens: bytes,
     hash_function: HashFunction,
     max_workers: int = 0,
     num_encoder_tokens: int = 0,
 ) -> list[RoutedWorker]:
-    """The sessions, best first: least expected work (tokens to compute, those of the encoder's input included, + work queued), cold
-    ties by hash of the first block. At most `max_workers`, if that is not 0.
-
-    The hash is combined with the worker's id (rendezvous hashing), so that equal cold prompts meet on one worker and different
-    ones spread.
-    """
-    num_tokens = len(tokens) // TOKEN_BYTES
-    prompts: dict[int, _Prompt] = {}
-    ranked: list[tuple[int, int, Session]] = []
-    for session in sessions:
-        block_size, load = session.block_size, session.load
-        prompt = prompts.get(block_size)
-        if prompt is None:
-            prompt = prompts[block_size] = _look_up(tree, root, tokens, block_size, sessions)
-        num_computed = prompt.in_flight.get(session.holder, 0) * block_size
-        num_running = len(session.sequences)
-        if load.num_running > num_running:
-            num_running = load.num_running
-        cost = num_tokens - num_computed + load.num_uncomputed_tokens
-        if session.holder not in prompt.units and session.holder not in prompt.units_in_flight:
-            cost += num_encoder_tokens
-        cost += SEQUENCE_COST_TOKENS * (num_running + load.num_waiting)
-        ranked.append((cost, hash_function(session.name + prompt.first_block), session))
-    ranked.sort(key=_ORDER)
+    """The workers of a model, best first: least cost, ties by a hash of the first block. At most `max_workers`, if it is not 0."""
+    costs = _Costs(tree, model, root, tokens, hash_function, num_encoder_tokens)
+    if len(model) <= FEW or not 0 < max_workers < len(model):
+        best = _ranked(costs, max_workers)
+    else:
+        best = _best(costs, max_workers).sessions()
     routed = []
-    for _, _, session in ranked[:max_workers] if max_workers else ranked:
-        prompt, block_size = prompts[session.block_size], session.block_size
-        num_cached = prompt.cached.get(session.holder, 0) * block_size
-        num_in_flight = prompt.in_flight.get(session.holder, 0) * block_size
-        has_unit = session.holder in prompt.units
-        routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load, has_unit))
+    for session in best:
+        size, holder = session.block_size, session.holder
+        prompt = costs.prompts[size]
+        num_cached, num_in_flight = prompt.cached.get(holder, 0) * size, prompt.in_flight.get(holder, 0) * size
+        routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load, holder in prompt.units))
     return routed
+
+
+def _ranked(costs: _Costs, max_workers: int) -> list[Session]:
+    """All workers, or the first ones of all."""
+    loads = costs.model.loads.items()
+    by_cost: list[tuple[int, int, Session]]
+    if len(costs.prompts) == 1 and not costs.num_encoder_tokens:  # nearly always: as `cost`, without the call
+        ((size, prompt),) = costs.prompts.items()
+        num_tokens, in_flight = costs.num_tokens, prompt.in_flight
+        by_cost = [(load + num_tokens - in_flight.get(one.holder, 0) * size, one.number, one) for one, load in loads]
+    else:
+        by_cost = [(costs.cost(one, load), one.number, one) for one, load in loads]
+    if 0 < max_workers < len(by_cost):
+        # Ties are looked at only where they decide.
+        by_cost.sort()
+        most = by_cost[max_workers - 1][0]
+        by_cost = [one for one in by_cost if one[0] <= most]
+    ranked = [(cost, costs.tie(session), number, session) for cost, number, session in by_cost]
+    ranked.sort()
+    return [session for _, _, _, session in ranked[: max_workers or None]]
+
+
+def _best(costs: _Costs, most: int) -> _Ranking:
+    """Of many workers: the same as of all, up to ties."""
+    ranking = _Ranking(most)
+    savings = costs.savings()
+    largest = 0
+    if len(savings) <= FEW:
+        for session, saved in savings.items():
+            load = costs.model.loads[session]
+            ranking.add(load + costs.num_tokens + costs.num_encoder_tokens - saved, costs.tie(session), session)
+    else:
+        largest = max(savings.values())
+    # The others save nothing or, if there are many that do, at most the largest saving.
+    least_work = costs.num_tokens + costs.num_encoder_tokens - largest
+    point = costs.point()
+    for load, ring in costs.model.rings():
+        if ranking.is_settled(load + least_work):
+            break
+        for session in _from(ring, point, costs, most):
+            if ranking.is_settled(load + least_work):
+                break
+            if largest or session not in savings:
+                ranking.add(costs.cost(session, load), costs.tie(session), session)
+    return ranking
+
+
+def _from(ring: list[Place], point: int, costs: _Costs, most: int) -> List[Session]:
+    """The sessions of a ring: the neighbours of a point in the order of their ties, then the others as they follow."""
+    begin = bisect_left(ring, point, key=_name_hash)
+    around = [place.session for place in ring[begin:] + ring[:begin]]
+    near = max(NEIGHBOURS, most)
+    return [*sorted(around[:near], key=costs.tie), *around[near:]]
+
+
+def _name_hash(place: Place) -> int:
+    return place.name_hash

@@ -7,9 +7,9 @@ import random
 import pytest
 import xxhash
 
+from kvpool.cache_service.core.candidates import SEQUENCE_COST_TOKENS
 from kvpool.cache_service.core.messages import AllocateItem, Granted, Root, Uplink, WorkerLoad
 from kvpool.cache_service.core.refusal import Reason
-from kvpool.cache_service.core.routing import SEQUENCE_COST_TOKENS
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
 from tests.cache_service.core.test_core_past_mistakes import lines_of

@@ -1,0 +1,150 @@
+"""Workers that take new prompts, by model and in the order of their load, so that Route need not look at each of them.
+
+Calls say which session they have touched; what has become of it is looked at by the next Route. A session is filed under its
+*load*: the work that it has queued, in tokens of prefill. Sessions of one load are in the order of the hashes of their names, a
+ring, from which a prompt takes those that follow its own hash. So equal prompts meet on the same few of many workers that are
+equally busy, whoever comes and goes. (D. Karger et al., "Consistent Hashing and Random Trees", STOC 1997; among those few the
+choice is by rendezvous hashing, because arcs of a ring differ much in length.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .copies import Holder
+from .hashing import HashFunction
+from .session import Session
+
+SEQUENCE_COST_TOKENS = 16
+"""Cost of a sequence on a worker for a new one, in tokens of prefill: large enough to spread equal prompts over idle workers before
+a short prefix draws them all to one."""
+
+
+class Place(NamedTuple):
+    """Where a session is on the ring of its load. Sessions are in no order, so their numbers stand before them."""
+
+    name_hash: int
+    number: int
+    session: Session
+
+
+class ModelCandidates:
+    """The workers of one model. `loads`: where each is filed."""
+
+    def __init__(self) -> None:
+        self.loads: dict[Session, int] = {}
+        self.by_holder: dict[Holder, Session] = {}
+        self.block_sizes: Counter[int] = Counter()
+        self.num_windowed = 0
+        """Workers that have groups with windows."""
+        self._places: dict[Session, Place] = {}
+        self._sorted: list[int] = []
+        """The loads that there are, least first."""
+        self._rings: dict[int, list[Place]] = {}
+        """By load."""
+
+    def __len__(self) -> int:
+        return len(self.loads)
+
+    def rings(self) -> Iterator[tuple[int, list[Place]]]:
+        """Load and ring of the workers that have it, the least load first."""
+        for load in self._sorted:
+            yield load, self._rings[load]
+
+    def file(self, session: Session, load: int, hash_function: HashFunction) -> None:
+        """The session has this load from now on."""
+        place = self._places.get(session)
+        if place is None:
+            place = self._places[session] = Place(hash_function(session.name), session.number, session)
+            self.by_holder[session.holder] = session
+            self.block_sizes[session.block_size] += 1
+            self.num_windowed += bool(session.holder.window_slots)
+        elif self.loads[session] == load:
+            return
+        else:
+            self._take_out(self.loads[session], place)
+        self.loads[session] = load
+        ring = self._rings.get(load)
+        if ring is None:
+            ring = self._rings[load] = []
+            insort(self._sorted, load)
+        insort(ring, place)
+
+    def drop(self, session: Session) -> None:
+        """It takes no new prompts any more. Idempotent."""
+        place = self._places.pop(session, None)
+        if place is None:
+            return
+        self._take_out(self.loads.pop(session), place)
+        del self.by_holder[session.holder]
+        self.num_windowed -= bool(session.holder.window_slots)
+        self.block_sizes[session.block_size] -= 1
+        if not self.block_sizes[session.block_size]:
+            del self.block_sizes[session.block_size]
+
+    def _take_out(self, load: int, place: Place) -> None:
+        ring = self._rings[load]
+        del ring[bisect_left(ring, place)]
+        if not ring:
+            del self._rings[load]
+            del self._sorted[bisect_left(self._sorted, load)]
+
+
+class Candidates:
+    """Of all models."""
+
+    def __init__(self, hash_function: HashFunction) -> None:
+        self._hash_function = hash_function
+        self._models: dict[str, ModelCandidates] = {}
+        self._touched: dict[Session, None] = {}
+
+    def touch(self, session: Session) -> None:
+        """Something of a session may have changed that Route looks at."""
+        self._touched[session] = None
+
+    def drop(self, session: Session) -> None:
+        """A session has ended."""
+        self._touched.pop(session, None)
+        self._drop(session)
+
+    def of_model(self, fingerprint: str) -> ModelCandidates:
+        """As things are now."""
+        for session in self._touched:
+            self._look_at(session)
+        self._touched.clear()
+        return self._models.get(fingerprint) or ModelCandidates()
+
+    def _look_at(self, session: Session) -> None:
+        if not takes_prompts(session):
+            self._drop(session)
+            return
+        fingerprint = session.registration.model_fingerprint
+        model = self._models.get(fingerprint)
+        if model is None:
+            model = self._models[fingerprint] = ModelCandidates()
+        model.file(session, load_of(session), self._hash_function)
+
+    def _drop(self, session: Session) -> None:
+        fingerprint = session.registration.model_fingerprint
+        model = self._models.get(fingerprint)
+        if model is not None:
+            model.drop(session)
+            if not model.loads:
+                del self._models[fingerprint]
+
+
+def takes_prompts(session: Session) -> bool:
+    """Whether it serves text, is known whole enough to be served, and is not leaving."""
+    is_there = not (session.retired or session.draining or session.recovering)
+    return is_there and bool(session.registration.address)
+
+
+def load_of(session: Session) -> int:
+    """Tokens to compute, and sequences as tokens, that a new prompt has before it. Sequences that were granted since the worker's
+    last heartbeat count."""
+    load = session.load
+    num_running = max(len(session.sequences), load.num_running)
+    return load.num_uncomputed_tokens + SEQUENCE_COST_TOKENS * (num_running + load.num_waiting)

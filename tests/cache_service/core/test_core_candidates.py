@@ -1,0 +1,170 @@
+"""With many workers Route looks at few of them: its answers are those of looking at all, up to ties."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvpool.cache_service.core import routing
+from kvpool.cache_service.core.candidates import SEQUENCE_COST_TOKENS
+from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.messages import Granted, Root, WorkerLoad
+from kvpool.cache_service.core.session import Session
+from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, registration, token_bytes
+
+OF_AN_INPUT = Root(FINGERPRINT, input_digest=b"i" * 32)
+
+
+class Cluster:
+    """Workers of one model, of several block sizes and layouts, and what a prompt costs on each, by definition."""
+
+    def __init__(self, rng: random.Random, *, with_encoder: bool) -> None:
+        self.rng = rng
+        self.lockstep = Lockstep()
+        self.with_encoder = with_encoder
+        self.desks: list[Desk] = []
+        self.prompt = [rng.randrange(2) for _ in range(40)]
+        self.names = iter(range(1_000_000))
+        for _ in range(rng.randint(8, 16)):
+            self.join()
+
+    @property
+    def manager(self) -> CacheManager:
+        return self.lockstep.manager
+
+    def join(self) -> None:
+        size = self.rng.choice([2, 4, 4, 4])
+        kind = self.rng.choice(["full", "full", "full", "window"])
+        num_blocks: tuple[int, ...] = (60,) if kind == "full" else (60, 40)
+        windows = () if kind == "full" else ((0, 0), (5, 6))
+        if self.with_encoder:
+            num_blocks += (12,)
+        self.desks.append(
+            Desk(
+                num_blocks,
+                size,
+                worker_id=f"w{next(self.names)}",
+                lockstep=self.lockstep,
+                windows=windows,
+                max_encoder_tokens=16 if self.with_encoder else 0,
+            )
+        )
+
+    def root(self) -> Root:
+        return OF_AN_INPUT if self.with_encoder else ROOT
+
+    def step(self) -> None:
+        """Something happens to one of the workers."""
+        desk, dice = self.rng.choice(self.desks), self.rng.random()
+        if dice < 0.4:
+            tokens = self.prompt[: self.rng.randrange(1, 41)] + [7] * self.rng.randrange(4)
+            encoder = {"num_encoder_tokens": 9} if self.with_encoder else {}
+            name = f"s{next(self.names)}"
+            outcome = desk.allocate(name, tokens, no_wait=True, root=self.root(), **encoder)
+            if isinstance(outcome, Granted) and self.rng.random() < 0.5 and not self.with_encoder:
+                desk.report(name, self.rng.randrange(outcome.num_cached_tokens, len(tokens) + 1))
+                if self.rng.random() < 0.5:
+                    desk.free(name)
+        elif dice < 0.8:
+            load = WorkerLoad(
+                num_running=self.rng.randrange(4),
+                num_waiting=self.rng.choice([0, 0, 3]),
+                num_uncomputed_tokens=self.rng.choice([0, 0, 10, 40]),
+            )
+            self.manager.keep_alive(desk.number, 0, load, 0.0)
+        elif dice < 0.9:
+            self.join()
+        elif len(self.desks) > 6:
+            self.desks.remove(desk)
+            if dice < 0.95:
+                self.lockstep.deregister(desk.number)
+            else:
+                self.manager.keep_alive(desk.number, 0, WorkerLoad(), 0.0, draining=True)
+
+    def costs(self, tokens: list[int]) -> dict[Session, int]:
+        """Of a prompt on each worker that takes it."""
+        found = {}
+        for desk in self.desks:
+            session = desk.session
+            modelled = self.lockstep.model.session(session.number)
+            _, in_flight = self.lockstep.model.reach(modelled, self.root(), tokens)
+            num_running = max(session.load.num_running, len(session.sequences))
+            cost = len(tokens) - in_flight + session.load.num_uncomputed_tokens
+            cost += SEQUENCE_COST_TOKENS * (num_running + session.load.num_waiting)
+            has_input = any(sequence.root.key[0] == OF_AN_INPUT for sequence in session.sequences.values())  # type: ignore[attr-defined]
+            if self.with_encoder and not has_input and not self.lockstep.model.has_unit(modelled, self.root()):
+                cost += 9
+            found[session] = cost
+        return found
+
+
+@pytest.mark.parametrize("with_encoder", [False, True], ids=["decoders", "encoder-decoders"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch, seed: int, with_encoder: bool) -> None:
+    """In clusters that count as large: some hold beginnings of the prompt, most, or none, and load comes and goes."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(routing, "FEW", rng.choice([0, 2, 5]))
+    monkeypatch.setattr(routing, "NEIGHBOURS", rng.choice([1, 3]))
+    cluster = Cluster(rng, with_encoder=with_encoder)
+    for _ in range(60):
+        cluster.step()
+        tokens = [*cluster.prompt[: rng.randrange(1, 41)], 1]
+        costs = cluster.costs(tokens)
+        for most in (1, 3, 7, 0):
+            num_encoder_tokens = 9 if with_encoder else 0
+            routed = cluster.manager.route(
+                cluster.root(), token_bytes(tokens), most, num_encoder_tokens=num_encoder_tokens
+            )
+            sessions = [one.session for one in routed]
+            assert len(set(sessions)) == len(sessions)
+            assert [costs[session] for session in sessions] == sorted(costs.values())[: most or None]
+            for one in routed:
+                modelled = cluster.lockstep.model.session(one.session.number)
+                reach = cluster.lockstep.model.reach(modelled, cluster.root(), tokens)
+                assert (one.num_cached_tokens, one.num_in_flight_tokens) == reach
+
+
+def fleet(num_workers: int) -> CacheManager:
+    """Idle workers."""
+    manager = CacheManager(1)
+    for index in range(num_workers):
+        manager.register(registration(f"worker-{index}"), 0.0)
+    return manager
+
+
+def first_choice(manager: CacheManager, prompt: list[int]) -> str:
+    """The worker that a prompt goes to."""
+    (best,) = manager.route(ROOT, token_bytes(prompt), 1)
+    return best.session.worker_id
+
+
+def test_equal_cold_prompts_meet_and_different_ones_spread_over_many_idle_workers() -> None:
+    manager = fleet(200)
+    chosen = Counter(first_choice(manager, [number, 1, 2, 3]) for number in range(4000))
+    assert len(chosen) == 200
+    assert max(chosen.values()) < 3 * 20
+    for number in range(50):
+        assert first_choice(manager, [number, 1, 2, 3, 9]) == first_choice(manager, [number, 1, 2, 3])
+
+
+def test_a_worker_that_comes_or_goes_moves_few_prompts() -> None:
+    """Or their caches would be at the wrong places."""
+    manager = fleet(200)
+    before = [first_choice(manager, [number, 1, 2, 3]) for number in range(1000)]
+    manager.register(registration("one more"), 0.0)
+    after = [first_choice(manager, [number, 1, 2, 3]) for number in range(1000)]
+    moved = [new for old, new in zip(before, after, strict=True) if new != old]
+    assert 0 < len(moved) < 100
+
+
+def test_where_nobody_asks_for_routes_no_session_is_kept() -> None:
+    manager = CacheManager(1)
+    for number in range(1, 30):
+        manager.register(registration("w", register_no=number), 0.0)
+    assert len(manager._candidates._touched) == 1
+    manager.deregister(manager.sessions[0].number)
+    assert not manager._candidates._touched
+    assert not manager.route(ROOT, token_bytes([1]))
