@@ -30,7 +30,7 @@ RUN python -c "import tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 base, extras = project['dependencies'], project['optional-dependencies']; \
 manager = ('googleapis-', 'grpcio', 'prometheus-client', 'protobuf', 'pydantic', 'structlog', 'xxhash'); \
-open('manager.txt', 'w').write('\n'.join(r for r in base if r.startswith(manager))); \
+open('manager.txt', 'w').write('\n'.join([*(r for r in base if r.startswith(manager)), *extras['kubernetes']])); \
 open('worker.txt', 'w').write('\n'.join(base + extras['worker'])); \
 open('gateway.txt', 'w').write('\n'.join(base + extras['gateway'])); \
 open('compiler.txt', 'w').write('\n'.join(extras['compiler']))"

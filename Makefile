@@ -16,7 +16,7 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-browser test-clients test-compose test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-browser test-clients test-compose test-helm test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-browser the page in a real Chromium, before a real cluster; a few minutes"
 	@echo "make test-clients clients of OpenAI's API and routers before a real cluster; ONLY=litellm: one; makes .venv-clients-*, 2 GB"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
+	@echo "make test-helm    the chart in deploy/helm, rendered and checked against the schemas of Kubernetes; no cluster"
 	@echo "make test-observe every expression of dashboard and alerts on a real Prometheus; needs its binary; minutes"
 	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
@@ -64,6 +65,12 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGUMENTS)
+
+# A third of a gigabyte that nothing else needs.
+test-helm: $(READY)
+	@$(BIN)/python -c 'import helm_python, kubernetes_validate' 2> /dev/null || \
+		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[helm]'
+	$(BIN)/python -m pytest tests/helm/chart.py $(ARGUMENTS)
 
 # Not skipped without a browser: a test that did not run must not look green.
 test-browser: $(READY)
