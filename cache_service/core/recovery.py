@@ -258,33 +258,36 @@ class Recovery:
         is_live, blocks, is_keeping = self._is_live, self._blocks[group], group in self._keeping
         needs_full = holder.spans[group] > 0 and bool(holder.full_slots)
         restored: list[tuple[int, int, Node]] = []
-        for index, block in enumerate(reported.blocks):
-            if not block:
-                continue
-            content, generation = chain[index], reported.generations[index]
-            if not (0 < block < pool.num_blocks and 0 < generation <= self._last_stamp):
-                self._require_known(group, block, generation)
-            if not (pool.take_expected(block) if is_live else pool.is_free(block) and block not in blocks):
-                if self._is_known_already(content, group, block, generation):
-                    is_kept[index] |= is_keeping
-                continue
-            node = content.live_node
-            if needs_full and (node is None or not holder.is_complete(node.blocks_in(holder))):
-                # The worker does not know that it is of no use any more: what was before it is gone.
-                self.cases[Case.DEPENDENT] += 1
-                self._let_go(pool, block)
-                continue
-            if node is None:
-                node = self._node(tree, content)
-            if not is_live:
-                blocks[block] = node, generation
-            is_kept[index] |= is_keeping
-            if pool.copy_of(node):
-                self.cases[Case.DUPLICATE] += 1
-                self._let_go(pool, block)
-            else:
-                restored.append((block, generation, node))
-        pool.restore_cached(restored)
+        try:
+            for index, block in enumerate(reported.blocks):
+                if not block:
+                    continue
+                content, generation = chain[index], reported.generations[index]
+                if not (0 < block < pool.num_blocks and 0 < generation <= self._last_stamp):
+                    self._require_known(group, block, generation)
+                if not (pool.take_expected(block) if is_live else pool.is_free(block) and block not in blocks):
+                    if self._is_known_already(content, group, block, generation):
+                        is_kept[index] |= is_keeping
+                    continue
+                node = content.live_node
+                if needs_full and (node is None or not holder.is_complete(node.blocks_in(holder))):
+                    # The worker does not know that it is of no use any more: what was before it is gone.
+                    self.cases[Case.DEPENDENT] += 1
+                    self._let_go(pool, block)
+                    continue
+                if node is None:
+                    node = self._node(tree, content)
+                if not is_live:
+                    blocks[block] = node, generation
+                is_kept[index] |= is_keeping
+                if pool.copy_of(node):
+                    self.cases[Case.DUPLICATE] += 1
+                    self._let_go(pool, block)
+                else:
+                    restored.append((block, generation, node))
+        finally:
+            # Also if the next one is refused: a node without a copy would stay in the tree.
+            pool.restore_cached(restored)
         self.cases[Case.CACHED] += len(restored)
         if tree.journal is not None:
             for _, _, node in restored:

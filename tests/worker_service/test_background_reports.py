@@ -59,6 +59,24 @@ def test_what_is_in_use_comes_before_what_is_idle() -> None:
     assert only.last
 
 
+def test_reserves_and_idle_blocks_are_those_of_all_groups_in_as_many_parts_as_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report_module, "_MAX_BLOCKS", 4)
+    ledgers = (BlockLedger(9), BlockLedger(9, 1))
+    _chain(ledgers[0], 1, 2, 3)
+    reserves = [[ReservedBlock(4, _OLD)], [ReservedBlock(block, _OLD) for block in (5, 6, 7)]]
+    report = Report(ledgers, [], reserves)
+    in_use = [report.part]
+    while not report.part.live:
+        report.next_part()
+        in_use.append(report.part)
+    reserved = [(run.group, block) for part in in_use for run in part.reserve for block in run.block_ids]
+    assert sorted(reserved) == [(0, 4), (1, 5), (1, 6), (1, 7)]
+    assert [block for part in in_use for one in part.idle_blocks for block in one.block_ids] == [1, 2, 3]
+    assert len(in_use) == 3
+
+
 def test_a_block_that_was_granted_after_the_snapshot_is_stated_without_its_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

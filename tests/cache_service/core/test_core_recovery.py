@@ -293,6 +293,7 @@ def test_an_interrupted_report_leaves_nothing_behind() -> None:
         ({"contents": (run(1, root=Root("other")),)}, "needs a root"),
         ({"contents": (run(1), run(1, first=1))}, "reported twice"),
         ({"contents": (run(1), run(2), run(2, first=1))}, "reported twice"),
+        ({"contents": (run(1, 2, 17),)}, "block 17 does not exist"),
         ({"contents": (run(*[0] * 4097),)}, "at most 4096 contents per part"),
         ({"reserve": ((ReservedBlock(1, OLD), ReservedBlock(1, OLD)),)}, "reported twice"),
         ({"contents": (run(1),), "reserve": ((ReservedBlock(1, OLD),),)}, "reported twice"),
