@@ -10,6 +10,7 @@ which other calls wait, and in CPU time, which other programs disturb least.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import random
@@ -26,6 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from rich.table import Table
 
+from bench import busy_workers
 from bench.replay import FINGERPRINT, registration
 from bench.report import command_line, facts, print_table, progress
 from kvpool.cache_service.core.manager import CacheManager
@@ -47,6 +49,8 @@ from kvpool.worker_service.cache.report import Report
 BLOCK_SIZE: Final = 16
 NUM_WORKERS: Final = 64
 MANY_WORKERS: Final = 1000
+BUSY_WORKERS: Final = (10, 20, 25, 30)
+LOAD_SECONDS: Final = 8.0
 CHAIN_BLOCKS: Final = 32
 """Blocks of a request: 512 tokens."""
 REPORTED_BLOCKS: Final = 100_000
@@ -295,6 +299,11 @@ def check(num_blocks: int) -> dict[str, Any]:
     return {"cases": found}
 
 
+def load(_: int) -> dict[str, Any]:
+    """Busy workers over gRPC, in steps: the calls of a second, how long they take, and what they cost the manager."""
+    return {"cases": {str(count): asyncio.run(busy_workers.measure(count, LOAD_SECONDS)) for count in BUSY_WORKERS}}
+
+
 MEASUREMENTS: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
     "allocation": allocation,
     "memory": memory,
@@ -303,6 +312,7 @@ MEASUREMENTS: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
     "fencing": fencing,
     "route": route,
     "check": check,
+    "load": load,
 }
 
 
@@ -371,6 +381,11 @@ def figures(chosen: list[str], num_blocks: int, num_blocks_large: int, runs: int
         for case, results in _by_case(measure("check", num_blocks, runs)):
             add_pause(found, f"Check of {num_blocks:,} blocks, {case}: a slice", 5, results)
             add("  the whole audit", "s CPU", None, [run["seconds"] for run in results])
+    if "load" in chosen:
+        for number, results in _by_case(measure("load", num_blocks, runs)):
+            label = f"{number} busy workers: a call, the 99th of a hundred"
+            add(label, "ms", busy_workers.MOST_P99_SECONDS * 1e3, [run["p99"] * 1e3 for run in results])
+            add("  the manager", "cores", None, [run["manager_cores"] for run in results])
     return found
 
 
