@@ -62,6 +62,8 @@ NOT_RUN = {
     "make bench-peers": "installs the peers that bench measures against",
     "make gpu": "needs a GPU; tests/gpu runs its miniature on a CPU",
     "make gpu-wheels": "downloads, and needs the network",
+    "docker build": "needs a container engine; make test-compose builds these targets",
+    "helm install": "needs a cluster; make test-helm renders what it would install",
     "docker compose": "needs a container engine; make test-compose runs these commands",
     ".venv/bin/kvpool worker --worker-id": "runs until it is stopped; tests/cluster/test_services_that_fail.py does it",
     ".venv/bin/kvpool manager --host": "needs several machines; tests/cluster/test_second_manager.py has two managers",
@@ -147,8 +149,12 @@ def execute(shell: Shell, command: str) -> str:
         if words[0] == "make":
             assert words[1] in make_targets(), command
             shell.run(f"{plain} --dry-run")
+        elif words[:2] == ["docker", "build"]:
+            assert f" AS {words[words.index('--target') + 1]}\n" in (ROOT / "Dockerfile").read_text()
         elif words[0] == "docker":
             _look_at_compose(words)
+        elif words[0] == "helm":
+            _look_at_chart(words)
     elif words[1:2] == ["up"] and "--help" not in words:
         return shell.up(command)
     else:
@@ -179,6 +185,16 @@ def _look_at_compose(words: list[str]) -> None:
         service = next(word for word in words[3:] if not word.startswith("-"))
         assert service in services
         assert words[words.index(service) + 1] in command_names()
+
+
+def _look_at_chart(words: list[str]) -> None:
+    """It names the chart, and values that it has."""
+    values = yaml.safe_load((ROOT / words[3] / "values.yaml").read_text())
+    names = [words[index + 1].partition("=")[0] for index, word in enumerate(words) if word == "--set"]
+    assert names
+    for name in names:
+        section, _, value = name.partition(".")
+        assert value in values[section], name
 
 
 def command_names() -> set[str]:
