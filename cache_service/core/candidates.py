@@ -99,22 +99,23 @@ class Candidates:
     def __init__(self, hash_function: HashFunction) -> None:
         self._hash_function = hash_function
         self._models: dict[str, ModelCandidates] = {}
-        self._touched: dict[Session, None] = {}
+        self.touched: dict[Session, None] = {}
+        """Sessions of which something may have changed since the last look. Every call notes its own here, without a call."""
 
     def touch(self, session: Session) -> None:
         """Something of a session may have changed that Route looks at."""
-        self._touched[session] = None
+        self.touched[session] = None
 
     def drop(self, session: Session) -> None:
         """A session has ended."""
-        self._touched.pop(session, None)
+        self.touched.pop(session, None)
         self._drop(session)
 
     def of_model(self, fingerprint: str) -> ModelCandidates:
         """As things are now."""
-        for session in self._touched:
+        for session in self.touched:
             self._look_at(session)
-        self._touched.clear()
+        self.touched.clear()
         return self._models.get(fingerprint) or ModelCandidates()
 
     def _look_at(self, session: Session) -> None:

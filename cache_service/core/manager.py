@@ -107,6 +107,7 @@ class CacheManager:
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
         self._candidates = Candidates(hash_function)
+        self._touched = self._candidates.touched
         self._num_serving: Counter[str] = Counter()
         """Live sessions of workers that serve text, by model, whether or not they take new prompts now."""
         max_known = max(self.limits.max_known_incarnations, self.limits.max_workers)
@@ -580,7 +581,7 @@ class CacheManager:
             session.require_groups(max(len(wishes), len(returned)), "uplink")
         session.last_call_no = uplink.call_no
         session.num_calls += 1
-        self._candidates.touch(session)
+        self._touched[session] = None
         session.downlink.acknowledge(uplink.downlink_ack)
         for group, wish in enumerate(wishes):
             if wish is not None and wish != session.reserve_wishes[group]:

@@ -164,7 +164,7 @@ def test_where_nobody_asks_for_routes_no_session_is_kept() -> None:
     manager = CacheManager(1)
     for number in range(1, 30):
         manager.register(registration("w", register_no=number), 0.0)
-    assert len(manager._candidates._touched) == 1
+    assert len(manager._candidates.touched) == 1
     manager.deregister(manager.sessions[0].number)
-    assert not manager._candidates._touched
+    assert not manager._candidates.touched
     assert not manager.route(ROOT, token_bytes([1]))
