@@ -18,7 +18,6 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -27,7 +26,7 @@ from rich.table import Table
 from bench.managers import managers
 from bench.registration import register_request
 from bench.replay import FINGERPRINT
-from bench.report import command_line, facts, print_table, progress
+from bench.report import command_line, cpu_seconds, facts, print_table, progress
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
 TOKENS_PER_SECOND: Final = 5000
@@ -167,12 +166,6 @@ def _update(sequence: _Sequence, num_tokens: int) -> cache_pb2.SequenceUpdate:
     )
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
-
-
 async def measure(num_workers: int, seconds: float) -> dict[str, Any]:
     """So many workers, for that long."""
     async with managers(1) as running, grpc.aio.insecure_channel(running.addresses) as channel:
@@ -184,7 +177,7 @@ async def measure(num_workers: int, seconds: float) -> dict[str, Any]:
         tasks = [asyncio.create_task(worker.run()) for worker in workers]
         await asyncio.sleep(WARM_UP_SECONDS)
         pid = running.leader_pid()
-        before, own = _cpu_seconds(pid), time.process_time()
+        before, own = cpu_seconds(pid), time.process_time()
         load.is_counted = True
         began = time.perf_counter()
         done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -192,7 +185,7 @@ async def measure(num_workers: int, seconds: float) -> dict[str, Any]:
             task.result()
         took = time.perf_counter() - began
         load.is_counted = False
-        cpu, own_cpu = _cpu_seconds(pid) - before, time.process_time() - own
+        cpu, own_cpu = cpu_seconds(pid) - before, time.process_time() - own
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

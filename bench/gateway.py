@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from bench.report import command_line, facts, print_table, progress, report_as
+from bench.report import command_line, cpu_seconds, facts, print_table, progress, report_as
 from kvpool.client import Client
 from kvpool.client.cli.launch.children import Children, ChildSpec
 from kvpool.client.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port
@@ -72,12 +72,6 @@ class Side:
         self.cpu_share.append(cpu_seconds / wall_seconds)
         self.us_per_token.append(cpu_seconds / num_tokens * 1e6)
         self.tokens_per_s.append(num_tokens / wall_seconds)
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Reader:

@@ -68,6 +68,12 @@ def print_table(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def progress(text: str) -> None:
     """Print a progress line on stderr; stdout is for the result."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

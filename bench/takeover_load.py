@@ -17,13 +17,12 @@ import subprocess
 import sys
 import time
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Table
 
 from bench.managers import ask_epoch, managers
-from bench.report import command_line, facts, print_table, progress
+from bench.report import command_line, cpu_seconds, facts, print_table, progress
 from bench.simulated_workers import BLOCK_SIZE
 from kvpool.process.manager_channel import ManagerChannel
 
@@ -59,12 +58,6 @@ class _Workers:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 async def measure(num_workers: int, num_blocks: int, num_processes: int = 2) -> dict[str, Any]:
@@ -103,7 +96,7 @@ async def measure(num_workers: int, num_blocks: int, num_processes: int = 2) -> 
                 "first": [at - killed_at for result in after for at in result["first_after"]],
                 "gaps": [gap for result in after for gap in result["gaps"]],
                 "used": [used for result in before for used in result["used"]],
-                "manager_cpu": _cpu_seconds(pid),
+                "manager_cpu": cpu_seconds(pid),
                 "workers_cpu": sum(b["cpu"] - a["cpu"] for a, b in zip(before, after, strict=True)),
             }
         finally:

@@ -246,11 +246,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     @answering
     async def Report(self, request: cache_pb2.ReportRequest, context: Context[Any, Any]) -> cache_pb2.ReportResponse:
-        num_reports, num_recovering = self._manager.num_reports, self._manager.num_recovering
+        num_reports = self._manager.num_reports
         session, reply = self._manager.report(worker_codec.decode_uplink(request), worker_codec.decode_report(request))
         if self._manager.num_reports > num_reports:
             self.counts.report_seconds.observe(self.clock() - session.registered_at)
-        if self._manager.num_recovering < num_recovering:
+        if request.live:
             log.info(
                 "worker served again",
                 worker_id=session.worker_id,

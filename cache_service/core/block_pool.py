@@ -304,6 +304,16 @@ class BlockPool:
         self._previous[block] = last
         self._next[block] = 0
 
+    def _move_to_tail(self, blocks: Iterable[int]) -> None:
+        """Blocks of the list, in this order. As _unlink and _push_tail, without the calls."""
+        follows, previous = self._next, self._previous
+        for block in blocks:
+            before, after = previous[block], follows[block]
+            follows[before], previous[after] = after, before
+            last = previous[0]
+            previous[0] = follows[last] = block
+            previous[block], follows[block] = last, 0
+
     # -- granting
 
     def _take(self, count: int, generation: int, state: int) -> list[int]:
@@ -546,15 +556,10 @@ class BlockPool:
         if self._num_cached or not blocks:
             return
         self._know(max(blocks))
-        follows, previous, states, expected = self._next, self._previous, self._state, self._expected
-        for block in blocks:
-            if states[block] == FREE and block not in expected:
-                before, after = previous[block], follows[block]
-                follows[before], previous[after] = after, before
-                last = previous[0]
-                previous[0] = follows[last] = block
-                previous[block], follows[block] = last, 0
-                expected[block] = None
+        states, expected = self._state, self._expected
+        new = dict.fromkeys(block for block in blocks if states[block] == FREE and block not in expected)
+        self._move_to_tail(new)
+        expected.update(new)
 
     def take_expected(self, block: int) -> bool:
         """Whether the worker has yet to report what the block holds; it has from now on. To be restored, or let go."""
@@ -581,17 +586,11 @@ class BlockPool:
         if not blocks:
             return
         self._know(max(block for block, _, _ in blocks))
-        follows, previous, states, generations = self._next, self._previous, self._state, self._generation
+        self._move_to_tail(block for block, _, _ in blocks)
         for block, generation, node in blocks:
-            assert states[block] == FREE
-            states[block] = CACHED
-            generations[block] = generation
-            if block != previous[0]:
-                before, after = previous[block], follows[block]
-                follows[before], previous[after] = after, before
-                last = previous[0]
-                previous[0] = follows[last] = block
-                previous[block], follows[block] = last, 0
+            assert self._state[block] == FREE
+            self._state[block] = CACHED
+            self._generation[block] = generation
             if self._expected:
                 self._expected.pop(block, None)
             self.seal(block, node)

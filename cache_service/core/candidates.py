@@ -100,11 +100,7 @@ class Candidates:
         self._hash_function = hash_function
         self._models: dict[str, ModelCandidates] = {}
         self.touched: dict[Session, None] = {}
-        """Sessions of which something may have changed since the last look. Every call notes its own here, without a call."""
-
-    def touch(self, session: Session) -> None:
-        """Something of a session may have changed that Route looks at."""
-        self.touched[session] = None
+        """Sessions of which something may have changed since the last look that Route looks at. Whoever changes them notes it."""
 
     def drop(self, session: Session) -> None:
         """A session has ended."""

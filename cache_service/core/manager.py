@@ -149,11 +149,6 @@ class CacheManager:
         return self._tree.num_nodes
 
     @property
-    def num_recovering(self) -> int:
-        """Live sessions that have yet to report what is in use."""
-        return sum(self._sessions[number].recovering for number in self._recoveries)
-
-    @property
     def num_unswept_sessions(self) -> int:
         """Sessions that have ended and still have entries in the tree, which `sweep` removes."""
         return len(self._retired)
@@ -203,7 +198,7 @@ class CacheManager:
         self._sessions[session.number] = self._workers[worker_id] = session
         if registration.address:
             self._num_serving[registration.model_fingerprint] += 1
-        self._candidates.touch(session)
+        self._touched[session] = None
         return Registered(self.epoch, session.number)
 
     def _new_session(self, registration: Registration, lease_end: float, key: SessionKey) -> Session:
@@ -342,7 +337,7 @@ class CacheManager:
         self._note_time(now)
         session.lease_end = now + self.lease_seconds
         session.load = load
-        self._candidates.touch(session)
+        self._touched[session] = None
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
         if not session.recovering:
@@ -375,7 +370,7 @@ class CacheManager:
         session = self.worker(worker_id)
         if not session.draining:
             session.draining = True
-            self._candidates.touch(session)
+            self._touched[session] = None
             session.drain = Drain(grace_seconds)
             session.downlink.push(session.drain)
         return session
