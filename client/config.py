@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.process.address import DEFAULT_MANAGER, split_addresses
+from kvpool.process.address import DEFAULT_MANAGER, require_managers
 
 from .errors import InvalidRequest
 from .model_files import DEFAULT_MAX_BYTES
@@ -21,8 +21,8 @@ class ClientConfig:
 
     manager: str = DEFAULT_MANAGER
     """host:port of the cache manager, or of several with commas between, or a name that several have: then the one that leads is
-    asked. The channel to it, and to the workers that it names, is not encrypted: beyond this machine only on a network that you
-    trust."""
+    asked; or file:PATH of a file that lists them, which is read again when none answers. The channel to it, and to the workers that
+    it names, is not encrypted: beyond this machine only on a network that you trust."""
     timeout: float = 600.0
     """How long a generate or chat may take from its start to its last token, unless the call says otherwise."""
     unary_timeout: float = 5.0
@@ -46,11 +46,11 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         try:
-            split_addresses(self.manager)
+            require_managers(self.manager)
         except ValueError:
             raise InvalidRequest(
-                f"the manager's address must be host:port, or several with commas between, got {self.manager!r}; e.g. "
-                f"{DEFAULT_MANAGER}",
+                f"the manager's address must be host:port, several with commas between, or file:PATH of a file that lists them, "
+                f"got {self.manager!r}; e.g. {DEFAULT_MANAGER}",
                 reason="BAD_FIELD",
             ) from None
         for name in ("timeout", "unary_timeout", "first_contact", "worker_wait", "liveness_interval"):

@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from kvpool.process.address import split_addresses
+from kvpool.process.address import manager_addresses
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, worker_pb2
@@ -187,16 +187,16 @@ class Manager:
         """Whether the address is a worker's: its health service then knows WorkerService, serving or not."""
         request = health_pb2.HealthCheckRequest(service=_WORKER_SERVICE)
         try:
-            first = split_addresses(self._config.manager)[0]
+            first = manager_addresses(self._config.manager)[0]
             await self._channels.health(first).Check(request, timeout=_ATTEMPT_SECONDS_MIN)
-        except grpc.aio.AioRpcError:
+        except (IndexError, grpc.aio.AioRpcError):
             return False
         return True
 
     async def _unreachable(self, error: KvpoolError) -> KvpoolError:
         if error.reason:
             return error
-        for address in split_addresses(self._config.manager):
+        for address in manager_addresses(self._config.manager):
             host = address.rpartition(":")[0]
             try:
                 await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None)

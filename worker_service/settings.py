@@ -13,7 +13,7 @@ from urllib.parse import quote
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, split_addresses, with_default_port
+from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, require_managers, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 
@@ -41,7 +41,7 @@ class WorkerSettings(ServerSettings):
     manager: Name = Field(
         DEFAULT_MANAGER,
         description="host:port of the cache manager; of several with commas between, or a name that several have: then the one "
-        "that leads; also $KVPOOL_MANAGER.",
+        "that leads; or file:PATH of a file that lists them. Also $KVPOOL_MANAGER.",
     )
     worker_id: Name | None = Field(
         None,
@@ -219,7 +219,7 @@ class WorkerSettings(ServerSettings):
     @field_validator("manager")
     @classmethod
     def _manager_is_an_address(cls, manager: str) -> str:
-        split_addresses(manager)
+        require_managers(manager)
         return manager
 
     @field_validator("advertise")

@@ -24,7 +24,8 @@ class ClientSettings(ProcessSettings):
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": MANAGER_VARIABLE}
 
     manager: str = Field(
-        default=DEFAULT_MANAGER, description="host:port of the cache manager; of several with commas between."
+        default=DEFAULT_MANAGER,
+        description="host:port of the cache manager; of several with commas between; or file:PATH of a file that lists them.",
     )
     timeout: float = Field(
         default=_DEFAULTS.timeout, gt=0, le=86_400, description="Seconds from a request to its last token."

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvpool.process.address import DEFAULT_MANAGER, is_loopback, split_addresses
+from kvpool.process.address import DEFAULT_MANAGER, is_loopback, manager_addresses
 from kvpool.process.printable import printable, printable_lines
 from kvpool.process.settings import load_settings
 
@@ -37,7 +37,7 @@ ManagerOption = Annotated[
     typer.Option(
         "--manager",
         envvar=MANAGER_VARIABLE,
-        help="host:port of the cache manager; of several with commas between.",
+        help="host:port of the cache manager; of several with commas between; or file:PATH of a file that lists them.",
         show_default=DEFAULT_MANAGER,
     ),
 ]
@@ -58,7 +58,7 @@ def client_config(manager: str | None) -> ClientConfig:
         max_model_bytes=settings.max_model_bytes,
         first_contact=_FIRST_CONTACT_SECONDS,
     )
-    if not all(is_loopback(address.rpartition(":")[0]) for address in split_addresses(config.manager)):
+    if not all(is_loopback(address.rpartition(":")[0]) for address in manager_addresses(config.manager)):
         print(
             f"kvpool: the connection to {config.manager} is not encrypted; use it only on a network that you trust",
             file=sys.stderr,

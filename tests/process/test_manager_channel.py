@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvpool.process import manager_channel
-from kvpool.process.address import split_addresses
+from kvpool.process.address import manager_addresses, require_managers, split_addresses
 from kvpool.process.manager_channel import ManagerChannel, is_single
 from kvpool.v1 import cache_pb2 as pb
 
@@ -150,6 +151,46 @@ async def test_a_name_that_means_several_is_all_of_them_and_is_looked_up_again(
         assert lookups == ["manager", "manager"]
 
 
+async def test_a_file_may_come_later_and_list_another_manager_when_the_first_has_moved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(manager_channel, "RENEW_SECONDS", 0.0)
+    file = tmp_path / "managers"
+    async with peers(True, True) as two, contextlib.aclosing(ManagerChannel(f"file:{file}")) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.stub.Describe(pb.DescribeRequest(), timeout=30)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        for peer in two:
+            file.write_text(f"127.0.0.1:{peer.port}\n")
+            assert await who(channel) == peer.name
+            await peer.server.stop(0)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.stub.Describe(pb.DescribeRequest(), timeout=30)
+
+
+async def test_a_file_that_lists_several_leads_to_the_one_that_leads(tmp_path: Path) -> None:
+    file = tmp_path / "managers"
+    async with peers(False, True) as two, contextlib.aclosing(ManagerChannel(f"file:{file}")) as channel:
+        file.write_text("".join(f"127.0.0.1:{peer.port}\n" for peer in two))
+        assert [await who(channel) for _ in range(4)] == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "listed"), [("a:1, b:2\n[::1]:3\n", ("a:1", "b:2", "[::1]:3")), ("", ()), ("a:1 b", ())]
+)
+def test_a_file_lists_addresses_or_none(tmp_path: Path, content: str, listed: tuple[str, ...]) -> None:
+    file = tmp_path / "managers"
+    require_managers(f"file:{file}")
+    assert manager_addresses(f"file:{file}") == ()
+    file.write_text(content)
+    assert manager_addresses(f"file:{file}") == listed
+
+
+def test_a_file_needs_a_path() -> None:
+    with pytest.raises(ValueError, match="needed the path"):
+        require_managers("file:")
+
+
 @pytest.mark.parametrize(
     ("managers", "single"),
     [
@@ -158,6 +199,7 @@ async def test_a_name_that_means_several_is_all_of_them_and_is_looked_up_again(
         ("localhost:1", True),
         ("manager:1", False),
         ("1.2.3.4:1,1.2.3.5:1", False),
+        ("file:/run/managers", False),
     ],
 )
 def test_one_address_needs_no_look_up(managers: str, single: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Final
 
 DEFAULT_PORT: Final = 50051
@@ -11,6 +12,7 @@ DEFAULT_MANAGER: Final = f"127.0.0.1:{DEFAULT_PORT}"
 """Where clients and workers look for it."""
 EVERY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})
 """Hosts to listen on that mean every address of the machine; they cannot be connected to by that name."""
+_FILE: Final = "file:"
 
 
 class PortError(Exception):
@@ -45,6 +47,32 @@ def split_addresses(addresses: str) -> tuple[str, ...]:
         if not host or not port.isdigit() or not 0 < int(port) < 65536 or (":" in host and not host.startswith("[")):
             raise ValueError(f"needed host:port, or several of them with commas between, got {addresses!r}")
     return found
+
+
+def managers_file(managers: str) -> Path | None:
+    """The file of "file:PATH"; None: the addresses themselves are given."""
+    return Path(managers.removeprefix(_FILE)).expanduser() if managers.startswith(_FILE) else None
+
+
+def require_managers(managers: str) -> None:
+    """Raises ValueError unless these are the managers of a cluster: "host:port", several of them with commas between, or
+    "file:PATH" of a file that lists them. The file is not read: it may be written later."""
+    if managers == _FILE:
+        raise ValueError(f"needed the path of a file after {_FILE}")
+    if managers_file(managers) is None:
+        split_addresses(managers)
+
+
+def manager_addresses(managers: str) -> tuple[str, ...]:
+    """host:port of each manager, at this moment. None while there is no file, or while what it lists is no address. What writes it
+    replaces it when a manager moves. Blocks on the disk."""
+    file = managers_file(managers)
+    if file is None:
+        return split_addresses(managers)
+    try:
+        return split_addresses(",".join(file.read_text().replace(",", " ").split()))
+    except (OSError, ValueError):
+        return ()
 
 
 def is_loopback(host: str) -> bool:

@@ -2,7 +2,8 @@
 
 With one address this is a plain channel. With several, listed or of one name, gRPC connects to all of them and watches the health
 of CacheService at each (client-side health checking, gRFC A17): a call goes to the one that serves it, and one that may wait goes
-out the moment there is one. Names are resolved here, because gRPC resolves no lists.
+out the moment there is one. Names are resolved here, because gRPC resolves no lists. A file that lists the managers is read for
+each channel, so that they may move.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import grpc.aio
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from .address import is_loopback, join_host_port, split_addresses
+from .address import is_loopback, join_host_port, manager_addresses, managers_file
 from .call_status import details_of
 from .channel_options import CHANNEL_OPTIONS
 
@@ -38,6 +39,8 @@ RENEW_SECONDS: Final = 0.5
 """At least, between two channels."""
 RESOLVE_SECONDS: Final = 1.0
 """For one name."""
+_NOWHERE: Final = "127.0.0.1:0"
+"""A target that refuses every connection at once, for a file that lists no manager yet."""
 CLOSE_SECONDS: Final = 2.0
 """For the calls on a channel that was replaced."""
 
@@ -134,7 +137,9 @@ class _LeaderStream:
 
 def is_single(managers: str) -> bool:
     """Whether these can only be the address of one process: an IP address, or localhost, and a port."""
-    addresses = split_addresses(managers)
+    if managers_file(managers) is not None:
+        return False  # tomorrow it lists another one
+    addresses = manager_addresses(managers)
     if len(addresses) > 1:
         return False
     host = addresses[0].rpartition(":")[0].strip("[]")
@@ -159,7 +164,8 @@ async def _target(managers: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
         return managers, ()
     loop = asyncio.get_running_loop()
     found: dict[int, dict[str, None]] = {socket.AF_INET: {}, socket.AF_INET6: {}}
-    for address in split_addresses(managers):
+    addresses = await asyncio.to_thread(manager_addresses, managers)
+    for address in addresses:
         host, _, port = address.rpartition(":")
         try:
             async with asyncio.timeout(RESOLVE_SECONDS):
@@ -173,4 +179,4 @@ async def _target(managers: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     scheme, targets = ("ipv4", found[socket.AF_INET]) if found[socket.AF_INET] else ("ipv6", found[socket.AF_INET6])
     if len(targets) > 1:
         return f"{scheme}:{','.join(targets)}", _TO_THE_LEADER
-    return next(iter(targets), split_addresses(managers)[0]), ()
+    return next(iter(targets), next(iter(addresses), _NOWHERE)), ()
