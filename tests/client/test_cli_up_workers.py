@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.cli.commands.up import UpSettings, split_arguments
+from kvpool.client.cli.commands.up import FLAGS, UpSettings
 from kvpool.client.cli.launch.children import ChildSpec
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port
 from kvpool.client.cli.launch.trial import try_settings
@@ -19,7 +19,7 @@ from tests.client.processes import is_alive
 
 
 def spec(*arguments: str) -> ClusterSpec:
-    own, of_workers = split_arguments(["--device", "cpu", *arguments])
+    own, of_workers = FLAGS.split(["--device", "cpu", *arguments])
     return load_settings(UpSettings, own).spec(of_workers)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,17 +18,7 @@ from rich.console import Console
 
 from kvpool.process.address import DEFAULT_MANAGER, DEFAULT_PORT
 from kvpool.process.logs import LogFormat
-from kvpool.process.settings import (
-    CONFIG_VARIABLE,
-    ProcessSettings,
-    SettingsProblem,
-    flags_in,
-    flags_of,
-    load_settings,
-    read_tables,
-    split_flags,
-    unknown_flag,
-)
+from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, load_settings, read_tables
 from kvpool.process.signals import INTERRUPTED
 from kvpool.v1 import cache_pb2
 
@@ -41,8 +29,9 @@ from ..launch.children import Children
 from ..launch.cluster import GATEWAY_NAME, HOST, MANAGER_NAME, Cluster, ClusterSpec
 from ..launch.gpus import visible_gpus
 from ..launch.log import JsonLog, Level, Log, PrefixedLog
-from ..launch.services import MANAGER_MODULE, WORKER_MODULE, become, missing_for_gateway, service_command
+from ..launch.services import WORKER_MODULE, become, missing_for_gateway, service_command
 from ..launch.trial import WorkerRefused
+from ..launch.worker_flags import WorkerFlags
 from ..terminal import error_line, printed, stdout_console, typed_command
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -189,9 +178,12 @@ class UpSettings(ProcessSettings):
         return bool(visible_gpus(os.environ))
 
 
+FLAGS: Final = WorkerFlags("kvpool up", UpSettings, _REFUSED)
+
+
 def up(context: typer.Context) -> None:
     """Start a manager and its workers; Ctrl-C stops them all. `kvpool up --help` lists the settings."""
-    own, worker_arguments = split_arguments(context.args)
+    own, worker_arguments = FLAGS.split(context.args)
     if {"--help", "-h"} & set(worker_arguments):
         become(service_command(WORKER_MODULE, ["--help"]))
     settings = load_settings(UpSettings, own)
@@ -205,41 +197,6 @@ def up(context: typer.Context) -> None:
         console = stdout_console()
         status = asyncio.run(run_cluster(spec, PrefixedLog(console), console))
     sys.exit(status)
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments of `kvpool up`, and those of its workers. Raises SettingsProblem for a worker's flag that is set here."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    before = split_flags(UpSettings, arguments[:end])
-    after = split_flags(UpSettings, arguments[end + 1 :], without=("--port", "--help", "-h"))
-    of_workers = [*before.others, *after.others]
-    for flag in flags_in(of_workers):
-        if flag in _REFUSED:
-            raise SettingsProblem(f"kvpool up sets {flag} of its workers: {_REFUSED[flag]}")
-    return [*before.own, *after.own], of_workers
-
-
-def explain_flags(arguments: Sequence[str]) -> list[str]:
-    """A line for each flag that neither `kvpool up` nor a worker has. Asks both services for their help, which takes a second."""
-    of_worker, of_manager = _flags_of(WORKER_MODULE), _flags_of(MANAGER_MODULE)
-    lines = []
-    for flag in flags_in(arguments):
-        if flag in of_worker:
-            continue
-        if flag in of_manager:
-            field = flag.removeprefix("--").replace("-", "_")
-            lines.append(
-                f"{flag} is a flag of the manager: set KVPOOL_MANAGER_{field.upper()}, or {field} in [manager] of the file that "
-                "--config names"
-            )
-        else:
-            lines.append(unknown_flag(flag, of_worker - _REFUSED.keys() | flags_of(UpSettings)))
-    return lines
-
-
-def _flags_of(module: str) -> set[str]:
-    listed = subprocess.run(service_command(module, ["--help"]), capture_output=True, text=True, check=False).stdout
-    return set(re.findall(r"--[a-z][a-z-]*", listed))
 
 
 async def run_cluster(spec: ClusterSpec, log: Log, console: Console) -> int:
@@ -284,7 +241,7 @@ async def _serve(spec: ClusterSpec, children: Children, log: Log, console: Conso
         say_ready(workers, spec, children.pids(), log)
         await cluster.keep_alive(on_event)
     except WorkerRefused as refused:
-        lines = await asyncio.to_thread(explain_flags, spec.worker_arguments) if refused.exit_status == 2 else []
+        lines = await asyncio.to_thread(FLAGS.explain, spec.worker_arguments) if refused.exit_status == 2 else []
         for line in [f"kvpool up: {line}" for line in lines] or refused.lines:
             log.say(line, Level.error)
         return refused.exit_status

@@ -27,6 +27,14 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+def tied(command: Sequence[str]) -> list[str]:
+    """A command line that runs `command` as a child of this process, on Linux tied to it: the child gets SIGTERM when the thread
+    that starts it ends, and so when this process dies, even by SIGKILL."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+
+
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """A process to start."""
@@ -41,11 +49,8 @@ class ChildSpec:
     async def start(self, *, stderr: int) -> asyncio.subprocess.Process:
         """Start it in a session of its own, with a pipe as stdout; `stderr` as in create_subprocess_exec. On Linux it gets SIGTERM
         when this process dies."""
-        command = list(self.command)
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
         return await asyncio.create_subprocess_exec(
-            *command,
+            *tied(self.command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,

@@ -1,0 +1,58 @@
+"""The flags of a command that starts a cluster: its own, and those that it passes on to its workers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool.process.settings import ProcessSettings, SettingsProblem, flags_in, flags_of, split_flags, unknown_flag
+
+from .services import MANAGER_MODULE, WORKER_MODULE, service_command
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFlags:
+    """The flags of one command."""
+
+    command: str
+    """For messages, e.g. "kvpool up"."""
+    settings: type[ProcessSettings]
+    """The command's own."""
+    refused: Mapping[str, str]
+    """Flags of a worker that the command sets itself, and what to do instead."""
+
+    def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The arguments of the command, and those of its workers. Raises SettingsProblem for a worker's flag that is set here."""
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        before = split_flags(self.settings, arguments[:end])
+        after = split_flags(self.settings, arguments[end + 1 :], without=("--port", "--help", "-h"))
+        of_workers = [*before.others, *after.others]
+        for flag in flags_in(of_workers):
+            if flag in self.refused:
+                raise SettingsProblem(f"{self.command} sets {flag} of its workers: {self.refused[flag]}")
+        return [*before.own, *after.own], of_workers
+
+    def explain(self, arguments: Sequence[str]) -> list[str]:
+        """A line for each flag that neither the command nor a worker has. Asks both services for their help, which takes a
+        second."""
+        of_worker, of_manager = _flags_of(WORKER_MODULE), _flags_of(MANAGER_MODULE)
+        lines = []
+        for flag in flags_in(arguments):
+            if flag in of_worker:
+                continue
+            if flag in of_manager:
+                field = flag.removeprefix("--").replace("-", "_")
+                lines.append(
+                    f"{flag} is a flag of the manager: set KVPOOL_MANAGER_{field.upper()}, or {field} in [manager] of the file "
+                    "that --config names"
+                )
+            else:
+                lines.append(unknown_flag(flag, of_worker - self.refused.keys() | flags_of(self.settings)))
+        return lines
+
+
+def _flags_of(module: str) -> set[str]:
+    listed = subprocess.run(service_command(module, ["--help"]), capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"--[a-z][a-z-]*", listed))
