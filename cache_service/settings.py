@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
@@ -12,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from kvpool.process.address import DEFAULT_PORT, join_host_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
+from kvpool.process.settings import state_home
 
 
 class ManagerSettings(ServerSettings):
@@ -124,8 +124,7 @@ class ManagerSettings(ServerSettings):
         """--state-dir, or the default that goes with the port."""
         if self.state_dir is not None:
             return self.state_dir
-        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return Path(base) / "kvpool" / f"manager-{self.port}"
+        return state_home() / f"manager-{self.port}"
 
     @property
     def address(self) -> str:

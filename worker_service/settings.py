@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic_settings import SettingsConfigDict
 from kvpool.process.address import DEFAULT_MANAGER, EVERY_ADDRESS, join_host_port, require_managers, with_default_port
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
+from kvpool.process.settings import state_home
 
 from .engine.policy import SchedulingPolicy
 from .model.memory.plan import MemorySettings
@@ -291,8 +291,7 @@ class WorkerSettings(ServerSettings):
             return self.state_dir
         if self.worker_id is None and not self.port:
             return None
-        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return Path(base) / "kvpool" / "workers" / _file_name(self.manager) / _file_name(self.name(port))
+        return state_home() / "workers" / _file_name(self.manager) / _file_name(self.name(port))
 
     def name(self, port: int) -> str:
         """The worker's name; host name and port if none was given."""

@@ -1,5 +1,1 @@
-"""The command line `kvpool`."""
-
-from .app import main
-
-__all__ = ["main"]
+"""The command line `kvpool`. It imports nothing here: processes that need a part of it, as on Ray, start faster."""

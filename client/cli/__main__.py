@@ -2,7 +2,7 @@
 
 from kvpool.process.signals import exit_in_order
 
-from . import main
+from .app import main
 
 exit_in_order()
 main()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Final
 
-from kvpool.client.cli import main
+from kvpool.client.cli.app import main
 
 KVPOOL: Final = (sys.executable, "-c", "from kvpool.command import main; main()")
 """As the program `kvpool` begins, and its first arguments."""

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvpool.client.cli import main
+from kvpool.client.cli.app import main
 from kvpool.client.cli.launch.cluster import free_port
 from tests.client.fakes import FakeWorker, fake_cluster
 

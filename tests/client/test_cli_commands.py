@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from kvpool.client.cli import main
+from kvpool.client.cli.app import main
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port, num_cores
 from kvpool.process.address import DEFAULT_PORT
 from kvpool.process.version import installed_version

@@ -443,7 +443,7 @@ async def test_once_says_what_is_wrong(
 
 PROGRAM = """
 import sys
-from kvpool.client.cli import main
+from kvpool.client.cli.app import main
 main(["top", "--interval", "0.1", "--manager", "{address}"])
 """
 

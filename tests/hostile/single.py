@@ -498,7 +498,7 @@ async def strange_names(arena: Arena, outcome: Outcome) -> None:
 async def _kvpool(arena: Arena, arguments: Sequence[str]) -> bytes:
     """What the command shows, on stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from kvpool.client.cli import main; main()", *arguments),
+        *(sys.executable, "-c", "from kvpool.client.cli.app import main; main()", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "NO_COLOR": "1", "KVPOOL_MANAGER": arena.cluster.address()},

@@ -7,7 +7,7 @@ from kvpool.process.imports import without_collections
 from kvpool.process.signals import exit_in_order
 
 with without_collections():
-    from kvpool.client.cli import main as run
+    from kvpool.client.cli.app import main as run
 
 __all__ = ["main"]
 

@@ -29,7 +29,7 @@ from pydantic_settings import (
 from .variables import unknown_variables
 
 CONFIG_VARIABLE: Final = "KVPOOL_CONFIG"
-TABLES: Final = ("manager", "worker", "up", "gateway", "client")
+TABLES: Final = ("manager", "worker", "up", "ray", "gateway", "client")
 """Of a settings file."""
 
 S = TypeVar("S", bound="ProcessSettings")
@@ -117,6 +117,11 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
         _file_table.reset(token)
 
 
+def state_home() -> Path:
+    """The folder in which processes keep what outlives them, unless they are given one."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvpool"
+
+
 class SplitFlags(NamedTuple):
     """Arguments of a command line, in their order."""
 
@@ -173,7 +178,7 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
         raise SettingsProblem(f"[{strange[0]}] in {path} is no table that kvpool reads{hint}")
     if loose := [name for name, value in found.items() if not isinstance(value, dict)]:
         raise SettingsProblem(
-            f"{loose[0]!r} in {path} is in no table: put it below [manager], [worker], [up] or [client]"
+            f"{loose[0]!r} in {path} is in no table: put it below one of {', '.join(f'[{name}]' for name in TABLES)}"
         )
     return found
 
