@@ -16,7 +16,7 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-browser test-clients test-compose test-helm test-observe test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-browser test-clients test-compose test-helm test-observe test-ray test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
 	@echo "make test-helm    the chart in deploy/helm, rendered and checked against the schemas of Kubernetes; no cluster"
 	@echo "make test-observe every expression of dashboard and alerts on a real Prometheus; needs its binary; minutes"
+	@echo "make test-ray     kvpool ray up on three Ray nodes of this machine, which are killed under load; 90 MB; minutes"
 	@echo "make test-stubs   the protos in JavaScript and Go, each with a call to a manager; says which compilers are missing"
 	@echo "make simulate     SEEDS=10000 runs of the whole system, each with its own crashes, losses and delays"
 	@echo "make live         kills, freezes and drains manager and workers under load, 150 times; half an hour"
@@ -89,6 +90,12 @@ test-compose: $(READY)
 
 test-observe: $(READY)
 	$(BIN)/python -m pytest tests/observe/queries.py tests/observe/alerts.py $(ARGUMENTS)
+
+# A fifth of a gigabyte that nothing else needs.
+test-ray: $(READY)
+	@$(BIN)/python -c 'import ray' 2> /dev/null || \
+		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest tests/on_ray/faults.py $(ARGUMENTS)
 
 test-stubs: $(READY)
 	$(BIN)/python -m pytest tests/docs/stubs.py

@@ -35,8 +35,8 @@ class GatewaySettings(ProcessSettings):
 
     manager: str = Field(
         default=DEFAULT_MANAGER,
-        description="host:port of the cache manager; of several with commas between, or a name that several have; or file:PATH of a "
-        "file that lists them.",
+        description="host:port of the cache manager; of several with commas between, or a name that several have; or file:PATH of "
+        "a file that lists them.",
     )
     host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default="127.0.0.1",

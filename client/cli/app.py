@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from kvpool.process.settings import SettingsProblem
 from kvpool.process.version import installed_version
@@ -22,10 +21,12 @@ from .commands.drain import drain
 from .commands.explain import explain
 from .commands.generate import generate
 from .commands.health import health
+from .commands.ray import ray
 from .commands.status import status
 from .commands.up import up
 from .commands.walkthrough import walkthrough
 from .launch.services import gateway, manager, worker
+from .pass_through import PassThrough
 from .terminal import error_line, replace_what_cannot_be_encoded
 from .top.top import top
 
@@ -52,15 +53,7 @@ def options(
     """A paged KV cache for LLM inference, divided into services. Start with `kvpool up`."""
 
 
-class _PassThrough(TyperCommand):
-    """A command that parses its arguments itself, also --help and `--`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = args
-        return args
-
-
-app.command("up", cls=_PassThrough, add_help_option=False)(up)
+app.command("up", cls=PassThrough, add_help_option=False)(up)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("status")(status)
@@ -69,12 +62,13 @@ app.command("blocks")(blocks)
 app.command("explain")(explain)
 app.command("check")(check)
 app.add_typer(bench, name="bench")
+app.add_typer(ray, name="ray")
 app.command("health")(health)
 app.command("drain")(drain)
-app.command("manager", cls=_PassThrough, add_help_option=False)(manager)
-app.command("worker", cls=_PassThrough, add_help_option=False)(worker)
-app.command("gateway", cls=_PassThrough, add_help_option=False)(gateway)
-app.command("walkthrough", cls=_PassThrough, add_help_option=False)(walkthrough)
+app.command("manager", cls=PassThrough, add_help_option=False)(manager)
+app.command("worker", cls=PassThrough, add_help_option=False)(worker)
+app.command("gateway", cls=PassThrough, add_help_option=False)(gateway)
+app.command("walkthrough", cls=PassThrough, add_help_option=False)(walkthrough)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client.cli.app import app
 from kvpool.client.cli.commands.up import UpSettings
 from kvpool.client.cli.launch.cluster import free_port
+from kvpool.client.cli.on_ray.settings import RaySettings
 from kvpool.client.cli.settings import ClientSettings
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import ProcessSettings, load_settings
@@ -51,6 +52,7 @@ NOT_RUN = {
     "make test-clients": "downloads the clients, and is itself a test",
     "make test-compose": "needs a container engine, and is itself a test",
     "make test-observe": "needs Prometheus, and is itself a test",
+    "make test-ray": "downloads Ray, and is itself a test",
     "make test-stubs": "needs compilers of other languages and a package registry, and is itself a test",
     "make soak": "takes twenty minutes, and is itself a test; a few seconds of it run with the tests",
     "make hostile": "attacks a cluster for many minutes, and is itself a test; a small part of it runs with the tests",
@@ -64,6 +66,8 @@ NOT_RUN = {
     "make gpu-wheels": "downloads, and needs the network",
     "docker build": "needs a container engine; make test-compose builds these targets",
     "helm install": "needs a cluster; make test-helm renders what it would install",
+    "RAY_USAGE_STATS_ENABLED=0 ray start": "needs Ray and several machines",
+    ".venv/bin/kvpool ray": "needs a Ray cluster; tests/on_ray has one",
     "docker compose": "needs a container engine; make test-compose runs these commands",
     ".venv/bin/kvpool worker --worker-id": "runs until it is stopped; tests/cluster/test_services_that_fail.py does it",
     ".venv/bin/kvpool manager --host": "needs several machines; tests/cluster/test_second_manager.py has two managers",
@@ -238,7 +242,14 @@ def test_the_settings_file_is_taken(tmp_path: Path) -> None:
     (block,) = [block for block in blocks(OPERATING) if block.language == "toml"]
     path = tmp_path / "kvpool.toml"
     path.write_text(block.text)
-    kinds: list[type[ProcessSettings]] = [UpSettings, ManagerSettings, WorkerSettings, GatewaySettings, ClientSettings]
+    kinds: list[type[ProcessSettings]] = [
+        UpSettings,
+        RaySettings,
+        ManagerSettings,
+        WorkerSettings,
+        GatewaySettings,
+        ClientSettings,
+    ]
     tables = tomllib.loads(block.text)
     assert tables.keys() == {kind.table for kind in kinds}
     for kind in kinds:

@@ -167,7 +167,7 @@ def test_an_unknown_table_is_an_error_with_a_guess(file: Path) -> None:
     file.write_text("[clinet]\ntimeout = 3\n")
     assert problem("--config", str(file)) == f"[clinet] in {file} is no table that kvpool reads; did you mean [client]?"
     file.write_text("[x]\n")
-    assert "[manager], [worker], [up], [gateway], [client]" in problem("--config", str(file))
+    assert "[manager], [worker], [up], [ray], [gateway], [client]" in problem("--config", str(file))
 
 
 def test_the_processs_own_variable_names_a_file_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

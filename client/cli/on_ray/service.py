@@ -1,0 +1,249 @@
+"""One process of kvpool as an actor of Ray.
+
+An actor, in its own process on the node where Ray has placed it, starts the service as a child, and ends when the child does. Ray
+then starts the actor again, there or on another node, and the actor the service. The child gets SIGTERM when the actor's process
+dies: a worker finishes what it can, and its successor waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Final, NoReturn
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import get_placement_group, remove_placement_group
+
+from kvpool.process.address import join_host_port
+from kvpool.process.version import installed_version
+
+from ..launch.children import ChildExit, tied
+from .plan import ServiceSpec, problem_of_disk
+
+_REFUSES: Final = 2
+"""Exit status of a process that cannot use its settings: to start it again would not help."""
+_SHORTEST_LIFE_SECONDS: Final = 3.0
+"""Between two starts of a process that dies at once."""
+_POLL_SECONDS: Final = 0.1
+_LOOK_SECONDS: Final = 1.0
+
+
+class Service:
+    """Its methods are called by other actors and by `kvpool ray`; all but `address` and `drain` answer at once."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """`spec`: the fields of a ServiceSpec."""
+        self._spec = ServiceSpec(**spec)
+        self._host: str = ray.util.get_node_ip_address()
+        self._port = 0
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_leaving = False
+        self._started: Future[None] = Future()
+        self._ended: Future[None] = Future()
+        self._problem = ""
+        # The kernel's tie between child and parent is one to the thread that has started the child.
+        threading.Thread(target=self._run, name="service", daemon=True).start()
+
+    def __repr__(self) -> str:
+        """The name that Ray writes before each line of the log."""
+        return self._spec.name
+
+    async def describe(self) -> dict[str, Any]:
+        """What and where this is. `address` is empty for a worker, and before the start; `problem` says why it does not start."""
+        return {
+            "name": self._spec.name,
+            "node": ray.get_runtime_context().get_node_id(),
+            "host": self._host,
+            "address": join_host_port(self._host, self._port) if self._port and self._started.done() else "",
+            "pid": self._pid,
+            "problem": self._problem,
+            "record": self._spec.record,
+            "version": installed_version(),
+        }
+
+    async def address(self, known: str) -> str:
+        """host:port of this manager, as soon as it is another one than `known`. It never changes while this actor lives: who has it
+        waits here, and hears at once of the actor's end."""
+        await asyncio.wrap_future(self._started)
+        address = join_host_port(self._host, self._port)
+        if address == known:
+            await asyncio.Event().wait()
+        return address
+
+    async def drain(self) -> None:
+        """Ask the process to finish and leave, and wait until it has. It is not started again."""
+        with self._lock:
+            self._is_leaving = True
+            process = self._process
+            if process is None and not self._ended.done():
+                self._ended.set_result(None)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        await asyncio.wrap_future(self._ended)
+
+    async def remove(self, name: str) -> None:
+        """End the actor `name`, and give back what Ray has reserved for it. Asked by an actor that has left: nobody can remove
+        itself."""
+        await asyncio.to_thread(remove_actor, name, self._spec.namespace)
+
+    def _run(self) -> None:
+        try:
+            status = self._serve()
+        except Exception as error:
+            self._say(f"cannot be started: {error}")
+            self._die()
+        if status is not None:
+            self._on_exit(status)
+
+    def _serve(self) -> int | None:
+        """Start the process and wait for its end. None if it was told to leave before."""
+        began = time.monotonic()
+        self._spec.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._wait_for_the_disk()
+        if not self._spec.is_manager:
+            managers = ManagersFile(self._spec)
+            managers.follow_once()
+            threading.Thread(target=managers.follow, name="managers", daemon=True).start()
+        if not self._spec.is_worker:
+            self._port = self._spec.port or _free_port(self._host)
+        command = tied(self._spec.command(self._host, self._port))
+        with self._lock:
+            if self._is_leaving:
+                return None
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self._spec.variables},
+                start_new_session=True,
+            )
+        self._pid = self._process.pid
+        self._started.set_result(None)
+        status = self._process.wait()
+        if status and not self._is_leaving:
+            time.sleep(max(0.0, _SHORTEST_LIFE_SECONDS - (time.monotonic() - began)))
+        return status
+
+    def _wait_for_the_disk(self) -> None:
+        while (problem := problem_of_disk(self._spec, self._host)) and not self._is_leaving:
+            if not self._problem:
+                self._say(problem)
+            self._problem = problem
+            time.sleep(_LOOK_SECONDS)
+        self._problem = ""
+
+    def _on_exit(self, status: int) -> None:
+        self._pid = 0
+        self._ended.set_result(None)
+        if self._is_leaving and self._spec.is_manager:
+            return  # who has told it so removes it, after all others
+        if self._is_leaving or (self._spec.is_worker and status == 0):
+            self._say("has left")
+            self._remove_itself()
+            return
+        ended = ChildExit(self._spec.name, status)
+        if status == _REFUSES:
+            self._problem = "refuses its settings: its log says why"
+            self._say(f"{ended}: it {self._problem}. It is not started again")
+            return
+        self._say(f"{ended}; Ray starts it again")
+        self._die()
+
+    def _remove_itself(self) -> None:
+        while True:
+            for name in self._spec.managers:
+                with contextlib.suppress(RayError, ValueError, TimeoutError):
+                    manager = ray.get_actor(name, namespace=self._spec.namespace)
+                    manager.remove.remote(self._spec.name).future().result(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)
+
+    def _say(self, what: str) -> None:
+        print(f"kvpool ray: {self._spec.name}: {what}", file=sys.stderr, flush=True)
+
+    def _die(self) -> NoReturn:
+        """For Ray this actor has died, and is started again."""
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class ManagersFile:
+    """Keeps the file that lists the managers' addresses as it is now."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        self._spec = spec
+        self._known: dict[str, str] = {}
+        """Address by name."""
+        self._calls: dict[Future[str], str] = {}
+        """One to each manager, with its name: answered with another address, or by the manager's end."""
+
+    def follow(self) -> NoReturn:
+        """Follow the managers for ever."""
+        while True:
+            self.follow_once(_LOOK_SECONDS)
+
+    def follow_once(self, seconds: float | None = None) -> None:
+        """Wait until a manager has a new address, at most so long."""
+        ends_at = None if seconds is None else time.monotonic() + seconds
+        while ends_at is None or time.monotonic() < ends_at:
+            self._call()
+            done, _ = wait(self._calls, _LOOK_SECONDS, FIRST_COMPLETED)
+            if sum([self._on_answer(call) for call in done]):
+                self._write()
+                return
+            if not done:
+                continue
+            time.sleep(_POLL_SECONDS)  # one that has died is not there at once
+
+    def _call(self) -> None:
+        for name in set(self._spec.managers) - set(self._calls.values()):
+            try:
+                manager = ray.get_actor(name, namespace=self._spec.namespace)
+            except ValueError:
+                time.sleep(_POLL_SECONDS)  # it has not been made yet
+            else:
+                # A future, because Ray warns of `ray.get` in actors with an event loop, also outside of it.
+                self._calls[manager.address.remote(self._known.get(name, "")).future()] = name
+
+    def _on_answer(self, call: Future[str]) -> bool:
+        """Whether it has brought a new address. That of a manager that has died stays until it has another one."""
+        name = self._calls.pop(call)
+        try:
+            address = call.result()
+        except RayError:
+            return False
+        is_new = self._known.get(name) != address
+        self._known[name] = address
+        return is_new
+
+    def _write(self) -> None:
+        file = self._spec.managers_file
+        unfinished = file.with_name(f"{file.name}.tmp")
+        unfinished.write_text("".join(f"{self._known[name]}\n" for name in sorted(self._known)))
+        unfinished.replace(file)
+
+
+def remove_actor(name: str, namespace: str) -> None:
+    """End an actor for good, and give back its placement group, which has the same name. Neither needs to exist."""
+    # In this order: a placement group takes its actors with it, and Ray would wait for ever to start them again.
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+    with contextlib.suppress(ValueError):
+        remove_placement_group(get_placement_group(name))
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,15 @@
+"""Commands that hand their arguments on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+
+class PassThrough(TyperCommand):
+    """A command that parses its arguments itself, also --help and `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = args
+        return args
