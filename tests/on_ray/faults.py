@@ -23,13 +23,9 @@ from tests.live.workload import TINY, Model, ask_undisturbed, make_call, make_re
 from tests.load.load import Load
 from tests.load.workload import Reference
 from tests.model.plain_loop import PlainLoop
-from tests.on_ray.nodes import HOST, Nodes, Service
+from tests.on_ray.nodes import HOST, Nodes, Service, parent
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    # Ray's own.
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.timeout(600)
 
 NUM_REQUESTS: Final = 8
 NUM_STREAMS: Final = 6
@@ -100,6 +96,11 @@ async def eventually(condition: Callable[[], bool], seconds: float = VICTIM_SECO
             await asyncio.sleep(0.01)
 
 
+async def until_in_the_middle(load: Load, worker: str) -> None:
+    """Wait until a stream runs on this worker."""
+    await eventually(lambda: load.num_in_the_middle(worker) > 0)
+
+
 async def undisturbed(client: Client, model: Model) -> list[Reference]:
     """Half greedy, half drawn; each is what the model alone says."""
     requests = make_requests(model, NUM_REQUESTS, random.Random(1), NUM_NEW)
@@ -136,6 +137,12 @@ async def until_clean(client: Client) -> None:
 def kill(service: Service) -> None:
     assert service.pid is not None
     os.kill(service.pid, signal.SIGKILL)
+
+
+def kill_actor(service: Service) -> None:
+    """The process of Ray in which the actor is; the kernel tells its child to stop."""
+    assert service.pid is not None
+    os.kill(parent(service.pid), signal.SIGKILL)
 
 
 async def until_another(nodes: Nodes, service: Service) -> Service:
@@ -178,10 +185,15 @@ async def test_each_kind_of_process_and_a_node_are_killed_under_load(
     async with managers.client() as client:
         workload = await undisturbed(client, model)
         async with under_load(client, workload) as load:
-            for victim in ("gateway", "worker-0", await who_leads(services)):
+            for victim, fault in (
+                ("gateway", kill),
+                ("worker-0", kill),
+                (await who_leads(services), kill),
+                ("worker-1", kill_actor),
+            ):
                 if victim.startswith("worker"):
-                    await eventually(lambda: load.num_in_the_middle("worker-0") > 0)
-                kill(services[victim])
+                    await until_in_the_middle(load, victim)
+                fault(services[victim])
                 again = await until_another(nodes, services[victim])
                 assert again.node == services[victim].node  # its place is kept for it
                 services = await managers.write()
@@ -198,7 +210,7 @@ async def test_each_kind_of_process_and_a_node_are_killed_under_load(
             services = await asyncio.to_thread(nodes.until_all_run, homeless)
             assert services[homeless].state == "no node has room for it"
             await until_registered(client, *names)
-            new = nodes.add(num_cpus=1)  # in this thread, because it sets handlers of signals
+            new = await asyncio.to_thread(nodes.add, 1)
             services = await asyncio.to_thread(nodes.until_all_run)
             assert services[homeless].node == new
         assert load.totals.num_moved > 0
@@ -242,7 +254,7 @@ async def test_it_grows_shrinks_and_leaves_in_order(nodes: Nodes, model: Model, 
         async with under_load(client, workload) as load:
             await asyncio.to_thread(nodes.kvpool, "up", "--detach", *flags(model, workers=3))
             assert await registered(client) == {"worker-0", "worker-1", "worker-2"}
-            await eventually(lambda: load.num_in_the_middle("worker-2") > 0)
+            await until_in_the_middle(load, "worker-2")
             await asyncio.to_thread(nodes.kvpool, "up", "--detach", *flags(model, workers=2))
             assert await registered(client) == {"worker-0", "worker-1"}
             await client.drain("worker-1")

@@ -14,12 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-# Before Ray is imported: it neither replaces 127.0.0.1 by the machine's address nor reports its usage.
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-
-from ray.cluster_utils import Cluster
-
 HOST: Final = "127.0.0.1"
 COMMAND_SECONDS: Final = 240.0
 
@@ -37,34 +31,45 @@ class Service:
 
 
 class Nodes:
-    """The head, which has room for nothing, as where Ray is run by others; and nodes that are added and lost."""
+    """A head that has room for nothing, and nodes that are added and lost."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._nodes: dict[str, Any] = {}
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "node_ip_address": HOST, "include_dashboard": False},
+        self._nodes: list[str] = []
+        self._ray = subprocess.Popen(
+            [sys.executable, "-m", "tests.on_ray.ray_nodes", HOST],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        assert self._answer() == "ready"
+        self._address: str = self._ask("address")
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        assert self._ray.stdin is not None
+        self._ray.stdin.write(json.dumps([method, *arguments]) + "\n")
+        self._ray.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._ray.stdout is not None
+        line = self._ray.stdout.readline()
+        assert line, f"Ray's nodes have ended with {self._ray.wait()}: see the log"
+        return json.loads(line)
 
     def close(self) -> None:
-        self._cluster.shutdown()
+        try:
+            self._ask("close")
+        finally:
+            self._ray.communicate(timeout=30)
 
     def add(self, num_cpus: int) -> str:
         """Returns the id of the new node. It has a disk of its own: what a process keeps there is lost with the node."""
         state = self._folder / f"node-{len(self._nodes)}"
         state.mkdir()
-        node = self._cluster.add_node(
-            num_cpus=num_cpus,
-            node_ip_address=HOST,
-            env_vars={"XDG_STATE_HOME": str(state), "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-        self._nodes[node.node_id] = node
-        return str(node.node_id)
-
-    def state_home(self, node: str) -> Path:
-        """$XDG_STATE_HOME of a node."""
-        return self._folder / f"node-{list(self._nodes).index(node)}"
+        node: str = self._ask("add", num_cpus, {"XDG_STATE_HOME": str(state), "OMP_WAIT_POLICY": "PASSIVE"})
+        self._nodes.append(node)
+        return node
 
     def kvpool(self, *arguments: str, status: int = 0, **variables: str) -> str:
         """Run `kvpool ray …`; returns what it has written."""
@@ -76,7 +81,7 @@ class Nodes:
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "kvpool.client.cli", "ray", *arguments],
-            env={**os.environ, "RAY_ADDRESS": str(self._cluster.address), **(variables or {})},
+            env={**os.environ, "RAY_ADDRESS": self._address, **(variables or {})},
             capture_output=True,
             text=True,
             timeout=COMMAND_SECONDS,
@@ -90,7 +95,7 @@ class Nodes:
         """`kvpool ray up`, which stays."""
         with subprocess.Popen(
             [sys.executable, "-m", "kvpool.client.cli", "ray", "up", *arguments],
-            env={**os.environ, "RAY_ADDRESS": str(self._cluster.address)},
+            env={**os.environ, "RAY_ADDRESS": self._address},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -123,14 +128,14 @@ class Nodes:
         children = [
             service.pid for service in self.services().values() if service.node == node and service.pid is not None
         ]
-        raylet = self._nodes[node].all_processes["raylet"][0].process.pid
+        raylet = self._ask("raylet", node)
         actors = [parent(child) for child in children]
         began = time.monotonic()
         for pid in (raylet, *actors):
             os.kill(pid, signal.SIGSTOP)
         for pid in (*children, *actors):
             os.kill(pid, signal.SIGKILL)
-        self._cluster.remove_node(self._nodes[node], allow_graceful=False)
+        self._ask("remove", node)
         return began
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -44,6 +45,9 @@ _ANSWER_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 1.0
 _MANY_CALLS: Final = 10_000
 """At a manager's actor, at the same time: each worker has one there."""
+
+_OURS: Final = re.compile(r"(manager|worker)-[0-9]+|gateway")
+"""Names of actors; others may be in the same namespace."""
 
 Progress = Callable[[str], None]
 Resources = dict[str, float]
@@ -95,13 +99,13 @@ class RayCluster:
         ray.shutdown()
 
     def names(self) -> list[str]:
-        """Of all actors that are to run, the managers' first."""
-        found = [
-            actor["name"]
-            for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] == self._namespace
-        ]
-        return sorted(found, key=_order)
+        """Of all actors that are to run, the managers' first. Raises Unavailable."""
+        try:
+            listed = ray.util.list_named_actors(all_namespaces=True)
+        except (RuntimeError, RayError) as error:
+            raise Unavailable(f"the head of the Ray cluster does not answer: {error}", reason="NO_RAY") from error
+        found = [actor["name"] for actor in listed if actor["namespace"] == self._namespace]
+        return sorted(filter(_OURS.fullmatch, found), key=_order)
 
     def describe(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any] | None]:
         """What each actor says of itself; None where it does not answer: it is being started, or no node has room for it."""
@@ -143,9 +147,15 @@ class RayCluster:
 
     def _require_same(self, plan: Plan, existing: set[str]) -> None:
         """A worker with other settings than the others would be a surprise, a manager of another folder a danger."""
-        for found in self.describe(name for name in existing if name.startswith("manager-")).values():
-            if found is None:
-                continue
+        managers = self.describe(name for name in existing if name.startswith("manager-"))
+        answers = [found for found in managers.values() if found is not None]
+        if managers and not answers:
+            raise Unavailable(
+                f"a cluster runs in the namespace {self._namespace}, but none of its managers does at the moment: try again, or "
+                "end it with `kvpool ray down`",
+                reason="NO_MANAGER",
+            )
+        for found in answers:
             if found["version"] != installed_version():
                 raise InvalidRequest(
                     f"the cluster in the namespace {self._namespace} is one of kvpool {found['version']}, this is "

@@ -33,6 +33,7 @@ _REFUSES: Final = 2
 """Exit status of a process that cannot use its settings: to start it again would not help."""
 _SHORTEST_LIFE_SECONDS: Final = 3.0
 """Between two starts of a process that dies at once."""
+_HOLD_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.1
 _LOOK_SECONDS: Final = 1.0
 
@@ -73,12 +74,12 @@ class Service:
         }
 
     async def address(self, known: str) -> str:
-        """host:port of this manager, as soon as it is another one than `known`. It never changes while this actor lives: who has it
-        waits here, and hears at once of the actor's end."""
+        """host:port of this manager, at once if it is another one than `known`. It never changes while this actor lives: who has it
+        waits here, and hears at once of the actor's end. Not for ever, because Ray does not say when a waiting one has died."""
         await asyncio.wrap_future(self._started)
         address = join_host_port(self._host, self._port)
         if address == known:
-            await asyncio.Event().wait()
+            await asyncio.sleep(_HOLD_SECONDS)
         return address
 
     async def drain(self) -> None:
@@ -103,6 +104,7 @@ class Service:
             status = self._serve()
         except Exception as error:
             self._say(f"cannot be started: {error}")
+            time.sleep(_SHORTEST_LIFE_SECONDS)
             self._die()
         if status is not None:
             self._on_exit(status)
