@@ -128,7 +128,9 @@ class LeaseEpochs:
                 if found is None or seen is None or found.version != seen.version:
                     seen, seen_at = found, self._clock()
                 await self._wait_and_take(seen, seen_at)
-                return
+                if self.leads():
+                    return
+                seen = None  # this process was frozen for so long that another one may lead by now
             except _Conflict:
                 continue  # another process was faster, or the Lease has changed
             except _NoAnswer as problem:

@@ -160,6 +160,33 @@ async def test_a_renewal_counts_from_when_it_was_sent(api: ApiServer) -> None:
         assert 0 < now() - written_at <= SHARE_TO_USE * DURATION
 
 
+async def test_one_that_hears_too_late_that_it_holds_the_lease_does_not_lead(api: ApiServer) -> None:
+    """It was frozen meanwhile, and another one has taken over."""
+    is_first = True
+
+    async def freeze(request: httpx.Request) -> None:
+        nonlocal is_first
+        if request.method == "PUT" and is_first:
+            is_first = False
+            await asyncio.sleep(3 * DURATION)
+
+    api.after = freeze
+    first = Process(api)
+    await asyncio.sleep(0.1)
+    second = Process(api)
+    await second.led.wait()
+    assert (api.leases[NAME]["spec"]["holderIdentity"], second.store.epoch) == (second.store.identity, 2)
+    await asyncio.sleep(4 * DURATION)
+    assert not first.led.is_set()
+    assert first.ended is None
+    assert second.store.leads()
+    await second.stop()
+    await first.led.wait()
+    assert first.store.leads()
+    assert first.store.epoch == 3
+    await first.stop()
+
+
 async def test_a_renewal_whose_answer_is_lost_is_written_again(api: ApiServer) -> None:
     """That it was applied is seen in the Lease; but not when: only the second one counts."""
     num_lost = 0
