@@ -224,7 +224,9 @@ class Laws:
         for session in [session for session in self._fenced if session.worker_id == request.worker_id]:
             self._fenced.remove(session)
             holder = self._holders.get(session.number)
-            if holder is not None and holder is not caller and not holder.is_dead:
+            # Strangers who made up the same process, without a key, are one to the manager. A worker has a key.
+            is_stranger = holder in self.world.clients
+            if holder is not None and holder is not caller and not holder.is_dead and not is_stranger:
                 self.world.fail("the first stays", f"{caller.name} has taken the place of {holder.name}, which lives")
         self._holders[response.session] = caller
         if request.incarnation < self._newest.get(request.worker_id, 0):
