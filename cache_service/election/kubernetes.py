@@ -106,6 +106,8 @@ class LeaseEpochs:
         self._service_account = service_account
         self._clock = clock
         self._leads_until = 0.0
+        self._has_ended = False
+        """It has led, and never will again, even if the answer to a renewal that was sent before still comes."""
         self._waits_for = ""
         """The holder that the log has named last."""
         self._written: _Lease | None = None
@@ -142,7 +144,7 @@ class LeaseEpochs:
 
     def leads(self) -> bool:
         """As in EpochStore."""
-        return self._clock() < self._leads_until
+        return not self._has_ended and self._clock() < self._leads_until
 
     async def keep(self) -> NoReturn:
         """As in EpochStore."""
@@ -166,6 +168,8 @@ class LeaseEpochs:
     async def raise_above(self, epoch: int) -> int:
         """As in EpochStore."""
         async with self._writing:
+            if not self.leads():
+                raise LeadershipLost(f"lease {self._lease} was given back, or not renewed in time")
             if self.epoch <= epoch:
                 try:
                     await self._write(epoch + 1)
@@ -177,12 +181,12 @@ class LeaseEpochs:
 
     async def release(self) -> None:
         """As in EpochStore."""
-        was_leading, self._leads_until = self.leads(), 0.0
-        if was_leading and self._written is not None:
-            with contextlib.suppress(_Conflict, _NoAnswer):
-                async with self._writing:
+        was_leading, self._has_ended = self.leads(), True
+        async with self._writing:  # after a write that is under way
+            if was_leading and self._written is not None:
+                with contextlib.suppress(_Conflict, _NoAnswer):
                     await self._put(self._changed(self._written, self.epoch, holder=""))
-        await self._client.aclose()
+            await self._client.aclose()
 
     # -- taking and renewing
 
@@ -253,11 +257,11 @@ class LeaseEpochs:
         return max(0.0, self._leads_until - self._clock())
 
     def _late(self) -> LeadershipLost:
-        self._leads_until = 0.0
+        self._has_ended = True
         return LeadershipLost(f"lease {self._lease} could not be renewed in time")
 
     def _lost(self, why: _Conflict) -> LeadershipLost:
-        self._leads_until = 0.0
+        self._has_ended = True
         return LeadershipLost(f"lease {self._lease} is not ours any more: {why}")
 
     def _require_epoch(self, epoch: int) -> None:

@@ -241,6 +241,23 @@ async def test_an_epoch_is_raised_in_the_lease_and_renewals_keep_it(api: ApiServ
         assert second.store.epoch == 11
 
 
+async def test_an_epoch_is_not_raised_after_a_release(api: ApiServer) -> None:
+    """By a call that has waited for another write while the process was told to stop."""
+
+    async def answer_late(_: httpx.Request) -> None:
+        await asyncio.sleep(0.5)
+
+    async with processes(api, 1.0) as (first,):
+        api.after = answer_late
+        raising = [asyncio.create_task(first.store.raise_above(epoch)) for epoch in (5, 7)]
+        await asyncio.sleep(0.1)
+        await first.stop()
+        raised, refused = await asyncio.gather(*raising, return_exceptions=True)
+        assert raised == 6
+        assert isinstance(refused, LeadershipLost)
+        assert "was given back" in str(refused)
+
+
 async def test_an_epoch_that_cannot_be_written_is_not_used(api: ApiServer) -> None:
     async def fail(_: httpx.Request) -> None:
         raise Lost
