@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from kvpool.client.cli.app import app
+from kvpool.client.cli.commands.ray import show_services
 from kvpool.client.cli.commands.up import say_ready
 from kvpool.client.cli.launch.cluster import ClusterSpec
 from kvpool.client.cli.launch.log import PrefixedLog
@@ -214,13 +215,21 @@ async def test_health_shows_what_a_service_says(capsys: pytest.CaptureFixture[st
 def test_every_command_is_tried() -> None:
     """One that is new too: it belongs into COMMANDS, or into a test of its own here."""
     names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-    assert names == COMMANDS.keys() | {"generate", "chat", "health", "up"} | BECOME_ANOTHER_PROCESS
+    assert names == COMMANDS.keys() | {"generate", "chat", "health", "up", "ray"} | BECOME_ANOTHER_PROCESS
 
 
 @contextmanager
 def console() -> Iterator[tuple[Console, io.StringIO]]:
     stream = io.StringIO()
     yield Console(file=stream, width=120, highlight=False), stream
+
+
+def test_ray_shows_what_its_nodes_say() -> None:
+    with console() as (shown, stream):
+        service = {"host": NASTY, "address": NASTY, "pid": 1}
+        show_services(shown, NASTY, {NASTY: service, "worker-0": None}, {NASTY: NASTY, "worker-0": "runs"})
+        show_services(shown, NASTY, {}, {})
+    assert "worker-0" in assert_harmless(stream.getvalue())
 
 
 def test_up_shows_the_names_of_its_workers() -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -37,10 +38,12 @@ VICTIM_SECONDS: Final = 30.0
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     started = Nodes(tmp_path)
-    yield started
-    with contextlib.suppress(AssertionError):
-        started.kvpool("down")
-    started.close()
+    try:
+        yield started
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            started.kvpool("down")
+    finally:
+        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -228,12 +231,13 @@ async def test_a_manager_without_a_shared_disk_is_started_again_elsewhere(
     async with managers.client() as client:
         workload = await undisturbed(client, model)
         async with under_load(client, workload) as load:
-            before = services["manager-0"]
-            kill(before)
-            again = await until_another(nodes, before)
-            assert again.address != before.address
-            await managers.write()
-            await until_registered(client, "worker-0", "worker-1")
+            for fault in (kill, kill_actor):
+                before = services["manager-0"]
+                fault(before)
+                again = await until_another(nodes, before)
+                assert again.address != before.address
+                services = await managers.write()
+                await until_registered(client, "worker-0", "worker-1")
             assert load.totals.num_moved == 0  # a worker lives on without the manager
             assert again.node is not None
             await asyncio.to_thread(nodes.lose, again.node)
@@ -245,7 +249,7 @@ async def test_a_manager_without_a_shared_disk_is_started_again_elsewhere(
 
 
 async def test_it_grows_shrinks_and_leaves_in_order(nodes: Nodes, model: Model, tmp_path: Path) -> None:
-    nodes.add(num_cpus=4)
+    nodes.add(num_cpus=5)
     nodes.kvpool("up", "--detach", *flags(model, workers=1))
     managers = Managers(tmp_path, nodes)
     await managers.write()
@@ -269,15 +273,40 @@ async def test_it_grows_shrinks_and_leaves_in_order(nodes: Nodes, model: Model, 
     assert "2 processes have left" in nodes.kvpool("down")
     assert nodes.services() == {}
     assert "no process is left" in nodes.kvpool("down")
-    # What was reserved for the old ones is free for new ones.
-    with nodes.in_the_foreground(*flags(model, workers=3)) as process:
-        assert process.stdout is not None
-        while not (line := process.stdout.readline()).startswith("ready: "):
-            assert line, "it has ended"
+    # What was reserved for the old ones is free for a larger one.
+    with nodes.in_the_foreground(*flags(model, workers=1, cpus_per_worker=4)) as process:
+        read_until(process, "ready: ")
         process.send_signal(signal.SIGINT)
-        assert "4 processes have left" in process.communicate(timeout=60)[0]
+        assert "2 processes have left" in process.communicate(timeout=60)[0]
         assert process.returncode == 130
     assert nodes.services() == {}
+
+
+async def test_one_command_at_a_time_and_what_a_killed_one_leaves_is_cleared(nodes: Nodes, model: Model) -> None:
+    nodes.add(num_cpus=2)
+    # A manager has room, and then no worker of this size.
+    too_large = flags(model, cpus_per_worker=2)
+    with nodes.in_the_foreground(*too_large) as process:
+        read_until(process, "waiting for room for worker-0, 2 CPU")
+        assert "another `kvpool ray up`" in nodes.kvpool("up", *too_large, status=1)
+        process.send_signal(signal.SIGINT)
+        assert "what this command had started was removed" in process.communicate(timeout=60)[0]
+        assert process.returncode == 130
+    assert nodes.services() == {}
+    with nodes.in_the_foreground(*too_large) as process:
+        read_until(process, "waiting for room")
+        process.kill()
+    assert set(nodes.services()) == {"manager-0"}
+    assert "1 processes have left" in nodes.kvpool("down")
+    nodes.kvpool("up", "--detach", *flags(model))
+    assert set(nodes.services()) == {"manager-0", "worker-0"}
+
+
+def read_until(process: subprocess.Popen[str], beginning: str) -> None:
+    """Read what it writes, up to a line that begins so."""
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith(beginning):
+        assert line, "it has ended"
 
 
 async def test_what_cannot_run_says_why_and_leaves_nothing(nodes: Nodes, model: Model, tmp_path: Path) -> None:

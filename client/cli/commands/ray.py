@@ -26,7 +26,7 @@ from ..launch.trial import WorkerRefused
 from ..on_ray.plan import GATEWAY_NAME, Plan, make_plan, mark_folder
 from ..on_ray.settings import DEFAULT_NAMESPACE, FLAGS, RaySettings
 from ..pass_through import PassThrough
-from ..terminal import JsonOption, error_line, print_json, printed, stderr_console, stdout_console, typed_command
+from ..terminal import JsonOption, print_json, printed, stderr_console, stdout_console, typed_command
 
 if TYPE_CHECKING:
     from ..on_ray.cluster import RayCluster
@@ -87,10 +87,15 @@ class _Signals:
             raise _Stopped
 
     def checked(self, shown: Status, ending: str = "", first: int = 1) -> Callable[[str], None]:
-        """Shows progress; raises _Stopped if so many signals have come."""
+        """Shows progress, a line for each change where there is no terminal; raises _Stopped if so many signals have come."""
+        last = ""
 
         def show(line: str) -> None:
+            nonlocal last
             shown.update(printed(line + ending))
+            if line != last and not shown.console.is_terminal:
+                shown.console.print(printed(line), soft_wrap=True)
+            last = line
             if len(self._numbers) >= first:
                 raise _Stopped
 
@@ -121,13 +126,21 @@ def status(
     """Which process is on which node, and which is not there."""
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints there what happens to its nodes
         cluster = _connected(address, namespace)
+        from ..on_ray.connection import disconnect
+
         services = cluster.describe()
         states = {name: _state(cluster, name, service) for name, service in services.items()}
-        cluster.disconnect()
+        disconnect()
     if as_json:
         print_json({"namespace": namespace, "services": [_service_object(*item, states) for item in services.items()]})
         return
-    console = stdout_console()
+    show_services(stdout_console(), namespace, services, states)
+
+
+def show_services(
+    console: Console, namespace: str, services: Mapping[str, Mapping[str, Any] | None], states: Mapping[str, str]
+) -> None:
+    """The table of `kvpool ray status`."""
     if not services:
         console.print(printed(f"no cluster runs in the namespace {namespace}; start one with `kvpool ray up`"))
         return
@@ -153,7 +166,7 @@ def _service_object(name: str, service: Mapping[str, Any] | None, states: Mappin
 
 def _state(cluster: RayCluster, name: str, service: Mapping[str, Any] | None) -> str:
     if service is None:
-        return "no node has room for it" if cluster.waits_for_room(name) else "is being started again"
+        return "no node has room for it" if cluster.is_waiting(name) else "is being started"
     if service["problem"]:
         return str(service["problem"])
     return "runs" if service["pid"] else "is being started"
@@ -168,7 +181,8 @@ def _connected(
             "ray is not installed: `kvpool ray` needs an extra, pip install 'kvpool[ray]', on every node",
             reason="NO_RAY",
         )
-    from ..on_ray.cluster import LOOPBACK, RayCluster, connect  # imports Ray, which takes a second
+    from ..on_ray.cluster import RayCluster  # imports Ray, which takes a second
+    from ..on_ray.connection import LOOPBACK, connect
 
     if connect(address, namespace, is_quiet=is_quiet, own_cpus=own_cpus):
         stdout_console().print(
@@ -181,7 +195,7 @@ def _up(settings: RaySettings, worker_arguments: list[str]) -> int:
     console, progress = stdout_console(), stderr_console()
     one_machine = None if settings.detach else num_cores() + settings.workers * settings.cpus_per_worker
     with progress.status("connecting to Ray"):
-        cluster = _connected(settings.address, settings.namespace, is_quiet=settings.detach, own_cpus=one_machine)
+        cluster = _connected(settings.address, settings.namespace, is_quiet=False, own_cpus=one_machine)
     from ..on_ray.cluster import has_gpus
 
     by_lock = settings.state_dir is not None and settings.election in (None, "file")
@@ -193,28 +207,29 @@ def _up(settings: RaySettings, worker_arguments: list[str]) -> int:
     )
     signals = _Signals()  # Ray has set its own before
     try:
+        was_there = bool(cluster.names())
         with progress.status("starting") as shown:
             workers = cluster.up(plan, signals.checked(shown))
-        for worker in workers:
-            console.print(printed(f"{worker.worker_id} serves {worker.model_name} on {worker.address}"), soft_wrap=True)
-        _say_ready(cluster, plan, settings, console)
-        if not settings.detach:
-            _follow(cluster, signals, lambda line: console.print(printed(line), style="bold", soft_wrap=True))
-            console.print("every process has left")
-        return 0
     except WorkerRefused as refused:
         lines = FLAGS.explain(worker_arguments) if refused.exit_status == 2 else []
         for line in [f"kvpool ray up: {line}" for line in lines] or refused.lines:
             print(line, file=sys.stderr)
         return refused.exit_status
-    except KvpoolError as error:
-        print(error_line(error), file=sys.stderr)
-        return 1
     except _Stopped:
-        if settings.detach:
-            print("kvpool ray up: interrupted; what runs stays: `kvpool ray down` ends it", file=sys.stderr)
-            return signals.exit_status
+        print("kvpool ray up: interrupted; what this command had started was removed", file=sys.stderr)
+        return signals.exit_status
+    for worker in workers:
+        console.print(printed(f"{worker.worker_id} serves {worker.model_name} on {worker.address}"), soft_wrap=True)
+    stays = not settings.detach and not was_there
+    _say_ready(cluster, plan, console, stays)
+    if not stays:
+        return 0
+    try:
+        _follow(cluster, signals, lambda line: console.print(printed(line), style="bold", soft_wrap=True))
+    except (_Stopped, OSError):  # or there is nobody left to read
         return _down(cluster, signals, 2)
+    console.print("every process has left")
+    return 0
 
 
 def _down(cluster: RayCluster, signals: _Signals, patience: int) -> int:
@@ -231,8 +246,8 @@ def _down(cluster: RayCluster, signals: _Signals, patience: int) -> int:
     return signals.exit_status
 
 
-def _say_ready(cluster: RayCluster, plan: Plan, settings: RaySettings, console: Console) -> None:
-    """Where each process is, and what to type next."""
+def _say_ready(cluster: RayCluster, plan: Plan, console: Console, stays: bool) -> None:
+    """Where each process is, and what to type next. `stays`: this command does."""
     from ..on_ray.cluster import addresses_of
 
     services = cluster.describe()
@@ -248,12 +263,12 @@ def _say_ready(cluster: RayCluster, plan: Plan, settings: RaySettings, console: 
         soft_wrap=True,
     )
     command = typed_command()
-    ends = f"`{command} ray down` stops everything" if settings.detach else "Ctrl-C here stops everything"
+    ends = "Ctrl-C here stops everything" if stays else f"`{command} ray down` stops everything"
     managers = addresses_of(services)
     asks = f"{MANAGER_VARIABLE}={managers} {command}"
     console.print(
         printed(
-            f"ready: `{asks} chat` or `{asks} top`; `{command} ray up --workers N` lets it grow or shrink; {ends}",
+            f"ready: `{asks} chat` or `{asks} top`; with another --workers this command lets the cluster grow or shrink; {ends}",
         ),
         style="bold",
         soft_wrap=True,
@@ -269,11 +284,11 @@ def _follow(cluster: RayCluster, signals: _Signals, say: Callable[[str], None]) 
             if service is None or not service["pid"]:
                 if name not in absent:
                     absent.add(name)
-                    say(f"{name} is away")
+                    say(f"{name} is down")
                 continue
             now = (str(service["host"]), int(service["pid"]))
             if name in absent or before.get(name, now) != now:
-                say(f"{name} runs again, on {now[0]} (pid {now[1]})")
+                say(f"{name} is up again, on {now[0]} (pid {now[1]})")
             absent.discard(name)
             before[name] = now
         for name in before.keys() - services.keys():

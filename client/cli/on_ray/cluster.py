@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+from . import before_ray  # noqa: F401
+
+# isort: split
 import asyncio
 import contextlib
 import dataclasses
-import logging
-import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
-
-# Before Ray is imported. It does not replace a loopback address by the machine's own then, which nothing listens on.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvpool.process.version import installed_version
@@ -36,81 +26,53 @@ from ...config import ClientConfig
 from ...errors import InvalidRequest, KvpoolError, Unavailable
 from ..launch.children import ChildSpec
 from ..launch.trial import WorkerRefused, try_settings
+from .connection import ray_errors
+from .places import Resources, free_resources, make_place, places, remove_place, wait_for_room, waits_for_room
 from .plan import GATEWAY_NAME, MANAGERS_NAME, SMALL_CPUS, Plan, ServiceSpec
 from .service import Service, remove_actor
 
-LOOPBACK: Final = "127.0.0.1"
 _ANSWER_SECONDS: Final = 2.0
 """For an actor that is alive."""
 _LOOK_SECONDS: Final = 1.0
 _MANY_CALLS: Final = 10_000
 """At a manager's actor, at the same time: each worker has one there."""
-
+_MOST_STARTS: Final = 4
+"""Of one process, before a command that waits for it gives up."""
+_SMALL: Final = {"CPU": SMALL_CPUS}
 _OURS: Final = re.compile(r"(manager|worker)-[0-9]+|gateway")
 """Names of actors; others may be in the same namespace."""
+_TURN_NAME: Final = "kvpool-ray-command"
 
 Progress = Callable[[str], None]
-Resources = dict[str, float]
+Description = dict[str, Any]
+"""What an actor says of itself."""
 
 
-def connect(address: str | None, namespace: str, *, is_quiet: bool = True, own_cpus: int | None = None) -> bool:
-    """Connect to the Ray cluster. With `own_cpus`, if there is none, start one of a single node on the loopback, which ends with
-    this process; returns whether that was done. Raises Unavailable."""
-    # Our actors are removed before their placement group, so that the advice against this does not apply.
-    logging.getLogger("ray.actor").addFilter(lambda record: "restartable detached actor" not in record.getMessage())
-    options: dict[str, Any] = {
-        "namespace": namespace,
-        "log_to_driver": not is_quiet,
-        "logging_level": logging.WARNING,
-    }
-    try:
-        ray.init(address=address or "auto", **options)
-        return False
-    except ConnectionError as error:
-        if address is not None or os.environ.get("RAY_ADDRESS") or own_cpus is None:
-            raise _no_ray(address, error) from error
-    except (RuntimeError, ValueError, RayError) as error:
-        raise _no_ray(address, error) from error
-    try:
-        ray.init(address="local", num_cpus=own_cpus, include_dashboard=False, **options)
-    except (RuntimeError, ValueError, RayError) as error:
-        raise Unavailable(f"Ray does not start on this machine: {error}", reason="NO_RAY") from error
-    return True
+class Turn:
+    """An actor whose name only one command can have at a time. Ray ends it with the command."""
 
-
-def _no_ray(address: str | None, error: Exception) -> Unavailable:
-    where = f"at {address}" if address else "on this machine"
-    first_line = str(error).strip().partition("\n")[0]
-    return Unavailable(
-        f"no Ray cluster answers {where} ({first_line}); start its nodes with `ray start`, and run this on one of them, or name "
-        "the cluster with --address",
-        reason="NO_RAY",
-    )
+    def is_taken(self) -> bool:
+        return True
 
 
 class RayCluster:
-    """The actors of one namespace of the Ray cluster that this process is connected to."""
+    """The actors of one namespace of the Ray cluster that this process is connected to. Raises Unavailable if Ray fails."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
 
-    def disconnect(self) -> None:
-        """From Ray; the actors stay."""
-        ray.shutdown()
-
+    @ray_errors()
     def names(self) -> list[str]:
-        """Of all actors that are to run, the managers' first. Raises Unavailable."""
-        try:
-            listed = ray.util.list_named_actors(all_namespaces=True)
-        except (RuntimeError, RayError) as error:
-            raise Unavailable(f"the head of the Ray cluster does not answer: {error}", reason="NO_RAY") from error
+        """Of all actors that are to run, the managers' first."""
+        listed = ray.util.list_named_actors(all_namespaces=True)
         found = [actor["name"] for actor in listed if actor["namespace"] == self._namespace]
         return sorted(filter(_OURS.fullmatch, found), key=_order)
 
-    def describe(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any] | None]:
+    @ray_errors()
+    def describe(self, names: Iterable[str] | None = None) -> dict[str, Description | None]:
         """What each actor says of itself; None where it does not answer: it is being started, or no node has room for it."""
         calls = {}
-        found: dict[str, dict[str, Any] | None] = dict.fromkeys(self.names() if names is None else names)
+        found: dict[str, Description | None] = dict.fromkeys(self.names() if names is None else names)
         for name in found:
             with contextlib.suppress(ValueError):
                 calls[ray.get_actor(name, namespace=self._namespace).describe.remote()] = name
@@ -121,29 +83,68 @@ class RayCluster:
                     found[calls[call]] = ray.get(call)
         return found
 
+    def is_waiting(self, name: str) -> bool:
+        """Whether no node has room for this process."""
+        return waits_for_room(MANAGERS_NAME if name.startswith("manager-") else name)
+
+    @ray_errors()
     def up(self, plan: Plan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
         """Make the actors of the plan that do not exist, let workers leave that it does not have, and wait until all serve; returns
         the workers.
 
         Raises InvalidRequest if the cluster runs with other settings, WorkerRefused if a worker cannot use its own, KvpoolError if
-        a process cannot start. Whatever is raised, by `on_progress` too, what was made is removed then.
+        a process cannot start, Unavailable if another command changes the cluster. Whatever is raised, by `on_progress` too, what
+        was made is removed then.
         """
-        existing = set(self.names())
-        self._require_same(plan, existing)
-        made: list[str] = []
+        with self._alone():
+            self._remove_leftovers()
+            existing = set(self.names())
+            self._require_same(plan, existing)
+            self._require_gateway(plan, existing)
+            made: list[str] = []
+            try:
+                self._make_managers(plan, existing, made, on_progress)
+                self._make_workers(plan, existing, made, on_progress)
+                if plan.gateway is not None and GATEWAY_NAME not in existing:
+                    made.append(GATEWAY_NAME)
+                    self._make(plan.gateway, make_place(GATEWAY_NAME, [_SMALL]), 0, _SMALL)
+                wanted = {spec.name for spec in plan.workers}
+                self._drain(
+                    [name for name in existing if name.startswith("worker-") and name not in wanted], on_progress
+                )
+                return self._wait_until_ready(plan, on_progress)
+            except BaseException:
+                self._remove(made)
+                raise
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other command changes the cluster meanwhile."""
         try:
-            self._make_managers(plan, existing, made, on_progress)
-            self._make_workers(plan, existing, made, on_progress)
-            if plan.gateway is not None and GATEWAY_NAME not in existing:
-                made.append(GATEWAY_NAME)
-                small = {"CPU": SMALL_CPUS}
-                self._make(plan.gateway, self._group(GATEWAY_NAME, [small]), 0, small)
-            wanted = {spec.name for spec in plan.workers}
-            self.drain([name for name in existing if name.startswith("worker-") and name not in wanted], on_progress)
-            return self._wait_until_ready(plan, on_progress)
-        except BaseException:
-            self.remove(made)
-            raise
+            options = ray.remote(num_cpus=0)(Turn).options(name=_TURN_NAME, namespace=self._namespace)
+            turn = options.remote()
+            ray.get(turn.is_taken.remote())
+        except (ValueError, RayError) as error:
+            raise Unavailable(
+                f"another `kvpool ray up` or `down` changes the cluster in the namespace {self._namespace}: wait for it, or end it "
+                "with Ctrl-C",
+                reason="BUSY",
+            ) from error
+        try:
+            yield
+        finally:
+            ray.kill(turn)
+
+    def _remove_leftovers(self) -> None:
+        """Of a command that was killed: actors whose process has left, and places without an actor."""
+        services = self.describe()
+        self._remove(name for name, service in services.items() if service and service["has_ended"])
+        names = set(self.names())
+        if any(name.startswith("manager-") for name in names):
+            names.add(MANAGERS_NAME)
+        for name in places() - names:
+            if name == MANAGERS_NAME or _OURS.fullmatch(name):
+                remove_place(name)
 
     def _require_same(self, plan: Plan, existing: set[str]) -> None:
         """A worker with other settings than the others would be a surprise, a manager of another folder a danger."""
@@ -151,8 +152,8 @@ class RayCluster:
         answers = [found for found in managers.values() if found is not None]
         if managers and not answers:
             raise Unavailable(
-                f"a cluster runs in the namespace {self._namespace}, but none of its managers does at the moment: try again, or "
-                "end it with `kvpool ray down`",
+                f"a cluster runs in the namespace {self._namespace}, but no manager answers: try again, or end it "
+                " with `kvpool ray down`",
                 reason="NO_MANAGER",
             )
         for found in answers:
@@ -170,27 +171,36 @@ class RayCluster:
                     reason="OTHER_SETTINGS",
                 )
 
+    def _require_gateway(self, plan: Plan, existing: set[str]) -> None:
+        if plan.gateway is None or GATEWAY_NAME not in existing:
+            return
+        found = self.describe([GATEWAY_NAME])[GATEWAY_NAME]
+        if found and found["address"] and not found["address"].endswith(f":{plan.gateway.port}"):
+            raise InvalidRequest(
+                f"the gateway is on {found['address']}: leave --http out, or end the cluster with `kvpool ray down` first",
+                reason="OTHER_SETTINGS",
+            )
+
     def _make_managers(self, plan: Plan, existing: set[str], made: list[str], on_progress: Progress) -> None:
         missing = [spec for spec in plan.managers if spec.name not in existing]
         if not missing:
             return
-        small = {"CPU": SMALL_CPUS}
         if len(missing) == len(plan.managers):
             made.append(MANAGERS_NAME)
         num_nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= SMALL_CPUS for node in ray.nodes())
         if num_nodes < len(plan.managers):
             raise InvalidRequest(
-                f"{len(plan.managers)} managers need as many nodes, so that a lost one takes only one of them; the Ray cluster has "
+                f"{len(plan.managers)} managers need as many nodes, so that losing a node loses one manager; the Ray cluster has "
                 f"{num_nodes} with room for one: add nodes, or give --managers {max(num_nodes, 1)}",
                 reason="TOO_FEW_NODES",
             )
         # Each on another node, also after one of them had to move.
-        group = self._group(MANAGERS_NAME, [small] * len(plan.managers), strategy="STRICT_SPREAD")
-        self._wait_for_room(group, f"for {len(plan.managers)} managers, each on another node", on_progress)
+        group = make_place(MANAGERS_NAME, [_SMALL] * len(plan.managers), strategy="STRICT_SPREAD")
+        wait_for_room(group, f"for {len(plan.managers)} managers, each on another node", on_progress)
         for index, spec in enumerate(plan.managers):
             if spec in missing:
                 made.append(spec.name)
-                self._make(spec, group, index, small)
+                self._make(spec, group, index, _SMALL)
 
     def _make_workers(self, plan: Plan, existing: set[str], made: list[str], on_progress: Progress) -> None:
         resources = {"CPU": float(plan.worker_cpus), "GPU": float(plan.worker_gpus)}
@@ -198,20 +208,11 @@ class RayCluster:
         for spec in plan.workers:
             if spec.name not in existing:
                 made.append(spec.name)
-                group = self._group(spec.name, [resources])
-                if not is_tried:  # their settings differ in nothing that can be refused
+                group = make_place(spec.name, [resources])
+                if not is_tried:  # all workers have the same settings
                     self._try(spec, group, resources, on_progress)
                     is_tried = True
                 self._make(spec, group, 0, resources)
-
-    def _group(self, name: str, bundles: Sequence[Resources], strategy: str = "SPREAD") -> PlacementGroup:
-        """The placement group of this name, made if there is none. Ray spreads those of one bundle over the nodes."""
-        with contextlib.suppress(ValueError):
-            group = get_placement_group(name)
-            if placement_group_table(group)["state"] != "REMOVED":
-                return group
-        wanted = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
-        return placement_group(wanted, strategy=strategy, name=name, lifetime="detached")
 
     def _make(self, spec: ServiceSpec, group: PlacementGroup, bundle: int, resources: Resources) -> None:
         ray.remote(Service).options(
@@ -225,14 +226,10 @@ class RayCluster:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
         ).remote(dataclasses.asdict(spec))
 
-    def _wait_for_room(self, group: PlacementGroup, what: str, on_progress: Progress) -> None:
-        while not group.wait(timeout_seconds=1):
-            on_progress(f"waiting for room {what}: the nodes have {_free_resources()} left")
-
     def _try(self, spec: ServiceSpec, group: PlacementGroup, resources: Resources, on_progress: Progress) -> None:
         """Let a worker check its settings where the first of them will run. Raises WorkerRefused."""
         room = " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items() if amount)
-        self._wait_for_room(group, f"for {spec.name}, {room}", on_progress)
+        wait_for_room(group, f"for {spec.name}, {room}", on_progress)
         task = ray.remote(max_retries=0)(try_worker).options(
             num_cpus=resources["CPU"],
             num_gpus=resources["GPU"],
@@ -248,11 +245,10 @@ class RayCluster:
     def _wait_until_ready(self, plan: Plan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
         """Until a manager answers and lists all workers; returns them. Raises KvpoolError if a process cannot be started."""
         names = [spec.name for spec in plan.workers]
+        pids: dict[str, set[int]] = {}
         while True:
             services = self.describe()
-            for name, service in services.items():
-                if service and service["problem"]:
-                    raise KvpoolError(f"{name}: {service['problem']}", reason="CHILD_ENDED")
+            self._require_chance(plan, services, pids)
             live = {worker.worker_id: worker for worker in asyncio.run(_live_workers(addresses_of(services)))}
             missing = [name for name in names if name not in live]
             if not missing and (plan.gateway is None or _listens(services.get(GATEWAY_NAME))):
@@ -260,50 +256,71 @@ class RayCluster:
             on_progress(self._say_missing(missing, len(names), services) if missing else "waiting for the gateway")
             time.sleep(_LOOK_SECONDS / 2)
 
-    def _say_missing(self, missing: Sequence[str], num_workers: int, services: dict[str, dict[str, Any] | None]) -> str:
+    def _require_chance(self, plan: Plan, services: dict[str, Description | None], pids: dict[str, set[int]]) -> None:
+        """Raises KvpoolError if it would be in vain to wait longer. `pids`: of each process so far."""
+        for name in plan.names:
+            if name not in services:
+                raise KvpoolError(
+                    f"{name} has left, or Ray cannot make its actor: is kvpool {installed_version()} with its extra [ray] "
+                    "installed on every node?",
+                    reason="CHILD_ENDED",
+                )
+            service = services[name]
+            if service is None:
+                continue
+            if service["problem"]:
+                raise KvpoolError(f"{name}: {service['problem']}", reason="CHILD_ENDED")
+            if service["pid"]:
+                pids.setdefault(name, set()).add(service["pid"])
+            if len(pids.get(name, ())) >= _MOST_STARTS:
+                raise KvpoolError(
+                    f"{name} has ended {_MOST_STARTS - 1} times on {service['host']}: its log above says why",
+                    reason="CHILD_ENDED",
+                )
+
+    def _say_missing(self, missing: Sequence[str], num_workers: int, services: dict[str, Description | None]) -> str:
         said = f"{num_workers - len(missing)} of {num_workers} workers ready"
-        homeless = [name for name in missing if services.get(name) is None and self.waits_for_room(name)]
-        if homeless:
-            return f"{said}; no node has room for {', '.join(homeless)}: the nodes have {_free_resources()} left"
+        unplaced = [name for name in missing if services.get(name) is None and self.is_waiting(name)]
+        if unplaced:
+            return f"{said}; no node has room for {', '.join(unplaced)}: the nodes have {free_resources()} left"
         return f"{said}, waiting for {', '.join(missing)}"
 
-    def waits_for_room(self, name: str) -> bool:
-        """Whether no node has what this process needs."""
-        try:
-            group = get_placement_group(MANAGERS_NAME if name.startswith("manager-") else name)
-        except ValueError:
-            return False
-        return bool(placement_group_table(group)["state"] in ("PENDING", "RESCHEDULING"))
-
-    def drain(self, names: Sequence[str], on_progress: Progress) -> None:
-        """Let these processes finish and leave, all at once, and remove their actors. May be interrupted: `remove` ends the
-        rest."""
-        alive = {name for name, service in self.describe(names).items() if service is not None}
-        leaving = {
-            ray.get_actor(name, namespace=self._namespace).drain.remote(): name for name in names if name in alive
-        }
+    def _drain(self, names: Sequence[str], on_progress: Progress) -> None:
+        """Let these processes finish and leave, all at once, and remove their actors."""
+        leaving = {}
+        for name in names:
+            with contextlib.suppress(ValueError):  # it has removed itself
+                leaving[ray.get_actor(name, namespace=self._namespace).drain.remote()] = name
         while leaving:
             on_progress(f"leaving: {', '.join(sorted(leaving.values()))}")
             done, _ = ray.wait(list(leaving), timeout=_LOOK_SECONDS)
-            for call in done:
-                del leaving[call]  # with an error, if it has removed itself already
-        self.remove(names)
+            # An actor without a node does not hear of it. Others answer, or end with an error, as those that remove themselves.
+            for call in {*done, *(call for call, name in leaving.items() if self.is_waiting(name))}:
+                del leaving[call]
+        self._remove(names)
 
+    @ray_errors()
     def down(self, on_progress: Progress) -> int:
-        """Let all processes leave, the managers after all others. Returns how many there were."""
-        names = self.names()
-        managers = [name for name in names if name.startswith("manager-")]
-        self.drain([name for name in names if name not in managers], on_progress)
-        self.drain(managers, on_progress)
-        self.remove([MANAGERS_NAME])
-        return len(names)
+        """Let all processes leave, the managers after all others. Returns how many there were. Raises Unavailable if another
+        command changes the cluster."""
+        with self._alone():
+            names = self.names()
+            managers = [name for name in names if name.startswith("manager-")]
+            self._drain([name for name in names if name not in managers], on_progress)
+            self._drain(managers, on_progress)
+            self._remove_leftovers()
+            return len(names)
 
-    def remove(self, names: Iterable[str] | None = None) -> None:
-        """End these actors at once, or all, and give back what Ray has reserved for them."""
-        for name in [*self.names(), MANAGERS_NAME] if names is None else names:
+    @ray_errors()
+    def remove(self) -> None:
+        """End all actors at once, and give back what Ray has reserved for them."""
+        self._remove(self.names())
+        self._remove_leftovers()
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             if name == MANAGERS_NAME:
-                with contextlib.suppress(ValueError):
-                    remove_placement_group(get_placement_group(name))
+                remove_place(name)
             else:
                 remove_actor(name, self._namespace)
 
@@ -322,7 +339,7 @@ def has_gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU"))
 
 
-def addresses_of(services: dict[str, dict[str, Any] | None]) -> str:
+def addresses_of(services: dict[str, Description | None]) -> str:
     """The managers, as --manager takes them."""
     return ",".join(
         service["address"]
@@ -342,7 +359,7 @@ def try_worker(spec: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _listens(service: dict[str, Any] | None) -> bool:
+def _listens(service: Description | None) -> bool:
     if not service or not service["address"]:
         return False
 
@@ -357,11 +374,6 @@ def _listens(service: dict[str, Any] | None) -> bool:
         return True
 
     return asyncio.run(connects())
-
-
-def _free_resources() -> str:
-    found = ray.available_resources()
-    return " and ".join(f"{found.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if found.get(kind) or kind == "CPU")
 
 
 def _order(name: str) -> tuple[int, int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ SMALL_CPUS: Final = 0.1
 """What Ray reserves for a manager or a gateway. They need up to a core; but a node of 16 cores shall have room for a worker
 with 15."""
 _OWN_PREFIX: Final = "KVPOOL_RAY_"
+_OF_GATEWAY: Final = "KVPOOL_GATEWAY_"
+"""Variables of the gateway, which has keys. They are not shown."""
 _MARK_FILE: Final = "shared"
 
 
@@ -94,7 +97,14 @@ class Plan:
 
     @property
     def record(self) -> list[str]:
+        """What all starts of the cluster have in common."""
         return self.managers[0].record
+
+    @property
+    def names(self) -> list[str]:
+        """Of all processes."""
+        services = [*self.managers, *self.workers, *([] if self.gateway is None else [self.gateway])]
+        return [spec.name for spec in services]
 
 
 def make_plan(
@@ -113,6 +123,7 @@ def make_plan(
     of_managers = ["--election", settings.election or "file"]
     by_lock = settings.election in (None, "file")
     state_dir = "" if settings.state_dir is None or not by_lock else str(settings.state_dir.expanduser().resolve())
+    variables = _variables(settings, environment)
     record = [
         f"--managers {settings.num_managers}",
         f"--port {settings.port}",
@@ -121,6 +132,7 @@ def make_plan(
         f"--cpus-per-worker {settings.cpus_per_worker}",
         f"--gpus-per-worker {gpus}",
         f"of the workers: {' '.join(worker_arguments) or 'none'}",
+        *sorted(f"{name}={value}" for name, value in variables.items() if not name.startswith(_OF_GATEWAY)),
     ]
 
     def spec(name: str, module: str, arguments: Sequence[str] = (), port: int = 0, *, shared: str = "") -> ServiceSpec:
@@ -131,7 +143,7 @@ def make_plan(
             managers=names,
             record=record,
             arguments=list(arguments),
-            variables=_variables(settings, environment),
+            variables=variables,
             port=port,
             state_dir=shared,
             mark=mark if shared else "",
@@ -167,9 +179,19 @@ def mark_folder(state_dir: Path) -> str:
     folder = state_dir.expanduser().resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), (folder / _MARK_FILE).open("x") as new:
-            new.write(secrets.token_hex(16))
-        return (folder / _MARK_FILE).read_text()
+        mark = secrets.token_hex(16)
+        unfinished = folder / f"{_MARK_FILE}.{mark}"
+        unfinished.write_text(mark)
+        with contextlib.suppress(FileExistsError):
+            (folder / _MARK_FILE).hardlink_to(unfinished)  # whole, or not at all; of two commands one is the first
+        unfinished.unlink()
+        mark = (folder / _MARK_FILE).read_text()
+        if not re.fullmatch("[0-9a-f]{32}", mark):
+            raise InvalidRequest(
+                f"{folder / _MARK_FILE} is damaged: stop all managers that use --state-dir {state_dir}, and delete this file",
+                reason="BAD_FIELD",
+            )
+        return mark
     except OSError as error:
         raise InvalidRequest(
             f"--state-dir {state_dir} cannot be used: {error.strerror}; give a folder on a disk that all nodes share, this one too",
@@ -179,7 +201,7 @@ def mark_folder(state_dir: Path) -> str:
 
 def problem_of_disk(spec: ServiceSpec, host: str) -> str:
     """Why this process may not use its folder; empty if it may. Two managers with two folders of one name would both lead."""
-    if not spec.mark:
+    if not spec.state_dir:
         return ""
     file = Path(spec.state_dir) / _MARK_FILE
     try:

@@ -21,12 +21,12 @@ from typing import Any, Final, NoReturn
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from kvpool.process.address import join_host_port
 from kvpool.process.version import installed_version
 
 from ..launch.children import ChildExit, tied
+from .places import remove_place
 from .plan import ServiceSpec, problem_of_disk
 
 _REFUSES: Final = 2
@@ -69,13 +69,14 @@ class Service:
             "address": join_host_port(self._host, self._port) if self._port and self._started.done() else "",
             "pid": self._pid,
             "problem": self._problem,
+            "has_ended": self._ended.done(),
             "record": self._spec.record,
             "version": installed_version(),
         }
 
     async def address(self, known: str) -> str:
-        """host:port of this manager, at once if it is another one than `known`. It never changes while this actor lives: who has it
-        waits here, and hears at once of the actor's end. Not for ever, because Ray does not say when a waiting one has died."""
+        """host:port of this manager, at once if it is another one than `known`. A caller that has it already waits here, and so
+        learns at once when the actor ends; but not for ever, because nothing says when a waiting caller has died."""
         await asyncio.wrap_future(self._started)
         address = join_host_port(self._host, self._port)
         if address == known:
@@ -95,8 +96,8 @@ class Service:
         await asyncio.wrap_future(self._ended)
 
     async def remove(self, name: str) -> None:
-        """End the actor `name`, and give back what Ray has reserved for it. Asked by an actor that has left: nobody can remove
-        itself."""
+        """End the actor `name`, and give back what Ray has reserved for it. Asked by an actor whose process has left: an actor
+        cannot remove itself."""
         await asyncio.to_thread(remove_actor, name, self._spec.namespace)
 
     def _run(self) -> None:
@@ -149,7 +150,7 @@ class Service:
         self._pid = 0
         self._ended.set_result(None)
         if self._is_leaving and self._spec.is_manager:
-            return  # who has told it so removes it, after all others
+            return  # the caller of `drain` removes it, last
         if self._is_leaving or (self._spec.is_worker and status == 0):
             self._say("has left")
             self._remove_itself()
@@ -192,7 +193,13 @@ class ManagersFile:
     def follow(self) -> NoReturn:
         """Follow the managers for ever."""
         while True:
-            self.follow_once(_LOOK_SECONDS)
+            try:
+                self.follow_once(_LOOK_SECONDS)
+            except (RayError, OSError) as error:  # Ray's head does not answer, or the disk is full
+                print(
+                    f"kvpool ray: {self._spec.name}: cannot follow the managers: {error}", file=sys.stderr, flush=True
+                )
+                time.sleep(_LOOK_SECONDS)
 
     def follow_once(self, seconds: float | None = None) -> None:
         """Wait until a manager has a new address, at most so long."""
@@ -205,7 +212,7 @@ class ManagersFile:
                 return
             if not done:
                 continue
-            time.sleep(_POLL_SECONDS)  # one that has died is not there at once
+            time.sleep(_POLL_SECONDS)  # an actor that has died takes a moment to start again
 
     def _call(self) -> None:
         for name in set(self._spec.managers) - set(self._calls.values()):
@@ -240,8 +247,7 @@ def remove_actor(name: str, namespace: str) -> None:
     # In this order: a placement group takes its actors with it, and Ray would wait for ever to start them again.
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
-    with contextlib.suppress(ValueError):
-        remove_placement_group(get_placement_group(name))
+    remove_place(name)
 
 
 def _free_port(host: str) -> int:

@@ -1,0 +1,8 @@
+"""What Ray reads from the environment when it is imported; to be imported before it."""
+
+import os
+
+# Ray does not replace a loopback address by the machine's own then, which nothing listens on.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
