@@ -165,7 +165,10 @@ class Laws:
                     )
             return
         if method == "Deregister":
-            self._said_good_bye[caller] = server
+            # While two lead, as after a Lease was deleted, one may have a session that the other one was told to end; it
+            # ends with its lease.
+            if not any(other is not server and other.leads() for other in world.living_managers()):
+                self._said_good_bye[caller] = server
         elif method == "Register":
             name, incarnation = request.worker_id, request.incarnation
             if (server, name, incarnation) in self._left:
