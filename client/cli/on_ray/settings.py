@@ -22,8 +22,8 @@ SHARED_MANAGERS: Final = 2
 class RaySettings(ProcessSettings):
     """A manager and its workers on the nodes of a Ray cluster, which places them and starts them again when they die.
 
-    Ctrl-C lets all of them finish and leave; with --detach they go on until `kvpool ray down`. Given again while the cluster runs,
-    with another --workers, it lets it grow or shrink. Each process listens on the address of its Ray node. Ray reports usage to its
+    Ctrl-C lets all of them finish and leave; with --detach they go on until `kvpool ray down`. Given while the cluster runs, with
+    another --workers, the cluster grows or shrinks. Each process listens on the address of its Ray node. Ray reports usage to its
     makers unless RAY_USAGE_STATS_ENABLED=0 is set where its nodes are started; a Ray that is started here does not.
 
     Flags that are not listed here go to each worker, e.g. --model, --num-blocks or --scheduling-policy: `kvpool worker --help`
