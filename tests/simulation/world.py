@@ -394,7 +394,9 @@ class World:
         """It is started again after a while. When all has healed, the operator stops the machine whose process is not taken."""
         if self._is_over:
             return
-        if self._is_healed and worker.was_refused:
+        same = [other for other in self.live_workers() if other.plan.worker_id == worker.plan.worker_id]
+        # Without another one it was refused for the lease of one that died: a manager's slow clock may make that long.
+        if self._is_healed and worker.was_refused and any(other is not worker for other in same):
             worker.host.is_given_up = True
             return
         seconds = self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 4.0)])
