@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from pathlib import PurePosixPath
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
 # Before anything imports torch: threads that spin while they wait make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from kvpool.process.imports import without_collections
 from tests import left_out
@@ -26,9 +26,39 @@ from tests.cluster.process import Process, computing, environment_with
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 
-# A machine that is busy for a moment says nothing of the code.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # A machine that is busy for a moment says nothing of the code.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
+
+_SETTINGS_OF_PLUGINS: Final = {
+    "pytest_asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+    "pytest_timeout": ("timeout",),
+}
+"""The settings in pyproject.toml of plugins that a GPU machine may lack."""
+_MARKS_GPU: Final = re.compile(r"\bmark\.gpu\b|\.marks\b")
+"""What a file with tests for a GPU has in its text."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the settings of a plugin that is not installed, so that pytest starts without it."""
+    for plugin, names in _SETTINGS_OF_PLUGINS.items():
+        if importlib.util.find_spec(plugin) is None:
+            for name in names:
+                parser.addini(name, f"read by {plugin}, which is not installed")
+
+
+def _has_gpu_tests(place: Path) -> bool:
+    files = place.rglob("test_*.py") if place.is_dir() else [place]
+    return any(_MARKS_GPU.search(file.read_text()) for file in files)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m gpu` imports no other tests and no conftest.py of theirs: a GPU machine may lack what they need."""
+    return True if config.option.markexpr == "gpu" and not _has_gpu_tests(collection_path) else None
+
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell starts what runs in its background; services would inherit it, and tests send them Ctrl-C.
@@ -78,6 +108,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is marked `gpu`, `zig` or `compiler`, or uses a compiled step, on a machine without one."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    for file in {item.path for item in on_gpu}:
+        if not _has_gpu_tests(file):
+            raise pytest.UsageError(
+                f"`-m gpu` does not find the tests in {file}: write pytest.mark.gpu or .marks there"
+            )
     if on_gpu and not _has_cuda():
         left_out.leave_out(config, items, on_gpu, "GPU tests were left out: torch finds no CUDA device here")
     cross_compiled = [item for item in items if item.get_closest_marker("zig")]

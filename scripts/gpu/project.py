@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
-TEST_TOOLS: Final = frozenset({"hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pyyaml"})
-"""Packages of the extra dev that tests import; the others are linters and generators."""
+TEST_TOOLS: Final = frozenset({"pytest", "pytest-timeout"})
+"""Packages of the extra dev that run the tests of a GPU, which import nothing more than a worker does."""
 
 
 def _project() -> dict[str, Any]:
@@ -17,11 +17,15 @@ def _project() -> dict[str, Any]:
 
 
 def requirements() -> Sequence[str]:
-    """Requirements of a worker and the tests, from pyproject.toml."""
+    """Requirements of a worker and of the tests of a GPU, from pyproject.toml."""
+    tools = _project()["project"]["optional-dependencies"]["dev"]
+    return [*worker_requirements(), *(text for text in tools if _name(text) in TEST_TOOLS)]
+
+
+def worker_requirements() -> Sequence[str]:
+    """Requirements of a worker, from pyproject.toml."""
     project = _project()["project"]
-    extras = project["optional-dependencies"]
-    tools = [text for text in extras["dev"] if _name(text) in TEST_TOOLS]
-    return [*project["dependencies"], *extras["worker"], *tools]
+    return [*project["dependencies"], *project["optional-dependencies"]["worker"]]
 
 
 def package_folders() -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,12 +150,21 @@ def test_facts_find_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch, t
     assert "torch" not in packages.detail
 
 
+def test_the_tests_of_a_gpu_are_collected_with_pytest_and_what_a_worker_needs_alone() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.bare", "-m", "gpu", "--collect-only", "--quiet"]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    expected = pytest.ExitCode.OK if torch.cuda.is_available() else pytest.ExitCode.NO_TESTS_COLLECTED
+    assert done.returncode == expected, done.stdout + done.stderr
+    assert re.search(r"(\d{3,}) (GPU tests were left out|tests collected)", done.stdout)
+
+
 # -- what travels to a machine without a network
 
 
 def test_the_wheels_are_all_that_we_need_and_a_machine_with_torch_has_not() -> None:
     names = needed(requirements())
-    assert {"grpcio", "protobuf", "pydantic-core", "structlog", "pytest", "pytest-asyncio", "gguf", "xxhash"} <= names
+    assert {"grpcio", "protobuf", "pydantic-core", "structlog", "pytest", "gguf", "xxhash"} <= names
     assert names.isdisjoint(
         {"torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "huggingface-hub"}
     )
