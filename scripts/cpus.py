@@ -34,7 +34,7 @@ TESTS = (
     "tests/model/test_batch_invariance.py",
     "tests/model/test_batch_invariance_at_load.py",
     "tests/model/test_invariant.py",
-    "tests/model/test_model_truth.py",
+    "tests/model/test_truth.py",
     "tests/model/test_packed_linear.py",
     "tests/model/test_self_check.py",
     "tests/model/test_row_selector.py",

@@ -113,6 +113,13 @@ class PagedSeq2Seq:
         start = len(shared) * BLOCK_SIZE
         return Request(prompt, [*shared, *own], encoder, num_new, start=start, sampling=sampling)
 
+    def block_bytes(self, blocks: Sequence[int], encoder: EncoderBlocks) -> list[torch.Tensor]:
+        """A copy of all layers' KV of the decoder's blocks, and of those with the encoder's output."""
+        layers = self.runner.kv_cache.layers
+        tables = [torch.tensor(encoder.table if layer.is_cross else blocks) for layer in layers]
+        pairs = zip(layers, tables, strict=True)
+        return [cache[table].clone() for layer, table in pairs for cache in (layer.k_cache, layer.v_cache)]
+
     def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
         """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger."""
         run_all(self.runner, requests, lambda request: _next_part(request, chunk), stagger)

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 
 from kvpool.worker_service.attention.backend import AttentionBackend
-from kvpool.worker_service.engine.step import SequencePart, Step
+from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
 from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import group_needs
@@ -44,6 +44,7 @@ class Text:
     """(Group, block) of all that the tables ever had."""
     num_turned: int = 0
     """Blocks that came back at a later place of the same table."""
+    sampled: list[SampledToken] = field(default_factory=list)
 
 
 class RingCache:
@@ -112,7 +113,7 @@ class RingCache:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int = NEVER, stagger: int = 0
-    ) -> list[list[int]]:
+    ) -> list[list[SampledToken]]:
         """Greedy tokens after each prompt: prompts in chunks of at most `chunk`, text i joining at step i · stagger."""
         texts = [self.text(prompt) for prompt in prompts]
         ends = [len(prompt) + num_new for prompt in prompts]
@@ -131,9 +132,10 @@ class RingCache:
                 assert result.bad_logits is None, "a slot without a token was read"
                 if result.token is not None:
                     text.tokens.append(result.token.token_id)
+                    text.sampled.append(result.token)
             step += 1
         self.num_turned = sum(text.num_turned for text in texts)
-        return [text.tokens[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+        return [text.sampled for text in texts]
 
     def logits(self, tokens: Sequence[int], cuts: Sequence[int], others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """[T, vocab_size] of a text, computed in chunks that end at the cuts and its end, each in a step with as many tokens of the

@@ -18,7 +18,7 @@ from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, M
 from kvpool.worker_service.model.memory.profile import MaximumBatches
 from scripts.models.subjects import default_seq2seq_config
 from tests.model.paged_seq2seq import PagedSeq2Seq
-from tests.model.test_seq2seq_truth import make_subject
+from tests.model.truth.encoders import make as make_subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
@@ -142,4 +142,4 @@ def test_a_worker_plans_and_runs_with_its_own_plan(tmp_path: Path) -> None:
     paged._free_cross = list(range(1, kv_cache.cross.num_blocks))
     request = paged.request(subject.prompts[1], paged.encoder(subject.inputs[1]), 10)
     paged.run([request])
-    assert request.token_ids == subject.truth[1][0]
+    assert request.token_ids == subject.truths[1].tokens

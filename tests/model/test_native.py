@@ -33,7 +33,7 @@ from kvpool.worker_service.native.weights import PackedModel
 from scripts.models.subjects import default_config
 from scripts.models.trial import save
 from tests.model.paged import GREEDY, load
-from tests.model.test_model_truth import NATIVE_ARCHITECTURES
+from tests.model.truth.dense import NATIVE_ARCHITECTURES
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
 
 pytestmark = pytest.mark.compiler

@@ -1,9 +1,7 @@
-"""Models with recurrent layers over blocks of states equal transformers' generate in float32, token by token."""
+"""Models with recurrent layers over blocks of states. test_truth.py has their texts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -12,59 +10,22 @@ import torch
 from kvpool.worker_service.attention.layout import PackingError
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.engine.step import PromptRows, SequencePart, StateBlocks, Step
-from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.load import LoadedModel
-from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER, PagedModel, Place, Request, load, quiet
-from tests.model.test_model_truth import assert_true
-from tests.tiny_models import MAX_MODEL_LEN, MIN_MARGIN, STATE_ARCHITECTURES, Oracle, TinyModel, make_tiny_model
+from tests.model.paged import BLOCK_SIZE, GREEDY, PagedModel, load, quiet
+from tests.model.truth.dense import LONG
+from tests.model.truth.states import SHARED, States, make, states_of
+from tests.tiny_models import MAX_MODEL_LEN, STATE_ARCHITECTURES, make_tiny_model
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
-CPU = Place("cpu", "torch")
 FORGETFUL = {"jamba", "mamba"}
 """Their scans begin with zeros when they get several tokens."""
-LONG = 2
-"""The prompt of 41 tokens; the next one shares its first 20."""
-SHARED = 20
 
 
-@dataclass
-class Subject:
-    tiny: TinyModel
-    loaded: LoadedModel
-
-    @cached_property
-    def truth(self) -> list[tuple[list[int], torch.Tensor]]:
-        """Per prompt: tokens and logits."""
-        oracle = Oracle.of(self.tiny.path)
-        return [oracle.logits(prompt, self.tiny.num_new_tokens) for prompt in self.tiny.prompts]
-
-    def requests(self, paged: PagedModel) -> list[Request]:
-        return [paged.request(prompt, self.tiny.num_new_tokens) for prompt in self.tiny.prompts]
-
-    def check(self, requests: list[Request]) -> None:
-        for request, truth in zip(requests, self.truth, strict=True):
-            assert_true(request, truth, CPU)
-
-
-@pytest.fixture(scope="module", params=[*STATE_ARCHITECTURES, "jamba token by token"])
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    architecture, _, serial = request.param.partition(" ")
-    tiny = make_tiny_model(architecture, tmp_path_factory.mktemp(architecture))
-    loaded = load(tiny.path, max_model_len=MAX_MODEL_LEN)
-    if serial:
-        assert isinstance(loaded.runtime, ModulesRuntime)
-        mixers = [mixer._replace(scan=None) for mixer in loaded.runtime.mixers]
-        assert all(mixer.is_serial for mixer in mixers)
-        loaded = replace(loaded, runtime=replace(loaded.runtime, mixers=mixers))
-    return Subject(tiny, loaded)
-
-
-def states_of(paged: PagedModel, block: int) -> list[torch.Tensor]:
-    states = paged.runner.kv_cache.states
-    assert states is not None
-    return [tensor[block].clone() for tensor in states]
+@pytest.fixture(scope="module", params=STATE_ARCHITECTURES)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> States:
+    return make(request.param, False, tmp_path_factory.mktemp(request.param))
 
 
 def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -77,72 +38,13 @@ def assert_close(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_oracle_is_beyond_doubt_and_varies(subject: Subject) -> None:
-    for tokens, logits in subject.truth:
-        best = logits.topk(2, dim=-1).values
-        assert float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN
-        assert len(set(tokens)) >= 6
-
-
-def test_who_forgets_is_found_by_what_it_computes(subject: Subject) -> None:
+def test_who_forgets_is_found_by_what_it_computes(subject: States) -> None:
     mixers = subject.loaded.runtime.mixers
     assert mixers
     assert {mixer.forgets for mixer in mixers} == {subject.tiny.architecture in FORGETFUL}
 
 
-@pytest.mark.parametrize("chunk", [NEVER, 7, 16])
-def test_each_prompt_alone_equals_generate(subject: Subject, chunk: int) -> None:
-    paged = PagedModel(subject.loaded)
-    requests = subject.requests(paged)
-    for request in requests:
-        paged.run([request], chunk)
-    subject.check(requests)
-
-
-@pytest.mark.parametrize(("chunk", "stagger"), [(NEVER, 0), (7, 0), (16, 2), (7, 2), (1, 3)])
-def test_batched_chunked_and_mixed_equals_generate(subject: Subject, chunk: int, stagger: int) -> None:
-    """Chunks, single tokens of several sequences at once, and both in one step."""
-    paged = PagedModel(subject.loaded)
-    requests = subject.requests(paged)
-    paged.run(requests, chunk, stagger)
-    subject.check(requests)
-
-
-def test_requests_that_go_on_from_a_snapshot_equal_generate_and_leave_it_as_it_is(subject: Subject) -> None:
-    """Two at once, one of them with another end, and later a third."""
-    paged, (tiny, truths) = PagedModel(subject.loaded), (subject.tiny, subject.truth)
-    first = paged.request(tiny.prompts[LONG], tiny.num_new_tokens)
-    snapshot = first.snapshots[SHARED] = paged.state_block()
-    paged.run([first], chunk=16)
-    assert_true(first, truths[LONG], CPU)
-    kept, shared = states_of(paged, snapshot), first.table[: SHARED // BLOCK_SIZE]
-    sharers = [
-        paged.request(tiny.prompts[LONG], tiny.num_new_tokens, shared, source=snapshot),
-        paged.request(tiny.prompts[LONG + 1], tiny.num_new_tokens, shared, source=snapshot),
-    ]
-    paged.run(sharers, chunk=7, stagger=1)
-    late = paged.request(tiny.prompts[LONG], tiny.num_new_tokens, shared, source=snapshot)
-    paged.run([late])
-    for request, truth in zip([*sharers, late], (truths[LONG], truths[LONG + 1], truths[LONG]), strict=True):
-        assert_true(request, truth, CPU)
-    assert_same(kept, states_of(paged, snapshot))
-
-
-def test_the_snapshot_is_what_is_read(subject: Subject) -> None:
-    """Another state gives another result: the prefix is not recomputed behind our back."""
-    paged, tiny = PagedModel(subject.loaded), subject.tiny
-    first = paged.request(tiny.prompts[LONG], tiny.num_new_tokens)
-    snapshot = first.snapshots[SHARED] = paged.state_block()
-    paged.run([first])
-    assert paged.runner.kv_cache.states is not None
-    for tensor in paged.runner.kv_cache.states:
-        tensor[snapshot] = tensor[snapshot].flip(0) + 100.0
-    sharer = paged.request(tiny.prompts[LONG], 1, first.table[: SHARED // BLOCK_SIZE], source=snapshot)
-    paged.run([sharer])
-    assert abs(sharer.logprobs[0] - first.logprobs[0]) > 1e-2
-
-
-def test_a_snapshot_is_the_state_after_exactly_its_tokens(subject: Subject) -> None:
+def test_a_snapshot_is_the_state_after_exactly_its_tokens(subject: States) -> None:
     """As if the text ended there, however it was cut before."""
     paged, tiny = PagedModel(subject.loaded), subject.tiny
     whole = paged.request(tiny.prompts[LONG], 1)
@@ -158,7 +60,7 @@ def test_a_snapshot_is_the_state_after_exactly_its_tokens(subject: Subject) -> N
     assert_close(found, states_of(paged, ends.running))
 
 
-def test_who_is_computed_again_after_a_preemption_equals_generate(subject: Subject) -> None:
+def test_who_is_computed_again_after_a_preemption_equals_generate(subject: States) -> None:
     """Generated tokens are then computed in chunks, in the blocks that they had: the old state is not read."""
     paged = PagedModel(subject.loaded)
     requests = subject.requests(paged)
@@ -169,10 +71,10 @@ def test_who_is_computed_again_after_a_preemption_equals_generate(subject: Subje
     for request in requests:
         request.num_new = wanted
     paged.run(requests, chunk=16, stagger=2)
-    subject.check(requests)
+    subject.check(request.sampled for request in requests)
 
 
-def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_state(subject: Subject) -> None:
+def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_state(subject: States) -> None:
     """And only the last piece is kept as a snapshot."""
     prompt = list(subject.tiny.prompts[LONG])
     rows = PromptRows(0, prompt[1:], num_top=1)
@@ -192,7 +94,7 @@ def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
-def test_a_state_that_is_not_finite_is_reported(subject: Subject) -> None:
+def test_a_state_that_is_not_finite_is_reported(subject: States) -> None:
     """Its request ends, and its neighbour does not notice."""
     paged, tiny = PagedModel(subject.loaded), subject.tiny
     good, bad = (paged.request(prompt, 4) for prompt in tiny.prompts[:2])
@@ -219,7 +121,7 @@ def test_a_state_that_is_not_finite_is_reported(subject: Subject) -> None:
     first, second = paged.runner.execute(Step(parts))
     assert first.bad_logits is None
     assert first.token is not None
-    assert first.token.token_id == subject.truth[0][0][1]
+    assert first.token.token_id == subject.truths[0].tokens[1]
     assert second.bad_logits is not None
 
 

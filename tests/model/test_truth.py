@@ -1,0 +1,66 @@
+"""Paged computation in float32 equals transformers' generate, token by token: each kind of KV, computed in each way.
+
+A new kind adds its subjects, not tests. What only one kind has is in test_state_truth.py, test_window_groups.py and
+test_seq2seq_truth.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.model.paged import NEVER
+from tests.model.truth import dense, encoders, states, windows
+from tests.model.truth.subject import SharingSubject, Subject
+
+# transformers' own modules, imported by some models, annotate in a way that torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+SHARING = [*dense.subjects(), *states.subjects(), *encoders.subjects()]
+"""Each with its own marks, pytest.mark.gpu among them."""
+ALL = [*SHARING, *windows.subjects()]
+WAYS = [(NEVER, None), (7, None), (NEVER, 0), (16, 2), (1, 3)]
+"""(chunk, stagger): alone, whole and in chunks shorter than a window, of which only the last samples; together, whole, in chunks
+longer than a window, and token by token next to texts that decode."""
+
+
+@pytest.fixture(scope="module")
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    make, *arguments = request.param
+    made: Subject = make(*arguments, tmp_path_factory.mktemp("model"))
+    return made
+
+
+of_each = pytest.mark.parametrize("subject", ALL, indirect=True, scope="module")
+of_each_that_shares = pytest.mark.parametrize("subject", SHARING, indirect=True, scope="module")
+
+
+@of_each
+def test_equality_proves_something(subject: Subject) -> None:
+    subject.prove()
+
+
+@of_each
+@pytest.mark.parametrize(("chunk", "stagger"), WAYS)
+def test_texts_are_those_of_generate(subject: Subject, chunk: int, stagger: int | None) -> None:
+    """Neighbours, chunk borders, and prefill next to decode change nothing."""
+    subject.check(subject.compute(chunk, stagger))
+
+
+@of_each_that_shares
+@pytest.mark.parametrize("once", [False, True], ids=["gathered", "attended_once"])
+def test_texts_that_hit_are_those_of_generate_and_what_they_hit_is_never_written(
+    subject: SharingSubject, once: bool
+) -> None:
+    """Whether attention reads a shared prefix one by one or once for all."""
+    hit = subject.hit(once=once)
+    subject.check(hit.texts, hit.truths)
+    for before, after in zip(hit.before, hit.after, strict=True):
+        assert torch.equal(before.nan_to_num(), after.nan_to_num())  # slots that nobody has written are NaN
+
+
+@of_each_that_shares
+def test_the_cache_is_what_is_read(subject: SharingSubject) -> None:
+    """Other content gives another result: nothing that was hit is computed again."""
+    (computed, _), (spoiled, _) = ((token.logprobs.logprob, token) for token in subject.spoil() if token.logprobs)
+    assert abs(computed - spoiled) > 10 * subject.tolerance

@@ -1,0 +1,126 @@
+"""Models whose KV is kept for the whole text, at every place that can compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.load import LoadedModel
+from tests.model.paged import BLOCK_SIZE, NATIVE, NEVER, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request, load
+from tests.model.truth.subject import Hit, SharingSubject, Truth
+from tests.refused import refused
+from tests.tiny_models import ARCHITECTURES, Oracle, TinyModel, make_tiny_model
+
+NATIVE_ARCHITECTURES = frozenset(
+    {"llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma2", "granite", "mistral", "olmo2", "opt", "gpt_neox"}
+)
+"""Architectures that the native step computes."""
+LONG = 2
+"""The prompt of 41 tokens; the next one shares its first 20."""
+
+
+def truths_of(tiny: TinyModel) -> list[Truth]:
+    """By prompt."""
+    oracle = Oracle.of(tiny.path)
+    return [Truth(*oracle.logits(prompt, tiny.num_new_tokens)) for prompt in tiny.prompts]
+
+
+@dataclass
+class Paged(SharingSubject):
+    """A tiny model over a pool of one group."""
+
+    tiny: TinyModel
+    loaded: LoadedModel
+    truths: list[Truth]
+
+    def paged(self, **sharing: Any) -> PagedModel:
+        """With a cache of its own. sharing: how plain torch treats shared prefixes."""
+        return PagedModel(self.loaded, **sharing)
+
+    def requests(self, paged: PagedModel) -> list[Request]:
+        """One for each prompt."""
+        return [paged.request(prompt, self.tiny.num_new_tokens) for prompt in self.tiny.prompts]
+
+    def compute(self, chunk: int, stagger: int | None) -> list[list[SampledToken]]:
+        paged = self.paged()
+        requests = self.requests(paged)
+        for some in [requests] if stagger is not None else [[request] for request in requests]:
+            paged.run(some, chunk, stagger or 0)
+        return [request.sampled for request in requests]
+
+
+@dataclass
+class Dense(Paged):
+    """One whose texts share full blocks."""
+
+    place: Place
+
+    @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        """On a GPU sums go in other orders than on the CPU, where the oracle runs."""
+        return 1e-4 if self.place.device == "cpu" else 1e-3
+
+    def paged(self, **sharing: Any) -> PagedModel:
+        if self.place.backend == "torch":
+            return PagedModel(self.loaded, **sharing)
+        if self.place.backend == "native":
+            return PagedModel(self.loaded)
+        backend = self.loaded.attention_backend(self.place.backend, BLOCK_SIZE, lambda _: None)  # type: ignore[arg-type]
+        return PagedModel(self.loaded, backend=backend)
+
+    def hit(self, *, once: bool) -> Hit:
+        """The same prompt again, of which all but the last token is cached; the prompt that shares 20 tokens; a stranger."""
+        paged = self.paged(min_shared_tokens=1 if once else NEVER, shapes=SHORT_SEGMENTS)
+        prompts, num_new = self.tiny.prompts, self.tiny.num_new_tokens
+        first = paged.request(prompts[LONG], num_new)
+        paged.run([first])
+        sealed = first.table[: len(prompts[LONG]) // BLOCK_SIZE]
+        before = paged.block_bytes(sealed)
+        sharers = [
+            paged.request(prompts[LONG], num_new, shared=sealed),
+            paged.request(prompts[LONG], num_new, shared=sealed[:3]),
+            paged.request(prompts[LONG + 1], num_new, shared=sealed[:5]),
+            paged.request(prompts[0], num_new),
+        ]
+        paged.run(sharers, chunk=7, stagger=1)
+        truths = [self.truths[index] for index in (LONG, LONG, LONG + 1, 0)]
+        return Hit([each.sampled for each in sharers], truths, before, paged.block_bytes(sealed))
+
+    def spoil(self) -> tuple[SampledToken, SampledToken]:
+        """The last full block changes, which is inside every window of the first token computed."""
+        paged = self.paged()
+        prompt, num_new = self.tiny.prompts[LONG], self.tiny.num_new_tokens
+        first = paged.request(prompt, num_new)
+        paged.run([first])
+        sealed = first.table[: len(prompt) // BLOCK_SIZE]
+        for layer in paged.runner.kv_cache.layers:
+            layer.v_cache[sealed[-1]] += 3.0
+        sharer = paged.request(prompt, num_new, shared=sealed)
+        paged.run([sharer])
+        return first.sampled[0], sharer.sampled[0]
+
+
+def subjects() -> Iterator[Any]:
+    """Every architecture at every place, natively those that run so."""
+
+    def make(place: Place, architecture: str, folder: Path) -> Dense:
+        tiny = make_tiny_model(architecture, folder)
+        loaded = load(tiny.path, place.device, runtime=place.runtime)
+        subject = Dense(tiny, loaded, truths_of(tiny), place)
+        try:
+            subject.paged().runner.close()
+        except ModelError as refusal:
+            assert place.backend != "torch"
+            refused(refusal)
+        return subject
+
+    for place in PLACES:
+        for architecture in ARCHITECTURES:
+            if place != NATIVE or architecture in NATIVE_ARCHITECTURES:
+                yield pytest.param((make, place, architecture), marks=place.marks, id=f"{place}-{architecture}")

@@ -1,0 +1,124 @@
+"""Encoder-decoder models, whose texts read the encoder's output in blocks of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, replica_config
+from kvpool.worker_service.model.load import LoadedModel
+from scripts.models.subjects import default_seq2seq_config
+from scripts.models.trial import save
+from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, load
+from tests.model.paged_seq2seq import Oracle, PagedSeq2Seq
+from tests.model.truth.subject import Hit, SharingSubject, Truth
+
+NUM_NEW = 10
+LONGEST = 128
+INPUT_LENGTHS = (5, 19, 41, 26)
+PROMPT_LENGTHS = (1, 12, 1, 6)
+"""Tokens of the decoder's prompts, with its start token."""
+# Relative positions once for all layers, and in each layer; learned positions, computed ones, some that look at the padding; a
+# decoder that takes position ids, with windows; two BERTs.
+KINDS = ("t5", "umt5", "bart", "pegasus", "m2m_100", "t5gemma", "encoder-decoder")
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(16, NUM_PLAIN_TOKENS) for _ in range(length)]
+
+
+@dataclass
+class Encoders(SharingSubject):
+    """A tiny model of this kind."""
+
+    tolerance: ClassVar[float] = 2e-4
+    loaded: LoadedModel
+    path: Path
+
+    @property
+    def start(self) -> int:
+        assert self.loaded.facts.encoder is not None
+        return self.loaded.facts.encoder.decoder_start_token_id
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        return Oracle.of(self.path)
+
+    @cached_property
+    def inputs(self) -> list[list[int]]:
+        return [tokens(length, seed) for seed, length in enumerate(INPUT_LENGTHS)]
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return [[self.start, *tokens(length - 1, 10 + seed)] for seed, length in enumerate(PROMPT_LENGTHS)]
+
+    @cached_property
+    def truths(self) -> list[Truth]:  # type: ignore[override]
+        return [self.answer(given, prompt) for given, prompt in zip(self.inputs, self.prompts, strict=True)]
+
+    def answer(self, given: Sequence[int], prompt: Sequence[int]) -> Truth:
+        return Truth(*self.oracle.logits(given, NUM_NEW, prompt))
+
+    def prove(self) -> None:
+        """The truth depends on the input, and on the order of the decoder's prompt."""
+        truth, given, prompt = self.truths[1], self.inputs[1], self.prompts[1]
+        for other in (
+            self.answer(given[::-1], prompt),
+            self.answer(given, [prompt[0], *prompt[-2:0:-1], prompt[-1]]),
+        ):
+            assert float((other.logits[0] - truth.logits[0]).abs().max()) > 100 * self.tolerance
+
+    def compute(self, chunk: int, stagger: int | None) -> list[list[SampledToken]]:
+        paged = PagedSeq2Seq(self.loaded)
+        pairs = zip(self.prompts, self.inputs, strict=True)
+        requests = [paged.request(prompt, paged.encoder(given), NUM_NEW) for prompt, given in pairs]
+        for some in [requests] if stagger is not None else [[request] for request in requests]:
+            paged.run(some, chunk, stagger or 0)
+        return [request.sampled for request in requests]
+
+    def hit(self, *, once: bool) -> Hit:
+        """Texts over one input that share the beginning, also with a bias by distance, which differs between them."""
+        paged = PagedSeq2Seq(self.loaded, min_shared_tokens=1 if once else NEVER, shapes=SHORT_SEGMENTS)
+        prompt = [self.start, *tokens(23, 5)]
+        prompts = [prompt, [*prompt, *tokens(4, 6)], [*prompt, *tokens(1, 7)]]
+        encoder = paged.encoder(self.inputs[3])
+        first = paged.request(prompt, encoder, NUM_NEW)
+        paged.run([first])
+        sealed, computed = first.table[: len(prompt) // BLOCK_SIZE - 1], encoder._replace(token_ids=())
+        before = paged.block_bytes(sealed, encoder)
+        requests = [paged.request(each, computed, NUM_NEW, shared=sealed) for each in prompts]
+        paged.run(requests, chunk=3)
+        truths = [self.answer(self.inputs[3], each) for each in prompts]
+        return Hit([each.sampled for each in requests], truths, before, paged.block_bytes(sealed, encoder))
+
+    def spoil(self) -> tuple[SampledToken, SampledToken]:
+        """A block of the encoder's output changes."""
+        paged = PagedSeq2Seq(self.loaded)
+        encoder = paged.encoder(self.inputs[1])
+        first = paged.request(self.prompts[1], encoder, NUM_NEW)
+        paged.run([first])
+        for layer in paged.runner.kv_cache.layers:
+            if layer.is_cross:
+                layer.v_cache[encoder.table[-1]] += 3.0
+        second = paged.request(self.prompts[1], encoder._replace(token_ids=()), NUM_NEW)
+        paged.run([second])
+        return first.sampled[0], second.sampled[0]
+
+
+def make(kind: str, folder: Path) -> Encoders:
+    save(replica_config(default_seq2seq_config(kind), 1 << 20), folder)
+    return Encoders(load(folder, max_model_len=LONGEST), folder)
+
+
+def subjects() -> Iterator[Any]:
+    """One of each kind of positions and masks."""
+    for kind in KINDS:
+        yield pytest.param((make, kind), id=kind)

@@ -1,0 +1,78 @@
+"""Models with recurrent layers, over blocks of states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.model.forward.modules import ModulesRuntime
+from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel, load
+from tests.model.truth.dense import LONG, Paged, truths_of
+from tests.model.truth.subject import Hit
+from tests.tiny_models import MAX_MODEL_LEN, STATE_ARCHITECTURES, make_tiny_model
+
+SHARED = 20
+"""Tokens that the prompts LONG and LONG + 1 begin with."""
+
+
+def states_of(paged: PagedModel, block: int) -> list[torch.Tensor]:
+    """A copy of all layers' states in a block."""
+    states = paged.runner.kv_cache.states
+    assert states is not None
+    return [tensor[block].clone() for tensor in states]
+
+
+class States(Paged):
+    """One whose texts go on from a snapshot."""
+
+    def hit(self, *, once: bool) -> Hit:
+        """Two at once, one of them with another end, and later a third."""
+        paged = self.paged(min_shared_tokens=1 if once else NEVER, shapes=SHORT_SEGMENTS)
+        prompts, num_new = self.tiny.prompts, self.tiny.num_new_tokens
+        first = paged.request(prompts[LONG], num_new)
+        snapshot = first.snapshots[SHARED] = paged.state_block()
+        paged.run([first], chunk=16)
+        before, shared = states_of(paged, snapshot), first.table[: SHARED // BLOCK_SIZE]
+        sharers = [paged.request(prompts[index], num_new, shared, source=snapshot) for index in (LONG, LONG + 1, LONG)]
+        paged.run(sharers[:2], chunk=7, stagger=1)
+        paged.run(sharers[2:])
+        texts = [each.sampled for each in (first, *sharers)]
+        truths = [self.truths[index] for index in (LONG, LONG, LONG + 1, LONG)]
+        return Hit(texts, truths, before, states_of(paged, snapshot))
+
+    def spoil(self) -> tuple[SampledToken, SampledToken]:
+        paged, prompt, num_new = self.paged(), self.tiny.prompts[LONG], self.tiny.num_new_tokens
+        first = paged.request(prompt, num_new)
+        snapshot = first.snapshots[SHARED] = paged.state_block()
+        paged.run([first])
+        assert paged.runner.kv_cache.states is not None
+        for tensor in paged.runner.kv_cache.states:
+            tensor[snapshot] = tensor[snapshot].flip(0) + 100.0
+        sharer = paged.request(prompt, 1, first.table[: SHARED // BLOCK_SIZE], source=snapshot)
+        paged.run([sharer])
+        return first.sampled[0], sharer.sampled[0]
+
+
+def make(architecture: str, is_serial: bool, folder: Path) -> States:
+    """`is_serial`: its recurrent layers have no scan, so several tokens are computed one after the other."""
+    tiny = make_tiny_model(architecture, folder)
+    loaded = load(tiny.path, max_model_len=MAX_MODEL_LEN)
+    if is_serial:
+        assert isinstance(loaded.runtime, ModulesRuntime)
+        mixers = [mixer._replace(scan=None) for mixer in loaded.runtime.mixers]
+        assert all(mixer.is_serial for mixer in mixers)
+        loaded = replace(loaded, runtime=replace(loaded.runtime, mixers=mixers))
+    return States(tiny, loaded, truths_of(tiny))
+
+
+def subjects() -> Iterator[Any]:
+    """Every architecture, and one token by token."""
+    for architecture in STATE_ARCHITECTURES:
+        yield pytest.param((make, architecture, False), id=architecture)
+    yield pytest.param((make, "jamba", True), id="jamba token by token")

@@ -1,0 +1,86 @@
+"""What the table of truth asks of a kind of KV: a model of that kind over a cache, with prompts and what must follow them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
+
+import pytest
+import torch
+
+from kvpool.worker_service.engine.step import SampledToken
+from tests.tiny_models import MIN_MARGIN
+
+LOGPROB_TOLERANCE = 1e-4
+
+
+class Truth(NamedTuple):
+    """What transformers' generate gives."""
+
+    tokens: list[int]
+    logits: torch.Tensor
+    """[num_tokens, vocab_size], by which each token was chosen."""
+
+    @property
+    def margin(self) -> float:
+        """The smallest distance between the two best logits."""
+        best = self.logits.topk(2, dim=-1).values
+        return float((best[:, 0] - best[:, 1]).min())
+
+    def check(self, text: Sequence[SampledToken], tolerance: float = LOGPROB_TOLERANCE) -> None:
+        """The tokens are equal, and so are the log-probabilities of each and of the best three."""
+        assert [token.token_id for token in text] == self.tokens
+        logprobs = torch.log_softmax(self.logits, dim=-1)
+        for row, sampled in zip(logprobs, text, strict=True):
+            assert sampled.logprobs is not None
+            assert sampled.logprobs.logprob == pytest.approx(float(row[sampled.token_id]), abs=tolerance)
+            assert [value for _, value in sampled.logprobs.top] == pytest.approx(
+                row.topk(3).values.tolist(), abs=tolerance
+            )
+
+
+class Hit(NamedTuple):
+    """Texts that began with what the cache had."""
+
+    texts: list[list[SampledToken]]
+    truths: list[Truth]
+    before: list[torch.Tensor]
+    """What they hit, before they ran."""
+    after: list[torch.Tensor]
+
+
+class Subject(ABC):
+    """A model with prompts."""
+
+    tolerance: ClassVar[float] = LOGPROB_TOLERANCE
+    truths: list[Truth]
+    """By prompt."""
+
+    @abstractmethod
+    def compute(self, chunk: int, stagger: int | None) -> list[list[SampledToken]]:
+        """The text after each prompt, over a new cache. Prompts are cut into chunks of at most `chunk` tokens. Text i joins the
+        others at step i · stagger; None: each text runs after the one before has ended."""
+
+    def prove(self) -> None:
+        """Raises AssertionError if a wrong computation might give the truth too: where the two best logits are close, or all texts
+        alike."""
+        assert all(truth.margin >= MIN_MARGIN for truth in self.truths)
+        assert len({tuple(truth.tokens) for truth in self.truths}) > 1
+
+    def check(self, texts: Iterable[Sequence[SampledToken]], truths: Sequence[Truth] | None = None) -> None:
+        """The texts are the truths; None: those of the prompts."""
+        for text, truth in zip(texts, self.truths if truths is None else truths, strict=True):
+            truth.check(text, self.tolerance)
+
+
+class SharingSubject(Subject):
+    """A model of whose KV texts share what lasts: full blocks, a snapshot, the encoder's output."""
+
+    @abstractmethod
+    def hit(self, *, once: bool) -> Hit:
+        """Texts that begin with what an earlier one has left. `once`: attention reads a prefix once for all that share it."""
+
+    @abstractmethod
+    def spoil(self) -> tuple[SampledToken, SampledToken]:
+        """The first token of a text, and the one that the same prompt gets when what it hits was changed before."""

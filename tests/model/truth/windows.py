@@ -1,0 +1,171 @@
+"""Models with windows, whose layers have blocks of their own, which leave with the window."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.flash import FlashKernel
+from kvpool.worker_service.attention.invariance import FIXED_SHAPES
+from kvpool.worker_service.attention.paged import PagedAttention
+from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
+from kvpool.worker_service.attention.varlen import VarlenKernel
+from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.model.load import LoadedModel
+from tests.attention import paged_reference
+from tests.model.paged import NEVER, SHORT_SEGMENTS, load
+from tests.model.ring_cache import Form, RingCache
+from tests.model.truth.subject import Subject, Truth
+from tests.tiny_models import VOCAB_SIZE, WINDOW, Oracle, make_tiny_model
+
+NUM_NEW = 16
+LONG = 400
+"""More than a partition of keys, several windows, and many blocks."""
+TEXT = random.Random(5).choices(range(VOCAB_SIZE), k=LONG)
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+def prompts() -> list[list[int]]:
+    """Shorter than a window, and many times longer; the last begins like the one before it."""
+    return [TEXT[:3], TEXT[40:59], TEXT[100:171], [*TEXT[100:140], *TEXT[10:50]]]
+
+
+def make_gemma3(folder: Path, window: int, **fields: Any) -> Path:
+    config = AutoConfig.for_model("gemma3_text", **_SMALL, sliding_window=window, layer_types=_LAYERS, **fields)
+    return save(config, folder, seed=1)
+
+
+def save(config: Any, folder: Path, seed: int) -> Path:
+    """With random weights; seeds were chosen by hand for texts that vary."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape) * 0.2
+                parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_gemma3n(folder: Path, window: int) -> Path:
+    """Its last two layers read the KV of the last ones before them of their kind."""
+    fields = {name: value for name, value in _SMALL.items() if name != "query_pre_attn_scalar"}
+    config = AutoConfig.for_model(
+        "gemma3n_text",
+        **fields,
+        sliding_window=window,
+        layer_types=_LAYERS,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=8,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 5,
+    )
+    return save(config, folder, seed=2)
+
+
+BACKENDS = {
+    "gemma3": ("native", "torch", "short", "shared", "free", "varlen", "flash"),
+    "gemma2": ("native", "short", "flash"),
+    "mistral": ("native", "torch", "short", "varlen"),
+    "gpt_oss": ("torch", "short", "free"),
+    "gemma3n_text": ("torch", "short"),
+}
+
+
+_MADE_HERE = {"gemma3": make_gemma3, "gemma3n_text": make_gemma3n}
+
+
+@dataclass
+class Windows(Subject):
+    """A tiny model over a pool for each window. Blocks that left a window come back where a stale read would hurt."""
+
+    loaded: LoadedModel
+    backend: str
+    form: Form
+    prompts: list[list[int]]
+    truths: list[Truth]
+
+    def cache(self) -> RingCache:
+        """A new one."""
+        cache = RingCache(self.loaded, self.form, self._backend())
+        if self.backend == "native":
+            cache.forbid_the_null_block()
+        return cache
+
+    def compute(self, chunk: int, stagger: int | None) -> list[list[SampledToken]]:
+        cache = self.cache()
+        try:
+            alone = [[prompt] for prompt in self.prompts]
+            texts, num_turned = [], 0
+            for some in alone if stagger is None else [self.prompts]:
+                texts += cache.generate(some, NUM_NEW, chunk, stagger or 0)
+                num_turned += cache.num_turned
+            assert num_turned > 4, "no ring turned"
+            return texts
+        finally:
+            cache.runner.close()
+
+    def _backend(self) -> AttentionBackend | None:
+        dtype = self.loaded.dtype
+        return {
+            "native": None,
+            "torch": None,
+            "short": TorchAttention(dtype, NEVER, SHORT_SEGMENTS),
+            "shared": TorchAttention(dtype, 1, FIXED_SHAPES[0]),
+            "free": TorchAttention(dtype, 1, FREE_SHAPES),
+            "varlen": PagedAttention(VarlenKernel(paged_reference.varlen_attn)),
+            "flash": PagedAttention(FlashKernel(paged_reference.flash_attn_varlen_func)),
+        }[self.backend]
+
+
+def save_model(architecture: str, folder: Path) -> list[list[int]]:
+    """Returns prompts for it."""
+    if architecture in _MADE_HERE:
+        _MADE_HERE[architecture](folder, WINDOW)
+        return prompts()
+    return [list(prompt) for prompt in make_tiny_model(architecture, folder).prompts]
+
+
+def make(architecture: str, backend: str, form: Form, folder: Path) -> Windows:
+    """`backend`: a key of Windows._backend."""
+    texts = save_model(architecture, folder)
+    oracle = Oracle.of(folder)
+    truths = [Truth(*oracle.logits(tuple(text), NUM_NEW)) for text in texts]
+    return Windows(load(folder, runtime="native" if backend == "native" else "torch"), backend, form, texts, truths)
+
+
+def subjects() -> Iterator[Any]:
+    """Every architecture with every backend that computes windows in a way of its own, and both forms of tables."""
+    for architecture, backends in BACKENDS.items():
+        for backend in backends:
+            marks = [pytest.mark.compiler] if backend == "native" else []
+            for form in Form:
+                yield pytest.param(
+                    (make, architecture, backend, form), id=f"{architecture}-{backend}-{form.value}", marks=marks
+                )
