@@ -50,6 +50,7 @@ from .messages import (
 from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
+from .report_turns import ReportTurns
 from .routing import RoutedWorker, route
 from .salts import SaltNumbers
 from .session import Session, SessionEnd
@@ -64,7 +65,8 @@ SWEEP_SLICE_NODES = 2048
 """Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, plus at most one sequence's path."""
 
 REPORT_FIRST_SECONDS = 2.0
-"""So long the caches of other workers wait for one that has registered and has yet to report what it has in use."""
+"""A worker that has registered has so long to report what it has in use before the caches of others. And a cache waits for such
+workers no longer than that in all: some worker may register again and again."""
 
 _OUT_OF_BLOCKS = frozenset({Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS})
 """No blocks are left for the item: those after it in the batch wait too, or it could be overtaken for ever."""
@@ -120,6 +122,7 @@ class CacheManager:
         """Sessions that have ended, by reason."""
         self._recoveries: dict[int, Recovery] = {}
         """Reports that are not complete yet, by session."""
+        self._report_turns = ReportTurns(self.limits.max_reports_at_once, lease_seconds)
         self._completed: deque[Recovery] = deque()
         """Reports that are complete, and not discarded yet."""
         self._retired: deque[Session] = deque()
@@ -437,15 +440,15 @@ class CacheManager:
                 else f"part {part.part} was sent, but the report is complete",
                 position=num_parts,
             )
-        if part.contents and not recovery.has_contents and self._num_with_contents() >= self.limits.max_reports_at_once:
-            raise Refusal(
-                Reason.RECOVERING,
-                f"the contents of {self.limits.max_reports_at_once} other workers are being taken in: send part {num_parts} again",
-            )
-        if part.contents and not session.recovering and self._is_one_coming():
+        if part.contents and self._must_wait(session):
             raise Refusal(
                 Reason.RECOVERING,
                 f"other workers report what they have in use, which comes first: send part {num_parts} again",
+            )
+        if part.contents and not self._report_turns.ask(session.number, self._now):
+            raise Refusal(
+                Reason.RECOVERING,
+                f"the contents of {self.limits.max_reports_at_once} other workers are being taken in: send part {num_parts} again",
             )
         try:
             recovery.apply(self._tree, self._attempts, part, self.limits)
@@ -456,21 +459,22 @@ class CacheManager:
             raise refusal.with_traceback(None) from None
         if session.recovering and (part.live or part.last):
             session.recovering = False
+            session.served_at = self._now
             if self.contents is not None:
                 self.contents.open(session)
         if part.last:
+            self._report_turns.end(session.number)
             session.num_report_parts = recovery.num_parts
             self.reconciled.update(recovery.cases)
             self._completed.append(self._recoveries.pop(session.number))
             self.num_reports += 1
         return session, self._reply(session)
 
-    def _num_with_contents(self) -> int:
-        """Reports of which some contents are applied, and not the last part."""
-        return sum(recovery.has_contents for recovery in self._recoveries.values())
-
-    def _is_one_coming(self) -> bool:
-        """Whether a worker that registered a moment ago has yet to report what it has in use: its streams wait for that."""
+    def _must_wait(self, session: Session) -> bool:
+        """Whether the cache of a served worker waits: others registered a moment ago and have yet to report what they have in use,
+        for which their streams wait."""
+        if session.recovering or self._now - session.served_at >= REPORT_FIRST_SECONDS:
+            return False
         coming = (self._sessions[number] for number in self._recoveries)
         return any(one.recovering and self._now - one.registered_at < REPORT_FIRST_SECONDS for one in coming)
 
@@ -487,6 +491,7 @@ class CacheManager:
             if not self._num_serving[fingerprint]:
                 del self._num_serving[fingerprint]
         self._recoveries.pop(session.number, None)
+        self._report_turns.end(session.number)
         del self._sessions[session.number]
         del self._workers[session.worker_id]
         self._incarnations.on_end(session)

@@ -92,6 +92,8 @@ class Session:
         """Monotonic time at which the lease runs out, in seconds."""
         self.registered_at = 0.0
         """Monotonic time of the Register, in seconds."""
+        self.served_at = 0.0
+        """Monotonic time of the part of its report that was `live`, in seconds."""
         self.last_call_no = 0
         """Number of the last mutating call executed."""
         self.downlink = downlink
