@@ -286,8 +286,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             self.clock(),
             draining=request.draining,
             key=SessionKey(request.session_key),
+            answer_ack=request.answer_ack if request.HasField("answer_ack") else None,
         )
-        return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=worker_codec.encode_downlink(reply))
+        return cache_pb2.KeepAliveResponse(
+            lease_ms=self._lease_ms, downlink=worker_codec.encode_downlink(reply), number=reply.heartbeat_no
+        )
 
     @answering
     async def Deregister(

@@ -192,6 +192,7 @@ class CacheManager:
             # The order may not have reached it.
             session.draining, session.drain = True, earlier.drain
             session.downlink.push(earlier.drain)
+        session.follows_unheard = earlier is not None and not earlier.has_called
         session.registered_at = now
         if registration.holds_state:
             session.recovering = True
@@ -328,24 +329,31 @@ class CacheManager:
         *,
         draining: bool = False,
         key: SessionKey = NO_KEY,
+        answer_ack: int | None = None,
     ) -> Reply:
         """Renew the lease, record the load, refill the reserve as last wished, and return what is on the downlink.
 
-        A late heartbeat may be from before the draining began, so only the end of the session ends the draining.
+        The lease is renewed only if `answer_ack` acknowledges an answer for the first time, or is None: a worker that hears no
+        answer cannot work. A late heartbeat may be from before the draining began: only the end of the session ends it.
 
         Raises Refusal: STALE_SESSION, WRONG_KEY, BAD_FIELD.
         """
         session = self._own_session(session_number, key)
         _check_acknowledgement(session, downlink_ack)
+        if answer_ack is not None and answer_ack > session.num_heartbeats:
+            raise bad_field("answer_ack", f"at most {session.num_heartbeats}, the last answer sent, got {answer_ack}")
         self._note_time(now)
-        session.lease_end = now + self.lease_seconds
+        session.num_heartbeats += 1
+        if answer_ack is None or answer_ack > session.heard_heartbeat:
+            session.lease_end = now + self.lease_seconds
+            session.heard_heartbeat = max(session.heard_heartbeat, answer_ack or 0)
         session.load = load
         self._touched[session] = None
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
         if not session.recovering:
             self._top_up(session)
-        return self._reply(session)
+        return self._reply(session)._replace(heartbeat_no=session.num_heartbeats)
 
     def deregister(self, session_number: int, key: SessionKey = NO_KEY) -> Session | None:
         """End a session because its worker leaves, and return it; None if it has ended already.

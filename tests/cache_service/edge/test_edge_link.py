@@ -51,6 +51,27 @@ async def test_a_larger_attempt_elsewhere_fences_the_smaller_and_tells_its_worke
     assert (await worker.free(pb.SequenceUpdate(key=key("a")))).downlink.counts[0].held == 0
 
 
+async def test_only_a_heartbeat_that_acknowledges_news_renews_the_lease(
+    server: Server, stub: Stub, worker: Worker
+) -> None:
+    """Over the wire: not set is not 0, and the answers are numbered."""
+
+    def beat(answer_ack: int | None) -> pb.KeepAliveRequest:
+        return pb.KeepAliveRequest(session=worker.session, session_key=worker.session_key, answer_ack=answer_ack)
+
+    async def renews(answer_ack: int | None) -> bool:
+        before = server.manager.worker("w").lease_end
+        numbers.append((await stub.KeepAlive(beat(answer_ack))).number)
+        return server.manager.worker("w").lease_end > before
+
+    numbers: list[int] = []
+    assert [await renews(ack) for ack in (0, 0, 2, 1, None)] == [True, False, True, False, True]
+    assert numbers == [1, 2, 3, 4, 5]
+    assert (
+        "at most 5" in (await refused(stub.KeepAlive(beat(6)), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")).message
+    )
+
+
 # -- registration
 
 
