@@ -29,6 +29,7 @@ MACHINES = ("manager", "manager2")
 LEASE_SECONDS = 3.0
 TICK_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 1.0
+MAX_WATCHERS = 3
 
 
 def address_of(machine: str) -> str:
@@ -148,6 +149,7 @@ class ManagerProcess(Process):
             keep_alive_seconds=KEEP_ALIVE_SECONDS,
             clock=self.loop.clock.now,
             make_key=self._make_key,
+            max_watchers=MAX_WATCHERS,
         )
         self.servicer = servicer
         self.world.on_leading(self)
