@@ -514,27 +514,35 @@ class CacheManager:
             if not self._completed[0].discard(SWEEP_SLICE_NODES):
                 self._completed.popleft()
             return bool(self._completed or self._retired)
-        if not self._retired:
-            return False
-        session = self._retired[0]
         budget = SWEEP_SLICE_NODES
+        while self._retired and budget > 0:
+            budget = self._sweep_first(budget)
+        return bool(self._retired)
+
+    def _sweep_first(self, budget: int) -> int:
+        """Remove entries of one pool of the first retired session; returns what is left of the budget, 0 if some of the pool is.
+
+        So one slice sweeps many sessions that hold nothing: somebody may begin and end them faster than slices come.
+        """
+        session = self._retired[0]
         budget -= self._tree.prune_condemned(budget)
         while session.sequences and budget > 0:
             sequence = next(iter(session.sequences.values()))
             budget -= 1 + len(sequence.nodes)
             updates.leave(self._tree, self._attempts, sequence)
         if session.sequences:
-            return True
-        pool = session.pools[self._sweep_slot]
-        self._sweep_position = pool.sweep(self._sweep_position, budget)
-        if self._sweep_position == pool.num_blocks and not self._tree.has_condemned:
-            self._sweep_position = 0
-            self._sweep_slot += 1
-            if self._sweep_slot == len(session.pools):
-                self._sweep_slot = 0
-                session.holder.pools = ()
-                self._retired.popleft()
-        return bool(self._retired)
+            return 0
+        pool, begin = session.pools[self._sweep_slot], self._sweep_position
+        self._sweep_position = pool.sweep(begin, budget)
+        if self._sweep_position < pool.num_blocks or self._tree.has_condemned:
+            return 0
+        self._sweep_position = 0
+        self._sweep_slot += 1
+        if self._sweep_slot == len(session.pools):
+            self._sweep_slot = 0
+            session.holder.pools = ()
+            self._retired.popleft()
+        return budget - max(1, pool.num_known - begin)
 
     # -- following what the cache holds
 
