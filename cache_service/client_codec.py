@@ -57,6 +57,12 @@ def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
         return (
             f"the workers of this model are still reporting their blocks: {', '.join(reporting)}; ask again in a moment"
         )
+    unheard = sorted(s.worker_id for s in of_model if s.is_unheard)
+    if unheard:
+        return (
+            "workers of this model register again and again and do not call, as if no answer reached them: "
+            f"{', '.join(unheard)}; look at the network from the manager to them"
+        )
     leaving = sorted(s.worker_id for s in of_model if s.draining)
     if leaving:
         return f"all workers of this model are leaving: {', '.join(leaving)}; start another one"

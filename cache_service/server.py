@@ -206,23 +206,28 @@ class Server:
         return MetricsServer(listen_for_metrics(host, port), fill, is_serving=self._grpc.is_answering)
 
     async def _tick_for_ever(self) -> None:
+        has_more = False
         while True:
-            await asyncio.sleep(self._settings.tick_seconds)
+            await asyncio.sleep(0 if has_more else self._settings.tick_seconds)
             try:
-                await self._tick()
+                has_more = await self._tick()
             except Exception:
+                has_more = False
                 # Without ticks no lease would ever end, so one that fails must not be the last.
                 log.exception("tick failed")
 
-    async def _tick(self) -> None:
-        """End expired leases, sweep ended sessions in slices, and collect gRPC's cycles."""
+    async def _tick(self) -> bool:
+        """End expired leases, sweep ended sessions in slices, and collect gRPC's cycles. Returns whether more is to be swept:
+        leases do not wait for that, since peers may end sessions without end."""
+        until = self._clock() + self._settings.tick_seconds
         for session in self.manager.tick(self._clock()):
             log.warning("lease expired", worker_id=session.worker_id, session=f"{session.number:#x}")
         more = self.manager.sweep()
-        while more:
+        while more and self._clock() < until:
             await asyncio.sleep(0)  # calls that have arrived meanwhile
             more = self.manager.sweep()
         collect_young()
+        return more
 
 
 async def require_free(host: str, port: int) -> None:

@@ -286,8 +286,11 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             self.clock(),
             draining=request.draining,
             key=SessionKey(request.session_key),
+            answer_ack=request.answer_ack if request.HasField("answer_ack") else None,
         )
-        return cache_pb2.KeepAliveResponse(lease_ms=self._lease_ms, downlink=worker_codec.encode_downlink(reply))
+        return cache_pb2.KeepAliveResponse(
+            lease_ms=self._lease_ms, downlink=worker_codec.encode_downlink(reply), number=reply.heartbeat_no
+        )
 
     @answering
     async def Deregister(
@@ -415,7 +418,16 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: StreamContext[Any, Any]
     ) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
-        async with contextlib.aclosing(self.watching.serve(request)) as messages:
+        call = asyncio.current_task()
+        assert call is not None
+
+        def end(refusal: Refusal) -> None:
+            # Its reader may take nothing: then only a cancelled call comes to its end.
+            self.counts.refusals[refusal.reason] += 1
+            set_status(context, status.of_refusal(refusal))
+            call.cancel()
+
+        async with contextlib.aclosing(self.watching.serve(request, context.peer(), end)) as messages:
             async for message in messages:
                 yield message
 

@@ -72,7 +72,10 @@ class ManagerSettings(ServerSettings):
         "limit pools stop growing, and new sequences wait. A token takes 4 bytes of the manager's memory in each of the two.",
     )
     max_watchers: int = Field(
-        default=64, ge=0, le=4096, description="Streams of Watch at the same time; 0: none is served."
+        default=64,
+        ge=0,
+        le=4096,
+        description="Streams of Watch at the same time, shared among peers; 0: none is served.",
     )
     watch_events: int = Field(
         default=1 << 16,

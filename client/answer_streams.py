@@ -12,12 +12,15 @@ from google.rpc import status_pb2
 
 from kvpool.v1 import worker_pb2
 
-from .errors import Cancelled
+from .errors import Cancelled, ResourceExhausted
 
 MAX_REQUESTS: Final = 256
 """On one stream; the next ones begin another. A worker takes 4,096 unless told otherwise."""
 MAX_AGE_SECONDS: Final = 60.0
 """An older stream takes no new requests: a busy client would otherwise keep it, and its connection, for ever."""
+
+MAX_UNREAD_BYTES: Final = 64 << 20
+"""Of the responses to one request that its reader has not taken. The others of the stream cannot wait for this reader."""
 
 GenerateMany: TypeAlias = Callable[[AsyncIterator[worker_pb2.GenerateManyRequest]], Any]
 """The stub's method: returns a grpc.aio.StreamStreamCall."""
@@ -41,7 +44,10 @@ class Answers:
         self._num_unfinished = num_texts
         self._cancel = cancel
         self._abandon = abandon
-        self._unread: deque[worker_pb2.GenerateResponse] = deque()
+        self._unread: deque[tuple[worker_pb2.GenerateResponse, int]] = deque()
+        """Responses, and the bytes of those that came while others were unread."""
+        self._num_bytes = 0
+        """Of all of these."""
         self._end: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -52,7 +58,9 @@ class Answers:
                 raise self._end
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        return self._unread.popleft()
+        response, num_bytes = self._unread.popleft()
+        self._num_bytes -= num_bytes
+        return response
 
     def cancel(self, why: Exception) -> None:
         """End the request; the worker frees its blocks. A read that waits raises `why`. No effect if it has ended."""
@@ -68,9 +76,15 @@ class Answers:
         self.cancel(why)
 
     def put(self, response: worker_pb2.GenerateResponse) -> None:
-        """The stream has brought a response. The one that finishes the last text is the last one."""
+        """The stream has brought a response. The one that finishes the last text is the last one. A reader that leaves too much
+        unread ends the request."""
+        num_bytes = response.ByteSize() if self._unread else 0
+        if self._num_bytes + num_bytes > MAX_UNREAD_BYTES:
+            why = f"more than {MAX_UNREAD_BYTES} bytes of an answer were not read: read faster, or ask for less"
+            self.cancel(ResourceExhausted(why, reason="SLOW_READER"))
         if self._end is None:
-            self._unread.append(response)
+            self._unread.append((response, num_bytes))
+            self._num_bytes += num_bytes
             self._wake()
             self._num_unfinished -= response.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED
             if not self._num_unfinished:
@@ -176,7 +190,7 @@ class _Stream:
             answers.put(answer.response)
             if not answers.has_ended:
                 return
-        del self._answers[answer.number]
+        self._answers.pop(answer.number, None)
         self._close_if_empty()
 
     def _end(self, why: Exception) -> None:

@@ -65,9 +65,12 @@ class Engine:
         self.stub, self.uplink, self.one_call, self.stopped = stub, pb.Uplink(**self.who), asyncio.Lock(), set[str]()
 
     async def keep_lease(self, seconds: float) -> None:
+        beat = pb.KeepAliveRequest(**self.who, answer_ack=0)  # without an answer to acknowledge, it renews no lease
         while True:
-            await asyncio.sleep(seconds)  # errors and the downlink are repeated in the next call
-            await self.stub.KeepAlive(pb.KeepAliveRequest(**self.who), timeout=2).code()
+            sent = self.stub.KeepAlive(beat, timeout=2)  # errors and the downlink are repeated in the next call
+            if await sent.code() is grpc.StatusCode.OK:
+                beat.answer_ack = (await sent).number
+            await asyncio.sleep(seconds)
 
     async def call(self, rpc: Any, request: Any, name: str) -> Any:
         """The one mutating call in flight. If unanswered, it is sent again under a larger number."""

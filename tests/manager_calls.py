@@ -21,8 +21,11 @@ def execute(manager: CacheManager, method: str, request: Any, now: float, new_ke
         )
     if method == "KeepAlive":
         load, key = worker_codec.decode_load(request.load), SessionKey(request.session_key)
-        reply = manager.keep_alive(request.session, request.downlink_ack, load, now, draining=request.draining, key=key)
-        return cache_pb2.KeepAliveResponse(downlink=worker_codec.encode_downlink(reply))
+        ack = request.answer_ack if request.HasField("answer_ack") else None
+        reply = manager.keep_alive(
+            request.session, request.downlink_ack, load, now, draining=request.draining, key=key, answer_ack=ack
+        )
+        return cache_pb2.KeepAliveResponse(downlink=worker_codec.encode_downlink(reply), number=reply.heartbeat_no)
     if method == "Deregister":
         manager.deregister(request.session, SessionKey(request.session_key))
         return cache_pb2.DeregisterResponse()

@@ -232,10 +232,12 @@ class ManagerLink:
             self.has_left = registration.is_settled and registration.was_last_accepted
 
     async def _keep_alive(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        session = self._registration.session
+        session, sent_at, is_late = self._registration.session, self._clock(), False
         while True:
-            await _wait_at_most(self._heartbeat_due, self._keep_alive_seconds)
+            # From heartbeat to heartbeat: one that was not answered delays the next by nothing.
+            await _wait_at_most(self._heartbeat_due, max(0.0, sent_at + self._keep_alive_seconds - self._clock()))
             self._heartbeat_due.clear()
+            sent_at = self._clock()
             request = self._cache.keep_alive(self._engine.load(), draining=self._engine.is_draining)
             if request is None:
                 continue
@@ -249,6 +251,7 @@ class ManagerLink:
                     self._engine.changed_for_link.set()
                     return
                 log.debug("heartbeat not answered", why=error.details())
+                is_late = True
                 if self._is_announced and self._clock() - self._heard_at > self._lease_seconds:
                     # The lease is over: a manager that runs has ended the session, or gets no heartbeat of it.
                     log.warning("session does not work", silent_seconds=self._lease_seconds, why=error.details())
@@ -256,6 +259,9 @@ class ManagerLink:
                 continue
             self._heard_at = self._clock()
             self._cache.on_keep_alive(session, response)
+            if is_late:
+                is_late = False
+                self.send_heartbeat()  # only one that acknowledges this answer renews the lease
             self._announce_if_ready()
             self._engine.on_cache_changed()
 

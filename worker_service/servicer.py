@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import structlog
@@ -18,6 +17,7 @@ from .engine.engine import Engine
 from .engine.errors import EngineError, ErrorKind
 from .engine.request import GenerationParams, Request
 from .generate_many import RequestGroup
+from .long_texts import LongTexts
 from .reader import ReaderWatch
 
 log = structlog.get_logger("kvpool.worker")
@@ -52,7 +52,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._facts = facts
         self._files = files
         self._slow_readers = RareLine(log, "readers took nothing: their requests were ended")
-        self._long_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+        self._long_texts = LongTexts()
 
     async def GetModel(
         self,
@@ -152,5 +152,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         num_chars = len(request.text)
         if num_chars <= TOKENISE_IN_THREAD_CHARS:
             return codec.decode_generate(request, prompts)
-        thread = self._long_texts if num_chars > TOKENISE_ALONE_CHARS else None
-        return await asyncio.get_running_loop().run_in_executor(thread, codec.decode_generate, request, prompts)
+        if num_chars <= TOKENISE_ALONE_CHARS:
+            return await asyncio.get_running_loop().run_in_executor(None, codec.decode_generate, request, prompts)
+        return await self._long_texts.run(request.tenant, num_chars, lambda: codec.decode_generate(request, prompts))

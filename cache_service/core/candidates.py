@@ -134,8 +134,8 @@ class Candidates:
 
 
 def takes_prompts(session: Session) -> bool:
-    """Whether it serves text, is known whole enough to be served, and is not leaving."""
-    is_there = not (session.retired or session.draining or session.recovering)
+    """Whether it serves text, seems to hear the manager, is known whole enough to be served, and is not leaving."""
+    is_there = not (session.retired or session.draining or session.recovering or session.is_unheard)
     return is_there and bool(session.registration.address)
 
 

@@ -50,6 +50,7 @@ from .messages import (
 from .prefix_tree import PrefixTree
 from .recovery import Case, Recovery
 from .refusal import Reason, Refusal, bad_field
+from .report_turns import ReportTurns
 from .routing import RoutedWorker, route
 from .salts import SaltNumbers
 from .session import Session, SessionEnd
@@ -64,7 +65,8 @@ SWEEP_SLICE_NODES = 2048
 """Sequences, blocks and nodes of retired sessions that one slice of the sweep visits, plus at most one sequence's path."""
 
 REPORT_FIRST_SECONDS = 2.0
-"""So long the caches of other workers wait for one that has registered and has yet to report what it has in use."""
+"""A worker that has registered has so long to report what it has in use before the caches of others. And a cache waits for such
+workers no longer than that in all: some worker may register again and again."""
 
 _OUT_OF_BLOCKS = frozenset({Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS})
 """No blocks are left for the item: those after it in the batch wait too, or it could be overtaken for ever."""
@@ -120,6 +122,7 @@ class CacheManager:
         """Sessions that have ended, by reason."""
         self._recoveries: dict[int, Recovery] = {}
         """Reports that are not complete yet, by session."""
+        self._report_turns = ReportTurns(self.limits.max_reports_at_once, lease_seconds)
         self._completed: deque[Recovery] = deque()
         """Reports that are complete, and not discarded yet."""
         self._retired: deque[Session] = deque()
@@ -189,6 +192,7 @@ class CacheManager:
             # The order may not have reached it.
             session.draining, session.drain = True, earlier.drain
             session.downlink.push(earlier.drain)
+        session.follows_unheard = earlier is not None and not earlier.has_called
         session.registered_at = now
         if registration.holds_state:
             session.recovering = True
@@ -325,24 +329,31 @@ class CacheManager:
         *,
         draining: bool = False,
         key: SessionKey = NO_KEY,
+        answer_ack: int | None = None,
     ) -> Reply:
         """Renew the lease, record the load, refill the reserve as last wished, and return what is on the downlink.
 
-        A late heartbeat may be from before the draining began, so only the end of the session ends the draining.
+        The lease is renewed only if `answer_ack` acknowledges an answer for the first time, or is None: a worker that hears no
+        answer cannot work. A late heartbeat may be from before the draining began: only the end of the session ends it.
 
         Raises Refusal: STALE_SESSION, WRONG_KEY, BAD_FIELD.
         """
         session = self._own_session(session_number, key)
         _check_acknowledgement(session, downlink_ack)
+        if answer_ack is not None and answer_ack > session.num_heartbeats:
+            raise bad_field("answer_ack", f"at most {session.num_heartbeats}, the last answer sent, got {answer_ack}")
         self._note_time(now)
-        session.lease_end = now + self.lease_seconds
+        session.num_heartbeats += 1
+        if answer_ack is None or answer_ack > session.heard_heartbeat:
+            session.lease_end = now + self.lease_seconds
+            session.heard_heartbeat = max(session.heard_heartbeat, answer_ack or 0)
         session.load = load
         self._touched[session] = None
         session.draining = session.draining or draining
         session.downlink.acknowledge(downlink_ack)
         if not session.recovering:
             self._top_up(session)
-        return self._reply(session)
+        return self._reply(session)._replace(heartbeat_no=session.num_heartbeats)
 
     def deregister(self, session_number: int, key: SessionKey = NO_KEY) -> Session | None:
         """End a session because its worker leaves, and return it; None if it has ended already.
@@ -437,15 +448,15 @@ class CacheManager:
                 else f"part {part.part} was sent, but the report is complete",
                 position=num_parts,
             )
-        if part.contents and not recovery.has_contents and self._num_with_contents() >= self.limits.max_reports_at_once:
-            raise Refusal(
-                Reason.RECOVERING,
-                f"the contents of {self.limits.max_reports_at_once} other workers are being taken in: send part {num_parts} again",
-            )
-        if part.contents and not session.recovering and self._is_one_coming():
+        if part.contents and self._must_wait(session):
             raise Refusal(
                 Reason.RECOVERING,
                 f"other workers report what they have in use, which comes first: send part {num_parts} again",
+            )
+        if part.contents and not self._report_turns.ask(session.number, self._now):
+            raise Refusal(
+                Reason.RECOVERING,
+                f"the contents of {self.limits.max_reports_at_once} other workers are being taken in: send part {num_parts} again",
             )
         try:
             recovery.apply(self._tree, self._attempts, part, self.limits)
@@ -456,21 +467,22 @@ class CacheManager:
             raise refusal.with_traceback(None) from None
         if session.recovering and (part.live or part.last):
             session.recovering = False
+            session.served_at = self._now
             if self.contents is not None:
                 self.contents.open(session)
         if part.last:
+            self._report_turns.end(session.number)
             session.num_report_parts = recovery.num_parts
             self.reconciled.update(recovery.cases)
             self._completed.append(self._recoveries.pop(session.number))
             self.num_reports += 1
         return session, self._reply(session)
 
-    def _num_with_contents(self) -> int:
-        """Reports of which some contents are applied, and not the last part."""
-        return sum(recovery.has_contents for recovery in self._recoveries.values())
-
-    def _is_one_coming(self) -> bool:
-        """Whether a worker that registered a moment ago has yet to report what it has in use: its streams wait for that."""
+    def _must_wait(self, session: Session) -> bool:
+        """Whether the cache of a served worker waits: others registered a moment ago and have yet to report what they have in use,
+        for which their streams wait."""
+        if session.recovering or self._now - session.served_at >= REPORT_FIRST_SECONDS:
+            return False
         coming = (self._sessions[number] for number in self._recoveries)
         return any(one.recovering and self._now - one.registered_at < REPORT_FIRST_SECONDS for one in coming)
 
@@ -487,6 +499,7 @@ class CacheManager:
             if not self._num_serving[fingerprint]:
                 del self._num_serving[fingerprint]
         self._recoveries.pop(session.number, None)
+        self._report_turns.end(session.number)
         del self._sessions[session.number]
         del self._workers[session.worker_id]
         self._incarnations.on_end(session)
@@ -501,27 +514,35 @@ class CacheManager:
             if not self._completed[0].discard(SWEEP_SLICE_NODES):
                 self._completed.popleft()
             return bool(self._completed or self._retired)
-        if not self._retired:
-            return False
-        session = self._retired[0]
         budget = SWEEP_SLICE_NODES
+        while self._retired and budget > 0:
+            budget = self._sweep_first(budget)
+        return bool(self._retired)
+
+    def _sweep_first(self, budget: int) -> int:
+        """Remove entries of one pool of the first retired session; returns what is left of the budget, 0 if some of the pool is.
+
+        So one slice sweeps many sessions that hold nothing: somebody may begin and end them faster than slices come.
+        """
+        session = self._retired[0]
         budget -= self._tree.prune_condemned(budget)
         while session.sequences and budget > 0:
             sequence = next(iter(session.sequences.values()))
             budget -= 1 + len(sequence.nodes)
             updates.leave(self._tree, self._attempts, sequence)
         if session.sequences:
-            return True
-        pool = session.pools[self._sweep_slot]
-        self._sweep_position = pool.sweep(self._sweep_position, budget)
-        if self._sweep_position == pool.num_blocks and not self._tree.has_condemned:
-            self._sweep_position = 0
-            self._sweep_slot += 1
-            if self._sweep_slot == len(session.pools):
-                self._sweep_slot = 0
-                session.holder.pools = ()
-                self._retired.popleft()
-        return bool(self._retired)
+            return 0
+        pool, begin = session.pools[self._sweep_slot], self._sweep_position
+        self._sweep_position = pool.sweep(begin, budget)
+        if self._sweep_position < pool.num_blocks or self._tree.has_condemned:
+            return 0
+        self._sweep_position = 0
+        self._sweep_slot += 1
+        if self._sweep_slot == len(session.pools):
+            self._sweep_slot = 0
+            session.holder.pools = ()
+            self._retired.popleft()
+        return budget - max(1, pool.num_known - begin)
 
     # -- following what the cache holds
 

@@ -298,6 +298,8 @@ class Reply(NamedTuple):
     entries: tuple[DownlinkEntry, ...]
     counts: tuple[BlockCounts, ...]
     """By group."""
+    heartbeat_no: int = 0
+    """Number of the answer to a heartbeat; 0 in answers to other calls."""
 
 
 class AllocateItem(NamedTuple):

@@ -107,11 +107,6 @@ class Recovery:
             self._units = ReportedUnits(session.unit_pool, -(-most // session.block_size))
 
     @property
-    def has_contents(self) -> bool:
-        """Whether contents have come."""
-        return bool(self._contents)
-
-    @property
     def _is_live(self) -> bool:
         """Whether the worker is served already."""
         return not self._session.recovering

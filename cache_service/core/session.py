@@ -90,8 +90,16 @@ class Session:
         """Largest table of each group without a window that can ever be granted: the smallest of all limits."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
+        self.num_heartbeats = 0
+        """Heartbeats that were answered."""
+        self.heard_heartbeat = -1
+        """Number of the last of these answers that the worker is known to have received; 0: that of Register, -1: not even that."""
+        self.follows_unheard = False
+        """The worker's session before it has ended without a call."""
         self.registered_at = 0.0
         """Monotonic time of the Register, in seconds."""
+        self.served_at = 0.0
+        """Monotonic time of the part of its report that was `live`, in seconds."""
         self.last_call_no = 0
         """Number of the last mutating call executed."""
         self.downlink = downlink
@@ -135,6 +143,16 @@ class Session:
         """The session has ended."""
         self.holder.retired = True
         self.account.close()
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a call of the session has come: its worker has received the answer to Register."""
+        return self.num_heartbeats > 0 or self.last_call_no > 0
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether its worker registers again and again, and never calls: it does not hear the manager."""
+        return self.follows_unheard and not self.has_called
 
     def on_grid(self, num_blocks: int) -> int:
         """The last possible boundary up to so many blocks."""

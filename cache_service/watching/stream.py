@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 from kvpool.v1 import cache_pb2
@@ -12,10 +12,11 @@ from kvpool.v1 import cache_pb2
 from .. import status
 from ..audits import Audits
 from ..core.manager import CacheManager
-from ..core.refusal import Reason, Refusal, bad_field
+from ..core.refusal import Refusal, bad_field
 from .contents import ContentsFeed
 from .picture_codec import decode_options
 from .pictures import PictureFeed
+from .places import Places
 
 Source = AsyncGenerator[cache_pb2.WatchResponse, None]
 
@@ -39,10 +40,8 @@ class Watching:
         self._manager = manager
         self._pictures = PictureFeed(manager, audits)
         self._contents = contents
-        self._max_watchers = max_watchers
+        self.places = Places(max_watchers)
         self._max_seconds = max_seconds
-        self.num_watchers = 0
-        """Streams that are open."""
         self._stopping: asyncio.Event | None = None
         """Made by the first stream, inside the loop."""
         self._is_stopped = False
@@ -53,22 +52,17 @@ class Watching:
         if self._stopping is not None:
             self._stopping.set()
 
-    async def serve(self, request: cache_pb2.WatchRequest) -> Source:
-        """The messages of one call. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS, UNSUPPORTED) and status.Unavailable."""
+    async def serve(self, request: cache_pb2.WatchRequest, peer: str, end: Callable[[Refusal], None]) -> Source:
+        """The messages of one call. `end` is called if the stream loses its place; it cancels the call, which may be waiting for
+        its reader. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS, UNSUPPORTED) and status.Unavailable."""
         sources = self._sources(request)
-        if self.num_watchers >= self._max_watchers:
-            raise Refusal(
-                Reason.TOO_MANY_WATCHERS,
-                f"{self.num_watchers} streams of Watch are open, the limit (--max-watchers): end one, or watch through a gateway, "
-                "which has one for all its pages",
-            )
-        self.num_watchers += 1
+        place = self.places.take(peer, asyncio.get_running_loop().time(), end)
         try:
             async with contextlib.aclosing(self._merge(sources)) as messages:
                 async for message in messages:
                     yield message
         finally:
-            self.num_watchers -= 1
+            self.places.leave(place)
 
     def _sources(self, request: cache_pb2.WatchRequest) -> list[Source]:
         sources: list[Source] = []

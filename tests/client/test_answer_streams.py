@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from kvpool.client import DeadlineExceeded, answer_streams
+from kvpool.client import DeadlineExceeded, ResourceExhausted, answer_streams
+from kvpool.v1.worker_pb2 import GenerateResponse
 from tests.client.clients import quick
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeWorker, answer, fake_cluster
 from tests.until import until
@@ -41,6 +42,37 @@ async def test_a_request_that_is_cancelled_leaves_the_others() -> None:
         go_on.set()
         assert (await other.collect()).token_ids == (THE, CAT, SAT)
         assert worker.num_streams == 1
+
+
+async def test_an_answer_that_is_not_read_ends_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker goes on and on; it hears that the request has ended, and the others of the stream stay."""
+    monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 5_000)
+    endless = [
+        answer(THE)[0],
+        *(GenerateResponse(start_index=at, token_ids=[CAT] * 100) for at in range(1, 5_000, 100)),
+        HANG,
+    ]
+    worker = FakeWorker("w", endless, answer(THE, CAT, SAT))
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        unread = client.generate("the", max_tokens=9_000)
+        await anext(unread)
+        await until(worker.cancelled.is_set)
+        assert (await client.generate("the", max_tokens=9).collect()).token_ids == (THE, CAT, SAT)
+        with pytest.raises(ResourceExhausted, match="were not read") as caught:
+            await unread.collect()
+        assert caught.value.reason == "SLOW_READER"
+        assert len(worker.requests) == 2, "another worker would generate what is not read either"
+
+
+async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has taken does not count, though there is always something left."""
+    monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 1_000)
+    answers = answer_streams.Answers(lambda: None, lambda: None)
+    for at in range(100):
+        answers.put(GenerateResponse(start_index=at, token_ids=[CAT] * 100))
+        if at:
+            assert (await answers.read()).start_index == at - 1
+    assert not answers.has_ended
 
 
 async def test_a_deadline_ends_its_own_request_only() -> None:

@@ -35,6 +35,9 @@ READER_SECONDS: Final = 1
 READER_SLACK: Final = 30.0
 ATTACKER_NICE: Final = 10
 """A real attacker has a machine of its own; this one must not take the cores from those whom it attacks."""
+CALM: Final = "calm"
+"""The part without an attack, with which the others compare."""
+AS_CALM: Final = frozenset(single.name for single in SINGLES if single.is_as_calm)
 NUM_FILES: Final = 8192
 """Open ones that the idle connections need, here and in the services, which inherit the limit."""
 
@@ -98,7 +101,7 @@ async def campaign(settings: Settings, folder: Path, progress: Tell) -> Result:
                 if settings.only and not any(word in name for word in settings.only):
                     continue
                 progress(f"round {number}, {name}", 0, 1)
-                part = await judge.part(name, attack, patience)
+                part = await judge.part(name, attack, patience, is_calm=name == CALM, is_as_calm=name in AS_CALM)
                 parts.append(part)
                 result.violations += [f"round {number}, {name}: {problem}" for problem in part.problems]
             await asyncio.sleep(QUIET_SECONDS)
@@ -153,7 +156,7 @@ def _parts(arena: Arena, settings: Settings, number: int, progress: Tell) -> Ite
         found = await connections.rapid_reset(arena, count, settings.num_resets_each, counted("rapid reset", count))
         outcome.said += _said(found)
 
-    yield "calm", calm, PATIENCE
+    yield CALM, calm, PATIENCE
     counter = counted("mutated messages", settings.num_messages)
     yield "mutated messages", partial(fuzz, arena, seed, settings.num_messages, on_sent=counter), PATIENCE
     yield "malformed connections", malformed, PATIENCE

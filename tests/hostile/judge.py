@@ -91,6 +91,8 @@ class Judge:
         self.num_rebuilt = 0
         """How often an attack left a cluster that had to be replaced."""
         self._limit_seconds = limit_seconds
+        self._calm_seconds: float | None = None
+        """The 99th percentile of the good client's calls next to no attack."""
         self._good: GoodClient | None = None
 
     async def __aenter__(self) -> Self:
@@ -115,8 +117,17 @@ class Judge:
             await self._good.__aexit__(None, None, None)
             self._good = None
 
-    async def part(self, name: str, attack: Callable[[Outcome], Awaitable[None]], patience: float) -> Part:
-        """One attack. `patience`: seconds until the cluster must be as before. A cluster that is not is replaced."""
+    async def part(
+        self,
+        name: str,
+        attack: Callable[[Outcome], Awaitable[None]],
+        patience: float,
+        *,
+        is_calm: bool = False,
+        is_as_calm: bool = False,
+    ) -> Part:
+        """One attack. `patience`: seconds until the cluster must be as before. A cluster that is not is replaced. `is_calm`: there
+        is no attack; `is_as_calm`: the good client must not be twice as slow as then."""
         good = self._good
         assert good is not None
         lines_before = self.logs.look()
@@ -153,7 +164,15 @@ class Judge:
             self.num_rebuilt += 1
             await self.arena.rebuild()
             await self._begin()
-        return Part(name, ", ".join(outcome.said), seconds, times, lines, found)
+        part = Part(name, ", ".join(outcome.said), seconds, times, lines, found)
+        if is_calm:
+            self._calm_seconds = part.quantile(0.99)
+        calm = None if self._limit_seconds is None or not is_as_calm else self._calm_seconds
+        if calm is not None and part.quantile(0.99) >= 2 * calm:
+            part.problems.append(
+                f"good client: p99 {part.quantile(0.99) * 1000:.0f} ms, next to no attack {calm * 1000:.0f} ms"
+            )
+        return part
 
     async def _watch_logs(self) -> None:
         while True:

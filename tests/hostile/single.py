@@ -19,17 +19,26 @@ from typing import Any, Final
 
 import grpc
 
+from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS
+from kvpool.cache_service.core.messages import Limits
+from kvpool.cache_service.watching.places import TURN_SECONDS
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from tests import http2
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import BLOCK_SIZE, CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
 from tests.hostile.fuzz import DEFECTS
 from tests.hostile.services import manager_rpcs, worker_rpcs
-from tests.hostile.stranger import Stranger, registration
+from tests.hostile.stranger import FINGERPRINT, Stranger, registration
 
 LARGEST: Final = (1 << 64) - 1
 GROWTH_BYTES: Final = 96 << 20
 """What one message, or a handful, may add to a process at its highest: 16 MiB are held several times on their way."""
+CPU_SHARE: Final = 0.5
+"""Of one core, that a process may use next to an attack that repeats itself."""
+SLACK_SECONDS: Final = 4.0
+"""On a busy machine."""
+NUM_WATCHERS: Final = 64
+"""Places for streams of Watch, by default."""
 LOOK_SECONDS: Final = 15.0
 COMMAND_SECONDS: Final = 60.0
 
@@ -53,6 +62,8 @@ class Single:
     attack: Attack
     costs_a_session: bool = False
     """The cluster may have to wait for leases until it is as before."""
+    is_as_calm: bool = False
+    """The good client's calls take no longer than next to no attack, at the 99th percentile less than twice as long."""
 
     async def run(self, arena: Arena, outcome: Outcome) -> None:
         """Do it. What ends it early is part of the outcome."""
@@ -465,6 +476,202 @@ async def huge_wish(arena: Arena, outcome: Outcome) -> None:
         await _status(stranger.deregister())
 
 
+# -- the same for ever
+
+
+class _Cpu:
+    """CPU time of a process during an attack, the good client's calls included."""
+
+    def __init__(self, arena: Arena, name: str) -> None:
+        self._process = arena.cluster.processes[name]
+        self._began_at = time.monotonic()
+        self._before = self._seconds()
+
+    def _seconds(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def judge(self, outcome: Outcome) -> None:
+        """Note how much it was, and whether that is too much."""
+        if self._process.status is not None:
+            return
+        used, most = self._seconds() - self._before, 1.0 + CPU_SHARE * (time.monotonic() - self._began_at)
+        outcome.said.append(f"{self._process.name} used {used:.1f} s of CPU")
+        if used > most:
+            outcome.problems.append(f"{self._process.name} used {used:.1f} s of CPU, more than {most:.1f}")
+
+
+async def _for_ever(step: Callable[[], Awaitable[object]], seconds: float) -> None:
+    while True:
+        await _status(step())
+        await asyncio.sleep(seconds)
+
+
+async def _next_to(
+    arena: Arena, outcome: Outcome, attackers: Sequence[Coroutine[Any, Any, None]], work: Awaitable[None]
+) -> None:
+    """Do the work of a good peer while attackers go on, with bounds on what all of it costs the manager."""
+    memory, cpu = _Memory(arena, MANAGER), _Cpu(arena, MANAGER)
+    tasks = [asyncio.create_task(attacker) for attacker in attackers]
+    try:
+        await work
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    memory.judge(outcome)
+    cpu.judge(outcome)
+
+
+class _Reporter(Stranger):
+    """A worker that reports what it holds, as after a restart of the manager."""
+
+    def __init__(self, channel: grpc.aio.Channel, **fields: Any) -> None:
+        super().__init__(channel, holds_state=True, **fields)
+        self.part = 0
+
+    async def next_part(self, *, last: bool = False) -> None:
+        """The first is live, the others state one content each. Raises AioRpcError."""
+        request = cache_pb2.ReportRequest(uplink=self.uplink(), part=self.part, live=not self.part, last=last)
+        if self.part:
+            run = request.contents.add(tokens=self.part.to_bytes(4, "little") * BLOCK_SIZE)
+            run.root.model_fingerprint = FINGERPRINT
+            run.blocks.add(group=0, tier=common_pb2.TIER_DEVICE, block_ids=[0], generations=[0])
+        await self.stub.Report(request, timeout=CALL_SECONDS)
+        self.part += 1
+
+    async def keep_alive(self) -> None:
+        """Raises AioRpcError."""
+        request = cache_pb2.KeepAliveRequest()
+        self.led(request)
+        await self.stub.KeepAlive(request, timeout=CALL_SECONDS)
+
+    async def go_on_for_ever(self) -> None:
+        """As far as the first content, and then nothing but heartbeats."""
+        await _status(self.register())
+        while True:
+            if self.part < 2:
+                await _status(self.next_part())
+            await _status(self.keep_alive())
+            await asyncio.sleep(0.1)
+
+
+async def _report(arena: Arena, outcome: Outcome, most_seconds: float) -> None:
+    """A report to its end."""
+    async with arena.channel() as channel:
+        reporter = _Reporter(channel)
+        await reporter.register()
+        await reporter.next_part()
+        began_at = time.monotonic()
+        while await _status(reporter.next_part(last=True)) is not grpc.StatusCode.OK:
+            if time.monotonic() - began_at > most_seconds:
+                outcome.problems.append(f"a report of two parts is not taken in after {most_seconds:g} s")
+                break
+            await reporter.keep_alive()
+            await asyncio.sleep(0.2)
+        outcome.said.append(f"a report took {time.monotonic() - began_at:.1f} s")
+        await reporter.deregister()
+
+
+async def registers_for_ever(arena: Arena, outcome: Outcome) -> None:
+    """Workers that register several times a second, under one name and under new ones; the report of another one must end."""
+    async with arena.channel() as channel:
+        again = _Reporter(channel)
+
+        async def under_a_new_name() -> None:
+            new = _Reporter(channel)
+            await new.register()
+            await asyncio.sleep(0.5)
+            await new.deregister()
+
+        attackers = _for_ever(again.register, 0.2), _for_ever(under_a_new_name, 0.0)
+        await _next_to(arena, outcome, attackers, _report(arena, outcome, REPORT_FIRST_SECONDS + SLACK_SECONDS))
+        await _status(again.deregister())
+
+
+async def reports_without_end(arena: Arena, outcome: Outcome) -> None:
+    """As many reports as may state contents at the same time; the report of another worker must end."""
+    async with arena.channel() as channel:
+        endless = [_Reporter(channel) for _ in range(Limits().max_reports_at_once)]
+        most = REPORT_FIRST_SECONDS + 2 * arena.lease_seconds + SLACK_SECONDS
+
+        async def work() -> None:
+            await asyncio.sleep(1.0)
+            await _report(arena, outcome, most)
+
+        await _next_to(arena, outcome, [one.go_on_for_ever() for one in endless], work())
+        for one in endless:
+            await _status(one.deregister())
+
+
+async def hears_nothing(arena: Arena, outcome: Outcome) -> None:
+    """A worker whose heartbeats arrive and that no answer reaches: Route must stop naming it."""
+    async with arena.channel() as channel:
+        deaf = await _own(arena, channel)
+        beat = cache_pb2.KeepAliveRequest(answer_ack=0)
+        deaf.led(beat)
+        route = cache_pb2.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=bytes(4))
+
+        async def work() -> None:
+            began_at = time.monotonic()
+            while (await deaf.stub.Route(route, timeout=CALL_SECONDS)).workers:
+                if time.monotonic() - began_at > arena.lease_seconds + SLACK_SECONDS:
+                    outcome.problems.append("Route names a worker that has acknowledged no answer for a lease")
+                    break
+                await asyncio.sleep(0.2)
+            outcome.said.append(f"named for {time.monotonic() - began_at:.1f} s")
+
+        async def send() -> object:
+            return await deaf.stub.KeepAlive(beat, timeout=CALL_SECONDS)
+
+        await _next_to(arena, outcome, [_for_ever(send, 0.5)], work())
+        await _status(deaf.deregister())
+
+
+async def _watch_next_to(arena: Arena, outcome: Outcome, num_connections: int, most_seconds: float) -> None:
+    """Streams of Watch for all places, half of them unread; then one more, which must be shown something."""
+    request = cache_pb2.WatchRequest(picture=cache_pb2.PictureOptions(interval_ms=1000, include_blocks=True))
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(arena.channel()) for _ in range(num_connections)]
+
+        async def hold(number: int) -> None:
+            call = arena.stub(channels[number % num_connections]).Watch(request)
+            while await call.read() is not grpc.aio.EOF:
+                if number % 2:
+                    await asyncio.sleep(3600)
+
+        async def work() -> None:
+            await asyncio.sleep(1.0)
+            began_at = time.monotonic()
+            async with arena.channel() as channel:
+                while True:
+                    call = arena.stub(channel).Watch(request, timeout=CALL_SECONDS)
+                    if await _status(call.read()) is grpc.StatusCode.OK:
+                        break
+                    if time.monotonic() - began_at > most_seconds:
+                        outcome.problems.append(
+                            f"no place for a stream of another connection after {most_seconds:.1f} s"
+                        )
+                        break
+                    await asyncio.sleep(0.2)
+                call.cancel()
+            outcome.said.append(
+                f"{NUM_WATCHERS} streams; another one was shown something after {time.monotonic() - began_at:.1f} s"
+            )
+
+        await _next_to(arena, outcome, [hold(number) for number in range(NUM_WATCHERS)], work())
+
+
+async def watches_over_one_connection(arena: Arena, outcome: Outcome) -> None:
+    """As many streams of Watch as there are places."""
+    await _watch_next_to(arena, outcome, 1, SLACK_SECONDS)
+
+
+async def watches_over_many_connections(arena: Arena, outcome: Outcome) -> None:
+    """Each over a connection of its own, from the host of everybody else."""
+    await _watch_next_to(arena, outcome, NUM_WATCHERS, TURN_SECONDS + SLACK_SECONDS)
+
+
 STRANGE_NAMES: Final = ("[/x]", "[bold red]x", "\x1b]0;PWN\x07\x1b[2J", "a\nb", "\u202ex")
 COMMANDS: Final = (("status",), ("blocks", "--worker", "NAME"), ("drain", "NAME-not-there"))
 
@@ -524,4 +731,9 @@ SINGLES: Final = (
     Single("2^24 blocks", huge_pools),
     Single("reserve wish of 2^24", huge_wish),
     Single("worker [/x]", strange_names),
+    Single("Register for ever", registers_for_ever, is_as_calm=True),
+    Single("reports without end", reports_without_end, is_as_calm=True),
+    Single("a worker that hears nothing", hears_nothing, is_as_calm=True),
+    Single("64 streams of Watch, one connection", watches_over_one_connection, is_as_calm=True),
+    Single("64 streams of Watch, 64 connections", watches_over_many_connections, is_as_calm=True),
 )

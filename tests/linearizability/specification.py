@@ -102,6 +102,7 @@ class Specification:
                     sorted(
                         (session.registration.worker_id, *modelled.reach(session, root, tokens))
                         for session in modelled.sessions
+                        if session.takes_prompts
                     )
                 )
             )

@@ -10,12 +10,15 @@ import pytest
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core import incarnations, updates
 from kvpool.cache_service.core.block_pool import BlockPool
-from kvpool.cache_service.core.manager import CacheManager
+from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS, CacheManager
 from kvpool.cache_service.core.messages import ReportPart, Root
 from kvpool.cache_service.core.recovery import Recovery
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.report_turns import ReportTurns
 from kvpool.cache_service.election.epoch import MAX_EPOCH
 from kvpool.cache_service.foreign_epochs import ForeignEpochs
 from kvpool.cache_service.servicer import CacheServicer
+from kvpool.cache_service.watching.places import Places
 from kvpool.client.gate import Gate
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.cache import next_call
@@ -182,6 +185,42 @@ def gate_forgets_its_base(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gate, "open", open_)
 
 
+def caches_wait_for_all_that_register(patch: pytest.MonkeyPatch) -> None:
+    """A cache waits for whoever registered a moment ago, however long it has waited."""
+
+    def _must_wait(core: CacheManager, session: Any) -> bool:
+        coming = [core._sessions[number] for number in core._recoveries]
+        return not session.recovering and any(
+            one.recovering and core._now - one.registered_at < REPORT_FIRST_SECONDS for one in coming
+        )
+
+    patch.setattr(CacheManager, "_must_wait", _must_wait)
+
+
+def turns_without_end(patch: pytest.MonkeyPatch) -> None:
+    """A report keeps its turn until it is complete."""
+    patch.setattr(ReportTurns, "_end_turns", lambda turns, now: None)
+
+
+def places_for_those_who_come_first(patch: pytest.MonkeyPatch) -> None:
+    """Who watches keeps its place as long as it likes."""
+
+    def _make_room(places: Places, *peer: Any) -> None:
+        raise Refusal(Reason.TOO_MANY_WATCHERS, "all places are taken")
+
+    patch.setattr(Places, "_make_room", _make_room)
+
+
+def leases_of_who_hears_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Every heartbeat renews a lease."""
+    original = CacheManager.keep_alive
+
+    def keep_alive(core: CacheManager, *what: Any, **options: Any) -> Any:
+        return original(core, *what, **{**options, "answer_ack": None})
+
+    patch.setattr(CacheManager, "keep_alive", keep_alive)
+
+
 BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
     breaks.__name__: (breaks, frozenset(laws))
     for breaks, laws in (
@@ -203,9 +242,18 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
         (nobody_wakes_the_engine, {"no waiting beside a full reserve", "all goes quiet", "explained errors"}),
         (answers_crossed, {"one right text", "explained errors"}),
         (gate_forgets_its_base, {"one right text", "explained errors"}),
+        (caches_wait_for_all_that_register, {"a report ends"}),
+        (turns_without_end, {"a report ends"}),
+        (places_for_those_who_come_first, {"a watcher is shown something"}),
+        (leases_of_who_hears_nothing, {"no route to who hears nothing"}),
     )
 }
 """What each mistake is called, and the laws of which it may break one."""
 
-FOUND_LATE = {"leak_on_abort": 66, "late_calls_executed": 78}
+FOUND_LATE = {
+    "leak_on_abort": 66,
+    "late_calls_executed": 78,
+    "places_for_those_who_come_first": 152,
+    "leases_of_who_hears_nothing": 32,
+}
 """The first seed that finds a mistake that only a rare run notices. It is tried first; the others follow."""

@@ -13,7 +13,9 @@ from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
 from kvpool.cache_service.core.integrity.findings import Findings
 from kvpool.cache_service.core.integrity.pools import PoolLaws
 from kvpool.cache_service.core.integrity.sequences import SequenceLaws
+from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS
 from kvpool.cache_service.core.messages import TOKEN_BYTES, Root
+from kvpool.cache_service.core.report_turns import MOST_LEASES
 from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.election.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
@@ -22,7 +24,9 @@ from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.units import Unit
 from kvpool.worker_service.engine.beams import BeamRequest
 from tests import tracer
+from tests.simulation.manager import LEASE_SECONDS
 from tests.simulation.rpc import Failure, reason_in
+from tests.simulation.strangers import HOLE_SECONDS
 
 if TYPE_CHECKING:
     from tests.simulation.manager import ManagerProcess
@@ -46,6 +50,8 @@ _OF_A_SESSION = (
 )
 OF_THE_CORE = (*_OF_A_SESSION, "tree", "attempts", "dependents")
 """The laws of cache_service/core/integrity."""
+OF_PROGRESS = ("a report ends", "a watcher is shown something", "no route to who hears nothing")
+"""Each within a stated time, whatever others do; see tests/simulation/strangers.py."""
 OF_THE_WHOLE = (
     "one writer",
     "generations grow",
@@ -65,7 +71,14 @@ OF_THE_WHOLE = (
     "nothing leaks",
     "all goes quiet",
     "who has left is gone",
+    *OF_PROGRESS,
 )
+_SLACK_SECONDS = 2.0
+"""For retries, ticks, and clocks that differ."""
+_SHOWN_SECONDS = 15.0
+"""A manager's restart, the silence after which a stream is opened again, and some retries."""
+_UNHEARD_SECONDS = 4.0
+"""Until the last answer is acknowledged, by a slow clock, and the lease is looked at."""
 _MUTATING = frozenset({"Report", "Allocate", "Append", "Fork", "Free"})
 _SPOKEN_IN_A_SESSION = _MUTATING | {"KeepAlive", "Deregister"}
 """What may be too late."""
@@ -92,6 +105,8 @@ class Laws:
         self._newest: dict[str, int] = {}
         """The incarnation of each worker that began its last session."""
         self._epoch = 0
+        self._served_at: dict[tuple[Process, int], float] = {}
+        """When the in-use part of the report of a session came, by life of the manager."""
 
     def count(self, law: str) -> None:
         """A law was looked at."""
@@ -174,6 +189,10 @@ class Laws:
             if (server, name, incarnation) in self._left:
                 world.fail("who has left is gone", f"{caller.name} has left, and a Register of it begins a session")
             self._left = {gone for gone in self._left if gone[1] != name or gone[2] >= incarnation}
+        if method == "Route":
+            self._route_to_who_hears(manager, response)
+        if method == "Report" and request.live:
+            self._served_at.setdefault((server, request.uplink.session), world.kernel.now)
         if method == "Register":
             self._first_stays(request, response, caller)
             self._epochs_are_not_spent(manager)
@@ -371,6 +390,55 @@ class Laws:
 
     def _right_slots(self, content: Content) -> list[int]:
         return right_slots(content, self.world.inputs.get(content.root.input_digest))
+
+    # -- progress
+
+    def seconds_to_report(self) -> float:
+        """In which a worker that is served completes its report in a network that works, however many others never end theirs."""
+        num_others = self.world.limits.max_reports_at_once + 1 + len(self.world.machines)
+        num_before = -(-num_others // self.world.limits.max_reports_at_once)
+        return REPORT_FIRST_SECONDS + _SLACK_SECONDS + num_before * (MOST_LEASES * LEASE_SECONDS + _SLACK_SECONDS)
+
+    def of_progress(self) -> None:
+        """Once all has healed."""
+        world = self.world
+        healed_at, now = world.strangers.healed_at, world.kernel.now
+        manager = world.manager
+        if healed_at is None or manager is None or not hasattr(manager, "core"):
+            return
+        for session in manager.core.sessions:
+            served_at = self._served_at.get((manager, session.number))
+            if served_at is None or session.number not in manager.core._recoveries or manager.has_odd_clock:
+                continue
+            if any(worker.cache.session == session.number for worker in world.live_workers()):
+                self.count("a report ends")
+                if now - max(served_at, healed_at) > self.seconds_to_report():
+                    world.fail(
+                        "a report ends", f"{session!r} is served for {now - served_at:.1f} s, and its report goes on"
+                    )
+        viewer = world.strangers.viewer
+        if viewer is not None:
+            self.count("a watcher is shown something")
+            if now - max(viewer.shown_at, healed_at) > _SHOWN_SECONDS:
+                world.fail(
+                    "a watcher is shown something", f"{viewer.name} has seen nothing since {viewer.shown_at:.1f} s"
+                )
+
+    def _route_to_who_hears(self, manager: Any, response: Any) -> None:
+        hole = self.world.strangers.hole
+        if hole is None or manager.has_odd_clock:
+            return
+        since = self.world.kernel.now - hole.began_at
+        if not LEASE_SECONDS + _UNHEARD_SECONDS < since < HOLE_SECONDS:
+            return
+        self.count("no route to who hears nothing")
+        for routed in response.workers:
+            session = manager.core.worker(routed.worker_id)
+            if (routed.worker_id, session.registration.incarnation) == (hole.worker_id, hole.incarnation):
+                self.world.fail(
+                    "no route to who hears nothing",
+                    f"Route names {hole.worker_id}, which hears nothing for {since:.1f} s",
+                )
 
     # -- everything
 

@@ -29,6 +29,7 @@ MACHINES = ("manager", "manager2")
 LEASE_SECONDS = 3.0
 TICK_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 1.0
+MAX_WATCHERS = 3
 
 
 def address_of(machine: str) -> str:
@@ -148,6 +149,7 @@ class ManagerProcess(Process):
             keep_alive_seconds=KEEP_ALIVE_SECONDS,
             clock=self.loop.clock.now,
             make_key=self._make_key,
+            max_watchers=MAX_WATCHERS,
         )
         self.servicer = servicer
         self.world.on_leading(self)
@@ -163,15 +165,17 @@ class ManagerProcess(Process):
 
     async def _tick_for_ever(self) -> None:
         """As cache_service/server.py does."""
+        more = False
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(0 if more else TICK_SECONDS)
+            until = self.loop.clock.now() + TICK_SECONDS
             expired = self.core.tick(self.loop.clock.now())
             for session in expired:
                 self.kernel.trace(self.name, f"lease of {session.worker_id} has expired")
             if expired:
                 self.world.counts["leases expired"] += len(expired)
             more = self.core.sweep()
-            while more:
+            while more and self.loop.clock.now() < until:
                 await asyncio.sleep(0.0005 if self.world.is_sweeping_slowly else 0)
                 more = self.core.sweep()
 

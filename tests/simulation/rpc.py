@@ -45,11 +45,16 @@ EXPIRED = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 class Context:
     """What a servicer sees of its call."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str = "") -> None:
         self.failure: Failure | None = None
+        self._peer = peer
         self._code: Any = None
         self._details = ""
         self._on_done: list[Callable[[Any], None]] = []
+
+    def peer(self) -> str:
+        """As gRPC writes it: a kind, the machine, and the connection."""
+        return self._peer
 
     def set_code(self, code: Any) -> None:
         self._code = code if isinstance(code, grpc.StatusCode) else _CODES[int(code)]

@@ -145,7 +145,7 @@ class StreamCall(Call):
         if not side.is_repeated:
             # A second one in front of the first would be the one that is answered: no transport does that to a stream.
             later = self.bus.repeats()
-            if later is not None:
+            if later is not None and self.method != "Watch":  # which nothing would ever end
                 self.bus.kernel.after(10 * later, self._arrive_again)
         side.task = side.server.loop.create_task(self._answer(side))
 
@@ -160,17 +160,25 @@ class StreamCall(Call):
     async def _answer(self, side: ServerSide) -> None:
         server = side.server
         handler = server.handlers[self.method]
-        context = Context()
+        context = Context(f"simulated:{self.process.machine}:{self.process.name}")
         server.world.on_stream(server, self, side.is_repeated)
         try:
             async for response in self._responses(handler, context, side):
                 if not side.is_repeated:
                     self._say(server, self._take, handler.response_serializer(response))
-            side.finish()
-            if not side.is_repeated:
-                self._say(server, self._finish, context.failure)
+            self._end_answer(side, context)
+        except asyncio.CancelledError:
+            # As process/request_guard.py does: the servicer may cancel a call to which it has given a status.
+            if context.failure is None:
+                raise
+            self._end_answer(side, context)
         finally:
             context.done()
+
+    def _end_answer(self, side: ServerSide, context: Context) -> None:
+        side.finish()
+        if not side.is_repeated:
+            self._say(side.server, self._finish, context.failure)
 
     def _responses(self, handler: Any, context: Context, side: ServerSide) -> AsyncIterator[Any]:
         responses: AsyncIterator[Any] = handler.unary_stream(handler.request_deserializer(self.request), context)

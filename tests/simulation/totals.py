@@ -10,6 +10,7 @@ from rich.table import Table
 from kvpool.cache_service.core.recovery import Case
 from tests.simulation.faults import FAULTS
 from tests.simulation.laws import OF_THE_CORE, OF_THE_WHOLE
+from tests.simulation.strangers import KINDS
 from tests.simulation.tally import Tally
 from tests.simulation.world import Result
 
@@ -124,7 +125,7 @@ class Totals(Tally):
         """What has to be reached, by kind, and how often it was."""
         return {
             "law": [(name, self.laws[name]) for name in (*OF_THE_CORE, *OF_THE_WHOLE)],
-            "fault": [(name, self.faults[name]) for name in FAULTS],
+            "fault": [(name, self.faults[name]) for name in (*FAULTS, *KINDS)],
             "network": [(name, self.events[name]) for name in NETWORK],
             "refusal": [(name, self.reasons[name]) for name in REASONS],
             "reconciliation": [(case.value, self.cases[case.value]) for case in Case if case not in NOT_HERE],

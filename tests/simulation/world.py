@@ -28,9 +28,10 @@ from tests.simulation.lease_server import LeaseServer
 from tests.simulation.machine import Machine
 from tests.simulation.manager import MACHINES, ManagerProcess, address_of
 from tests.simulation.process import Process
+from tests.simulation.strangers import Strangers
 from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
-from tests.simulation.worker import BLOCK_SIZE, START, WorkerPlan, WorkerProcess
+from tests.simulation.worker import BLOCK_SIZE, FINGERPRINT, START, WorkerPlan, WorkerProcess
 from tests.tracer_beams import expected_beams
 
 _WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free"})
@@ -110,6 +111,7 @@ class World:
         self._num_ended = 0
         self._right: dict[int, list[tuple[list[int], bool]]] = {}
         self._make_plans()
+        self.strangers = Strangers(self)
 
     def _make_plans(self) -> None:
         draw = self._draw
@@ -256,6 +258,10 @@ class World:
         """A worker begins to serve a stream."""
         self.operation(call.method)
         self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
+
+    def add_process(self, process: Process) -> None:
+        """One more, until the run ends."""
+        self._processes.append(process)
 
     def live_workers(self) -> list[WorkerProcess]:
         """Processes of workers that have not ended, superseded ones too."""
@@ -471,6 +477,7 @@ class World:
         for name in faults.choices(list(FAULTS), k=faults.randint(6, 10)):
             kernel.at(faults.uniform(1.0, ACTIVE_SECONDS), self._do_fault, name, faults)
         kernel.at(ACTIVE_SECONDS + 2.0, self._heal)
+        self.strangers.begin()
 
     def _client(self) -> ClientProcess:
         return self._draw.choice([client for client in self.clients if not client.is_dead])
@@ -507,15 +514,17 @@ class World:
             process.thaw()
         for worker in self.live_workers():
             worker.gpu.step_seconds = self.step_seconds
+        self.strangers.on_healed()
 
     def _is_quiet(self) -> bool:
-        if len(self.living_managers()) != 1:
+        if len(self.living_managers()) != 1 or not self.strangers.is_over():
             return False
         (core,) = self.living_managers()
         workers = self.live_workers()
         if len(workers) != len(self.plans) or any(worker.is_frozen for worker in workers):
             return False
-        sessions = {session.number: session for session in core.core.sessions}
+        ours = [one for one in core.core.sessions if one.registration.model_fingerprint == FINGERPRINT]
+        sessions = {session.number: session for session in ours if session.number not in core.core._recoveries}
         return all(
             worker.is_quiet and worker.cache.session in sessions and worker.cache.session for worker in workers
         ) and len(sessions) == len(workers)
@@ -523,7 +532,8 @@ class World:
     def _go_on(self) -> None:
         kernel = self.kernel
         last = ACTIVE_SECONDS + 2.0
-        end = last + 2 * TIMEOUT_SECONDS
+        patience = self.laws.seconds_to_report() if self.strangers.kinds else 0.0
+        end = last + 2 * TIMEOUT_SECONDS + patience
         quiet_at = last
         while self.violation is None:
             if not kernel.step():
@@ -533,11 +543,12 @@ class World:
             if kernel.now < quiet_at:
                 continue
             quiet_at = kernel.now + 0.25
+            self.laws.of_progress()
             if self._num_ended + self._num_lost() < len(self.requests):
                 if kernel.now > end:
                     self.fail("all goes quiet", f"{self._num_ended} of {len(self.requests)} requests have ended")
                 continue
-            end = min(end, kernel.now + _QUIET_SECONDS)
+            end = min(end, kernel.now + _QUIET_SECONDS + patience)
             self.laws.count("all goes quiet")
             if self._is_quiet():
                 return

@@ -97,6 +97,28 @@ async def test_an_unheard_worker_does_not_say_that_it_serves() -> None:
         assert await world.generate(PROMPT, 4) == expected_text(PROMPT, 4)
 
 
+async def test_a_heartbeat_acknowledges_the_last_answer_received_and_the_first_after_a_loss_at_once() -> None:
+    """The manager renews the lease for that, so the worker does not keep it waiting for the next interval."""
+    world = World(num_blocks=60, block_size=4)
+    acks: list[int] = []
+    execute = world.wire._execute
+
+    def note(name: str, request: Any) -> Any:
+        response = execute(name, request)
+        world.wire.lose_reply = 0.0
+        if name == "KeepAlive":
+            acks.append(request.answer_ack)
+            world.wire.lose_reply = float(len(acks) in (2, 3, 4))
+            if len(acks) == 5:
+                world.link._keep_alive_seconds = 3600.0
+        return response
+
+    world.wire._execute = note  # type: ignore[method-assign]
+    async with world.running():
+        await until(lambda: len(acks) == 6)
+    assert acks == [0, 1, 1, 1, 1, 5]
+
+
 async def test_a_worker_outgrows_a_register_no_that_is_not_its_own() -> None:
     """A stranger has registered under its name and incarnation, as far ahead as the manager takes."""
     async with one_stream(60) as world:

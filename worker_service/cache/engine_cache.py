@@ -292,6 +292,7 @@ class EngineCache:
             downlink_ack=link.applied_number,
             load=load,
             draining=draining,
+            answer_ack=link.heard_heartbeat,
         )
         for group, (ledger, reserve) in enumerate(zip(self._state.ledgers, self._state.reserves, strict=True)):
             request.counts.add(
@@ -307,6 +308,7 @@ class EngineCache:
         """A heartbeat of `session` was answered."""
         link = self._state.link
         if link is not None and link.session == session:
+            link.heard_heartbeat = max(link.heard_heartbeat, response.number)
             self._guarded(lambda: replies.take_entries(self._state, link, response.downlink))
 
     # -- for the edge: calls

@@ -82,6 +82,8 @@ class LinkState:
         """No call before this time, in monotonic seconds."""
         self.applied_number = 0
         """Number of the last downlink entry applied."""
+        self.heard_heartbeat = 0
+        """Number of the last heartbeat whose answer was received."""
         self.num_calls = 0
         """Mutating calls sent in this session."""
         self.num_stale_calls = 0

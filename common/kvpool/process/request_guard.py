@@ -146,6 +146,13 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             self._on_refused(method, refused.reason)
             set_status(context, refused.status)
             return None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not context.code():
+                raise
+            # The servicer has given the call a status and cancelled it, because its reader may take nothing.
+            task.uncancel()
+            return None
         except NotImplementedError:
             # What a generated servicer says of a method that is not written, e.g. List of grpcio's health service. gRPC would
             # log a traceback for each call.

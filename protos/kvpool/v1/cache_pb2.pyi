@@ -446,7 +446,7 @@ class RegisterResponse(_message.Message):
     session: _builtins.int
     """Number that every later call of the link carries. Sessions and generations are epoch << 40 | counter."""
     lease_ms: _builtins.int
-    """The session ends when no KeepAlive arrives for this long."""
+    """The session ends when no KeepAlive renews its lease for this long."""
     keep_alive_interval_ms: _builtins.int
     """How often to send KeepAlive."""
     report_wanted: _builtins.bool
@@ -730,6 +730,7 @@ class KeepAliveRequest(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    ANSWER_ACK_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     downlink_ack: _builtins.int
     """As in Uplink."""
@@ -737,6 +738,11 @@ class KeepAliveRequest(_message.Message):
     """The worker takes no new requests: Route excludes it for the rest of the session."""
     session_key: _builtins.bytes
     """As in Uplink."""
+    answer_ack: _builtins.int
+    """Number of the last KeepAliveResponse of this session that the worker has received; 0: none yet. The lease is renewed only by a
+    heartbeat that acknowledges an answer which none before it has acknowledged, that of Register included: a worker that hears no
+    answer cannot work, and must not look as if it could. Not set: every heartbeat renews. Above the last one sent: BAD_FIELD.
+    """
     @_builtins.property
     def load(self) -> _common_pb2.WorkerLoad: ...
     @_builtins.property
@@ -752,12 +758,15 @@ class KeepAliveRequest(_message.Message):
         counts: _abc.Iterable[_common_pb2.BlockCounts] | None = ...,
         draining: _builtins.bool = ...,
         session_key: _builtins.bytes = ...,
+        answer_ack: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_ack", b"_answer_ack", "answer_ack", b"answer_ack", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "downlink_ack", b"downlink_ack", "draining", b"draining", "load", b"load", "session", b"session", "session_key", b"session_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_ack", b"_answer_ack", "answer_ack", b"answer_ack", "counts", b"counts", "downlink_ack", b"downlink_ack", "draining", b"draining", "load", b"load", "session", b"session", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__answer_ack: _TypeAlias = _typing.Literal["answer_ack"]  # noqa: Y015
+    _WhichOneofArgType__answer_ack: _TypeAlias = _typing.Literal["_answer_ack", b"_answer_ack"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_ack) -> _WhichOneofReturnType__answer_ack | None: ...
 
 Global___KeepAliveRequest: _TypeAlias = KeepAliveRequest  # noqa: Y015
 
@@ -767,7 +776,10 @@ class KeepAliveResponse(_message.Message):
 
     LEASE_MS_FIELD_NUMBER: _builtins.int
     DOWNLINK_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
+    number: _builtins.int
+    """Counts the answers to the heartbeats of the session, from 1."""
     @_builtins.property
     def downlink(self) -> Global___Downlink: ...
     def __init__(
@@ -775,10 +787,11 @@ class KeepAliveResponse(_message.Message):
         *,
         lease_ms: _builtins.int = ...,
         downlink: Global___Downlink | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["downlink", b"downlink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["downlink", b"downlink", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["downlink", b"downlink", "lease_ms", b"lease_ms", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,7 +133,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Renews the lease and carries the load. Idempotent, takes no call_no.
+        """Renews the lease, if the manager's answers arrive, and carries the load. Idempotent, takes no call_no.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

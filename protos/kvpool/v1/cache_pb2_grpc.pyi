@@ -65,7 +65,7 @@ class CacheServiceStub:
     contradicts itself ends the session (BAD_REPORT): the worker then forgets all blocks and registers holding nothing.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_cache_pb2.KeepAliveRequest, _cache_pb2.KeepAliveResponse]
-    """Renews the lease and carries the load. Idempotent, takes no call_no."""
+    """Renews the lease, if the manager's answers arrive, and carries the load. Idempotent, takes no call_no."""
     Allocate: _aio.UnaryUnaryMultiCallable[_cache_pb2.AllocateRequest, _cache_pb2.AllocateResponse]
     """Look-up, pin and grant in one step, for a batch of sequences in order. A repeat for a live (sequence, attempt, round)
     of this session returns its present table. An item that fails has changed nothing and evicted nothing.
@@ -140,7 +140,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.KeepAliveRequest,
         context: _aio.ServicerContext[_cache_pb2.KeepAliveRequest, _abc.Awaitable[_cache_pb2.KeepAliveResponse]],
     ) -> _abc.Awaitable[_cache_pb2.KeepAliveResponse]:
-        """Renews the lease and carries the load. Idempotent, takes no call_no."""
+        """Renews the lease, if the manager's answers arrive, and carries the load. Idempotent, takes no call_no."""
 
     @_abc_1.abstractmethod
     def Allocate(

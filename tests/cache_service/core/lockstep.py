@@ -353,6 +353,9 @@ class Lockstep:
         """End a session on both."""
         self._both(lambda: self.manager.deregister(session), lambda: self.model.deregister(session))
 
+    def _numbers_that_take_prompts(self) -> set[int]:
+        return {session.number for session in self.model.sessions if session.takes_prompts}
+
     def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refused:
         """Renew a lease on both; it takes a stamp if it grants something."""
         before = self.manager.last_generation
@@ -432,7 +435,7 @@ class Lockstep:
         before = snapshot(self.manager)
         ranked = self.manager.route(root, tokens)
         assert snapshot(self.manager) == before
-        assert {worker.session.number for worker in ranked} == {session.number for session in self.model.sessions}
+        assert {worker.session.number for worker in ranked} == self._numbers_that_take_prompts()
         for worker in ranked:
             session = self.model.session(worker.session.number)
             reach = worker.num_cached_tokens, worker.num_in_flight_tokens
@@ -445,7 +448,7 @@ class Lockstep:
         before = snapshot(self.manager)
         explained = self.manager.explain(root, tokens).workers
         assert snapshot(self.manager) == before
-        assert {worker.session.number for worker in explained} == {session.number for session in self.model.sessions}
+        assert {worker.session.number for worker in explained} == self._numbers_that_take_prompts()
         for worker in explained:
             session = self.model.session(worker.session.number)
             assert worker.num_cached_tokens == self.model.reach(session, root, token_ids(tokens))[0]

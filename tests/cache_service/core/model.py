@@ -293,6 +293,10 @@ class ModelSession:
     pending: list[tuple[int, Grant | Stop | Boundary]] = field(default_factory=list)
     last_number: int = 0
     last_call_no: int = 0
+    has_called: bool = False
+    """A call of the session has come."""
+    takes_prompts: bool = True
+    """Until it has called, not if the session before it never did."""
 
     def __post_init__(self) -> None:
         self.pools: list[ModelPool] = []
@@ -423,8 +427,10 @@ class Model:
             elif lives or now < self.forgets_at[worker_id]:
                 raise Refused(Reason.STALE_INCARNATION)
         self.newest[worker_id] = registration
-        self._end([s for s in self.sessions if s.registration.worker_id == worker_id])
+        earlier = [s for s in self.sessions if s.registration.worker_id == worker_id]
+        self._end(earlier)
         self.sessions.append(ModelSession(number, registration, now + self.lease_seconds))
+        self.sessions[-1].takes_prompts = all(session.has_called for session in earlier)
 
     def deregister(self, number: int) -> None:
         """End a session, if it lives."""
@@ -440,6 +446,7 @@ class Model:
         session = self.session(number)
         if downlink_ack > session.last_number:
             raise Refused(Reason.BAD_FIELD)
+        session.has_called = session.takes_prompts = True
         session.lease_end = now + self.lease_seconds
         session.acknowledge(downlink_ack)
         return self.top_up(session, generation)
@@ -517,6 +524,7 @@ class Model:
             raise Refused(Reason.BAD_FIELD)
         if uplink.downlink_ack > session.last_number:
             raise Refused(Reason.BAD_FIELD)
+        session.has_called = session.takes_prompts = True
         session.last_call_no = uplink.call_no
         session.acknowledge(uplink.downlink_ack)
         for pool, wish in zip(session.pools, uplink.reserve_wishes, strict=False):

@@ -12,9 +12,9 @@ from kvpool.cache_service.core.session import Session
 class BaseReporter:
     """Registers as `introduction` says, with state; after each report every law of the manager is checked."""
 
-    def __init__(self, manager: CacheManager, introduction: Registration) -> None:
+    def __init__(self, manager: CacheManager, introduction: Registration, now: float = 0.0) -> None:
         self.manager = manager
-        self.number = self.manager.register(introduction._replace(holds_state=True), 0.0).session
+        self.number = self.manager.register(introduction._replace(holds_state=True), now).session
         self.call_no = itertools.count(1)
 
     @property

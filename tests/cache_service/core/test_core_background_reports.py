@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -19,9 +21,11 @@ from kvpool.cache_service.core.messages import (
     ReservedBlock,
     Root,
     SequenceUpdate,
+    WorkerLoad,
 )
 from kvpool.cache_service.core.recovery import Case
-from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.report_turns import MOST_LEASES
 from tests.cache_service.core.contents_follower import ContentsFollower
 from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
 from tests.cache_service.core.reporter import BaseReporter
@@ -75,6 +79,80 @@ def test_the_cache_of_one_waits_for_what_others_have_in_use() -> None:
     manager.tick(REPORT_FIRST_SECONDS)
     second.report(1, contents=(run(1),))
     assert third.session.recovering
+
+
+LEASE, LOOK = 6.0, 0.25
+"""Seconds: the lease, and the time between two tries of a report that must wait."""
+
+
+def seconds_to_report(manager: CacheManager, others: Callable[[float], None], most: float) -> float:
+    """How long the contents of a worker wait that is served at 0, while `others` do what they do every moment."""
+    worker = Reporter(manager, "waiting")
+    live(worker, 1)
+    for look in range(round(most / LOOK) + 1):
+        now = look * LOOK
+        for session in manager.sessions:
+            manager.keep_alive(session.number, 0, WorkerLoad(), now)
+        manager.tick(now)
+        others(now)
+        try:
+            worker.report(1, contents=(run(1),))
+        except Refusal as refusal:
+            if refusal.reason is not Reason.RECOVERING:
+                raise
+        else:
+            return now
+    pytest.fail(f"the report waits after {most} s")
+
+
+@pytest.mark.parametrize("names", [["again"], [f"new-{number}" for number in range(99)]], ids=["one", "many"])
+def test_no_cache_waits_for_a_worker_that_registers_again_and_again(names: list[str]) -> None:
+    """Under one name, or each time under another one: it would be the next to report what it has in use, for ever."""
+    manager, order = CacheManager(3, lease_seconds=LEASE), itertools.cycle(names)
+
+    def register(now: float) -> None:
+        Reporter(manager, next(order), now=now)
+
+    assert seconds_to_report(manager, register, most=20.0) == REPORT_FIRST_SECONDS
+
+
+@pytest.mark.parametrize("num_endless", [4, 9])
+@pytest.mark.parametrize("pace", [None, 0.0, LEASE], ids=["silent", "fast", "slow"])
+def test_no_cache_waits_for_reports_that_never_end(num_endless: int, pace: float | None) -> None:
+    """They have stated something, and then say nothing, or go on for ever as fast as they can or just in time, or wait for a turn
+    as everybody does."""
+    manager = CacheManager(3, lease_seconds=LEASE)
+    endless = [Reporter(manager, f"endless-{number}") for number in range(num_endless)]
+    parts = [0] * num_endless
+    due = [0.0] * num_endless
+    for worker in endless:
+        live(worker, 1)
+
+    def go_on(now: float) -> None:
+        for number, worker in enumerate(endless):
+            if now >= due[number]:
+                try:
+                    worker.report(1 + parts[number], last=False, contents=(run(0, first=parts[number]),))
+                except Refusal:
+                    continue
+                parts[number] += 1
+                due[number] = float("inf") if pace is None else now + pace
+
+    turn = LEASE if pace is None else MOST_LEASES * LEASE
+    num_before = -(-num_endless // manager.limits.max_reports_at_once)
+    assert seconds_to_report(manager, go_on, most=200.0) <= REPORT_FIRST_SECONDS + num_before * (turn + LOOK)
+
+
+def test_a_report_that_lost_its_turn_goes_on_with_its_next() -> None:
+    """What it has stated is kept."""
+    manager = CacheManager(3, lease_seconds=LEASE, limits=Limits(max_reports_at_once=1))
+    slow = Reporter(manager, "slow")
+    live(slow, 1, 2)
+    slow.report(1, last=False, contents=(run(1),))
+    assert seconds_to_report(manager, lambda now: None, most=20.0) == LEASE + LOOK
+    slow.report(2, contents=(run(2, parent=1, first=1),))
+    assert manager.worker("slow").num_report_parts == 3
+    assert max(one.num_cached_tokens for one in manager.route(ROOT, token_bytes([*range(8), 99]))) == 8
 
 
 def test_idle_blocks_are_granted_after_all_other_free_ones_and_the_least_recently_used_first() -> None:

@@ -51,9 +51,9 @@ class Clockwork:
         self.now += seconds
         return [session.worker_id for session in self.manager.tick(self.now)]
 
-    def keep_alive(self, session: int) -> None:
-        """A KeepAlive is read."""
-        self.manager.keep_alive(session, 0, WorkerLoad(), self.now)
+    def keep_alive(self, session: int, answer_ack: int | None = None) -> int:
+        """A KeepAlive is read; returns the number of its answer."""
+        return self.manager.keep_alive(session, 0, WorkerLoad(), self.now, answer_ack=answer_ack).heartbeat_no
 
     @property
     def live(self) -> list[str]:
@@ -75,6 +75,69 @@ def test_a_worker_that_stops_renewing_is_fenced() -> None:
         assert refusal.reason is Reason.STALE_SESSION
         assert "register again" in refusal.message
     refused(clock.keep_alive, silent)
+
+
+@pytest.mark.parametrize("num_heard", [None, 0, 1, 5], ids=lambda count: f"heard={count}")
+def test_a_worker_that_hears_no_answer_loses_its_lease_although_its_heartbeats_arrive(num_heard: int | None) -> None:
+    """It could not work, and clients would be sent to it. None: it hears all."""
+    clock = Clockwork()
+    session, heard = clock.register("deaf"), 0
+    for second in range(20):
+        answer = clock.keep_alive(session, heard)
+        assert answer == second + 1
+        if num_heard is None or answer <= num_heard:
+            heard = answer
+        if clock.run(1.0):
+            assert num_heard is not None
+            assert second + 1 == num_heard + LEASE
+            return
+    assert num_heard is None
+
+
+@pytest.mark.parametrize("acks", [(0, 0, 0, 0, 0), (None,) * 5, (0, 1, 1, 0, 1)], ids=["deaf", "no field", "late"])
+def test_a_heartbeat_renews_if_it_acknowledges_something_new_or_has_no_such_field(acks: tuple[int | None, ...]) -> None:
+    """One that arrives late acknowledges nothing new, nor does a copy. An engine that knows no acknowledgement renews with each."""
+    clock = Clockwork()
+    session = clock.register()
+    newest = -1
+    for ack in acks:
+        clock.run(TICK)
+        end = clock.manager.sessions[0].lease_end
+        clock.keep_alive(session, ack)
+        renews = ack is None or ack > newest
+        assert clock.manager.sessions[0].lease_end == (clock.now + LEASE if renews else end)
+        newest = max(newest, ack or 0)
+
+
+def test_an_answer_that_was_not_sent_is_not_acknowledged() -> None:
+    """It would count as news until as many heartbeats have come."""
+    clock = Clockwork()
+    session = clock.register()
+    assert clock.keep_alive(session, 0) == 1
+    end = clock.manager.sessions[0].lease_end
+    clock.run(TICK)
+    refusal = refused(clock.keep_alive, session, 2)
+    assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, "answer_ack")
+    assert "at most 1" in refusal.message
+    assert clock.manager.sessions[0].lease_end == end
+
+
+def test_a_worker_that_registers_again_and_never_calls_is_not_routed_to() -> None:
+    """The answers do not reach it: each Register begins a session with a new lease, in which it cannot work."""
+    clock = Clockwork()
+
+    def routed() -> list[int]:
+        return [one.session.number for one in clock.manager.route(ROOT, token_bytes([1, 2]))]
+
+    first = clock.register()
+    assert routed() == [first]
+    for register_no in (2, 3):
+        again = clock.register(register_no=register_no)
+        assert routed() == []
+    clock.keep_alive(again)
+    assert routed() == [again]
+    last = clock.register(register_no=4)
+    assert routed() == [last]
 
 
 def test_the_dead_are_found_whoever_has_registered_before_and_behind_them() -> None:

@@ -36,8 +36,12 @@ OLD = 5
 class Reporter(BaseReporter):
     """A worker that registers with state and reports what a test says."""
 
-    def __init__(self, manager: CacheManager | None = None, worker_id: str = "w", num_blocks: int = 17) -> None:
-        super().__init__(manager or CacheManager(3), registration(worker_id, num_blocks=num_blocks, block_size=SIZE))
+    def __init__(
+        self, manager: CacheManager | None = None, worker_id: str = "w", num_blocks: int = 17, *, now: float = 0.0
+    ) -> None:
+        introduction = registration(worker_id, num_blocks=num_blocks, block_size=SIZE)
+        introduction = introduction._replace(register_no=introduction.register_no + round(now * 100))
+        super().__init__(manager or CacheManager(3), introduction, now)
 
     def allocate(self, name: str, tokens: list[int]) -> Table:
         item = AllocateItem(key(name), ROOT, token_bytes(tokens), no_wait=True)

@@ -12,6 +12,7 @@ import pytest
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
+from kvpool.cache_service.worker_codec import decode_registration
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, item, key, prompt, refused, registration, run
@@ -49,6 +50,27 @@ async def test_a_larger_attempt_elsewhere_fences_the_smaller_and_tells_its_worke
     fenced = (await worker.append(pb.SequenceUpdate(key=key("a")))).results[0].status
     assert reason_of(fenced) == "STALE_ATTEMPT"
     assert (await worker.free(pb.SequenceUpdate(key=key("a")))).downlink.counts[0].held == 0
+
+
+async def test_only_a_heartbeat_that_acknowledges_news_renews_the_lease(
+    server: Server, stub: Stub, worker: Worker
+) -> None:
+    """Over the wire: not set is not 0, and the answers are numbered."""
+
+    def beat(answer_ack: int | None) -> pb.KeepAliveRequest:
+        return pb.KeepAliveRequest(session=worker.session, session_key=worker.session_key, answer_ack=answer_ack)
+
+    async def renews(answer_ack: int | None) -> bool:
+        before = server.manager.worker("w").lease_end
+        numbers.append((await stub.KeepAlive(beat(answer_ack))).number)
+        return server.manager.worker("w").lease_end > before
+
+    numbers: list[int] = []
+    assert [await renews(ack) for ack in (0, 0, 2, 1, None)] == [True, False, True, False, True]
+    assert numbers == [1, 2, 3, 4, 5]
+    assert (
+        "at most 5" in (await refused(stub.KeepAlive(beat(6)), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")).message
+    )
 
 
 # -- registration
@@ -165,6 +187,29 @@ async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between
             await small.keep_alive()
             num_calls += 1
     assert num_calls > 1
+
+
+async def test_leases_end_although_sessions_are_begun_and_ended_without_end(
+    short_leases: ManagerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many groups, several between two slices of the sweep, so that it never catches up."""
+    monkeypatch.setattr("kvpool.cache_service.core.manager.SWEEP_SLICE_NODES", 1)
+    now = 100.0
+    epochs = FileEpochs.open(short_leases.state_folder)
+    server = Server(short_leases, epochs, clock=lambda: now)
+    introduction = decode_registration(registration("again"))
+    introduction = introduction._replace(layout=introduction.layout._replace(groups=introduction.layout.groups * 16))
+    server.manager.register(decode_registration(registration("dead")), now)
+    ticking = asyncio.create_task(server._tick_for_ever())
+    await asyncio.sleep(2 * short_leases.tick_seconds)
+    for register_no in range(1, 200):
+        server.manager.register(introduction._replace(register_no=register_no), now)
+        now += 0.01
+        await asyncio.sleep(0)
+        assert server.manager.num_unswept_sessions < 200
+    assert [session.worker_id for session in server.manager.sessions] == ["again"]
+    ticking.cancel()
+    epochs.close()
 
 
 async def test_after_a_deadline_or_a_cancellation_the_state_goes_out_again(stub: Stub, worker: Worker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -129,7 +130,7 @@ async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> N
 async def test_a_picture_that_was_not_read_is_never_sent(stub: Stub, worker: Worker, server: Server) -> None:
     """A viewer that reads late finds few pictures, and the last of them is the present."""
     await worker.allocate(item("a", prompt(10)))
-    source = server._servicer.watching.serve(ALL)
+    source = server._servicer.watching.serve(ALL, "", lambda refusal: None)
     view = PictureView()
     view.apply((await anext(source)).picture)
     for number in range(3):
@@ -148,7 +149,7 @@ async def test_nothing_is_kept_once_the_last_viewer_has_left(server: Server, stu
     assert session.pools[0].changes is not None
     call.cancel()
     async with asyncio.timeout(20):
-        while server._servicer.watching.num_watchers:
+        while len(server._servicer.watching.places):
             await asyncio.sleep(0.01)
     assert session.pools[0].changes is None
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "manager-pictures" and not task.cancelling()]
@@ -168,7 +169,7 @@ async def test_bad_options_are_refused(stub: Stub, request_: pb.WatchRequest, re
 
 
 async def test_more_streams_than_the_limit_are_refused(server: Server, stub: Stub) -> None:
-    server._servicer.watching._max_watchers = 1
+    server._servicer.watching.places.max_places = 1
     first = stub.Watch(ALL)
     await first.read()
     await refused(stub.Watch(ALL).read(), grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
@@ -255,9 +256,9 @@ async def test_a_manager_that_says_nothing_is_noticed_and_asked_again(
     serve = server._servicer.watching.serve
     calls = []
 
-    async def freeze_once(request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
+    async def freeze_once(request: pb.WatchRequest, *about: Any) -> AsyncGenerator[pb.WatchResponse, None]:
         calls.append(request)
-        async with contextlib.aclosing(serve(request)) as messages:
+        async with contextlib.aclosing(serve(request, *about)) as messages:
             async for message in messages:
                 yield message
                 if len(calls) == 1:
