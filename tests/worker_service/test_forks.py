@@ -325,7 +325,7 @@ def test_a_fork_has_a_ring_of_its_own() -> None:
 def test_the_ring_of_a_fork_keeps_the_window_at_the_last_place_of_the_grid() -> None:
     """The state can be kept only there, so that is where a conversation can go on from a fork."""
     worker = _worker(((64, 64, 16), (0, 8, 0)), state_grid=8)
-    parent = _decoding(worker, "p", 10, num_new=40)
+    parent = _decoding(worker, "p", 14, num_new=40)
     child, _ = _fork(worker, parent, "c")
     while child.num_computed_tokens < 22:
         worker.step(child, 3)
