@@ -117,7 +117,7 @@ def test_a_boundary_told_in_time_is_named_and_one_told_too_late_is_not(boundary:
 
 
 def test_a_window_that_another_prompt_waits_for_is_stated_at_once() -> None:
-    """Not with the next report of progress, which may be a while away. The ring has what is needed, so nothing else is asked for."""
+    """Not with the next report of progress, which may be a while away. The ring has what is needed: nothing else is asked for."""
     one = worker()
     sequence = one.begin("a", range(24))
     one.step(sequence)

@@ -75,19 +75,20 @@ def test_one_that_has_missed_too_many_pictures_gets_everything_and_nothing_is_ke
     assert change.is_whole == is_whole
 
 
-def test_many_changed_blocks_are_sent_as_a_whole_pool_and_few_one_by_one() -> None:
+def test_many_changed_blocks_are_sent_as_a_whole_pool_and_few_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have changed before: what was sent does not count any more."""
-    desk = Desk(num_blocks=6001)
+    monkeypatch.setattr(pictures_module, "MAX_LISTED_BLOCKS", 10)
+    desk = Desk()
     watched = Watched(desk)
     wish = Wish(include_blocks=True)
     slow, quick = watched.join(wish), watched.join(wish)
     for number in range(4):
-        desk.grant(f"a {number}", list(range(6000)), no_wait=True, max_cached_tokens=0)
+        desk.grant(f"a {number}", list(range(24)), no_wait=True, max_cached_tokens=0)
         (change,) = watched.show(quick)
         (columns,) = change.sessions[0].blocks
         assert columns is not None
         assert columns.ids is not None
-        assert len(columns.ids) == 1500
+        assert len(columns.ids) == 6
         desk.free(f"a {number}")
         watched.show(quick)
     (change,) = watched.show(slow)
