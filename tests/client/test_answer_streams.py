@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvpool.client import DeadlineExceeded, ResourceExhausted, answer_streams
-from kvpool.v1.worker_pb2 import GenerateResponse
+from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeWorker, answer, fake_cluster
 from tests.until import until
@@ -49,7 +49,7 @@ async def test_an_answer_that_is_not_read_ends_before_it_fills_the_memory(monkey
     monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 5_000)
     endless = [
         answer(THE)[0],
-        *(GenerateResponse(start_index=at, token_ids=[CAT] * 100) for at in range(1, 5_000, 100)),
+        *(worker_pb2.GenerateResponse(start_index=at, token_ids=[CAT] * 100) for at in range(1, 5_000, 100)),
         HANG,
     ]
     worker = FakeWorker("w", endless, answer(THE, CAT, SAT))
@@ -69,7 +69,7 @@ async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatc
     monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 1_000)
     answers = answer_streams.Answers(lambda: None, lambda: None)
     for at in range(100):
-        answers.put(GenerateResponse(start_index=at, token_ids=[CAT] * 100))
+        answers.put(worker_pb2.GenerateResponse(start_index=at, token_ids=[CAT] * 100))
         if at:
             assert (await answers.read()).start_index == at - 1
     assert not answers.has_ended
@@ -161,3 +161,34 @@ async def test_closing_the_client_ends_the_streams() -> None:
             await anext(stream)
         await until(lambda: worker.num_open_streams == 0)
         assert worker.num_live == 0
+
+
+class FakeCall:
+    """A call on whose other side a test answers."""
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[worker_pb2.GenerateManyResponse] = asyncio.Queue()
+
+    async def read(self) -> worker_pb2.GenerateManyResponse:
+        return await self.answers.get()
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_an_answer_that_was_on_its_way_when_its_request_was_cancelled_is_dropped() -> None:
+    """The other requests of the stream go on."""
+    call = FakeCall()
+    stream = answer_streams._Stream(lambda _: call, lambda _: None)
+    cancelled, other = (stream.begin(worker_pb2.GenerateRequest()) for _ in range(2))
+    cancelled.cancel(Exception("the reader has left"))
+    late, right = (worker_pb2.GenerateResponse(text=text) for text in ("late", "right"))
+    call.answers.put_nowait(
+        worker_pb2.GenerateManyResponse(
+            answers=[worker_pb2.Answer(number=1, response=late), worker_pb2.Answer(number=2, response=right)]
+        )
+    )
+    async with asyncio.timeout(5):
+        assert (await other.read()).text == "right"
+    stream._reading.cancel()
+    await asyncio.gather(stream._reading, return_exceptions=True)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
 
-from kvpool.gateway.access import COOKIE, SESSION_SECONDS, Keys
+from kvpool.gateway.access import COOKIE, SESSION_SECONDS, Access, Keys, session_cookie, session_of
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import SettingsProblem, load_settings
 from tests.gateway.serving import serving
@@ -137,3 +139,32 @@ def test_keys_come_from_flags_the_variable_and_a_file(tmp_path: Path, monkeypatc
     assert KEY not in repr(settings)
     monkeypatch.setenv("KVPOOL_GATEWAY_API_KEY", OTHER)
     assert load_settings(GatewaySettings, []).keys == (OTHER,)
+
+
+@pytest.mark.parametrize(
+    ("sent", "session"),
+    [
+        ("kvpool_session=right", "right"),
+        ("theme=dark; kvpool_session = right ; lang=en", "right"),
+        ("kvpool_session_of_another=wrong; kvpool_session=right", "right"),
+        ("another_kvpool_session=wrong", ""),
+        ("", ""),
+    ],
+)
+def test_the_session_is_found_among_the_cookies_of_other_servers(sent: str, session: str) -> None:
+    """Cookies do not keep to one port: those of every server of this machine come along."""
+    assert session_of(Headers({"cookie": sent})) == session
+
+
+def test_a_browser_forgets_its_session_when_it_logs_out() -> None:
+    assert f"Max-Age={SESSION_SECONDS};" in session_cookie("a session")
+    assert f"{COOKIE}=; " in session_cookie("")
+    assert "Max-Age=0;" in session_cookie("")
+
+
+@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER   {KEY} "])
+async def test_the_key_is_taken_as_http_lets_it_be_written(header: str) -> None:
+    """The scheme has no case, and spaces around the key are no part of it."""
+    app = Access(PlainTextResponse("inside"), keys=Keys([KEY]), allowed_hosts=[])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        assert (await client.get("/load", headers={"Authorization": header})).text == "inside"

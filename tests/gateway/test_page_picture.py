@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,3 +130,41 @@ def test_without_blocks_the_rest_is_the_same() -> None:
     mirror.take(event_text("picture", picture.changes(0, include_blocks=False)))
     assert mirror.workers["1"]["worker"]["worker_id"] == "worker-1"
     assert mirror.workers["1"]["blocks"] == {}
+
+
+def _changes(picture: ClusterPicture, since: int, *, include_blocks: bool = True) -> Any:
+    return json.loads(picture.changes(since, include_blocks=include_blocks))
+
+
+def test_browsers_with_and_without_blocks_are_sent_different_things() -> None:
+    """Whoever asks first."""
+    picture = ClusterPicture()
+    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    assert "blocks" not in _changes(picture, 0, include_blocks=False)["workers"][0]
+    assert "blocks" in _changes(picture, 0)["workers"][0]
+
+
+def test_one_that_has_the_last_picture_is_sent_nothing_of_it_again() -> None:
+    picture = ClusterPicture()
+    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    assert _changes(picture, picture.version)["workers"] == []
+
+
+def test_a_sequence_that_is_shown_again_has_not_ended() -> None:
+    """It had only left the list of the first ones."""
+    truth, picture = Truth(), ClusterPicture()
+    for shown in ("a", "", "a"):
+        picture.apply(truth.picture([(1, {}, set(shown), False)], whole=picture.version == 0))
+    (worker,) = _changes(picture, 1)["workers"]
+    assert [one["sequence_id"] for one in worker["sequences"]] == ["a"]
+    assert "ended_sequences" not in worker
+
+
+def test_a_whole_picture_replaces_what_is_said_of_the_cluster() -> None:
+    picture = ClusterPicture()
+    first = one_worker(1, {}, whole=True)
+    first.cluster.num_prefix_nodes = 7
+    picture.apply(first)
+    assert _changes(picture, 0)["cluster"]["num_prefix_nodes"] == "7"
+    picture.apply(one_worker(1, {}, whole=True))
+    assert _changes(picture, 0)["cluster"] is None

@@ -85,6 +85,7 @@ def test_what_is_forgotten_is_gone_and_a_new_whole_begins_anew() -> None:
     )
     assert node is not None
     assert tree.find(2) is None
+    assert tree._saved == {1: 4}
     tree.apply(pb.Contents(epoch=2, whole_begins=True, whole_ends=True, events=[stored(1, 0)]))
     (entry,), _ = tree.children(None, 10)
     assert (tree.num_nodes, entry.num_saved_tokens) == (1, 0)
@@ -104,8 +105,11 @@ async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
 
     prefixes = Prefixes(follow)
     assert (await prefixes.look()).num_nodes == 1
+    end = prefixes._ending
     await prefixes.look()
     assert (begun, ended) == (1, 0), "one stream for all who look"
+    assert end is not None
+    assert end.cancelled(), "it is followed for a while after the last look, not after the first"
     prefixes._end()
     await asyncio.gather(prefixes._following or asyncio.sleep(0), return_exceptions=True)
     assert ended == 1

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvpool.client import Chunk, FinishReason, KvpoolError
 from kvpool.gateway.pages.hub import Hub, Viewer
 from kvpool.gateway.pages.request_feed import RequestFeed
 from kvpool.gateway.request_log import RequestLog
@@ -153,3 +154,17 @@ async def test_a_browser_gets_all_first_and_then_what_changes() -> None:
         assert changes["numbers"] == [2]
     await asyncio.sleep(0)
     assert log.on_change is None, "nobody looks"
+
+
+async def test_an_answer_ends_once_and_keeps_nothing_of_its_prompt() -> None:
+    """The stream holds the prompt, of which there may be megabytes."""
+    log = RequestLog(2, clock=lambda: 0.0)
+    records = [log.begin("r", 0, FakeStream(), 0) for _ in range(3)]  # type: ignore[arg-type]
+    records[0].on_error(KvpoolError("no worker", reason="NO_WORKER"))
+    records[0].close()
+    assert (records[0].as_object()["outcome"], records[0]._stream) == ("failed", None)
+    for record in records[1:]:
+        record.on_chunk(Chunk(0, (5,), "a", None, None, FinishReason.LENGTH, "w", 1, None))
+        record.close()
+        assert (record.as_object()["outcome"], record._stream) == ("finished", None)
+    assert log.numbers == [2, 3]

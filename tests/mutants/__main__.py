@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from tests.mutants import document, killers, patch, tree
+from tests.mutants import document, killers, left_out, patch, tree
 from tests.mutants.patch import Mutant, PatchError
 
 
@@ -123,6 +123,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--every", action="store_true", help="do not stop at the first killer that kills")
     parser.add_argument("--source", type=Path, default=tree.ROOT, help="another checkout to take the code from")
     parser.add_argument("--write", action="store_true", help="put the rows of these mutants into RESULTS.md")
+    parser.add_argument(
+        "--left-out", action="store_true", help="what each test file alone kills; --left-out --help: how"
+    )
+    if "--left-out" in arguments:
+        return left_out.main([argument for argument in arguments if argument != "--left-out"])
     options = parser.parse_args(arguments)
     console = Console()
     chosen = options.killer or list(killers.KILLERS)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,12 +49,14 @@ class Undecided(Exception):
     """A killer came to no verdict; the message says why."""
 
 
-def _run(command: list[str], root: Path, seconds: float = _SECONDS) -> tuple[int, str]:
+def _run(
+    command: list[str], root: Path, seconds: float = _SECONDS, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Exit status and output of a program in a copy. Raises Undecided."""
     process = subprocess.Popen(
         command,
         cwd=root,
-        env=tree.environment(root),
+        env=environment or tree.environment(root),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -97,8 +100,10 @@ def _of_program(status: int, output: str) -> str:
 
 
 def _tests(mutant: Mutant | None, root: Path) -> str:
-    chosen = mutant.tests if mutant is not None and mutant.tests else TESTS
-    status, output = _pytest(root, *chosen)
+    return _first_failed(*_pytest(root, *(mutant.tests if mutant is not None and mutant.tests else TESTS)))
+
+
+def _first_failed(status: int, output: str) -> str:
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if status == 1 and found:
         return found[1]
@@ -107,10 +112,15 @@ def _tests(mutant: Mutant | None, root: Path) -> str:
     return ""
 
 
-def _pytest(root: Path, *arguments: str) -> tuple[int, str]:
+def _pytest(root: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
     command += [f"--timeout={_TEST_SECONDS}", *arguments]
-    return _run(command, root)
+    return _run(command, root, environment=environment)
+
+
+def run_tests(tests: tuple[str, ...], root: Path, environment: Mapping[str, str]) -> Verdict:
+    """What tests say of a copy in another environment than that of `tree`."""
+    return _verdict("tests", lambda: _first_failed(*_pytest(root, *tests, environment=environment)))
 
 
 def order(mutant: Mutant, chosen: list[str]) -> list[str]:
@@ -123,10 +133,14 @@ KILLERS = {"simulation": _simulation, "tests": _tests, "search": _search}
 
 def look(killer: str, mutant: Mutant | None, root: Path) -> Verdict:
     """What one killer says of a copy; `mutant` None: the copy is not mutated."""
+    return _verdict(killer, lambda: KILLERS[killer](mutant, root))
+
+
+def _verdict(killer: str, look: Callable[[], str]) -> Verdict:
     began = time.monotonic()
     by = trouble = ""
     try:
-        by = KILLERS[killer](mutant, root)
+        by = look()
     except Undecided as why:
         trouble = str(why)
     return Verdict(killer, by, time.monotonic() - began, trouble)

@@ -13,7 +13,8 @@ from pathlib import Path
 from tests.mutants.patch import Mutant, mutated
 
 ROOT = Path(__file__).parents[2]
-_NEEDED = ("cache_service", "worker_service", "client", "common", "protos", "tests")
+NEEDED = ("cache_service", "worker_service", "client", "gateway", "common", "protos", "tests")
+"""Folders that the tests of mutants need."""
 
 
 def _link(source: str, target: str) -> None:
@@ -28,7 +29,7 @@ def copy(source: Path, target: Path) -> None:
     """What the tests need of a repository, compiled files included: they are good for the copies too."""
     target.mkdir(parents=True)
     half_written = shutil.ignore_patterns("*.pyc.*")
-    for name in _NEEDED:
+    for name in NEEDED:
         shutil.copytree(source / name, target / name, symlinks=True, copy_function=_link, ignore=half_written)
     shutil.copy2(source / "pyproject.toml", target / "pyproject.toml")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.cache_service.core.messages import Limits
+from kvpool.cache_service.core.messages import Boundary, Limits, SequenceKey
+from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, Forked
 from kvpool.worker_service.cache.entry import BlockCopy
@@ -130,6 +131,24 @@ def test_the_manager_is_told_of_all_forks_in_one_call() -> None:
     worker.check()
 
 
+def test_a_fork_and_its_forks_are_told_together() -> None:
+    worker = _worker()
+    parent = _decoding(worker, "p", 10, num_forks=3)
+    child, _ = _fork(worker, parent, "c")
+    grandchild, _ = _fork(worker, child, "g")
+    worker.methods.clear()
+    worker.call()
+    assert worker.methods.count("Fork") == 1
+    assert (child.parent, grandchild.parent) == (None, None)
+
+
+def test_a_fork_is_as_urgent_as_its_parent() -> None:
+    worker = _worker()
+    parent = _decoding(worker, "p", 10)
+    parent.level = 3
+    assert _fork(worker, parent, "c").sequence.level == 3
+
+
 def test_eight_forks_hold_the_prompt_once_and_a_tail_each() -> None:
     worker = _worker()
     parent = _decoding(worker, "p", 42, num_new=2, num_forks=7)
@@ -175,6 +194,35 @@ def test_blocks_that_are_copied_are_kept_until_the_step_has_ended() -> None:
     assert _states(parent) == [SequenceState.ENDED]
 
 
+def test_what_a_forks_fork_copies_is_kept_though_the_fork_between_them_has_ended() -> None:
+    """The tail is the parent's: what the fork between them was to get it was never given."""
+    worker = _worker()
+    parent = _decoding(worker, "p", 10, num_forks=3)
+    child, _ = _fork(worker, parent, "c")
+    grandchild, _ = _fork(worker, child, "g")
+    worker.call()
+    worker.cache.free(child)
+    worker.cache.free(parent)
+    worker.call()
+    assert _states(parent, child) == [SequenceState.ENDING, SequenceState.ENDED]
+    worker.step(grandchild)
+    assert _states(parent) == [SequenceState.ENDED]
+    worker.check()
+
+
+def test_forks_that_end_before_they_are_stated_are_gone_together() -> None:
+    """A fork waits for its own forks, and none of them for a call."""
+    worker = _worker()
+    parent = _decoding(worker, "p", 10, num_forks=3)
+    spare = worker.cache.num_spare_blocks
+    child, _ = _fork(worker, parent, "c")
+    grandchild, _ = _fork(worker, child, "g")
+    worker.cache.free(child)
+    worker.cache.free(grandchild)
+    assert _states(child, grandchild) == [SequenceState.ENDED, SequenceState.ENDED]
+    assert worker.cache.num_spare_blocks == spare
+
+
 def test_a_fork_that_ends_before_it_is_stated_costs_no_call() -> None:
     worker = _worker()
     parent = _decoding(worker, "p", 10)
@@ -211,6 +259,27 @@ def test_what_a_fork_has_completed_stays_as_cache_however_soon_it_ends() -> None
     worker.end(parent)
     again = worker.begin("again", [*child.tokens[:12], 5])
     assert again.num_cached_tokens == 12
+
+
+def test_what_forks_have_completed_is_cache_again_once_the_manager_has_room() -> None:
+    """While it has none a fork that ends is dropped, with what it has computed."""
+    worker = _worker(limits=Limits(max_sequences_per_session=2))
+    parent = _decoding(worker, "p", 10, num_forks=4)
+    known, _ = _fork(worker, parent, "known")
+    worker.call()
+    late, _ = _fork(worker, parent, "late")
+    worker.call()
+    assert (known.parent, late.parent) == (None, parent)
+    worker.end(known)
+    worker.now += 10.0
+    worker.call()
+    assert late.parent is None
+    worker.end(late)
+    last, _ = _fork(worker, parent, "last")
+    _step_unreported(worker, last, 13)
+    worker.end(last)
+    worker.end(parent)
+    assert worker.begin("again", [*last.tokens[:12], 5]).num_cached_tokens == 12
 
 
 @pytest.mark.parametrize("first_to_end", ["p", "c", "g"])
@@ -250,6 +319,36 @@ def test_a_fork_has_a_ring_of_its_own() -> None:
         worker.step(child, 2)
         most = max(most, len(ring_of(child).scratch()))
     assert most == ring_of(child).span + 1
+    worker.check()
+
+
+def test_the_ring_of_a_fork_keeps_the_window_at_the_last_place_of_the_grid() -> None:
+    """The state can be kept only there, so that is where a conversation can go on from a fork."""
+    worker = _worker(((64, 64, 16), (0, 8, 0)), state_grid=8)
+    parent = _decoding(worker, "p", 14, num_new=40)
+    child, _ = _fork(worker, parent, "c")
+    while child.num_computed_tokens < 22:
+        worker.step(child, 3)
+    worker.end(child)
+    assert worker.begin("again", child.tokens[:20]).num_cached_tokens == 16
+    worker.check()
+
+
+def test_a_window_is_named_only_when_it_was_copied_to_the_fork() -> None:
+    """Another prompt may part from the fork's where the fork begins, and the manager ask for a window there before the step."""
+    worker = _worker(_WINDOWED)
+    parent = _decoding(worker, "p", 16)
+    child, copies = _fork(worker, parent, "c")
+    worker.call()
+    (session,) = worker.manager.sessions
+    session.downlink.push(Boundary(SequenceKey("c", 1, 0), 16))
+    request = worker.cache.keep_alive(common_pb2.WorkerLoad())
+    assert request is not None
+    worker.cache.on_keep_alive(session.number, worker.execute(request))
+    ledger = worker.cache._state.ledgers[1]
+    assert [ledger.content(copy.target) for copy in copies] == [None, None]
+    worker.step(child)
+    assert sorted(ring_of(child).named) == [2, 3]
     worker.check()
 
 
@@ -425,6 +524,21 @@ def test_forks_of_a_superseded_sequence_are_stopped() -> None:
     worker.cache.free(child)
     worker.end(grandchild)
     assert worker.held() == (0,)
+
+
+def test_forks_that_were_not_stated_are_stopped_with_their_superseded_parent() -> None:
+    """And theirs: the manager is told of none of them any more, so no answer of it would stop them."""
+    worker = _worker()
+    parent = _decoding(worker, "p", 10, num_forks=3)
+    _step_unreported(worker, parent, 12)
+    child, _ = _fork(worker, parent, "c")
+    grandchild, _ = _fork(worker, child, "g")
+    worker.manager.sessions[0].sequences["p", 1].fenced = True
+    worker.methods.clear()
+    worker.call()
+    assert worker.methods == ["Append"]
+    stopped = [event.sequence for event in worker.cache.take_events() if isinstance(event, events.Stopped)]
+    assert set(stopped) >= {child, grandchild}
 
 
 def test_a_fork_for_which_the_manager_has_no_room_goes_on() -> None:

@@ -221,8 +221,8 @@ async def test_a_reader_that_takes_nothing_loses_all_its_requests(cluster: InPro
 class FakeRequest:
     """All that a group sees of a request."""
 
-    def __init__(self) -> None:
-        self.stream = TokenStream()
+    def __init__(self, num_answers: int) -> None:
+        self.stream = TokenStream(num_answers)
 
 
 class Caller:
@@ -238,7 +238,7 @@ class Caller:
     async def _begin(self, message: worker_pb2.GenerateRequest) -> Request:
         if message.stop.max_tokens == 0:
             raise EngineError(ErrorKind.BUSY, "full")
-        self.begun.append(FakeRequest())
+        self.begun.append(FakeRequest(max(1, message.n)))
         return self.begun[-1]  # type: ignore[return-value]
 
     async def _messages(self) -> AsyncIterator[worker_pb2.GenerateManyRequest]:
@@ -347,6 +347,47 @@ async def test_a_request_that_is_cancelled_while_it_is_tokenised_never_begins() 
     assert message is not None
     assert [answer.number for answer in message.answers] == [2]
     assert len(caller.begun) == 1
+    caller.group.end()
+
+
+async def test_a_refusal_that_was_taken_makes_room() -> None:
+    caller = Caller(max_requests=1)
+    caller.start(1, max_tokens=0)
+    caller.start(2)
+    message = await caller.group.next_message()
+    assert message is not None
+    assert [(answer.number, answer.HasField("status")) for answer in message.answers] == [(1, True)]
+    await until(lambda: caller.begun)
+    caller.group.end()
+
+
+async def test_what_came_before_an_error_is_sent_with_it() -> None:
+    caller = Caller()
+    caller.start(1)
+    await until(lambda: caller.begun)
+    caller.begun[0].stream.put(Chunk(0, tokens=[SampledToken(5, None)]))
+    caller.begun[0].stream.fail(EngineError(ErrorKind.BUSY, "lost"))
+    message = await caller.group.next_message()
+    assert message is not None
+    assert [list(answer.response.token_ids) for answer in message.answers] == [[5], []]
+    assert message.answers[1].status.message == "lost"
+    caller.group.end()
+
+
+async def test_a_request_for_several_answers_ends_with_the_last_of_them() -> None:
+    caller = Caller(max_requests=1)
+    request = start(1, 9)
+    request.start.n = 2
+    caller.messages.put_nowait(request)
+    caller.start(2)
+    await until(lambda: caller.begun)
+    for index in (1, 0):
+        caller.begun[0].stream.put(Chunk(0, finish_reason=FinishReason.STOP, index=index))
+        message = await caller.group.next_message()
+        assert message is not None
+        assert [(answer.number, answer.response.index) for answer in message.answers] == [(1, index)]
+        assert len(caller.aborted) == (index == 0), "its blocks are given back when no answer needs them"
+    await until(lambda: len(caller.begun) == 2)
     caller.group.end()
 
 

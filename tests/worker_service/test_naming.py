@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.cache_service.core.messages import Boundary, SequenceKey
 from kvpool.v1 import common_pb2
-from kvpool.worker_service.cache import report
+from kvpool.worker_service.cache import boundaries, report
 from kvpool.worker_service.cache.sequence import SequenceState
 from tests.worker_service.windowed import Worker, ring_of
 
@@ -70,6 +70,28 @@ def test_a_window_is_not_named_if_its_blocks_cannot_be_replaced() -> None:
     one.check()
 
 
+def test_at_the_end_of_a_prompt_only_what_decoding_needs_is_replaced() -> None:
+    """Which is less than a chunk of the prompt needs: the ring alone is enough, and the reserve, which is empty, is not needed."""
+    one = worker(window_blocks=1 + 5 + 2)
+    one.begin("b", range(50, 56), 2)
+    sequence = one.begin("a", range(42), 20)
+    assert len(ring_of(sequence).scratch()) == 5
+    while sequence.num_computed_tokens < 42:
+        one.step(sequence)
+    assert sorted(ring_of(sequence).named) == [8, 9]
+
+
+def test_the_end_of_a_text_is_no_boundary_and_needs_no_reserve() -> None:
+    """The KV of the last token is never computed, and what a sequence has at its end nothing must replace."""
+    one = Worker((40, 20), (0, WINDOW), block_size=SIZE, chunk=8, retention_interval=16)
+    sequence = one.begin("a", range(18), 14)
+    while sequence.num_computed_tokens < 26:
+        one.step(sequence)
+    assert sequence.max_tokens == 32
+    assert boundaries.next_boundary(sequence, one.cache.settings) is None
+    assert boundaries.num_lacking(sequence, 1, one.cache.settings) == 0
+
+
 def tell(one: Worker, sequence_id: str, num_tokens: int, round_: int = 0) -> None:
     """The next heartbeat brings this boundary."""
     (session,) = one.manager.sessions
@@ -92,6 +114,19 @@ def test_a_boundary_told_in_time_is_named_and_one_told_too_late_is_not(boundary:
     one.step(sequence)
     assert sorted(ring_of(sequence).named) == named
     one.check()
+
+
+def test_a_window_that_another_prompt_waits_for_is_stated_at_once() -> None:
+    """Not with the next report of progress, which may be a while away. The ring has what is needed: nothing else is asked for."""
+    one = worker()
+    sequence = one.begin("a", range(24))
+    one.step(sequence)
+    one.step(sequence)
+    assert one.cache.next_call(list, one.now) is None
+    tell(one, "a", 16)
+    call = one.cache.next_call(list, one.now)
+    assert call is not None
+    assert type(call.request).__name__ == "AppendRequest"
 
 
 def test_a_boundary_told_during_a_step_is_named_after_it() -> None:

@@ -73,6 +73,7 @@ def test_a_ring_has_what_every_step_needs(window: int, num_hits: int, max_chunk:
                 ring.name(boundary, blocks(next_block, count))
                 next_block += count
                 assert all(index in ring.named for index in ring.window(boundary))
+                assert len(ring.scratch()) <= size, "more was replaced than was lost"
         check(ring, window, num_computed, num_computed)
 
 
@@ -113,6 +114,20 @@ def test_a_named_block_is_never_written_again() -> None:
     # Lost: it is stated again, but this worker has stopped using it.
     assert ring.state() == (statement, [])
     assert named[0].block not in {one.block for one in ring.scratch()}
+
+
+def test_a_block_that_is_copied_is_released_after_the_copy() -> None:
+    """Another sequence could be granted it in the answer to the call that says so, and write to it."""
+    ring = Ring(1, SIZE, [], blocks(1, 4))
+    ring.advance(0, SIZE)
+    (named,) = ring.name(1)
+    ring.advance(SIZE, 2 * SIZE)
+    ring.advance(2 * SIZE, 3 * SIZE)
+    statement, dropped = ring.state(is_copied=True)
+    assert (statement.bound, statement.released, dropped) == ((named,), (), [])
+    ring.acknowledge(statement)
+    statement, dropped = ring.state()
+    assert (statement.released, dropped) == ((named,), [named.block])
 
 
 def test_what_was_named_is_not_stated_as_scratch_any_more() -> None:

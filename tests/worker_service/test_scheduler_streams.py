@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.sampling_params import TokenLogprobs
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, Chunk, FinishReason, TokenStream, Usage
 from tests.tracer import expected_text
@@ -90,3 +91,38 @@ async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
             range(chunk.start_index, chunk.start_index + len(chunk.tokens))
         )
     assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.LENGTH]
+
+
+def test_a_chunk_that_follows_one_that_waits_adds_all_that_it_says() -> None:
+    """A slow reader misses nothing: values of the prompt's tokens, what was used by then, how the answer ended, and its score."""
+    stream = TokenStream()
+    first, second = Usage(5, 0, 1, 0), Usage(5, 0, 2, 0)
+    stream.put(Chunk(0, [SampledToken(7, None)], "a", first, prompt_logprobs=[None]))
+    stream.put(Chunk(1, [SampledToken(8, None)], "b", second, prompt_logprobs=[TokenLogprobs(-1.0, [])]))
+    stream.put(Chunk(2, text="c", finish_reason=FinishReason.STOP, score=-3.5))
+    assert stream.take() == Chunk(
+        0,
+        [SampledToken(7, None), SampledToken(8, None)],
+        "abc",
+        second,
+        FinishReason.STOP,
+        [None, TokenLogprobs(-1.0, [])],
+        score=-3.5,
+    )
+    assert stream.is_read
+
+
+def test_answers_wait_apart_and_the_stream_ends_with_the_last_of_them() -> None:
+    stream = TokenStream(2)
+    stream.put(Chunk(0, text="a"))
+    stream.put(Chunk(0, text="x", index=1))
+    stream.put(Chunk(0, text="b", finish_reason=FinishReason.STOP))
+    assert not stream.is_finished
+    taken = [stream.take(), stream.take()]
+    assert [(chunk.index, chunk.text) for chunk in taken if chunk is not None] == [(0, "ab"), (1, "x")]
+    assert not stream.is_read
+    stream.put(Chunk(1, text="y", index=1, finish_reason=FinishReason.LENGTH))
+    assert stream.is_finished
+    last = stream.take()
+    assert last is not None
+    assert (last.index, last.text, stream.is_read) == (1, "y", True)

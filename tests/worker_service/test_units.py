@@ -397,3 +397,20 @@ def test_a_fork_shares_the_unit_of_its_parent(is_lost: bool) -> None:
     worker.end(child)
     worker.check()
     assert worker.held() == (0, 0)
+
+
+def test_a_fork_is_stated_after_what_the_encoder_has_put_out() -> None:
+    """Also where the fork shares no block of tokens, which would have to be stated before."""
+    worker = worker_with()
+    parent = begin(worker, "p", num_new=6)
+    parent.num_forks_to_come = 1
+    worker.call()
+    worker.launch(parent)
+    worker.cache.end_step([Computed(parent, 1, 7)], worker.now)
+    forked = worker.cache.fork(parent, "c")
+    assert forked is not None
+    worker.cache.free(parent)
+    worker.methods.clear()
+    worker.step(forked.sequence)
+    assert worker.methods == ["Append", "Fork", "Free"]
+    assert forked.sequence.parent is None

@@ -102,6 +102,10 @@ class Desk:
         """Its free blocks in the order in which they will be granted."""
         return list(self.pool.free_list())
 
+    def free_list_of(self, group: int) -> list[int]:
+        """The free blocks of a group in the order in which they will be granted."""
+        return list(self.session.pools[group].free_list())
+
     def table(self, name: str | SequenceKey) -> list[int]:
         """The block table of a live sequence."""
         named = _key(name)

@@ -12,6 +12,7 @@ from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS, CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
+    AppendItem,
     ContentRun,
     Granted,
     Limits,
@@ -21,6 +22,7 @@ from kvpool.cache_service.core.messages import (
     ReservedBlock,
     Root,
     SequenceUpdate,
+    TableEntry,
     WorkerLoad,
 )
 from kvpool.cache_service.core.recovery import Case
@@ -179,6 +181,75 @@ def test_a_block_that_was_granted_before_its_content_came_does_not_get_it() -> N
     assert cached(worker, 12) == 0
 
 
+def test_a_block_that_was_granted_is_not_expected_again_however_late_it_is_listed() -> None:
+    """The worker has listed it before it heard of the grant, which has ended by then."""
+    worker = Reporter(num_blocks=3)
+    live(worker, 1, 2)
+    assert worker.allocate("a", [50]).blocks == (1,)
+    worker.manager.free(worker.uplink(), [SequenceUpdate(key("a"))])
+    worker.report(1, last=False, idle_blocks=((1, 2),))
+    worker.report(2, contents=(run(1, 2),))
+    assert states(worker, 1, 2) == [State.FREE, State.CACHED]
+    assert cached(worker, 4) == 0
+
+
+def test_idle_blocks_may_be_listed_before_or_after_what_some_of_them_hold_or_who_has_them() -> None:
+    """Free blocks come before cached ones whatever the order; and a block of a table is no block that a content may come for."""
+    worker = Reporter()
+    worker.report(0, last=False, contents=(run(1, first=5),), idle_blocks=((1, 2),))
+    assert list(worker.session.pools[0].free_list())[-1] == 1
+    worker.report(1, last=False, idle_blocks=((3, 4),))
+    worker.report(2, last=False, live=True, sequences=(sequence("a", 5, 4, 3, 4),))
+    worker.report(3, contents=(run(3),))
+    assert states(worker, 1, 2, 3, 4) == [State.CACHED, State.FREE, State.HELD, State.HELD]
+    worker = Reporter()
+    worker.report(0, last=False, idle_blocks=((3, 4),))
+    worker.report(1, last=False, live=True, sequences=(sequence("a", 5, 4, 3, 4),))
+    worker.report(2, contents=(run(3),))
+    assert states(worker, 3, 4) == [State.HELD, State.HELD]
+    assert granted_since(worker) == 0, "the table has said what the block holds"
+
+
+def test_a_content_under_another_root_is_not_what_a_table_says_of_its_block() -> None:
+    """Equal tokens of two tenants: what hangs from the one would become a hit for the other."""
+    worker = Reporter()
+    worker.report(0, last=False, sequences=(sequence("a", 5, 4, 1, 2),))
+    refusal = worker.refused(1, {"contents": (run(1, root=ROOT._replace(tenant_salt="another")),)})
+    assert refusal.reason is Reason.BAD_REPORT
+    assert "block 1 is reported twice" in refusal.message
+
+
+def test_a_window_that_the_worker_has_used_since_is_not_evicted_first() -> None:
+    """A sequence has hit it and left it, so it went before the others; then the worker lists it as used last."""
+    introduction = registration("w", num_blocks=(9, 9), block_size=SIZE, windows=((0, 0), (5, 2)))
+    worker = BaseReporter(CacheManager(3), introduction)
+    worker.report(0, last=False, live=True, idle_blocks=((1, 2), (3, 4)))
+    worker.report(1, last=False, contents=(in_two_groups(0, (1, 3), (2, 4)),))
+    item = AllocateItem(key("a"), ROOT, token_bytes([*range(8), *[99] * 6]), no_wait=True)
+    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
+    assert isinstance(outcome, Granted)
+    assert outcome.num_cached_tokens == 8
+    update = SequenceUpdate(key("a"), num_computed_tokens=12, released=((), (TableEntry(1, 4, OLD),)))
+    worker.manager.append(worker.uplink(), [AppendItem(update)])
+    pool = worker.session.pools[1]
+    assert pool.demoted() == [4]
+    worker.report(2, idle_blocks=((), (3, 4)))
+    assert pool.demoted() == []
+    assert list(pool.free_list())[-2:] == [3, 4]
+
+
+def test_expected_blocks_are_not_granted_in_place_of_new_ones_so_they_save_nothing_of_the_budget() -> None:
+    """Four blocks are expected in the first group. The budget has room for three new ones, of which the second needs two."""
+    introduction = registration("w", num_blocks=(9, 9), block_size=SIZE, windows=((0, 0), (5, 2)))
+    worker = BaseReporter(CacheManager(3, limits=Limits(max_total_blocks=4 + 3)), introduction)
+    worker.report(0, last=False, live=True, idle_blocks=((1, 2, 3, 4),))
+    item = AllocateItem(key("a"), ROOT, token_bytes(range(8)), no_wait=True)
+    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
+    assert isinstance(outcome, Refusal)
+    assert outcome.reason is Reason.TOO_MANY_BLOCKS
+    worker.check()
+
+
 def test_a_block_that_holds_something_new_keeps_it() -> None:
     """It was granted, computed and let go, and is a hit for other tokens now; then comes what it held before."""
     worker = Reporter(num_blocks=3)
@@ -305,6 +376,7 @@ def test_without_room_in_the_budget_the_rest_of_the_cache_is_left_out_and_the_wo
     live(worker, 1, 2, 3, sequences=(sequence("a", 5, 4, 4, 5),))
     worker.report(1, last=False, contents=(run(1, first=9),))
     worker.report(2, last=False, contents=(run(0, 0, 2, first=20),))
+    assert worker.session.pools[0].expected() == [3], "what is left out is as free as any block"
     worker.report(3, contents=(run(3, parent=4, first=30),))
     assert manager.reconciled[Case.NO_ROOM] == 2
     assert states(worker, 1, 2, 3, 4) == [State.CACHED, State.FREE, State.FREE, State.HELD]

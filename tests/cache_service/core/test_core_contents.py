@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.cache_service.core.contents import Removed
+from kvpool.cache_service.core.contents import Cleared, Removed
 from tests.cache_service.core.contents_follower import ContentsFollower
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import Lockstep
@@ -89,6 +89,30 @@ def test_nothing_of_a_cleared_session_is_removed_again() -> None:
     assert [type(event).__name__ for event in events] == ["Cleared", "Removed", "Removed"]
     assert all(event.session == 0 and event.forgotten for event in events if isinstance(event, Removed))
     follower.follow(lockstep.manager, now=True)
+
+
+def test_a_session_that_ends_while_it_is_listed_is_listed_no_further() -> None:
+    """What is stored in it after it was cleared would never be removed."""
+    lockstep = Lockstep()
+    worker = Desk(lockstep=lockstep)
+    worker.serve("a", [*range(12), 0])
+    contents = lockstep.manager.follow_contents(100)
+    contents.list_some(2)
+    lockstep.deregister(worker.number)
+    while contents.list_some(2):
+        pass
+    events = contents.since(0, 100)
+    assert events is not None
+    assert isinstance(events[-1], Cleared)
+
+
+def test_what_happens_while_nobody_follows_is_missed_by_who_comes_back() -> None:
+    lockstep = Lockstep()
+    worker = Desk(lockstep=lockstep)
+    number = lockstep.manager.follow_contents(100).last_number
+    lockstep.manager.end_contents()
+    worker.serve("a", [*FIRST, 0])
+    assert lockstep.manager.follow_contents(100).since(number, 100) is None
 
 
 def test_a_follower_that_is_later_than_the_ring_gets_none_of_its_events() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 
+from kvpool.cache_service.core.evictions import EvictionMemory
 from kvpool.cache_service.core.explanation import MissCause, WorkerExplanation
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import AllocateItem, Root, SequenceUpdate, Uplink, WorkerLoad
@@ -158,6 +160,48 @@ def test_the_memory_is_bounded_and_keeps_the_latest() -> None:
     remembered = [cause(desk, [first, 0, 0, 0, 0])[1] is MissCause.EVICTED for first in range(199)]
     assert remembered == [False] * (199 - sum(remembered)) + [True] * sum(remembered)
     assert sum(remembered) >= 48
+
+
+def _evict(memory: EvictionMemory, name: int, sequence_id: str) -> None:
+    memory.begin(1, key(sequence_id), ROOT)
+    memory.names.append(name)
+
+
+@pytest.mark.parametrize("num_between", [0, 20])
+def test_of_several_evictions_of_a_content_the_latest_is_named(num_between: int) -> None:
+    """Those in one segment of the memory, and those in different ones, all of them older than the newest."""
+    memory = EvictionMemory(64)
+    for sequence_id in ("first", "second", "third"):
+        _evict(memory, 7, sequence_id)
+        for other in range(num_between):
+            _evict(memory, 1000 + other, "another")
+    assert memory.find(7)[1].key == key("third")
+
+
+def test_evictions_side_by_side_keep_their_own_sequences_and_times() -> None:
+    """Ids of letters that take several bytes; what happened before a tick did not happen after it."""
+    memory = EvictionMemory(64)
+    for name, (sequence_id, time) in enumerate([("élève", 1.0), ("日本", 2.0), ("z", 3.0)]):
+        memory.set_time(time)
+        _evict(memory, name, sequence_id)
+    memory.set_time(4.0)
+    found = [memory.find(name)[1] for name in range(3)]
+    assert [(one.key, one.at) for one in found] == [(key("élève"), 1.0), (key("日本"), 2.0), (key("z"), 3.0)]
+
+
+def test_bytes_of_two_names_are_no_name() -> None:
+    """Names are looked for among bytes: what begins in the middle of one is none, and hides none that begins before it."""
+    memory = EvictionMemory(64)
+    ones = 0x0101010101010101
+    _evict(memory, ones, "real")
+    _evict(memory, 1, "next")  # its bytes begin, or end, with another 1
+    _evict(memory, 0x0101010101010100, "last")
+    assert memory.find(ones)[1].key == key("real")
+    halves = array("Q", b"\0\0\0\0abcd" + b"efgh\0\0\0\0")
+    for half in halves:
+        _evict(memory, half, "half")
+    (across,) = array("Q", b"abcdefgh")
+    assert memory.find(across) == {}
 
 
 def test_another_worker_that_has_the_prefix_is_named() -> None:

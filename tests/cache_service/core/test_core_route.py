@@ -90,6 +90,21 @@ def test_a_full_hit_is_reported_short_of_the_last_token() -> None:
     assert worker.manager.route(ROOT, token_bytes(PROMPT[:16]))[0].num_cached_tokens == 12
 
 
+def test_a_worker_that_leaves_is_named_no_more_from_that_moment_on() -> None:
+    """By an order, or by its own decision, which a heartbeat tells whose load is the one before; and an order that it has not heard
+    of holds for the session that it begins meanwhile."""
+    workers = cluster()
+    manager = workers[0].manager
+    assert set(ranking(workers[0], PROMPT)) == {"w0", "w1", "w2"}
+    manager.drain("w0")
+    assert set(ranking(workers[0], PROMPT)) == {"w1", "w2"}
+    load = manager.worker("w1").load
+    manager.keep_alive(workers[1].number, 0, load, 0.0, draining=True)
+    assert ranking(workers[0], PROMPT) == ["w2"]
+    manager.register(manager.worker("w0").registration._replace(register_no=2), 0.0)
+    assert ranking(workers[0], PROMPT) == ["w2"]
+
+
 def test_load_moves_a_short_prefix_elsewhere() -> None:
     """Uncomputed tokens and sequences cost; a prefix shorter than they are worth does not attract."""
     workers = cluster(2)

@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import pytest
 
+from kvpool.cache_service.core.block_mirror import BlockMirror
 from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.description import describe_block
 from kvpool.cache_service.core.messages import (
@@ -157,6 +158,23 @@ def test_what_an_evicted_unit_leaves_over_is_granted_before_another_unit_is_evic
     assert granted(worker, "e", OTHER, count=16).encoder_cached
 
 
+def test_pictures_show_what_is_left_of_an_evicted_unit() -> None:
+    worker = desk()
+    for name, root in (("a", INPUT), ("b", OTHER)):
+        granted(worker, name, root, count=16)
+        worker.leave(encoded(name))
+    pool = worker.session.unit_pool
+    assert pool is not None
+    mirror = BlockMirror(worker.session, CROSS, worker.manager.salts)
+    while mirror.step(1, 2):
+        pass
+    granted(worker, "c", root_of("a third"), count=4)
+    while mirror.step(2, 2):
+        pass
+    assert list(mirror.columns().states) == [pool.state(block) for block in range(pool.num_known)]
+    assert mirror.columns().states.count(State.FREE) == 1 + 3
+
+
 def test_several_units_go_where_one_is_not_enough() -> None:
     worker = desk()
     for name, root in (("a", INPUT), ("b", OTHER)):
@@ -240,6 +258,14 @@ def test_a_sequence_that_waits_for_a_prefix_is_not_told_to_wait_for_the_unit_too
     run_encoder(worker, "a")
     assert asks(worker, "b", tokens=range(9)) == Wait(key("a"), 8)
     assert isinstance(asks(worker, "c", tokens=(5,)), Granted)
+
+
+def test_a_sequence_does_not_wait_for_the_encoder_of_another_worker() -> None:
+    """The root is common to all workers, what is computed under it is not."""
+    lockstep = Lockstep()
+    workers = [desk(worker_id=name, lockstep=lockstep) for name in ("one", "two")]
+    granted(workers[0], "a")
+    assert not granted(workers[1], "b").encoder_cached
 
 
 def test_who_may_not_wait_gets_a_unit_of_its_own() -> None:

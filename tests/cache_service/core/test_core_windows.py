@@ -263,6 +263,18 @@ def test_a_block_of_the_reserve_may_become_scratch() -> None:
     assert desk.session.pools[1].ref_count(more.block) == 1
 
 
+def test_a_block_of_the_reserve_that_is_released_before_it_was_scratch_is_free() -> None:
+    """The worker has taken it and given it back between two calls."""
+    desk = worker_with_window()
+    granted_by(desk, "a", range(5))
+    (more,) = desk.refill(1, 1)
+    desk.refill(0, 1)
+    assert desk.session.pools[1].num_reserved == 1
+    assert desk.tell(desk.statement("a", 0, released=[(0, more.block)])) == (0, ())
+    assert desk.session.pools[1].num_reserved == 0
+    assert desk.free_list_of(1)[0] == more.block
+
+
 @pytest.mark.parametrize(
     ("stated", "reason"),
     [
@@ -335,6 +347,21 @@ def test_a_window_that_was_hit_and_left_is_evicted_before_others() -> None:
     assert desk.session.pools[1].demoted() == []
 
 
+def test_it_goes_first_also_where_the_budget_leaves_no_room_for_blocks_that_were_never_granted() -> None:
+    """Those lie before all cached blocks on the free list, and are skipped."""
+    desk = worker_with_window(limits=Limits(max_total_blocks=16))
+    served_until(desk, "old", range(50, 59), 2)
+    served_until(desk, "turn", range(9), 2)
+    granted_by(desk, "a", range(17))
+    hit = dict(desk.window("a").entries)
+    desk.tell(desk.statement("a", 12, released=list(hit.items())))
+    pool = desk.session.pools[1]
+    assert pool.demoted() == list(hit.values())
+    assert pool.num_withheld > 2
+    num_free = pool.counts().free
+    assert {one.block for one in desk.refill(num_free + 2, 1)} >= set(hit.values())
+
+
 @pytest.mark.parametrize("wanted", [{}, {"boundaries": (9,)}, {"retention_interval": 5}], ids=str)
 def test_a_hit_window_that_others_may_go_on_from_is_kept_like_any_hit(wanted: dict[str, Any]) -> None:
     """Because another prompt parts there, or the item has asked for it."""
@@ -343,6 +370,7 @@ def test_a_hit_window_that_others_may_go_on_from_is_kept_like_any_hit(wanted: di
     granted_by(desk, "a", range(20), **wanted)
     if not wanted:
         granted_by(desk, "other", [*range(8), 99, 99, 99, 99, 99], no_wait=True)
+        desk.free("other", 13)
     hit = dict(desk.window("a").entries)
     desk.tell(desk.statement("a", 12, released=list(hit.items())))
     assert desk.session.pools[1].demoted() == []
@@ -482,6 +510,12 @@ def test_and_there_too_if_the_first_that_went_on_from_there_is_gone() -> None:
     desk.free("a", 8)
     granted = granted_by(desk, "d", [*range(8), *[94] * 9], no_wait=True)
     assert granted.boundaries == (8, 16)
+
+
+def test_and_where_it_leaves_a_prompt_that_ends_there_and_is_being_computed() -> None:
+    desk = worker_with_window()
+    granted_by(desk, "a", range(9))
+    assert granted_by(desk, "b", [*range(8), *[94] * 9], no_wait=True).boundaries == (8, 16)
 
 
 def test_and_where_the_item_asks_for_it() -> None:

@@ -34,10 +34,12 @@ def now() -> float:
 class Process:
     """One process that stands by, leads and ends."""
 
-    def __init__(self, api: ApiServer, *, pace: float = 1.0, folder: Path = Path("/nowhere")) -> None:
+    def __init__(
+        self, api: ApiServer, *, pace: float = 1.0, folder: Path = Path("/nowhere"), duration: int = DURATION
+    ) -> None:
         self.store = LeaseEpochs(
             LeaseName("default", NAME),
-            duration=DURATION,
+            duration=duration,
             api="http://api",
             service_account=folder,
             clock=lambda: now() * pace,
@@ -118,6 +120,26 @@ async def test_after_a_kill_the_next_leads_when_the_lease_is_over_and_not_before
         await second.led.wait()
         assert DURATION / 2 < second.led_at - killed_at <= DURATION
         assert second.store.epoch == 2
+
+
+@pytest.mark.parametrize("durations", [(10, 3, 6), (3, 10, 6)])
+async def test_how_long_a_lease_is_its_holder_decides(api: ApiServer, durations: tuple[int, ...]) -> None:
+    """Processes with other settings, as during an update: one that stands by waits for the holder's duration, not for its own, and
+    states its own when it leads."""
+    holder: Process | None = None
+    for duration in durations:
+        process = Process(api, duration=duration)
+        if holder is not None:
+            await asyncio.sleep(1.0)
+            await holder.kill()
+            while holder.store.leads():
+                assert not process.led.is_set(), "two lead"
+                await asyncio.sleep(0.1)
+        await process.led.wait()
+        assert api.leases[NAME]["spec"]["leaseDurationSeconds"] == duration
+        holder = process
+    assert holder is not None
+    await holder.stop()
 
 
 @pytest.mark.parametrize("status", ["silent", "refuses", "lost"])
@@ -267,6 +289,23 @@ async def test_an_epoch_that_cannot_be_written_is_not_used(api: ApiServer) -> No
         with pytest.raises(StateError, match="epoch 8 cannot be written to lease default/manager"):
             await first.store.raise_above(7)
         assert first.store.epoch == 1
+
+
+async def test_an_epoch_that_was_written_is_not_taken_back_by_a_renewal(api: ApiServer) -> None:
+    """Its answer was lost, and what the Lease is now could not be read: the next renewal finds the larger epoch there."""
+
+    async def lose(_: httpx.Request) -> None:
+        raise Lost
+
+    async with processes(api, 1.0) as (first,):
+        answer, api.after = api.after, lose
+        with pytest.raises(StateError, match="epoch 8 cannot be written"):
+            await first.store.raise_above(7)
+        api.after = answer
+        await asyncio.sleep(DURATION)
+        assert api.leases[NAME]["metadata"]["annotations"][EPOCH_ANNOTATION] == "8"
+        assert first.store.leads()
+        assert first.store.epoch == 8
 
 
 async def test_used_up_epochs_are_an_error_and_never_wrap(api: ApiServer) -> None:

@@ -1,0 +1,130 @@
+"""What is kept of pictures for slow viewers, and for how long. The state machine compares what they show with the whole state."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.cache_service.core import pictures as pictures_module
+from kvpool.cache_service.core.pictures import MAX_MISSED, Change, Pictures, Viewer, Wish
+from tests.cache_service.core.desk import Desk
+from tests.cache_service.core.lockstep import Lockstep
+
+
+class Watched:
+    """The pictures of a cluster, and who looks at them."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.pictures = Pictures(desk.manager)
+        self.viewers: list[Viewer] = []
+
+    def join(self, wish: Wish) -> Viewer:
+        """One more viewer, which has a whole picture."""
+        self.viewers.append(self.pictures.join(wish))
+        (change,) = self.show(self.viewers[-1])
+        assert change.is_whole
+        return self.viewers[-1]
+
+    def show(self, *viewers: Viewer) -> list[Change]:
+        """A picture, which these look at; the others miss it."""
+        while self.pictures.step():
+            pass
+        self.pictures.take()
+        return [self.pictures.show(viewer) for viewer in viewers]
+
+    def num_kept(self) -> int:
+        """Ends and lists of changed blocks that are kept for viewers who have missed them."""
+        sessions = self.pictures._sessions.values()
+        lists = sum(len(one._ended) for session in sessions for one in session._sequences.values())
+        blocks = sum(len(pool._changed) for session in sessions for pool in session.pools)
+        return len(self.pictures._ended) + lists + blocks
+
+
+def test_what_everybody_has_seen_is_not_kept() -> None:
+    """Sequences end, blocks change, and workers leave in every picture."""
+    lockstep = Lockstep()
+    desk = Desk(lockstep=lockstep)
+    watched = Watched(desk)
+    viewer = watched.join(Wish(include_blocks=True, max_sequences=10))
+    for number in range(5):
+        other = Desk(worker_id=f"other {number}", lockstep=lockstep)
+        desk.grant(str(number), [number, 1, 2])
+        watched.show(viewer)
+        desk.free(str(number), 3)
+        lockstep.deregister(other.number)
+        (change,) = watched.show(viewer)
+        assert change.ended_sessions == (other.number,)
+        assert sum(len(one.ended_sequences) for one in change.sessions) == 1
+        watched.show(viewer)
+        assert watched.num_kept() == 0
+
+
+@pytest.mark.parametrize(("num_missed", "is_whole"), [(MAX_MISSED, False), (MAX_MISSED + 1, True)])
+def test_one_that_has_missed_too_many_pictures_gets_everything_and_nothing_is_kept_for_it(
+    num_missed: int, is_whole: bool
+) -> None:
+    desk = Desk()
+    watched = Watched(desk)
+    wish = Wish(include_blocks=True, max_sequences=10)
+    slow, quick = watched.join(wish), watched.join(wish)
+    watched.show(slow, quick)
+    for number in range(num_missed - 1):
+        desk.serve(str(number), [number, 1, 2])
+        watched.show(quick)
+    assert watched.num_kept() <= MAX_MISSED
+    (change,) = watched.show(slow)
+    assert change.is_whole == is_whole
+
+
+def test_many_changed_blocks_are_sent_as_a_whole_pool_and_few_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have changed before: what was sent does not count any more."""
+    monkeypatch.setattr(pictures_module, "MAX_LISTED_BLOCKS", 10)
+    desk = Desk()
+    watched = Watched(desk)
+    wish = Wish(include_blocks=True)
+    slow, quick = watched.join(wish), watched.join(wish)
+    for number in range(4):
+        desk.grant(f"a {number}", list(range(24)), no_wait=True, max_cached_tokens=0)
+        (change,) = watched.show(quick)
+        (columns,) = change.sessions[0].blocks
+        assert columns is not None
+        assert columns.ids is not None
+        assert len(columns.ids) == 6
+        desk.free(f"a {number}")
+        watched.show(quick)
+    (change,) = watched.show(slow)
+    (columns,) = change.sessions[0].blocks
+    assert columns is not None
+    assert columns.ids is None
+
+
+def test_a_list_of_sequences_is_kept_only_while_somebody_wants_one_so_long() -> None:
+    desk = Desk()
+    desk.grant("a", [1, 2, 3])
+    watched = Watched(desk)
+    stays, goes = watched.join(Wish(max_sequences=3)), watched.join(Wish(max_sequences=5))
+    watched.pictures.leave(goes)
+    watched.show(stays)
+    assert [list(one._sequences) for one in watched.pictures._sessions.values()] == [[3]]
+
+
+def test_all_workers_together_show_only_so_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures_module, "MAX_SEQUENCES", 5)
+    lockstep = Lockstep()
+    desks = [Desk(worker_id=name, lockstep=lockstep) for name in ("one", "two")]
+    for desk in desks:
+        for number in range(4):
+            desk.grant(f"{desk.worker_id} {number}", [number])
+    pictures = Pictures(desks[0].manager)
+    viewer = pictures.join(Wish(max_sequences=4))
+    pictures.take()
+    assert [len(one.sequences) for one in pictures.show(viewer).sessions] == [2, 2]
+
+
+def test_under_another_epoch_everybody_gets_everything() -> None:
+    """What a viewer has seen is of sessions that have ended."""
+    desk = Desk()
+    watched = Watched(desk)
+    viewer = watched.join(Wish())
+    desk.manager.raise_epoch(desk.manager.epoch + 1)
+    (change,) = watched.show(viewer)
+    assert (change.is_whole, change.epoch) == (True, desk.manager.epoch)
