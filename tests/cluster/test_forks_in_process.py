@@ -18,7 +18,7 @@ LONGEST: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN}
 """Not every config says it."""
 SAMPLED: dict[str, Any] = {"temperature": 1.2, "top_p": 0.95}
 NUM_BEAMS = 4
-MODELS = ("llama", "gpt2", "gemma2", "qwen2", "mistral", "deepseek_v3", "lfm2", "mamba2", "jamba")
+MODELS = ("llama", "gemma2", "mistral", "deepseek_v3", "lfm2", "mamba2")
 """Full attention, windows beside it, windows only, K and V of different sizes, states beside attention and alone."""
 
 
