@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +70,13 @@ async def test_every_option_is_the_plain_loop_in_a_tight_pool(subject: Subject, 
     """Fifty requests with other options each, five at a time, in chunks, with hits, evictions and preemptions on the way."""
     cases = list(subject.cases)
     async with in_process_cluster(subject.tiny.path, tmp_path, **TIGHT) as cluster:
-        completions = await asyncio.gather(
-            *(cluster.complete(prompt, **(options | GenerateOptions(max_tokens=NUM_NEW))) for prompt, options in cases)
-        )
+        async with cluster.in_lockstep(len(cases)):
+            completions = await asyncio.gather(
+                *(
+                    cluster.complete(prompt, **(options | GenerateOptions(max_tokens=NUM_NEW)))
+                    for prompt, options in cases
+                )
+            )
         for (prompt, options), completion in zip(cases, completions, strict=True):
             subject.check(prompt, options, completion)
         assert sum(completion.num_preemptions for completion in completions) > 0
@@ -124,21 +129,21 @@ async def test_prompt_logprobs_are_those_of_eager_logits(
     prompts = [*subject.tiny.prompts, (5,)]
     async with in_process_cluster(subject.tiny.path, tmp_path, **settings) as cluster:
         cluster.worker.runner._max_prompt_rows = max_prompt_rows
+        is_tight = "num_blocks" in settings
         num_preemptions = 0
-        for number in range(6):
-            if number >= 2 and (num_preemptions or not settings.get("num_blocks")):
-                break
-            completions = await cluster.all_at_once(prompts, max_tokens=NUM_NEW, prompt_logprobs=2)
+        for _ in range(2):
+            async with cluster.in_lockstep(len(prompts)) if is_tight else nullcontext():
+                completions = await cluster.all_at_once(prompts, max_tokens=NUM_NEW, prompt_logprobs=2)
             for prompt, completion in zip(prompts, completions, strict=True):
                 check_prompt_logprobs(completion, prompt, subject.loop.logits(prompt))
                 assert completion.num_cached_tokens == 0
                 subject.check(prompt, {}, completion)
             num_preemptions += sum(completion.num_preemptions for completion in completions)
-        assert (num_preemptions > 0) == ("num_blocks" in settings)
+        assert (num_preemptions > 0) == is_tight
         # What it has computed last is there for others; with one sequence at a time few windows are kept.
         after = await cluster.complete(prompts[-2], max_tokens=1)
         assert after.prompt_logprobs is None
-        assert after.num_cached_tokens > 0 or settings.get("num_blocks")
+        assert after.num_cached_tokens > 0 or is_tight
 
 
 def check_prompt_logprobs(completion: Completion, prompt: Sequence[int], logits: torch.Tensor) -> None:

@@ -85,7 +85,8 @@ async def test_a_preempted_sequence_begins_again_with_no_state(tmp_path: Path) -
     async with in_process_cluster(
         tiny.path, tmp_path, **SETTINGS | {"num_blocks": 15, "prefix_caching": False}
     ) as cluster:
-        found = await cluster.all_at_once(asked, max_tokens=60, logprobs=NUM_TOP)
+        async with cluster.in_lockstep(len(asked)):
+            found = await cluster.all_at_once(asked, max_tokens=60, logprobs=NUM_TOP)
         check_all(truths, found)
         assert sum(completion.num_preemptions for completion in found) > 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -77,7 +76,7 @@ async def test_the_bytes_of_a_sealed_block_never_change(tiny: TinyModel, truths:
     """Whoever uses it, and whatever is evicted and preempted around it: as long as block and generation are the same, and
     the block is sealed, so are its bytes."""
     async with in_process_cluster(
-        tiny.path, tmp_path, block_size=BLOCK_SIZE, num_blocks=33, max_num_batched_tokens=7, max_num_seqs=6
+        tiny.path, tmp_path, block_size=BLOCK_SIZE, num_blocks=25, max_num_batched_tokens=7, max_num_seqs=6
     ) as cluster:
         seen: dict[tuple[int, int], list[torch.Tensor]] = {}
         num_compared = num_shared = 0
@@ -93,19 +92,15 @@ async def test_the_bytes_of_a_sealed_block_never_change(tiny: TinyModel, truths:
                 num_shared += block.ref_count > 1
                 assert all(torch.equal(a, b) for a, b in zip(then, now, strict=True)), block
 
-        async def watched(truth: Truth) -> None:
-            asked = cluster.client.generate(
-                truth.prompt, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP, ignore_eos=True
-            )
-            async with asked as stream:
-                async for _ in stream:
-                    compare(list((await cluster.describe()).blocks))
-                truth.check(await stream.collect())
+        async def look() -> None:
+            compare(list((await cluster.describe()).blocks))
 
-        for num_rounds in range(30):  # which sequences meet in the pool differs from round to round
-            if num_rounds >= 3 and cluster.worker.engine.scheduler.num_preemptions > 0:
-                break
-            await asyncio.gather(*(watched(truth) for truth in truths for _ in range(2)))
+        prompts = [truth.prompt for truth in truths for _ in range(2)]
+        for _ in range(3):
+            async with cluster.in_lockstep(len(prompts), before_step=look):
+                found = await cluster.all_at_once(prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
+            for number, completion in enumerate(found):
+                truths[number // 2].check(completion)
         assert num_compared > 1000
         assert num_shared > 100
         totals = (await cluster.describe()).totals

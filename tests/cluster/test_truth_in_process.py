@@ -26,17 +26,11 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     truths = truths_of(tiny)
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **TIGHT) as cluster:
-        num_preemptions = 0
-        for salt in ("", *"abcd"):
-            cold = await cluster.all_at_once(
-                tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP, tenant_salt=salt
-            )
-            check_all(truths, cold)
-            num_preemptions += sum(completion.num_preemptions for completion in cold)
-            if num_preemptions:  # nearly always at once; who arrives when is not ours to say
-                break
+        async with cluster.in_lockstep(len(truths)):
+            cold = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
+        check_all(truths, cold)
         # Decoding never waits for blocks of layers with a window.
-        assert bool(num_preemptions) == (architecture not in ALL_WINDOWS)
+        assert any(completion.num_preemptions for completion in cold) == (architecture not in ALL_WINDOWS)
         check_all(truths, await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP))
         for truth in truths:
             # The second time all full blocks of the prompt are there.
@@ -57,14 +51,13 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
 
 @pytest.mark.parametrize("settings", [{}, {"report_seconds": 0.0, "reserve_seconds": 0.0}], ids=["as_is", "eager"])
 async def test_a_storm_in_a_tight_pool_tells_nothing_but_the_truth(settings: dict[str, float], tmp_path: Path) -> None:
-    """Hundreds of requests of all lengths, at random times, many of them cancelled: each token delivered is the right one."""
+    """Many requests of all lengths at once, many of them cancelled: each token delivered is the right one."""
     tiny = make_tiny_model("llama", tmp_path / "llama")
     truths = truths_of(tiny)
     numbers = random.Random(11)
     async with in_process_cluster(tiny.path, tmp_path, **{**TIGHT, "num_blocks": 16}, **settings) as cluster:
 
-        async def one(truth: Truth, num_tokens: int, num_wanted: int, delay: float) -> int:
-            await asyncio.sleep(delay)
+        async def one(truth: Truth, num_tokens: int, num_wanted: int) -> None:
             delivered: list[int] = []
             async with cluster.client.generate(truth.prompt, max_tokens=num_tokens, ignore_eos=True) as stream:
                 async for chunk in stream:
@@ -73,14 +66,12 @@ async def test_a_storm_in_a_tight_pool_tells_nothing_but_the_truth(settings: dic
                         break
             assert delivered == truth.tokens[: len(delivered)]
             assert len(delivered) >= min(num_tokens, num_wanted)
-            return len(delivered)
 
-        def some() -> Coroutine[None, None, int]:
+        def some() -> Coroutine[None, None, None]:
             truth = numbers.choice(truths)
-            return one(truth, numbers.randint(1, 16), numbers.choice((1, 3, 9, 99)), numbers.random())
+            return one(truth, numbers.randint(1, 16), numbers.choice((1, 3, 9, 99)))
 
-        num_delivered = sum(await asyncio.gather(*(some() for _ in range(150))))
-        assert num_delivered > 600
+        await asyncio.gather(*(some() for _ in range(150)))
         await cluster.until_idle()
         totals = (await cluster.describe()).totals
         assert totals.num_evicted_blocks > 100

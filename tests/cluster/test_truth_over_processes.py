@@ -17,7 +17,6 @@ WORKERS = (TinyCluster.ROOMY, *TinyCluster.TIGHT)
 async def test_several_models_at_once_cold_and_warm_answer_the_truth(tiny: TinyCluster) -> None:
     """All prompts of all models at the same instant, twice; the client chooses the worker by its model."""
     truths = {name: tiny.truths(name) for name in WORKERS}
-    num_preemptions = dict.fromkeys(WORKERS, 0)
     for is_warm in (False, True):
         answers = await asyncio.gather(
             *(
@@ -33,11 +32,9 @@ async def test_several_models_at_once_cold_and_warm_answer_the_truth(tiny: TinyC
         for name, completions in zip(WORKERS, answers, strict=True):
             check_all(truths[name], completions)
             assert {completion.worker_id for completion in completions} == {name}
-            num_preemptions[name] += sum(completion.num_preemptions for completion in completions)
+            assert name in TinyCluster.TIGHT or not any(completion.num_preemptions for completion in completions)
         if is_warm:
             assert all(completion.num_cached_tokens > 0 for completion in answers[0][1:])
-    assert num_preemptions[TinyCluster.ROOMY] == 0
-    assert sum(num_preemptions.values()) > 0
     await tiny.cluster.until_clean()
     for name in TinyCluster.TIGHT:
         assert (await tiny.cluster.worker(name)).totals.num_evicted_blocks > 0

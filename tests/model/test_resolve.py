@@ -225,9 +225,9 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     }
 
 
-def test_progress_is_told(tiny: Path, tmp_path: Path) -> None:
+def test_progress_is_told(tiny: Path) -> None:
     lines: list[str] = []
-    load_model(ModelSettings(str(tiny), dtype="float32", device="cpu", cache_dir=tmp_path), lines.append)
+    load_model(ModelSettings(str(tiny), dtype="float32", device="cpu"), lines.append)
     assert lines[-1].startswith("loaded llama (float32 on cpu) in ")
 
 

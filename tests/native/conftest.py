@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.compiler import NumberType
 
@@ -19,9 +20,9 @@ def build_folder(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def step_file(build_folder: Path) -> Callable[[NumberType], Path]:
-    """The step, compiled as a worker does it."""
-    return lambda number_type: compiled_library(number_type, build_folder, print).path
+def step_file() -> Callable[[NumberType], Path]:
+    """The step, compiled as a worker does it, in the user's cache folder: workers of other tests load the same file."""
+    return lambda number_type: compiled_library(number_type, default_cache_dir(), print).path
 
 
 @pytest.fixture(scope="session")
