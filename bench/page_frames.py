@@ -66,7 +66,7 @@ async def measure(num_blocks: int, num_changes: int, seconds: float) -> dict[str
         return EventStream(hub.events(Viewer(include_blocks=True, pause_seconds=0)))
 
     listener = listen("127.0.0.1", 0)
-    app = Starlette(routes=[Route("/api/watch", watch), *file_routes()])
+    app = Starlette(routes=[Route("/api/watch", watch), *file_routes(has_login=False)])
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve([listener]))
     found: dict[str, list[float]] = {}

@@ -1,9 +1,9 @@
 """Who may call: the key, the page's session, the Host and the Origin of a request.
 
 A page of any site that a person opens can send requests to addresses which that person's machine reaches, this one among them.
-Three checks stop it. Host: a name that is not ours was made to point here by somebody else (DNS rebinding). Origin: a write that a
-browser sends for a page of another origin is refused, unless it shows the key, which such a page does not know. SameSite: the
-cookie does not come along from other sites.
+Three checks stop it. Host: a name that is not ours was made to point here by somebody else (DNS rebinding). Sec-Fetch-Site, and
+Origin where a browser does not send it: a write for a page of another origin is refused, unless it shows the key, which such a page
+does not know. SameSite: the cookie does not come along from other sites.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from http import HTTPStatus
 from typing import Final
 
 from starlette.datastructures import Headers
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError
+from .security_headers import PAGE_HEADERS
 
 COOKIE: Final = "kvpool_session"
 SESSION_SECONDS: Final = 12 * 3600
 OPEN_PATHS: Final = frozenset({"/health", "/version"})
 """Anybody may ask for these."""
-LOGIN_PATHS: Final = frozenset({"/login", "/static/login.css"})
+LOGIN_PATHS: Final = frozenset({"/login", "/static/icon.svg", "/static/login.css"})
 """What the page needs to ask for the key."""
+_ASK_AGAIN: Final = (
+    '<!doctype html><title>kvpool</title><meta http-equiv="refresh" content="0; url=/"><a href="/">kvpool</a>'
+)
 _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -138,12 +142,15 @@ class Access:
         )
 
     def _require_origin(self, headers: Headers) -> None:
-        """A write of a browser comes from our own page, or from an origin that was allowed. Programs send no Origin."""
-        origin = headers.get("origin")
-        if origin is None:
-            if headers.get("sec-fetch-site", "none") in ("same-origin", "none"):
-                return
-        elif origin.partition("://")[2].lower() == headers.get("host", "").lower() or self._origins & {origin, "*"}:
+        """A write of a browser comes from our own page, or from an origin that was allowed. Programs send neither header."""
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if site is not None:
+            # What the browser itself knows, however a proxy has changed Host and the page's policy has hidden its origin.
+            is_own = site in ("same-origin", "none")
+        else:
+            # Over http browsers send no Sec-Fetch-Site, but to their own machine.
+            is_own = origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
+        if is_own or (origin is not None and self._origins & {origin, "*"}):
             return
         raise ApiError(
             HTTPStatus.FORBIDDEN,
@@ -154,9 +161,12 @@ class Access:
 
 def _answer_to(scope: Scope, error: ApiError) -> Response:
     """Who opens the page without a session is a person, and is asked for the key."""
-    if error.status == HTTPStatus.UNAUTHORIZED and scope["path"] == "/" and scope["method"] == "GET":
-        return RedirectResponse("/login", HTTPStatus.SEE_OTHER)
-    return error.response()
+    if error.status != HTTPStatus.UNAUTHORIZED or scope["path"] != "/" or scope["method"] != "GET":
+        return error.response()
+    if Headers(scope=scope).get("sec-fetch-site") in ("cross-site", "same-site"):
+        # The person followed a link of another site, so the browser kept its cookie back. It sends it if our own page asks.
+        return HTMLResponse(_ASK_AGAIN, headers=PAGE_HEADERS)
+    return RedirectResponse("/login", HTTPStatus.SEE_OTHER)
 
 
 def session_of(headers: Headers) -> str:

@@ -52,7 +52,7 @@ def make_app(
     metrics = GatewayMetrics()
     limits = limits or connection_limits(settings)
     keys = Keys(settings.keys)
-    routes = [*state_routes(), *login_routes(keys), *openai_routes(), *page_routes()]
+    routes = [*state_routes(), *login_routes(keys), *openai_routes(), *page_routes(has_login=bool(keys))]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -11,15 +11,21 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import ApiError
 
 ENDLESS_PATHS: Final = frozenset({"/api/watch"})
 """Whose answers have no end of their own."""
 MAX_HEAD_BYTES: Final = 64 << 10
+MAX_TRAILER_BYTES: Final = 8 << 10
+"""After the body of a request, or of anything that a chunk has but its content: all of it is dropped."""
+MAX_PIPELINED: Final = 64
+"""Requests that may wait for the answer to the one before them. Each takes a hundred times its bytes."""
+MAX_REFUSED: Final = 64
+"""Connections over the limit that are answered at the same time; more are closed without a word."""
 _CLOSING_SECONDS: Final = 1.0
 
 
@@ -34,6 +40,8 @@ class ConnectionLimits:
     reader_seconds: float
     num_connections: int = 0
     """That are served now."""
+    num_refused: int = 0
+    """That are told that there are too many, now."""
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("idle", "head", "body", "reader", "full"), 0))
     """Connections that were closed, by the limit that they reached."""
 
@@ -48,9 +56,19 @@ class BoundedConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._stage = ""
         self._num_head_bytes = 0
+        self._num_unread_bytes = 0
+        self._num_trailer_bytes = 0
+        self._refusal: tuple[HTTPStatus, str] | None = None
+        self._running: RequestResponseCycle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._is_counted = self.limits.num_connections < self.limits.max_connections
-        if not self._is_counted:
+        self._is_refused = not self._is_counted and self.limits.num_refused < MAX_REFUSED
+        if not self._is_counted and not self._is_refused:
+            self.limits.ended["full"] += 1
+            self.transport.abort()
+            return
+        if self._is_refused:
+            self.limits.num_refused += 1
             self._refuse(
                 "full",
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -62,6 +80,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.num_connections -= self._is_counted
+        self.limits.num_refused -= self._is_refused
         self._leave_stage()
         self._stop_reader_timer()
         super().connection_lost(exc)
@@ -76,7 +95,11 @@ class BoundedConnection(HttpToolsProtocol):
             self._enter("head", self.limits.head_seconds)
         if self._stage in ("head", ""):
             self._num_head_bytes += len(data)
+        self._num_unread_bytes += len(data)
         super().data_received(data)
+        if self._stage == "body" and self._num_unread_bytes > MAX_TRAILER_BYTES:
+            self._refuse("body", *_TRAILERS)
+            return
         # A body that came with its head is counted too, so the limit holds only while the head is not complete. A head may also
         # come while the request before it is still answered.
         if self._stage in ("head", "") and self._num_head_bytes > MAX_HEAD_BYTES:
@@ -86,9 +109,39 @@ class BoundedConnection(HttpToolsProtocol):
                 f"a request's head may have {MAX_HEAD_BYTES} bytes: shorten its path and headers",
             )
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._stage != "body":
+            super().on_header(name, value)
+            return
+        # A trailer. Nothing reads one.
+        self._num_trailer_bytes += len(name) + len(value) + _HEADER_BYTES
+        if self._num_trailer_bytes > MAX_TRAILER_BYTES:
+            self.limits.ended["body"] += 1
+            self._reject(*_TRAILERS)
+
     def on_headers_complete(self) -> None:
+        names = [name for name, _ in self.headers]
+        if names.count(b"host") > 1:
+            # Which one counts is each program's own guess, a proxy's before this one among them.
+            self._reject(HTTPStatus.BAD_REQUEST, "a request has one Host: send the header once")
+        if b"transfer-encoding" in names and self.parser.get_http_version() != "1.1":
+            self._reject(HTTPStatus.BAD_REQUEST, "Transfer-Encoding needs HTTP/1.1: send Content-Length, or HTTP/1.1")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reject(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{MAX_PIPELINED} requests wait on this connection: send the next one after an answer, or on another",
+            )
+        self._num_unread_bytes = self._num_trailer_bytes = 0
         self._enter("body", self.limits.body_seconds)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unread_bytes = 0
+        super().on_body(body)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         self._leave_stage()
@@ -108,7 +161,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self.cycle is not None and self.cycle.scope["path"] in ENDLESS_PATHS:
+        if self._stage == "closing":
+            self.transport.close()
+        elif self.cycle is not None and self.cycle.scope["path"] in ENDLESS_PATHS:
             # Its answer would last for the whole grace. A browser asks again, as after any lost connection.
             self.transport.close()
         self._limit_closing()
@@ -141,24 +196,30 @@ class BoundedConnection(HttpToolsProtocol):
         self._limit_closing()
 
     def _refuse(self, limit: str, status: HTTPStatus, message: str) -> None:
-        """Answer, if no answer has begun, and close."""
+        """A limit was reached: answer, if no answer has begun, and close."""
         self.limits.ended[limit] += 1
+        self._end_with(status, message, in_body=limit == "body")
+
+    def _end_with(self, status: HTTPStatus, message: str, *, in_body: bool) -> None:
         self._leave_stage()
         if self.transport.is_closing():
             return
-        cycle = self.cycle
+        cycle = self._running
         # A complete answer is that of the request before, unless it came before the request's body.
-        if cycle is None or not cycle.response_started or (cycle.response_complete and limit != "body"):
+        if cycle is None or not cycle.response_started or (cycle.response_complete and not in_body):
             self._answer_and_close(status, message)
         else:
             self.transport.close()
 
     def _answer_and_close(self, status: HTTPStatus, message: str) -> None:
         """What the caller still sends is read and dropped for a moment: to close at once would reset the connection, and the answer
-        would be lost on its way. A request before it that is still being served ends as if its reader had left."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        would be lost on its way. A request before it that is still being served ends as if its reader had left, and those that wait
+        are dropped."""
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.flow.resume_reading()
         self.transport.write(_raw_answer(status, message))
         with contextlib.suppress(OSError):  # it has gone already
             self.transport.write_eof()
@@ -168,10 +229,14 @@ class BoundedConnection(HttpToolsProtocol):
         if self._stage == "closing":
             self.transport.close()
 
+    def _reject(self, status: HTTPStatus, message: str) -> NoReturn:
+        """In a callback of the parser: it reads no more, and `send_400_response` gives this answer."""
+        self._refusal = (status, message)
+        raise ValueError(message)
+
     def send_400_response(self, msg: str) -> None:
-        """Not HTTP. uvicorn's answer is plain text."""
-        self._leave_stage()
-        self._answer_and_close(HTTPStatus.BAD_REQUEST, "this is not HTTP/1.1 as the gateway understands it")
+        """The parser has ended: we have rejected what came, or it is not HTTP. uvicorn's answer is plain text."""
+        self._end_with(*(self._refusal or _NOT_HTTP), in_body=self._stage == "body")
 
     # -- readers
 
@@ -207,6 +272,14 @@ class BoundedConnection(HttpToolsProtocol):
 def bounded(limits: ConnectionLimits) -> type[BoundedConnection]:
     """The protocol class for uvicorn, whose connections have these limits."""
     return type("Connection", (BoundedConnection,), {"limits": limits})
+
+
+_HEADER_BYTES: Final = len(b": \r\n")
+_NOT_HTTP: Final = (HTTPStatus.BAD_REQUEST, "this is not HTTP/1.1 as the gateway understands it")
+_TRAILERS: Final = (
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    f"trailers and extensions of chunks may have {MAX_TRAILER_BYTES} bytes, and are not read: leave them out",
+)
 
 
 def _raw_answer(status: HTTPStatus, message: str) -> bytes:

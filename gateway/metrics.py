@@ -55,6 +55,7 @@ class GatewayMetrics:
         )
         page.counter("kvpool_gateway_sent_bytes", "Bytes of the bodies of answers.", self.sent_bytes)
         page.gauge("kvpool_gateway_connections", "Open connections.", limits.num_connections)
+        page.gauge("kvpool_gateway_max_connections", "Connections that are served at most.", limits.max_connections)
         for limit, count in limits.ended.items():
             page.counter(
                 "kvpool_gateway_connections_ended",

@@ -72,7 +72,7 @@ class Observation:
         async def send_observed(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status = int(message["status"])  # an HTTPStatus is logged as its name
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             elif message["type"] == "http.response.body":
                 self._metrics.sent_bytes += len(message.get("body", b""))

@@ -8,12 +8,14 @@ import errno
 import logging
 import socket
 from collections.abc import Iterator
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import structlog
 import uvicorn
 
 from kvpool.process.address import PortError, is_loopback, join_host_port
+from kvpool.process.rare_line import RareLine
+from kvpool.process.server_settings import descriptors_for_connections
 
 from .app import connection_limits, make_app
 from .connection import bounded
@@ -21,8 +23,10 @@ from .settings import GatewaySettings
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
-_BACKLOG: Final = 2048
+_BACKLOG: Final = 128
+"""Connections that wait to be taken; without descriptors for them the event loop complains as often as that, each second."""
 _POLL_SECONDS: Final = 0.01
+_OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class _Uvicorn(uvicorn.Server):
@@ -69,6 +73,8 @@ class GatewayServer:
         listener = listen(settings.host, settings.port)
         self.port = listener.getsockname()[1]
         limits = connection_limits(settings)
+        limits.max_connections = descriptors_for_connections(settings.max_connections)
+        _complain_rarely(asyncio.get_running_loop())
         uvicorns_log = logging.getLogger("uvicorn.error")
         uvicorns_log.setLevel(logging.ERROR)  # only here it says why the application did not start
         config = uvicorn.Config(
@@ -117,6 +123,23 @@ class GatewayServer:
         server.should_exit = True
         await asyncio.gather(self._serving, return_exceptions=True)
         log.info("stopped")
+
+
+def _complain_rarely(loop: asyncio.AbstractEventLoop) -> None:
+    """Of connections that cannot be taken for lack of descriptors or memory: one line a minute."""
+    line = RareLine(log, "connections wait: the system has no descriptor or no memory for them")
+    before = loop.get_exception_handler()
+
+    def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
+            line.note(error=error.strerror)
+        elif before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(on_error)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -18,6 +18,8 @@ from ..errors import ApiError
 from ..security_headers import PAGE_HEADERS
 
 INDEX: Final = "index.html"
+_LOG_OUT: Final = b' id="log-out" hidden'
+"""The page's form that ends a session: without keys there is no session, and it stays hidden."""
 _TYPES: Final[Mapping[str, str]] = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -67,9 +69,12 @@ def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
     return found
 
 
-def file_routes() -> list[BaseRoute]:
+def file_routes(*, has_login: bool) -> list[BaseRoute]:
     """GET / and /static/…. Only names that were found at the start are served, so no path leads out of the folder."""
     known = page_files()
+    if has_login:
+        before, _, after = known[INDEX].content.partition(_LOG_OUT)
+        known[INDEX] = PageFile.of(INDEX, before + _LOG_OUT.removesuffix(b" hidden") + after)
 
     async def index(request: Request) -> Response:
         return known[INDEX].response(request)

@@ -14,8 +14,8 @@ from .stories import stories
 from .watch import watch
 
 
-def page_routes() -> list[BaseRoute]:
-    """All of them."""
+def page_routes(*, has_login: bool) -> list[BaseRoute]:
+    """All of them. `has_login`: the gateway has keys, so who looks has a session."""
     return [
         Route("/api/watch", watch, methods=["GET"]),
         Route("/api/block", block, methods=["GET"]),
@@ -24,5 +24,5 @@ def page_routes() -> list[BaseRoute]:
         Route("/api/prefixes", prefixes, methods=["GET"]),
         Route("/api/requests", requests, methods=["GET"]),
         Route("/api/stories", stories, methods=["GET"]),
-        *file_routes(),
+        *file_routes(has_login=has_login),
     ]

@@ -25,8 +25,9 @@ export function sendJson(path, body, signal = undefined) {
   return fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-/** The failure that an answer which is not ok stands for. */
+/** The failure that an answer which is not ok stands for. Without a session the page goes to the form that asks for the key. */
 export async function failureOf(answer) {
+  if (answer.status === 401) location.assign("/login");
   const body = await answer.json().catch(() => null);
   return new ApiFailure(answer.status, body?.error?.message ?? `the gateway answered ${answer.status}`);
 }

@@ -111,8 +111,71 @@ async def test_pages_of_other_origins_write_only_if_allowed() -> None:
         other = await client.post("/tokenize", content=b"{", headers={"Origin": "https://other.example"})
         assert other.status_code == 403
         assert "access-control-allow-origin" not in other.headers
-        silent = await client.post("/tokenize", content=b"{", headers={"Sec-Fetch-Site": "cross-site"})
-        assert silent.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("origin", "site", "is_own"),
+    [
+        (None, None, True),
+        (None, "none", True),
+        (None, "same-origin", True),
+        (None, "same-site", False),
+        (None, "cross-site", False),
+        ("http://127.0.0.1:PORT", None, True),
+        ("https://127.0.0.1:PORT", None, True),
+        ("http://127.0.0.1:PORT", "cross-site", False),
+        ("http://127.0.0.1:1", None, False),
+        ("http://127.0.0.1:PORT.evil.example", None, False),
+        ("https://proxy.example", None, False),
+        ("https://proxy.example", "same-origin", True),
+        ("null", None, False),
+        ("null", "same-origin", True),
+        ("null", "same-site", False),
+        ("null", "cross-site", False),
+        ("", None, False),
+    ],
+)
+async def test_a_browsers_own_word_decides_over_a_write_and_else_its_origin(
+    origin: str | None, site: str | None, is_own: bool
+) -> None:
+    """Sec-Fetch-Site holds for a page that hides its origin, and before a proxy that changes Host; a page cannot set it."""
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        headers = {} if origin is None else {"Origin": origin.replace("PORT", str(server.port))}
+        headers |= {} if site is None else {"Sec-Fetch-Site": site}
+        answer = await client.post("/tokenize", content=b"{", headers=headers)
+        assert answer.status_code == (400 if is_own else 403), "400: it reached the route"
+
+
+async def test_the_pages_own_forms_come_with_an_origin() -> None:
+    """Under no-referrer a browser sends null, and over http there is nothing else that it sends."""
+    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+        for path in ("/login", "/static/login.css"):
+            assert (await client.get(path)).headers["referrer-policy"] == "same-origin"
+
+
+async def test_a_redirect_is_logged_by_its_number(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await client.get("/")
+    assert "status=303" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_only_a_gateway_with_a_key_shows_who_looks_how_to_log_out(has_key: bool) -> None:
+    async with (
+        serving(api_key=[KEY] if has_key else []) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        page = (await client.get("/", headers={"Authorization": f"Bearer {KEY}"})).text
+        assert ('action="/logout"' in page, 'id="log-out" hidden' in page) == (True, not has_key)
+
+
+async def test_a_link_of_another_site_lets_the_page_ask_with_its_session_once() -> None:
+    """Such a link comes without the cookie. If our own page asks without one, there is no session."""
+    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+        linked = await client.get("/", headers={"Sec-Fetch-Site": "cross-site"})
+        assert (linked.status_code, 'content="0; url=/"' in linked.text) == (200, True)
+        for site in ("same-origin", "none"):
+            assert (await client.get("/", headers={"Sec-Fetch-Site": site})).headers["location"] == "/login"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 
 import httpx
 import pytest
 
-from kvpool.gateway.connection import MAX_HEAD_BYTES
+from kvpool.gateway import connection
+from kvpool.gateway import server as gateway_server
+from kvpool.gateway.connection import MAX_HEAD_BYTES, MAX_PIPELINED, MAX_TRAILER_BYTES
 from tests.gateway.serving import exchange, serving
 
 WHOLE = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -82,10 +85,7 @@ async def test_more_connections_than_allowed_are_turned_away_and_the_next_is_ser
         assert status_of(await exchange(server.port, WHOLE)) == 503
         held[0][1].close()
         async with asyncio.timeout(20):
-            while (
-                status_of(await exchange(server.port, WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
-                != 200
-            ):
+            while status_of(await exchange(server.port, LAST)) != 200:
                 pass
         held[1][1].close()
 
@@ -142,3 +142,129 @@ async def test_an_error_repeats_no_long_path() -> None:
     async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
         for method in ("GET", "POST"):
             assert len((await client.request(method, "/" + "x" * 5000)).content) < 1000
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+LAST = WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize("key", [(), ("a-key-of-this-test",)], ids=["open", "key"])
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"2\r\n{}\r\n0\r\n", b"a: b\r\n"),
+        (b"0\r\n", b"a:\r\n"),
+        (b"0\r\na: ", b"b"),
+        (b"0\r\n", b"a"),
+        (b"2;", b"a"),
+        (b"2;a=", b"b"),
+    ],
+    ids=["trailers", "empty trailers", "value", "name", "extension", "extension's value"],
+)
+async def test_what_follows_a_chunk_is_not_collected(begin: bytes, piece: bytes, key: tuple[str, ...]) -> None:
+    """The connection ends after some KiB of it, long before the body's time; its head has one answer."""
+    async with serving(api_key=list(key), body_seconds=600) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        answer = b""
+        writer.write(CHUNKED + begin)
+        if key:
+            answer = await reader.readuntil(b"\r\n\r\n")
+
+        async def read() -> None:
+            nonlocal answer
+            with contextlib.suppress(OSError):
+                while piece := await reader.read(1000):
+                    answer += piece
+
+        reading = asyncio.create_task(read())
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(20):
+                while not reading.done():
+                    writer.write(piece * 1024)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        writer.close()
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert status_of(answer) == (401 if key else 431)
+        assert status_of(await exchange(server.port, LAST)) == 200, "the next one is served"
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_TRAILER_BYTES // 2, MAX_TRAILER_BYTES + 1])
+async def test_trailers_are_dropped_up_to_their_bound(num_bytes: int) -> None:
+    """Of a request that is complete, whatever its pieces are."""
+    trailers = b"x-a: b\r\n" * (num_bytes // 8) + b"x: " + b"y" * (num_bytes % 8) + b"\r\n\r\n"
+    async with serving() as server:
+        head = CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        answer = await exchange(server.port, head + b"2\r\n{}\r\n0\r\n" + trailers)
+        assert status_of(answer) == (400 if num_bytes <= MAX_TRAILER_BYTES else 431)
+        assert (b"needed either prompt or messages" in answer) == (num_bytes <= MAX_TRAILER_BYTES)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /tokenize HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nhost: localhost\r\n\r\n",
+        b"POST /version HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: identity\r\n\r\n",
+    ],
+)
+async def test_a_head_that_two_programs_may_read_in_two_ways_is_refused(head: bytes) -> None:
+    """A proxy may have let it pass for another reading."""
+    async with serving() as server:
+        answer = await exchange(server.port, head)
+        assert status_of(answer) == 400
+        assert answer.count(b"content-length") == 1
+
+
+async def test_requests_that_wait_on_one_connection_are_bounded(capfd: pytest.CaptureFixture[str]) -> None:
+    """All within the bound are answered in turn; one more ends the connection, and with it those that wait."""
+    async with serving() as server:
+        answer = await exchange(server.port, WHOLE * MAX_PIPELINED + LAST)
+        assert answer.count(b"HTTP/1.1 200") == MAX_PIPELINED + 1
+        answer = await exchange(server.port, WHOLE * (4 * MAX_PIPELINED))
+        assert answer.count(b"HTTP/1.1 200") <= MAX_PIPELINED
+        assert answer.count(b"HTTP/1.1 429") == 1
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+async def test_those_that_are_turned_away_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told why as long as few are told at a time; else a descriptor for each would be needed."""
+    monkeypatch.setattr(connection, "_CLOSING_SECONDS", 60.0)
+    monkeypatch.setattr(connection, "MAX_REFUSED", 2)
+    async with serving(max_connections=1) as server:
+        held = [await asyncio.open_connection("127.0.0.1", server.port)]
+        held[0][1].write(WHOLE)
+        assert await held[0][0].readuntil(b"\r\n\r\n")
+        answers = []
+        for _ in range(5):
+            held.append(await asyncio.open_connection("127.0.0.1", server.port))
+            try:
+                answers.append(await held[-1][0].read())
+            except ConnectionResetError:
+                answers.append(b"")
+        assert [answer[:12] for answer in answers] == [b"HTTP/1.1 503"] * 2 + [b""] * 3
+        for _, writer in held:
+            writer.close()
+
+
+async def test_a_gateway_takes_as_many_connections_as_it_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -n` is 1024 in many shells; a gateway without a descriptor left would hear nobody."""
+    raised: list[int] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1100))
+    monkeypatch.setattr("resource.setrlimit", lambda _, to: raised.append(to[0]))
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert raised == [1100]
+        assert "kvpool_gateway_max_connections 972.0" in (await client.get("/metrics")).text
+
+
+async def test_connections_that_cannot_be_taken_are_one_line_a_minute(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving():
+        loop = asyncio.get_running_loop()
+        for _ in range(500):
+            error = OSError(errno.EMFILE, "Too many open files")
+            loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
+        loop.call_exception_handler({"message": "something else", "exception": OSError(errno.EPIPE, "no pipe")})
+    said = "".join(capfd.readouterr())
+    assert said.count("Too many open files") == 1
+    assert gateway_server._BACKLOG <= 128, "as often as that the loop tries to take one"

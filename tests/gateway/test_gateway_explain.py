@@ -28,7 +28,7 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
     async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
         manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
         manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
-        app = Starlette(routes=page_routes(), exception_handlers={ApiError: on_api_error})
+        app = Starlette(routes=page_routes(has_login=False), exception_handlers={ApiError: on_api_error})
         settings = GatewaySettings()
         app.state.gateway = Gateway(
             settings,

@@ -69,24 +69,29 @@ class ServerSettings(ProcessSettings):
         )
 
     def descriptors_for_connections(self) -> int:
-        """`max_connections`, or as many as this process may open; its limit is raised as far as the system allows.
+        """`max_connections`, or as many as this process may open."""
+        return descriptors_for_connections(self.max_connections)
 
-        Without descriptors gRPC still works, but nothing else of the process does.
-        """
-        needed = self.max_connections + SPARE_DESCRIPTORS
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft == resource.RLIM_INFINITY or soft >= needed:
-            return self.max_connections
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        if allowed > soft:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        if allowed == needed:
-            return self.max_connections
-        possible = max(MIN_CONNECTIONS, allowed - SPARE_DESCRIPTORS)
-        log.warning(
-            "fewer connections than --max-connections: the limit of file descriptors (ulimit -n) does not allow more",
-            max_connections=self.max_connections,
-            possible=possible,
-            descriptors=allowed,
-        )
-        return possible
+
+def descriptors_for_connections(max_connections: int) -> int:
+    """`max_connections`, or as many as this process may open; its limit is raised as far as the system allows.
+
+    Without descriptors gRPC still works, but nothing else of the process does.
+    """
+    needed = max_connections + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return max_connections
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == needed:
+        return max_connections
+    possible = min(max_connections, max(MIN_CONNECTIONS, allowed - SPARE_DESCRIPTORS))
+    log.warning(
+        "fewer connections than --max-connections: the limit of file descriptors (ulimit -n) does not allow more",
+        max_connections=max_connections,
+        possible=possible,
+        descriptors=allowed,
+    )
+    return possible
