@@ -262,6 +262,18 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_worker_ends_with_the_sentence_and_no_traceback(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    done = run("kvpool.worker_service", "--model", str(folder), "--device", "cpu", "--port", "0", folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        f"kvpool worker: {folder} is incomplete: the model needs model.norm.weight, which no file there has."
+    )
+    assert "Traceback" not in done.stderr
+
+
 def test_kvpool_up_ends_with_the_sentence_and_no_traceback(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_bytes(POINTER)
     done = run("kvpool.client.cli", "up", "--model", str(folder), "--port", str(free_port()), folder=tmp_path)

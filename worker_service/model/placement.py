@@ -58,7 +58,11 @@ def read_config(folder: Path, gguf: str | None = None) -> Any:
 
     Raises ModelError if transformers does not support the model, or it has code of its own.
     """
-    more = {} if gguf is None else {"gguf_file": gguf}
-    what = f"transformers cannot read {folder / (gguf or CONFIG)}"
+    if gguf is not None:
+        # Here and not above: it imports what only GGUF files need.
+        from .source.gguf_config import gguf_config
+
+        return gguf_config(folder / gguf)
+    what = f"transformers cannot read {folder / CONFIG}"
     with library_errors(what, "Models with their own code are refused."):
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
