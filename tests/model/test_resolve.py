@@ -147,6 +147,24 @@ def test_the_fingerprint_names_what_shapes_the_kv(tiny: Path, tmp_path: Path) ->
     assert current() != first
 
 
+@pytest.mark.parametrize(
+    ("kind", "counts_from_padding"), [("roberta", True), ("m2m_100", True), ("llama", False), ("bart", False)]
+)
+@pytest.mark.parametrize("is_part", [False, True])
+def test_the_id_of_padding_is_part_of_the_fingerprint_where_positions_are_counted_from_it(
+    kind: str, counts_from_padding: bool, is_part: bool, tmp_path: Path
+) -> None:
+    touch(tmp_path, "model.safetensors")
+
+    def current(pad: int) -> str:
+        config: dict[str, Any] = {"model_type": kind, "pad_token_id": pad}
+        content = {"model_type": "encoder-decoder", "decoder": config} if is_part else config
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        return fingerprint(tmp_path, "float32", tmp_path, quiet)
+
+    assert (current(0) != current(1)) == counts_from_padding
+
+
 def test_a_file_is_hashed_once_per_version(tmp_path: Path) -> None:
     """Known path, size and time: the file is not read again, so a change that hides behind them is not seen."""
     file = tmp_path / "weights"

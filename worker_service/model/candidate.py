@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from .device import choose_device, cuda_index
 from .length import plain_limit, require_length
+from .library_errors import library_errors
 from .progress import Progress
 from .settings import ModelSettings
 from .source.cache_dir import open_cache_dir
+from .source.files import check_small_files, read_object
 from .source.resolve import ConfigSource, find_config
 
 
@@ -33,8 +34,9 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> Candidate:
     That is: cache folder, model, --device (torch is imported only to look for a GPU), and --max-model-len if config.json states
     the limit. `outline_model` checks everything. Raises ModelError, with the text of a start.
     """
-    source = find_config(settings.model, open_cache_dir(settings.cache_dir), progress)
-    config = _config_json(source)
+    with library_errors(f"{settings.model} cannot be read"):
+        source = find_config(settings.model, open_cache_dir(settings.cache_dir), progress)
+        config = _config_json(source)
     limit = plain_limit(config)
     if limit is not None and settings.max_model_len is not None:
         require_length(settings.max_model_len, limit)
@@ -45,11 +47,8 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> Candidate:
 
 
 def _config_json(source: ConfigSource) -> dict[str, Any]:
-    """Empty for a GGUF file, and for one that cannot be read: transformers' own reader says why."""
+    """Empty for a GGUF file. Raises ModelError if a small file of the model is broken."""
     if source.gguf is not None:
         return {}
-    try:
-        content = json.loads(source.file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    check_small_files(source.path)
+    return read_object(source.file)

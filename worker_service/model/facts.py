@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from .errors import ModelError
+from .library_errors import one_line
+from .source.files import TOKENIZER, TOKENIZER_CONFIG, is_there, read_bytes, read_object, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +94,35 @@ class TokenizerFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._config = self._json("tokenizer_config.json")
+        self._config = self._json(TOKENIZER_CONFIG)
 
     def tokenizer_json(self) -> bytes | None:
-        path = self._folder / "tokenizer.json"
-        return path.read_bytes() if path.is_file() else None
+        """Its content. Raises ModelError if the tokenizers library cannot read it."""
+        path = self._folder / TOKENIZER
+        if not is_there(path):
+            return None
+        content = read_bytes(path)
+        try:
+            Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises nothing else
+            raise ModelError(
+                f"The tokenizers library cannot read {path}: {one_line(error)}. Fetch the file again, or save it with this release."
+            ) from error
+        return content
 
     def chat_template(self) -> str | None:
         """The file chat_template.jinja, else the config's field; of several named templates, `default`."""
         path = self._folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
+        if is_there(path):
+            return read_text(path)
         template = self._config.get("chat_template") or self._json("chat_template.json").get("chat_template")
-        if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
-        return template if isinstance(template, str) else None
+        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        if template is not None and not isinstance(template, str):
+            raise ModelError(
+                f"{self._folder} has a chat_template that is neither text nor a list of named ones; correct its {TOKENIZER_CONFIG}."
+            )
+        return template
 
     def special_tokens(self) -> dict[str, str]:
         fields = {**self._json("special_tokens_map.json"), **self._config}
@@ -114,8 +131,7 @@ class TokenizerFiles:
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self._folder / name
-        content = json.loads(path.read_bytes()) if path.is_file() else {}
-        return content if isinstance(content, dict) else {}
+        return read_object(path) if is_there(path) else {}
 
 
 def _token_text(value: Any) -> str | None:

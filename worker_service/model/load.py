@@ -29,6 +29,7 @@ from .forward.runner import ModelRunner
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
 from .length import choose_max_encoder_tokens, choose_max_model_len, encoder_config, is_encoder_decoder
+from .library_errors import library_errors
 from .memory.facts import cross_needs, facts_of_loaded, group_needs
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.load import NATIVE_DTYPES
@@ -39,6 +40,7 @@ from .rope import Regime, describe_regime, fix_longrope
 from .runtimes import NO_ENCODERS, Lengths, RuntimeLoader, not_native
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
+from .source.files import GENERATION_CONFIG, check_small_files, check_weights
 from .source.fingerprint import fingerprint
 from .source.resolve import ModelFolder, resolve_model
 
@@ -112,13 +114,19 @@ def load_model(
     progress gets one line per step (default: the log). measure: times a runtime, where `auto` has to find out which is faster.
     Raises ModelError.
     """
-    progress = progress or structlog.get_logger("kvpool.model").info
+    with library_errors(f"{settings.model} cannot be loaded"):
+        return _load_model(settings, progress or structlog.get_logger("kvpool.model").info, measure)
+
+
+def _load_model(settings: ModelSettings, progress: Progress, measure: Measure) -> LoadedModel:
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     cache_dir = open_cache_dir(settings.cache_dir)
     folder = resolve_model(settings.model, cache_dir, progress)
+    check_small_files(folder.path)
     config = read_config(folder.path)
     prepared = prepare(config, settings)
+    check_weights(folder.path)
     if (line := describe_regime(config, prepared.rope_regime)) is not None:
         progress(line)
     device, dtype = prepared.device, prepared.dtype
@@ -205,6 +213,8 @@ def _read_facts(
 
 
 def _generation_config(path: Path) -> Any:
-    if not (path / "generation_config.json").is_file():
+    file = path / GENERATION_CONFIG
+    if not file.is_file():
         return None
-    return GenerationConfig.from_pretrained(path, local_files_only=True)
+    with library_errors(f"transformers cannot read {file}", "Correct the file, or fetch it again."):
+        return GenerationConfig.from_pretrained(path, local_files_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .candidate import Candidate
+from .library_errors import library_errors
 from .load import prepare
 from .memory.facts import cross_needs, facts_of_meta_model, group_needs
 from .memory.meta_model import MetaModel, build_meta_model
@@ -15,6 +16,7 @@ from .native.comparison import expected_runtime
 from .placement import DTYPES, choose_dtype, read_config
 from .settings import ModelSettings
 from .source.convert import dtype_that_keeps
+from .source.resolve import ConfigSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +54,11 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
 
     Raises ModelError.
     """
-    source = candidate.source
+    with library_errors(f"the needs of {candidate.source.name} cannot be found"):
+        return _outline(candidate.source, settings)
+
+
+def _outline(source: ConfigSource, settings: ModelSettings) -> Outline:
     config = read_config(source.path, source.gguf)
     prepared = prepare(config, settings)
     dtype = prepared.dtype

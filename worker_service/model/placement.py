@@ -11,7 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from .errors import ModelError
+from .library_errors import library_errors
 from .settings import DTypeName
+from .source.files import CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Linux's flags of CPUs that multiply bfloat16 in hardware: x86 (AVX512, AMX) and Arm.
@@ -56,10 +58,11 @@ def read_config(folder: Path, gguf: str | None = None) -> Any:
 
     Raises ModelError if transformers does not support the model, or it has code of its own.
     """
-    more = {} if gguf is None else {"gguf_file": gguf}
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
-    except (ValueError, OSError) as error:
-        raise ModelError(
-            f"transformers cannot read {folder / (gguf or 'config.json')}: {error}. Models with their own code are refused."
-        ) from error
+    if gguf is not None:
+        # Here and not above: it imports what only GGUF files need.
+        from .source.gguf_config import gguf_config
+
+        return gguf_config(folder / gguf)
+    what = f"transformers cannot read {folder / CONFIG}"
+    with library_errors(what, "Models with their own code are refused."):
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

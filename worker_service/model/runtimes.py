@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ..attention.interface import ATTENTION_NAME, register
+from .checkpoint import listed, load_whole, stored_spelling
 from .errors import ModelError
 from .forward.encoder_decoder import EncoderDecoderRuntime
 from .forward.forward import Runtime
@@ -26,8 +27,9 @@ from .native.comparison import Comparison
 from .native.errors import NotNative
 from .native.load import NotNativeAfterAll, try_native
 from .native.timing import Measure, Workload
-from .progress import Progress, quiet_transformers
+from .progress import Progress
 from .settings import ModelSettings
+from .source.files import check_weights
 
 NO_ENCODERS = "it computes no encoder-decoder models"
 """Why the native step does not compute a model with an encoder."""
@@ -85,7 +87,7 @@ class RuntimeLoader:
     def _load_encoder_decoder(self, max_encoder_tokens: int) -> Loaded:
         if self.device.type == "cpu":
             self.progress(f"runtime: torch; not native: {NO_ENCODERS}")
-        model = _load_weights(self.path, self.config, self.dtype, self.device)
+        model = _load_weights(self.path, self.config, self.dtype, self.device, self.progress)
         if self.device.type == "cpu":
             pack_linears(model)
         seq2seq, layers = guarded_encoder_decoder(
@@ -116,7 +118,7 @@ class RuntimeLoader:
 
     def _load_native(self, comparison: Comparison | None) -> Loaded:
         """Natively; with torch if the model is not native and the settings allow it, or if an earlier start chose it."""
-        model, settings = _load_weights(self.path, self.config, self.dtype, self.device), self.settings
+        model, settings = _load_weights(self.path, self.config, self.dtype, self.device, self.progress), self.settings
         try:
             runtime, layers = try_native(
                 model,
@@ -144,7 +146,7 @@ class RuntimeLoader:
         return self._with_torch(model)
 
     def _load_torch(self) -> Loaded:
-        return self._with_torch(_load_weights(self.path, self.config, self.dtype, self.device))
+        return self._with_torch(_load_weights(self.path, self.config, self.dtype, self.device, self.progress))
 
     def _try_torch(self) -> Loaded | None:
         try:
@@ -172,20 +174,25 @@ def not_native(settings: ModelSettings, reason: str) -> ModelError:
     return ModelError(f"--runtime native cannot serve this model here: {reason}. Give --runtime auto or torch.")
 
 
-def _load_weights(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_weights(
+    path: Path, config: Any, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+) -> Any:
+    """The model with all of its weights. progress gets a line about tensors that it does not use. Raises ModelError."""
     register()
     auto = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
-    with quiet_transformers():
-        model = auto.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            # Tensors are copied from the mapped file to the device one by one: host memory never holds a GPU's weights.
-            device_map={"": device},
-        )
+    model, unused = load_whole(
+        auto,
+        path,
+        check_weights(path).keys(),
+        stored_spelling,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        use_safetensors=True,
+        # Tensors are copied from the mapped file to the device one by one: host memory never holds a GPU's weights.
+        device_map={"": device},
+    )
+    if unused and progress is not None:
+        progress(f"the model uses all of its files but {listed(unused)}")
     model.eval()
     return model

@@ -6,14 +6,23 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GgufConfig
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from ..checkpoint import incomplete, listed, load_whole
+from ..errors import ModelError
+from ..length import is_encoder_decoder
+from ..library_errors import library_errors
 from ..progress import Progress, heartbeat, quiet_transformers
 from .cache_dir import conversion_folder, file_digest, locked
+from .gguf_config import gguf_config, is_plain, open_gguf, unused_by_design
 
 
 def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
@@ -43,32 +52,72 @@ def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
 def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     size_mb = gguf.stat().st_size / 1e6
     progress(f"converting {gguf.name} ({size_mb:.0f} MB) to safetensors, once; half a minute per 100 MB")
-    with quiet_transformers():
+    config, file = gguf_config(gguf), open_gguf(gguf)
+    with quiet_transformers(), library_errors(f"transformers cannot read the tokenizer of {gguf}"):
         tokenizer = AutoTokenizer.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
+            gguf.parent, config=config, gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
         )
         tokenizer.save_pretrained(folder)
-        progress("converting: the tokenizer is done, now the weights")
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=dtype_that_keeps(gguf),
-            quantization_config=GgufConfig(dequantize=True),
-            local_files_only=True,
-            trust_remote_code=False,
+    progress("converting: the tokenizer is done, now the weights")
+    spelling = _Spelling(file.architecture, config)
+    model, unused = load_whole(
+        AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM,
+        gguf,
+        file.names,
+        spelling,
+        config=config,
+        gguf_file=gguf.name,
+        dtype=dtype_that_keeps(gguf),
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    spelling.require_whole(model, gguf, file.names)
+    unread = sorted(name for name in {*unused, *spelling.unread(model, file.names)} if not unused_by_design(name))
+    if unread:
+        raise ModelError(
+            f"{gguf} has {listed(unread)}, which transformers does not read. Give the model as safetensors."
         )
-        progress("converting: the weights are unpacked, saving them")
-        # A GGUF file has no generation config, but the tokenizer has the end-of-text id.
-        if model.generation_config.eos_token_id is None:
-            model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.save_pretrained(folder)
+    progress("converting: the weights are unpacked, saving them")
+    # A GGUF file has no generation config, but the tokenizer has the end-of-text id.
+    if model.generation_config.eos_token_id is None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+
+
+class _Spelling:
+    """The names of a model's tensors in a GGUF file, where transformers has a table of them."""
+
+    def __init__(self, architecture: str, config: Any) -> None:
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+        self._has_table = architecture not in GGUF_CONFIG_ARCHS
+        self._table: dict[str, str] | None = None
+
+    def __call__(self, model: Any, name: str) -> set[str]:
+        """The tensors of a file that make up this one of the model; several for experts that are merged."""
+        return {one for one, other in self._of(model).items() if other == name} or {name}
+
+    def require_whole(self, model: Any, gguf: Path, names: Collection[str]) -> None:
+        """Raises ModelError if a part of a merged tensor is missing: transformers fills it with zeros."""
+        tied = getattr(model, "all_tied_weights_keys", {})
+        state = model.state_dict().keys() - tied
+        lacking = sorted(one for one, other in self._of(model).items() if other in state and one not in names)
+        if lacking:
+            raise incomplete(gguf, lacking)
+
+    def unread(self, model: Any, names: Collection[str]) -> set[str]:
+        """Tensors of the file that are none of the model's."""
+        return set(names) - self._of(model).keys() if self._has_table else set()
+
+    def _of(self, model: Any) -> dict[str, str]:
+        if self._table is None:
+            table = get_gguf_hf_weights_map(model, self._processor) if self._has_table else {}
+            # Experts have no suffix in the table, because they have none in the model.
+            self._table = {f"{one}.weight" if one.endswith("_exps") else one: other for one, other in table.items()}
+        return self._table
 
 
 def dtype_that_keeps(gguf: Path) -> torch.dtype:
-    """float32 and float16 files keep their precision; for quantised ones bfloat16 is precise enough."""
-    kinds = {tensor.tensor_type for tensor in GGUFReader(gguf).tensors if len(tensor.shape) > 1}
-    if kinds == {GGMLQuantizationType.F32}:
-        return torch.float32
-    if kinds == {GGMLQuantizationType.F16}:
-        return torch.float16
-    return torch.bfloat16
+    """The smallest type that has every matrix of a file exactly; of quantized ones bfloat16 is precise enough."""
+    kinds = open_gguf(gguf).matrix_types()
+    if not all(map(is_plain, kinds)) or kinds == {GGMLQuantizationType.BF16}:
+        return torch.bfloat16
+    return torch.float16 if kinds == {GGMLQuantizationType.F16} else torch.float32

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from ..progress import Progress
 from ..rope import Regime
@@ -16,8 +23,11 @@ from .weights import safetensors_names
 # Fields of config.json that do not affect what the model computes.
 _NO_PART_IN_KV = frozenset(
     {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
-    | {"bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation"}
+    | {"bos_token_id", "eos_token_id", "_attn_implementation"}
 )
+_PADDING = "pad_token_id"
+_POSITIONS_BY_PADDING = "create_position_ids_from_input_ids"
+"""Name in transformers of the function of models that count positions from the id of padding on, such as RoBERTa."""
 
 
 def fingerprint(
@@ -54,8 +64,22 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def _shaping(config: dict[str, Any]) -> dict[str, Any]:
+    left_out = _NO_PART_IN_KV if _counts_from_padding(config.get("model_type")) else _NO_PART_IN_KV | {_PADDING}
     return {
         key: _shaping(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in _NO_PART_IN_KV
+        if key not in left_out
     }
+
+
+def _counts_from_padding(model_type: Any) -> bool:
+    """Whether positions of models of the type depend on the id of padding."""
+    if model_type not in CONFIG_MAPPING:
+        return False
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+        if (found := mapping.get(CONFIG_MAPPING[model_type], None)) is not None:
+            names = vars(sys.modules[found.__module__])
+            return any(
+                name == _POSITIONS_BY_PADDING or hasattr(value, _POSITIONS_BY_PADDING) for name, value in names.items()
+            )
+    return False

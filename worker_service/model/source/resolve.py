@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..errors import ModelError
 from ..progress import Progress
 from .cache_dir import conversion_folder, known_digest
+from .files import CONFIG, is_there
 from .hub import HubId, fetch_config, fetch_model, parse_hub_id
 from .weights import only_gguf
 
@@ -60,7 +61,7 @@ def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolde
 def find_config(model: str, cache_dir: Path, progress: Progress) -> ConfigSource:
     """The location of the model's config; fetches no weights and converts nothing. Raises ModelError like resolve_model."""
     name, path = _locate(model, progress, fetch_config)
-    if path.is_dir() and (path / "config.json").is_file():
+    if path.is_dir() and is_there(path / CONFIG):
         return ConfigSource(name, path, None)
     gguf = path if path.is_file() else _gguf_in(path)
     assert gguf is not None, "refused without config.json"
@@ -91,7 +92,7 @@ def _locate(model: str, progress: Progress, fetch: Callable[[HubId, Progress], P
 def _gguf_in(folder: Path) -> Path | None:
     """The only GGUF file of a folder; None if it has safetensors and config.json. Raises ModelError."""
     gguf = only_gguf(str(folder), {file.name for file in folder.iterdir()})
-    if gguf is None and not (folder / "config.json").is_file():
+    if gguf is None and not is_there(folder / CONFIG):
         raise ModelError(f"{folder} has weights but no config.json; copy the model's config.json into it.")
     return None if gguf is None else folder / gguf
 

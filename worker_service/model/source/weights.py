@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
@@ -10,6 +11,7 @@ from ..errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 
@@ -24,6 +26,11 @@ def only_gguf(where: str, names: Collection[str]) -> str | None:
     ggufs = [name for name, suffix in suffixes.items() if suffix == ".gguf"]
     if len(ggufs) == 1:
         return ggufs[0]
+    if ggufs and all(map(_PART.search, ggufs)):
+        raise ModelError(
+            f"{where} has the parts of one model ({', '.join(ggufs)}). Join them with `llama-gguf-split --merge` and give the file "
+            "that it writes."
+        )
     if ggufs:
         raise ModelError(
             f"{where} has several GGUF files ({', '.join(ggufs)}); give the path of the one to use (`hf download` fetches "

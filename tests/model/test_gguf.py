@@ -1,0 +1,326 @@
+"""A GGUF file is the model that its header and tensors mean, or it is refused by the key or tensor that is not taken over."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.placement import read_config
+from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.source.convert import convert_gguf, dtype_that_keeps
+from kvpool.worker_service.model.source.weights import only_gguf
+from tests.model.gguf_files import write_gguf
+from tests.model.paged import PagedModel, quiet
+from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, Oracle, prompts
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# model_type, fields of the config, keys of the header: much that transformers' own reader drops.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "qwen3": ("qwen3", {"head_dim": 16}, {}),
+    "qwen3moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16},
+    ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "sliding_window": WINDOW, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}
+        | {"tie_word_embeddings": True},
+        {"attention.sliding_window": WINDOW, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
+    ),
+    "starcoder2": ("starcoder2", {"use_bias": True, "rope_theta": 1e6, "norm_epsilon": 1e-2}, {}),
+    "stablelm": ("stablelm", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, {}),
+    "phi3": (
+        "phi3",
+        {"sliding_window": WINDOW, "rope_theta": 3e4},
+        {"attention.sliding_window": WINDOW, "tokenizer.ggml.padding_token_id": 0},
+    ),
+    "nemotron": ("nemotron", {"norm_eps": 1e-2}, {"attention.layer_norm_epsilon": 1e-2}),
+}
+
+
+def make(kind: str, **fields: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(kind, **{**COMMON, **fields})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
+    return model
+
+
+def full(keys: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """The keys with the architecture's name before those that are its own."""
+    return {
+        key if key.startswith(("tokenizer.", "split.", "general.")) else f"{architecture}.{key}": value
+        for key, value in keys.items()
+    }
+
+
+def converted(path: Path) -> PreTrainedModel:
+    folder = convert_gguf(path, path.parent / "cache", quiet)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def served(path: Path) -> LoadedModel:
+    settings = ModelSettings(str(path), dtype="float32", device="cpu", cache_dir=path.parent / "cache", runtime="torch")
+    return load_model(settings, quiet)
+
+
+def assert_equal(model: PreTrainedModel, other: PreTrainedModel, tolerance: float = 1e-5) -> None:
+    tokens = torch.randint(VOCAB_SIZE, (1, 48), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens).logits, other(tokens).logits, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_file_is_the_model_that_it_was_written_from(architecture: str, tmp_path: Path) -> None:
+    kind, fields, keys = KINDS[architecture]
+    model = make(kind, **fields)
+    write_gguf(tmp_path / "m.gguf", model, architecture, full(keys, architecture))
+    assert_equal(model, converted(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "gemma2", "starcoder2"])
+def test_any_tensor_that_a_file_lacks_is_named_and_nothing_is_kept(architecture: str, tmp_path: Path) -> None:
+    """Of an expert's two merged matrices transformers would fill the missing one with zeros."""
+    kind, fields, keys = KINDS[architecture]
+    model, path = make(kind, **fields), tmp_path / "m.gguf"
+    names = write_gguf(path, model, architecture, full(keys, architecture))
+    # Without output.weight the two are tied.
+    drawn = random.Random(architecture).sample(sorted(set(names) - {"output.weight"}), 2)
+    tried = [*drawn, *[name for name in names if name.endswith("0.ffn_up_exps.weight")]]
+    for name in tried:
+        write_gguf(path, model, architecture, full(keys, architecture), leave_out=name)
+        with pytest.raises(ModelError, match=rf"m\.gguf is incomplete: the model needs {name}, which"):
+            convert_gguf(path, tmp_path / "cache", quiet)
+    assert [entry.suffix for entry in (tmp_path / "cache" / "models").iterdir()] == [".lock"] * len(tried)
+
+
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "a factor without a type": ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "the key of old files": ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "yarn": (
+        {
+            "scaling.type": "yarn",
+            "scaling.factor": 4.0,
+            "scaling.original_context_length": 128,
+            "scaling.yarn_beta_fast": 16.0,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0},
+    ),
+    "none": ({"scaling.type": "none", "scaling.factor": 4.0, "scaling.finetuned": False}, {"rope_type": "default"}),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_scaled_rope_is_taken_over(rope: str, tmp_path: Path) -> None:
+    keys, parameters = ROPES[rope]
+    model = make("llama", rope_parameters={"rope_theta": 10000.0, **parameters})
+    write_gguf(
+        tmp_path / "m.gguf", model, "llama", full({f"rope.{key}": value for key, value in keys.items()}, "llama")
+    )
+    assert_equal(model, converted(tmp_path / "m.gguf"))
+
+
+def test_the_frequencies_of_llama_3_are_taken_over_from_their_tensor_and_served(tmp_path: Path) -> None:
+    """The header does not say how the factors were found; a worker's text is that of the config that has them."""
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    model = make("llama", rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, **llama3})
+    plain = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    factors = (plain / model.model.rotary_emb.inv_freq).numpy()
+    assert len(set(factors)) > 2
+    write_gguf(tmp_path / "m.gguf", model, "llama", extra={"rope_freqs.weight": factors})
+    assert_equal(model, converted(tmp_path / "m.gguf"), 1e-4)
+    loaded = served(tmp_path / "m.gguf")
+    assert loaded.facts.max_model_len == MAX_MODEL_LEN
+    paged, prompt = PagedModel(loaded), prompts()[2]
+    request = paged.request(prompt, 16)
+    paged.run([request])
+    assert request.token_ids == Oracle(model).logits(prompt, 16)[0]
+
+
+def test_the_two_lists_of_longrope_are_taken_over(tmp_path: Path) -> None:
+    short, long = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 4.0, 5.0]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": 1.25,
+    }
+    model = make(
+        "phi3", rope_parameters=rope | {"original_max_position_embeddings": 128, "factor": 4.0}, sliding_window=None
+    )
+    extra = {
+        f"rope_factors_{kind}.weight": np.array(values, np.float32)
+        for kind, values in (("short", short), ("long", long))
+    }
+    keys = {
+        "rope.scaling.attn_factor": 1.25,
+        "rope.scaling.original_context_length": 128,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    write_gguf(tmp_path / "m.gguf", model, "phi3", full(keys, "phi3"), extra=extra)
+    found = converted(tmp_path / "m.gguf")
+    assert_equal(model, found)
+    assert found.config.rope_parameters["long_factor"] == long
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.rope.scaling.type", "su"),
+        ("llama.rope.scaling.attn_factor", 1.5),
+        ("llama.rope.scaling.yarn_log_multiplier", 0.1),
+        ("llama.rope.dimension_count", 4),
+        ("llama.rope.dimension_sections", [1, 1, 2]),
+        ("llama.attention.key_length_mla", 8),
+        ("llama.attention.sliding_window", WINDOW),
+        ("llama.attention.value_length", 4),
+        ("llama.attention.causal", False),
+        ("llama.attention.scale", 0.5),
+        ("llama.attention.head_count_kv", [2, 4]),
+        ("llama.attention.clamp_kqv", 8.0),
+        ("llama.attn_logit_softcapping", 5.0),
+        ("llama.final_logit_softcapping", 5.0),
+        ("llama.logit_scale", 0.5),
+        ("llama.embedding_scale", 12.0),
+        ("llama.residual_scale", 0.5),
+        ("llama.expert_count", 8),
+        ("llama.expert_gating_func", 2),
+        ("llama.expert_weights_scale", 2.5),
+        ("llama.use_parallel_residual", True),
+        ("llama.tensor_data_layout", "reference"),
+        ("llama.some_new_rule", 7),
+    ],
+)
+def test_a_key_that_changes_the_computation_is_refused_by_its_name(key: str, value: Any, tmp_path: Path) -> None:
+    """Before anything is converted, and in the plan of a dry run."""
+    write_gguf(tmp_path / "m.gguf", make("llama"), "llama", {key: value})
+    with pytest.raises(ModelError, match=rf"m\.gguf has {key} = .*Give the model as safetensors"):
+        read_config(tmp_path, "m.gguf")
+
+
+def test_keys_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    keys = {
+        "llama.attention.causal": True,
+        "llama.attention.sliding_window": MAX_MODEL_LEN,
+        "llama.expert_count": 0,
+        "llama.logit_scale": 1.0,
+        "llama.pooling_type": 0,
+        "llama.tensor_data_layout": "Meta AI original pth",
+        "llama.rope.freq_base": None,
+        "llama.attention.key_length": None,
+        "general.quantized_by": "somebody",
+        "split.no": 0,
+        "split.count": 1,
+    }
+    model = make("llama")
+    write_gguf(tmp_path / "m.gguf", model, "llama", keys)
+    assert_equal(model, converted(tmp_path / "m.gguf"))
+
+
+def test_a_tensor_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
+    """A bias of llama's attention: without it the text is another one."""
+    write_gguf(tmp_path / "m.gguf", make("llama"), "llama", extra={"blk.0.attn_q.bias": np.ones(32, np.float32)})
+    with pytest.raises(ModelError, match=r"has blk\.0\.attn_q\.bias, which transformers does not read"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "cache", quiet)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"split.no": 0, "split.count": 2},
+            r"one of 2 parts of a model \(split\.count\)\. Join them with `llama-gguf-split --merge`",
+        ),
+        ({"split.count": 1, "split.tensors.count": 22}, r"has 21 of the 22 tensors of its model"),
+        ({"general.type": "adapter"}, "is no model by itself: its general.type is adapter"),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_model_is_refused(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make("llama"), "llama", keys)
+    with pytest.raises(ModelError, match=says):
+        served(tmp_path / "m.gguf")
+
+
+def test_a_folder_with_the_parts_of_one_model_says_so() -> None:
+    with pytest.raises(ModelError, match=r"the parts of one model.*llama-gguf-split --merge"):
+        only_gguf("here", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ((Q.F32, Q.F32), torch.float32),
+        ((Q.F16, Q.F16), torch.float16),
+        ((Q.BF16, Q.BF16), torch.bfloat16),
+        ((Q.F16, Q.F32), torch.float32),
+        ((Q.F16, Q.BF16), torch.float32),
+        ((Q.BF16, Q.F32), torch.float32),
+        ((Q.Q8_0, Q.F32), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_type_of_a_conversion_keeps_every_matrix(kinds: tuple[Q, Q], dtype: torch.dtype, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make("llama"), "llama", quantization=lambda name: kinds["ffn_gate" in name])
+    assert dtype_that_keeps(tmp_path / "m.gguf") is dtype
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n", "is a pointer of git-lfs"),
+        (b"", "is no GGUF file"),
+        (b"GGUF\x03\x00\x00\x00", "is cut short or damaged: "),
+    ],
+)
+def test_a_broken_file_is_named(content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=rf"m\.gguf {says}"):
+        served(tmp_path / "m.gguf")
+
+
+def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make("llama"), "llama")
+    path.write_bytes(path.read_bytes()[:-4000])
+    with pytest.raises(ModelError, match=r"m\.gguf is cut short or damaged: "):
+        served(path)
