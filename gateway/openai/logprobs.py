@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -41,7 +40,7 @@ class CompletionLogprobs:
     def __init__(self, tokens: TokenBytes, num_top: int) -> None:
         self._tokens = tokens
         self._num_top = num_top
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = tokens.decoder()
         self._offset = 0
 
     def encode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ vocabularies have text, whose pieces are decoded one by one.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections import OrderedDict
@@ -22,6 +23,15 @@ from kvpool.client import Model
 MAX_KNOWN: Final = 8
 
 _FALLBACK: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_EACH_BYTE: Final = "kvpool.each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TokenBytes:
@@ -34,20 +44,20 @@ class TokenBytes:
         self._has_fallback = "ByteFallback" in kinds
         self._marks_spaces = bool(kinds & {"Metaspace", "Replace"})
         added = tokenizer.get_added_tokens_decoder()
-        self._added = {index: token.content for index, token in added.items()}
-        self._special = frozenset(index for index, token in added.items() if token.special)
+        self._special = {index: token.content for index, token in added.items() if token.special}
 
     def of(self, token_id: int) -> bytes:
         """The bytes that the token stands for; those of a special token's name; none for an id that the vocabulary lacks."""
-        added = self._added.get(token_id)
-        if added is not None:
-            return added.encode()
+        special = self._special.get(token_id)
+        if special is not None:
+            return special.encode()
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
         if self._is_byte_level:
             alphabet = byte_alphabet()
-            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece)
+            # One letter that stands for no byte, and the whole token is text.
+            return bytes(map(alphabet.__getitem__, piece)) if alphabet.keys() >= set(piece) else piece.encode()
         if self._has_fallback and (match := _FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])
         if self._marks_spaces:
@@ -58,6 +68,11 @@ class TokenBytes:
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of texts."""
         return token_id in self._special
+
+    def decoder(self) -> codecs.IncrementalDecoder:
+        """From bytes to text, as a worker decodes them: of bytes that make no character, byte-level BPE has one U+FFFD for as many
+        as might have begun one, and byte fallback one for each."""
+        return codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self._has_fallback else "replace")
 
 
 class TokenBytesOfModels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +57,33 @@ def test_any_text_comes_back_from_its_tokens(text: str) -> None:
     tokens = TokenBytes(_BYTE_LEVEL)
     ids = _BYTE_LEVEL.encode(text, add_special_tokens=False).ids
     assert b"".join(map(tokens.of, ids)) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("make", "num_replaced"),
+    [(byte_level, {"e381": 1, "f09f91": 1, "ffe3": 2}), (byte_fallback, {"e381": 2, "f09f91": 3, "ffe3": 2})],
+)
+def test_offsets_count_what_the_tokenizer_makes_of_bytes_that_are_no_character(
+    make: Callable[[], Tokenizer], num_replaced: dict[str, int]
+) -> None:
+    tokenizer = make()
+    tokens = TokenBytes(tokenizer)
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    for raw, count in num_replaced.items():
+        names = [letters[byte] if make is byte_level else f"<0x{byte:02X}>" for byte in bytes.fromhex(raw)]
+        ids = [token_id for name in [*names, "h"] if (token_id := tokenizer.token_to_id(name)) is not None]
+        text = tokens.decoder().decode(b"".join(map(tokens.of, ids)))
+        assert text == tokenizer.decode(ids) == "\ufffd" * count + "h"
+
+
+@pytest.mark.parametrize("content", ["é", "naïve x", "\ufffd"])
+def test_an_added_token_has_the_bytes_that_its_decoder_makes_of_it(content: str) -> None:
+    """A byte-level decoder takes its letters for bytes, if all of them stand for some."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([content])
+    token_id = tokenizer.token_to_id(content)
+    assert token_id is not None
+    assert TokenBytes(tokenizer).of(token_id).decode(errors="replace") == tokenizer.decode([token_id])
 
 
 def test_special_tokens_have_their_name_and_unknown_ids_nothing() -> None:

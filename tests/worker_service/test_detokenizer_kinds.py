@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,10 +12,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
 from kvpool.worker_service.engine.detokenizer import MAX_WINDOW_TOKENS, TextDecoder
-from kvpool.worker_service.engine.prompt import byte_letters
+from kvpool.worker_service.engine.prompt import byte_letters, parts
 from tests.worker_service.test_detokenizer import BYTES, pieces_of
 
 SPECIALS = ["<s>", "</s>", "[TOOL]"]
+CUT = (b" \xf0\x9f", b"\x91\xa9\xe2", b"\x80\x8d\xf0\x9f\x91", b"\xef\xbf", b"\xbd\xe3", b"\x81\x82\xe3", b"x\xcc")
 PIECES = ["▁hello", "▁world", "▁the", "▁a", "lo", "▁", "▁▁", "é", "€uro", "!"]
 
 
@@ -31,6 +33,8 @@ def byte_level() -> Tokenizer:
     """As GPT-2, Llama 3 and Qwen have it: each byte is a character of its own alphabet; words begin with a space."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["Ġhello", "Ġworld", "Ġthe", "Ġa", "lo"]
+    # Merges know nothing of characters: tokens begin and end inside of them.
+    words += ["".join(map(byte_letters().__getitem__, raw)) for raw in CUT]
     vocabulary = {token: index for index, token in enumerate([*alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
     tokenizer.decoder = decoders.ByteLevel()
@@ -126,6 +130,103 @@ def test_the_text_after_a_prompt_is_that_of_a_decode_stream(tokenizer: Tokenizer
     assert text_of(tokenizer, ids, prompt) == stream_of(tokenizer, ids, prompt)
 
 
+def as_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
+    is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+    names = byte_letters() if is_byte_level else BYTES
+    return ids_of(tokenizer, *(names[byte] for byte in text))
+
+
+WORDS = ["a", " ", "é", "日本", "e\u0301", "👩\u200d👩\u200d👧", "\ufffd", "caf\ufffd au", "𝄞"]
+
+
+@st.composite
+def any_tokens(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Texts as single bytes, whole or cut anywhere, bytes that begin or continue nothing, words, special tokens."""
+    ids = ids_of(tokenizer, "lo")
+    others = [
+        token_id for token_id in range(tokenizer.get_vocab_size()) if tokenizer.id_to_token(token_id) not in BYTES
+    ]
+    for _ in range(draw(st.integers(0, 12))):
+        match draw(st.sampled_from("ttcbo")):
+            case "t":
+                ids += as_bytes(tokenizer, draw(st.sampled_from(WORDS)).encode())
+            case "c":
+                text = draw(st.sampled_from(WORDS)).encode()
+                ids += as_bytes(tokenizer, text[: draw(st.integers(0, len(text)))])
+            case "b":
+                lone = draw(st.sampled_from([b"\x80", b"\xbf", b"\xc0", b"\xe3", b"\xed\xa0", b"\xf0\x9f", b"\xff"]))
+                ids += as_bytes(tokenizer, lone * draw(st.sampled_from([1, 2, 9])))
+            case _:
+                ids.append(draw(st.sampled_from(others)))
+    return ids
+
+
+def certain_text(tokenizer: Tokenizer, ids: Sequence[int], *, is_whole: bool = False) -> str:
+    """What the ids say for certain, whatever follows; all of it if they are the whole. The tokenizer's own decoding, but that with
+    byte tokens each byte of no character, and no other, is U+FFFD. A character may be incomplete at the end, never further up."""
+    runs: list[list[int] | bytes] = []
+    has_byte_tokens = any(part["type"] == "ByteFallback" for part in parts(tokenizer.decoder, "decoders"))
+    specials = ids_of(tokenizer, *SPECIALS)
+    for token_id in (token_id for token_id in ids if token_id not in specials):
+        if has_byte_tokens and token_id < 256:
+            before = runs.pop() if runs and isinstance(runs[-1], bytes) else b""
+            assert isinstance(before, bytes)
+            runs.append(before + bytes([token_id]))
+        else:
+            runs.append([token_id])
+    good: list[int] = []
+    for index, run in enumerate(runs):
+        if not isinstance(run, bytes):
+            good += run
+            continue
+        end = len(run) if is_whole or index + 1 < len(runs) else utf_8_decode(run, "replace", False)[1]
+        text = run[:end].decode("utf-8", "surrogateescape")
+        text = "".join("\ufffd" if "\udc80" <= character <= "\udcff" else character for character in text)
+        good += text.encode()
+    text = str(tokenizer.decode(good))
+    if is_whole or not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return text
+    letters = "".join(str(tokenizer.id_to_token(token_id)) for token_id in good)
+    raw = bytes(map(byte_letters().index, letters))
+    return text[:-1] if utf_8_decode(raw, "replace", False)[1] < len(raw) else text
+
+
+@given(data=st.data())
+def test_after_each_token_the_text_is_all_that_is_certain(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """However prompt and answer are cut, and whatever bytes: nothing of the prompt comes again, U+FFFD is a character like others,
+    and no more than the bytes of one incomplete character are held back."""
+    ids = data.draw(any_tokens(tokenizer))
+    split = data.draw(st.integers(1, len(ids)))
+    decoder = TextDecoder(tokenizer, ids[:split], [])
+    said = certain_text(tokenizer, ids[:split])
+    for end in range(split + 1, len(ids) + 1):
+        said += decoder.add(ids[end - 1])
+        assert said == certain_text(tokenizer, ids[:end])
+    assert said + decoder.finish() == certain_text(tokenizer, ids, is_whole=True)
+
+
+@given(data=st.data())
+def test_a_text_with_its_prompt_is_the_tokenizers_own(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Of texts, which have no bad bytes: echoed prompt and answer are what decoding all tokens at once gives."""
+    whole = "".join(data.draw(st.lists(st.sampled_from(WORDS), max_size=8)))
+    ids = [*ids_of(tokenizer, "lo"), *as_bytes(tokenizer, whole.encode())]
+    split = data.draw(st.integers(1, len(ids)))
+    text = "".join(pieces_of(TextDecoder(tokenizer, ids[:split], [], echo=True), ids[split:]))
+    assert text == tokenizer.decode(ids)
+
+
+@given(data=st.data())
+def test_a_stop_string_is_looked_for_in_the_answer_alone(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Also one with U+FFFD, where the prompt has that too."""
+    prompt, answer = ("".join(data.draw(st.lists(st.sampled_from(WORDS), max_size=6))) for _ in range(2))
+    stop = data.draw(st.sampled_from(["\ufffd", "\ufffd au", "日", "e\u0301", "\u200d👩", "lo"]))
+    before = [*ids_of(tokenizer, "lo"), *as_bytes(tokenizer, prompt.encode())]
+    ids = as_bytes(tokenizer, answer.encode())
+    plain = tokenizer.decode([*before, *ids])[len(tokenizer.decode(before)) :]
+    pieces = pieces_of(TextDecoder(tokenizer, before, [stop]), ids)
+    assert "".join(pieces) == plain.partition(stop)[0]
+
+
 SPACED = [
     (("▁world", "</s>", "▁the", "▁a"), " world the a"),
     (("[TOOL]", "▁world"), " world"),
@@ -157,6 +258,7 @@ class CountingTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.decoder = tokenizer.decoder
         self.max_ids = 0
 
     def id_to_token(self, token_id: int) -> str | None:

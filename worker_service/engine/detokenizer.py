@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from codecs import utf_8_decode
 from collections.abc import Sequence as List
 from copy import copy
+from functools import cache
 
 from tokenizers import Tokenizer
+
+from .prompt import byte_letters, parts
 
 PROMPT_TAIL_TOKENS = 16
 """Prompt tokens decoded together with the first new ones: some tokenizers decode a token differently at the start of a text."""
@@ -16,16 +21,11 @@ MAX_PROMPT_TAIL_LOOKED_AT = 256
 MAX_WINDOW_TOKENS = 64
 """Largest run of tokens kept because their text may depend on what follows; no known tokenizer needs more than two."""
 
-MAX_PENDING_TOKENS = 8
-"""A character has at most four bytes, so bytes that are incomplete after this many tokens stay so."""
-
-MAX_CUT_TOKENS = 3
-"""A window that starts inside a character starts with at most three of its bytes."""
-
 MAX_REPLAYED_TOKENS = 4096
 """Delivered tokens decoded again at most. Text still held back is much shorter: a stop string has at most 256 bytes."""
 
-_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACEMENT_BYTES = "\ufffd".encode()
 
 
 class _Decoder:
@@ -34,24 +34,35 @@ class _Decoder:
     The window starts with the last tokens whose text was returned, because they decide how the next one decodes: many tokenizers
     strip the space at the start of a text. A token costs two decodings of a few tokens. Never raises, for any ids: if a tokenizer
     revises earlier characters, the revision is lost.
+
+    Only the bytes of a character that is not complete yet are held back: three at most, and so three tokens. Bytes that no later
+    token can complete are U+FFFD. What that is for bytes of byte-level BPE is the tokenizer's own choice: one for as many bytes as
+    might have begun a character. With SentencePiece's byte tokens it is one for each byte that belongs to no character. There the
+    tokenizer itself, given all tokens at once, makes U+FFFD of the good characters next to a bad byte too; these have been
+    returned by then, and stay.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: List[int]) -> None:
         self._tokenizer = tokenizer
+        kinds = {part["type"] for part in parts(tokenizer.decoder, "decoders")}
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_byte_tokens = "ByteFallback" in kinds
+        self._ids: list[int] = []
+        """The window. Byte tokens that belong to no character are replaced by those of U+FFFD, and those of a character that is not
+        complete are in `_pending`: so the window decodes alike, whatever follows."""
+        self._pending: list[int] = []
+        self._unfinished = b""
+        """Bytes at the end that may begin a character: those of `_pending`, or in a byte-level vocabulary of the last ids."""
         tail = self._tail(prompt)
-        self._ids, self._num_returned = self._window([prompt[index] for index in tail])
-        """The window, and how many of its leading ids have had their text returned: all but the bytes of a character that the
-        prompt leaves incomplete, which belongs to the answer."""
-        num_pending = len(self._ids) - self._num_returned
-        self._num_prompt_returned = tail[-num_pending] if num_pending else len(prompt)
-        self._returned = self._decode(self._ids[: self._num_returned])
-        """Text of the first `_num_returned` ids."""
-        self._text = self._decode(self._ids)
+        for index in tail:
+            self._append(prompt[index])
+        self._num_prompt_returned = tail[-len(self._pending)] if self._pending else len(prompt)
+        self._returned_all()
 
     def copy(self) -> _Decoder:
         """One that goes on by itself from here."""
         again = copy(self)
-        again._ids = list(self._ids)
+        again._ids, again._pending = list(self._ids), list(self._pending)
         return again
 
     def _tail(self, prompt: List[int]) -> list[int]:
@@ -64,15 +75,11 @@ class _Decoder:
                     break
         return tail[::-1]
 
-    def _window(self, tail: list[int]) -> tuple[list[int], int]:
-        for end in range(len(tail), 0, -1):
-            for begin in range(min(end, MAX_CUT_TOKENS + 1)):
-                if _REPLACEMENT not in self._decode(tail[begin:end]):
-                    return tail[begin:], end - begin
-        return [], 0
-
     def _decode(self, ids: List[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        """The text of the ids, but for a character that is not complete."""
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        is_inside = bool(self._unfinished) and not self._pending
+        return text[:-1] if is_inside else text
 
     def prompt_text(self, prompt: List[int]) -> str:
         """The text of the prompt given to __init__, up to where the text of `add` continues it."""
@@ -80,37 +87,105 @@ class _Decoder:
 
     def add(self, token_id: int) -> str:
         """Text that the token completes; empty while a character's bytes are incomplete."""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        if text == self._text and self._is_skipped(token_id):
+        if self._is_skipped(token_id):
             # Skipped at any place. In the window, a run of such tokens would leave no context for what follows.
-            self._ids.pop()
             return ""
-        self._text = text
-        if text.endswith(_REPLACEMENT) and len(self._ids) - self._num_returned < MAX_PENDING_TOKENS:
-            return ""
+        self._append(token_id)
         return self._take_piece()
 
     def finish(self) -> str:
         """The text of pending tokens; incomplete characters as U+FFFD."""
-        return self._take_piece() if self._num_returned < len(self._ids) else ""
+        self._give_pending_up()
+        self._unfinished = b""
+        return self._take_piece()
 
     def _is_skipped(self, token_id: int) -> bool:
         """Whether decoding skips the token: a special token, or an id outside the vocabulary."""
         if self._tokenizer.id_to_token(token_id) is None:
             return True
-        return not self._decode([token_id]) and bool(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        if self._tokenizer.decode([token_id], skip_special_tokens=True):
+            return False
+        return bool(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def _append(self, token_id: int) -> None:
+        """Add a token that is not skipped."""
+        token = str(self._tokenizer.id_to_token(token_id))
+        if self._is_byte_level:
+            self._ids.append(token_id)
+            self._unfinished = _unfinished(self._unfinished + _byte_level(token))
+            return
+        byte = _byte_token(token) if self._has_byte_tokens else None
+        if byte is None:
+            self._give_pending_up()
+            self._ids.append(token_id)
+            return
+        if not _is_text(self._unfinished + byte):
+            self._give_pending_up()
+        self._pending.append(token_id)
+        self._unfinished += byte
+        if not _is_text(self._unfinished):
+            self._give_pending_up()
+        elif not _unfinished(self._unfinished):
+            self._ids += self._pending
+            self._pending, self._unfinished = [], b""
+
+    def _give_pending_up(self) -> None:
+        """No later token completes the character that the pending bytes begin."""
+        if self._pending:
+            names = [f"<0x{byte:02X}>" for byte in _REPLACEMENT_BYTES]
+            known = [token_id for name in names if (token_id := self._tokenizer.token_to_id(name)) is not None]
+            self._ids += known * len(self._pending) if len(known) == len(names) else self._pending
+            self._pending, self._unfinished = [], b""
 
     def _take_piece(self) -> str:
-        piece = self._text[len(self._returned) :]
+        piece = self._decode(self._ids)[self._num_chars :]
         if piece:
             self._ids = self._ids[self._num_returned :]
         elif len(self._ids) > MAX_WINDOW_TOKENS:
             self._ids = self._ids[-PROMPT_TAIL_TOKENS:]
         # Else the new ids have no text yet. The ids before them stay: alone, the new ones would start a text.
-        self._num_returned = len(self._ids)
-        self._returned = self._text = self._decode(self._ids)
+        self._returned_all()
         return piece
+
+    def _returned_all(self) -> None:
+        self._num_returned = len(self._ids)
+        """Leading ids of the window whose text was returned."""
+        self._num_chars = len(self._decode(self._ids))
+        """Characters of the window's text that were returned."""
+
+
+def _byte_level(token: str) -> bytes:
+    """The bytes of a token, as a byte-level decoder has them; a token with another letter is text."""
+    try:
+        return bytes(_byte_of_letter()[letter] for letter in token)
+    except KeyError:
+        return token.encode()
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    return {letter: byte for byte, letter in enumerate(byte_letters())}
+
+
+def _byte_token(token: str) -> bytes | None:
+    """The byte that SentencePiece's `<0xE3>` stands for; None: the token is text."""
+    match = _BYTE_TOKEN.fullmatch(token)
+    return None if match is None else bytes([int(match[1], 16)])
+
+
+def _unfinished(data: bytes) -> bytes:
+    """The bytes at the end, at most three, that more bytes may complete to a character."""
+    _, num_decided = utf_8_decode(data, "replace", False)
+    return data[num_decided:]
+
+
+def _is_text(data: bytes) -> bool:
+    """Whether the bytes are UTF-8, or its beginning."""
+    try:
+        utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class TextDecoder:

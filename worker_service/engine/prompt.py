@@ -127,8 +127,8 @@ class TextBound(NamedTuple):
 
 def text_bound(tokenizer: Tokenizer, max_model_len: int) -> TextBound:
     """The bound of texts of at most `max_model_len` tokens."""
-    normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
-    pretokenizers = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
+    normalizers = list(parts(tokenizer.normalizer, "normalizers"))
+    pretokenizers = list(parts(tokenizer.pre_tokenizer, "pretokenizers"))
     is_byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *pretokenizers))
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder().values()
@@ -152,8 +152,8 @@ def text_bound(tokenizer: Tokenizer, max_model_len: int) -> TextBound:
     return TextBound(max(SHORTENING_FACTOR * max_bytes, MIN_SHORTENED_BYTES))
 
 
-def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
+def parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder, as in tokenizer.json; `name`: the field of a sequence that has them."""
 
     def flatten(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if part["type"] == "Sequence":
