@@ -211,4 +211,5 @@ class Client:
             manager=self._manager,
             channels=self._channels,
             config=self._config,
+            default_temperature=options.get("default_temperature") or 0.0,
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from kvpool.protocol.sampling import sampling_fields
 from kvpool.v1 import worker_pb2
 
 from .chat_template import ChatTemplate
@@ -51,6 +52,25 @@ class Model:
     """Layers with a sliding window or a state: other prompts go on from boundaries only."""
     encoder: EncoderFacts | None = None
     """None: the prompt is the beginning of the text."""
+    end_of_turn_token_ids: tuple[int, ...] = ()
+    """Ids that end a text too, in chats."""
+    defaults: worker_pb2.GenerationDefaults = field(default_factory=worker_pb2.GenerationDefaults, repr=False)
+    """What requests mean that say nothing of it; as options: `default_options`."""
+
+    @property
+    def default_options(self) -> dict[str, Any]:
+        """The options of generate() to which the model's generation_config.json gives another default, with those defaults.
+        `max_length` and `min_length` count the prompt too."""
+        found: dict[str, Any] = sampling_fields(self.defaults.sampling)
+        for part in (self.defaults.stop, self.defaults.beam_search, self.defaults):
+            found |= {entry.name: value for entry, value in part.ListFields() if entry.message_type is None}
+        if "stop_strings" in found:
+            found["stop"] = list(found.pop("stop_strings"))
+        if "early_stopping" in found:
+            found["early_stopping"] = (False, True, "never")[found["early_stopping"]]
+        del found["logit_bias"]
+        # Numbers as the file has them: on the wire they are float32.
+        return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in found.items()}
 
     @classmethod
     def from_parts(
@@ -86,6 +106,8 @@ class Model:
             chat_template=chat_template,
             keeps_boundaries=facts.keeps_boundaries,
             encoder=EncoderFacts.of(facts),
+            end_of_turn_token_ids=tuple(facts.end_of_turn_token_ids),
+            defaults=facts.defaults,
         )
 
     def num_first_tokens(self, num_prompt_tokens: int) -> int:
@@ -123,7 +145,8 @@ class Model:
         """A chat up to where the assistant is to speak. Where boundaries matter it has one at the end of the system prompt, which
         other chats begin with too."""
         token_ids = self.encode_chat(messages, arguments)
-        return Prompt(token_ids, self._end_of_system_prompt(token_ids, messages, arguments))
+        boundaries = self._end_of_system_prompt(token_ids, messages, arguments)
+        return Prompt(token_ids, boundaries, self.end_of_turn_token_ids)
 
     def _end_of_system_prompt(
         self, token_ids: list[int], messages: Sequence[Message], arguments: Mapping[str, Any] | None

@@ -7,11 +7,14 @@ from typing import Literal, TypedDict
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of generate() and chat(), all optional; None is the default. The next token is chosen by logit_bias,
-    penalties, temperature, top_k, top_p and min_p, in this order."""
+    """Keyword arguments of generate() and chat(), all optional; None is the default: what the model's generation_config.json asks
+    for (`Model.default_options`), or else what is said here. The next token is chosen by logit_bias, penalties, ids that must not
+    or must follow, temperature, top_k, top_p and min_p, in this order."""
 
     temperature: float
     """0, the default: always the most likely token. Otherwise logits are divided by it; at most 100."""
+    default_temperature: float
+    """The temperature where neither this request nor the model's files say one; 0 by default."""
     top_k: int
     """Keep the k most likely tokens; 0, the default: all."""
     top_p: float
@@ -27,6 +30,19 @@ class GenerateOptions(TypedDict, total=False):
     """Subtracted from a token's logit as often as it occurs in the answer; 0, the default: none. In [-2, 2]."""
     logit_bias: Mapping[int, float]
     """Token id → what is added to its logit, in [-100, 100]; at most 1,024 ids."""
+    no_repeat_ngram_size: int
+    """No run of that many tokens occurs twice in prompt and answer together; 0, the default: any may."""
+    encoder_no_repeat_ngram_size: int
+    """No run of that many tokens of the prompt occurs in the answer; 0, the default: any may."""
+    suppress_tokens: Sequence[int]
+    """Ids that are never drawn; none by default. At most 4,096, begin_suppress_tokens, bad_words_ids and forced_eos_token_id
+    included."""
+    begin_suppress_tokens: Sequence[int]
+    """Ids that are not drawn as the first token of an answer; none by default."""
+    bad_words_ids: Sequence[Sequence[int]]
+    """Runs of ids that the answer does not complete; none by default."""
+    forced_eos_token_id: int | Sequence[int]
+    """The last token of an answer that its length ends, or ids of which it is one; none by default."""
     seed: int | None
     """0 … 2**64 − 1; the same seed gives the same text. None: a random one."""
     n: int
@@ -34,7 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     request of its own with that seed. Chunks have the `index` of their answer. With num_beams the n best texts."""
     num_beams: int
     """Beam search, as in transformers: so many texts are followed side by side, and the best ones come when all have ended. 1, the
-    default: none; at most 64. Not with a temperature."""
+    default: none; at most 64. Not with a temperature above 0, which is none by default."""
     length_penalty: float
     """With num_beams: a text's score is the sum of its log-probabilities divided by its length to this power, in [-6, 6]. 1, the
     default; above 0 favours long texts."""
@@ -42,11 +58,11 @@ class GenerateOptions(TypedDict, total=False):
     """With num_beams, when a search ends that has found as many texts as beams: False, the default: when no beam, at its present
     length, is better than the worst of them; True: at once; "never": when no beam can become better."""
     max_tokens: int | None
-    """Tokens to generate at most. None: as many as the model's longest sequence leaves."""
+    """Tokens to generate at most. None: as many as the model's longest sequence leaves, unless its files state a number."""
     min_tokens: int
     """Before that many tokens no id that ends the text is drawn, and stop strings do not count; 0, the default: from the first."""
     stop: str | Sequence[str]
-    """Strings that end the text; not part of it. At most 16, each at most 256 bytes."""
+    """Strings that end the text; not part of it. At most 16, each at most 256 bytes. None, or an empty list: the default."""
     stop_token_ids: Sequence[int]
     """Ids that end the text, in addition to the model's own; at most 256."""
     ignore_eos: bool

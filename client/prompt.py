@@ -11,3 +11,5 @@ class Prompt(NamedTuple):
     token_ids: list[int]
     boundaries: tuple[int, ...] = ()
     """Lengths, in tokens, from where other prompts will go on."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end an answer to it, other than the model's own: those that end a turn of a chat."""

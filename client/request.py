@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from kvpool.protocol.answers import answer_seed
+from kvpool.protocol.defaults import fill_in
 from kvpool.protocol.limits import BadField, check_options
+from kvpool.protocol.sampling import RANGES
 from kvpool.v1 import worker_pb2
 
 from .errors import InvalidRequest
+from .model import Model
 from .options import GenerateOptions
+from .prompt import Prompt
 
-_CLIENTS_OWN: Final = ("timeout", "model", "explain")
+_CLIENTS_OWN: Final = ("timeout", "model", "explain", "default_temperature")
 """Options that are no field of the request."""
 _OPTION_OF: Final = {"stop_strings": "stop"}
 """Fields that have another name than their option."""
@@ -39,6 +43,10 @@ _TYPES: Final[Mapping[int, str]] = {
     FieldDescriptor.CPPTYPE_STRING: "text",
     FieldDescriptor.CPPTYPE_ENUM: 'True, False or "never"',
     FieldDescriptor.CPPTYPE_MESSAGE: "token ids, each with a number",
+}
+_MESSAGES: Final[Mapping[Any, str]] = {
+    worker_pb2.TokenIds.DESCRIPTOR: "a list of token ids",
+    worker_pb2.TokenIdLists.DESCRIPTOR: "a list of lists of token ids",
 }
 
 
@@ -65,10 +73,35 @@ def build_request(options: GenerateOptions) -> worker_pb2.GenerateRequest:
     except BadField as error:
         field = error.field.rpartition(".")[2]
         _require(False, _OPTION_OF.get(field, field), error.needed, error.got)
-    if request.sampling.temperature and options.get("seed") is None:
-        # Chosen here, so that every attempt draws alike.
-        request.sampling.seed = secrets.randbits(64)
+    usual = options.get("default_temperature") or 0
+    is_in_range = isinstance(usual, Real) and RANGES["temperature"].holds(float(usual))
+    _require(is_in_range, "default_temperature", f"a number in {RANGES['temperature']}", usual)
+    _choose_seed(request)
     return request
+
+
+def request_for(
+    asked: worker_pb2.GenerateRequest, model: Model, prompt: Prompt, default_temperature: float = 0.0
+) -> worker_pb2.GenerateRequest:
+    """What is asked of a model for that prompt. What the request leaves open is decided here, by the model's defaults, so that
+    every attempt asks for the same."""
+    request = worker_pb2.GenerateRequest()
+    request.CopyFrom(asked)
+    num_first = model.num_first_tokens(len(prompt.token_ids))
+    fill_in(request, model.defaults, num_first=num_first, max_model_len=model.max_model_len)
+    if not request.sampling.HasField("temperature"):
+        request.sampling.temperature = default_temperature
+    _choose_seed(request)
+    if not request.stop.ignore_eos:
+        known = set(request.stop.stop_token_ids)
+        request.stop.stop_token_ids.extend(one for one in prompt.stop_token_ids if one not in known)
+    return request
+
+
+def _choose_seed(request: worker_pb2.GenerateRequest) -> None:
+    """Chosen here, so that every attempt draws alike."""
+    if request.sampling.temperature and not request.sampling.HasField("seed"):
+        request.sampling.seed = secrets.randbits(64)
 
 
 def attempt_request(
@@ -115,16 +148,31 @@ def _set(request: worker_pb2.GenerateRequest, option: str, value: object) -> Non
     part = next(part for part in parts if name in part.DESCRIPTOR.fields_by_name)
     field = part.DESCRIPTOR.fields_by_name[name]
     try:
-        if field.message_type is not None:
+        if field.message_type is worker_pb2.TokenIds.DESCRIPTOR:
+            getattr(part, name).CopyFrom(_token_ids(value))
+        elif field.message_type is worker_pb2.TokenIdLists.DESCRIPTOR:
+            getattr(part, name).CopyFrom(worker_pb2.TokenIdLists(lists=map(_token_ids, _listed(value))))
+        elif field.message_type is not None:
             getattr(part, name).update(value)
         elif field.is_repeated:
             getattr(part, name).extend([value] if isinstance(value, str) else value)
         else:
             setattr(part, name, value)
     except (TypeError, ValueError):
-        kind = _TYPES[field.cpp_type]
+        kind = _MESSAGES.get(field.message_type, _TYPES[field.cpp_type])
         is_list = field.is_repeated and field.message_type is None
         _require(False, option, f"a list, each {kind}" if is_list else kind, reprlib.repr(value))
+
+
+def _token_ids(value: object) -> worker_pb2.TokenIds:
+    """One id is a list of one, as in transformers. Raises TypeError or ValueError."""
+    return worker_pb2.TokenIds(ids=[value] if isinstance(value, int) else _listed(value))
+
+
+def _listed(value: object) -> Iterable[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError
+    return value
 
 
 def _require(holds: bool, option: str, expected: str, got: object) -> None:

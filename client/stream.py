@@ -28,7 +28,7 @@ from .manager import Manager
 from .model import Model
 from .models import Models
 from .prompt import Prompt
-from .request import answer_request, attempt_request
+from .request import answer_request, attempt_request, request_for
 from .routed_prompt import routed_prompt
 from .watched_call import WatchedCall
 
@@ -62,9 +62,15 @@ class GenerateStream:
         manager: Manager,
         channels: Channels,
         config: ClientConfig,
+        default_temperature: float = 0.0,
     ) -> None:
         self._encode = encode
-        self._request = request
+        self._asked = request
+        self._default_temperature = default_temperature
+        self._request = worker_pb2.GenerateRequest()
+        """What is asked of the model, once it is known: with its defaults where the caller says nothing. One object, which answers
+        know too."""
+        self._request.CopyFrom(request)
         self._model_name = model_name
         self._wants_explanation = explain
         self._explanation: Explanation | None = None
@@ -75,7 +81,7 @@ class GenerateStream:
         self._config = config
         self._sequence_id = str(uuid4())
         self._attempts = Failover(config.max_attempts)
-        self._answers = [Answer(index, request) for index in range(max(1, request.n))]
+        self._answers = [Answer(index, self._request) for index in range(max(1, request.n))]
         """By the index that messages of the call have."""
         self._num_unfinished = len(self._answers)
         """Those of which the reader has not taken the last chunk."""
@@ -375,7 +381,9 @@ class GenerateStream:
             return self._model
         model = await self._models.get(self._model_name, deadline)
         if model is not self._model:
-            self._token_ids, self._boundaries = await self._encode_within(model, deadline)
+            prompt = await self._encode_within(model, deadline)
+            self._token_ids, self._boundaries = prompt.token_ids, prompt.boundaries
+            self._request.CopyFrom(request_for(self._asked, model, prompt, self._default_temperature))
             self._model = model
         return model
 

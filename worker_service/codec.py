@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 
 from kvpool.protocol.answers import ID_SUFFIX_BYTES
+from kvpool.protocol.defaults import fill_in
 from kvpool.protocol.limits import MAX_ID_BYTES, BadField, check_options
 from kvpool.protocol.sampling import sampling_fields
 from kvpool.v1 import worker_pb2
@@ -31,10 +32,7 @@ ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
 def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str) -> None:
     """Every check that needs neither a list of the prompt's ids nor the tokens of its text. Raises EngineError naming the field
     that is wrong."""
-    has_further = request.n > 1 or request.beam_search.num_beams > 1
-    most = MAX_ID_BYTES - (ID_SUFFIX_BYTES if has_further else 0)
-    if not 1 <= len(request.sequence_id.encode()) <= most:
-        raise invalid("sequence_id", f"needed 1 to {most} bytes, got {len(request.sequence_id.encode())}")
+    _check_id(request)
     if request.attempt < 1:
         raise invalid("attempt", "needed 1 or more: attempts are counted from 1")
     try:
@@ -60,6 +58,13 @@ def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, 
         prompts.check_num_tokens(len(request.token_ids.ids), request.num_delivered_tokens)
 
 
+def _check_id(request: worker_pb2.GenerateRequest) -> None:
+    has_further = request.n > 1 or request.beam_search.num_beams > 1
+    most = MAX_ID_BYTES - (ID_SUFFIX_BYTES if has_further else 0)
+    if not 1 <= len(request.sequence_id.encode()) <= most:
+        raise invalid("sequence_id", f"needed 1 to {most} bytes, got {len(request.sequence_id.encode())}")
+
+
 def _check_no_prompt_in_answer(request: worker_pb2.GenerateRequest) -> None:
     """The prompt feeds the encoder, so it is no part of the text."""
     for field, is_asked in (("echo", request.echo), ("prompt_logprobs", request.HasField("prompt_logprobs"))):
@@ -71,14 +76,22 @@ def _check_no_prompt_in_answer(request: worker_pb2.GenerateRequest) -> None:
             )
 
 
-def decode_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder) -> GenerationParams:
-    """A checked request as the engine's parameters. Tokenises a text, which may take seconds. Raises EngineError naming the field
-    that is wrong."""
+def decode_generate(
+    request: worker_pb2.GenerateRequest,
+    prompts: PromptEncoder,
+    defaults: worker_pb2.GenerationDefaults | None = None,
+) -> GenerationParams:
+    """A checked request as the engine's parameters, with the model's `defaults` where it says nothing: they are set in it.
+    Tokenises a text, which may take seconds. Raises EngineError naming the field that is wrong."""
     is_text = request.WhichOneof("prompt") == "text"
     token_ids = prompts.encode(request.text) if is_text else list(request.token_ids.ids)
     num_logprobs = request.logprobs if request.HasField("logprobs") else None
     num_delivered = _num_delivered(request, len(token_ids))
     prompt = prompts.split(token_ids, num_delivered)
+    if defaults is not None:
+        num_first = len(prompt.token_ids) - num_delivered
+        fill_in(request, defaults, num_first=num_first, max_model_len=prompts.max_model_len)
+        _check_id(request)
     return GenerationParams(
         sequence_id=request.sequence_id,
         attempt=request.attempt,

@@ -35,6 +35,7 @@ from .incarnation import Identity, WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
 from .model.device import choose_device, enter_device
+from .model.errors import ModelError
 from .model.facts import ModelFacts
 from .model.forward.kv_plan import KVCachePlan
 from .model.forward.runner import ModelRunner
@@ -309,6 +310,7 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     if device.type == "cpu":
         lower_priority(settings.model_nice)
     loaded = load_model(settings.model_settings(), progress=log.info)
+    check_default_beams(loaded.facts, settings.max_num_seqs)
     backend = loaded.attention_backend(settings.attention_backend, settings.block_size, log.info)
     loaded = loaded.try_batch_invariance(backend)
     log_batch_invariance(loaded.facts)
@@ -321,6 +323,16 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     blocks_per_sequence = min([*capacities, -(-loaded.facts.max_model_len // plan.block_size)])
     sizes = StepSizes(settings.max_num_seqs, settings.max_num_batched_tokens, blocks_per_sequence)
     return loaded, loaded.runner(plan, backend, sizes)
+
+
+def check_default_beams(facts: ModelFacts, max_num_seqs: int) -> None:
+    """ModelError if a request that says nothing could never be served."""
+    num_beams = facts.defaults.beam_search.num_beams
+    if num_beams > max_num_seqs:
+        raise ModelError(
+            f"generation_config.json: num_beams {num_beams} is what requests ask for by default, and this worker's batch has "
+            f"{max_num_seqs} sequences: give it a larger --max-num-seqs, or take the field out of the file."
+        )
 
 
 def log_batch_invariance(facts: ModelFacts) -> None:
@@ -459,4 +471,6 @@ def _encode_facts(
         max_encoder_tokens=0 if facts.encoder is None else facts.encoder.max_tokens,
         forced_bos_token_id=None if facts.encoder is None else facts.encoder.forced_bos_token_id,
         keeps_boundaries=keeps_boundaries,
+        defaults=facts.defaults,
+        end_of_turn_token_ids=facts.end_of_turn_token_ids,
     )

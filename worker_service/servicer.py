@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import structlog
@@ -151,7 +152,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         codec.check_generate(request, prompts, self._facts.model_fingerprint)
         num_chars = len(request.text)
         if num_chars <= TOKENISE_IN_THREAD_CHARS:
-            return codec.decode_generate(request, prompts)
+            return codec.decode_generate(request, prompts, self._facts.defaults)
+        decode = partial(codec.decode_generate, request, prompts, self._facts.defaults)
         if num_chars <= TOKENISE_ALONE_CHARS:
-            return await asyncio.get_running_loop().run_in_executor(None, codec.decode_generate, request, prompts)
-        return await self._long_texts.run(request.tenant, num_chars, lambda: codec.decode_generate(request, prompts))
+            return await asyncio.get_running_loop().run_in_executor(None, decode)
+        return await self._long_texts.run(request.tenant, num_chars, decode)

@@ -28,6 +28,9 @@ ModelName = Annotated[
 ]
 
 
+_MODELS = "the model's own, or "
+
+
 class EarlyStopping(StrEnum):
     """The values of the option early_stopping, as words."""
 
@@ -44,15 +47,32 @@ class AnswerFlags:
     """Type, flag and default of each option, by its name in GenerateOptions and in the order of --help."""
 
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128
-    temperature: Annotated[float, typer.Option("--temperature", help="0: always the most likely token.")] = 0.0
-    top_k: Annotated[int, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.")] = 0
-    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens up to this probability.")] = 1.0
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0: always the most likely token.", show_default=_MODELS + "0")
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.", show_default=_MODELS + "0")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Keep the most likely tokens up to this probability.", show_default=_MODELS + "1"),
+    ] = None
     min_p: Annotated[
-        float, typer.Option("--min-p", help="Drop tokens less likely than this share of the most likely one.")
-    ] = 0.0
+        float | None,
+        typer.Option(
+            "--min-p",
+            help="Drop tokens less likely than this share of the most likely one.",
+            show_default=_MODELS + "0",
+        ),
+    ] = None
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1: what prompt or answer holds becomes less likely.")
-    ] = 1.0
+        float | None,
+        typer.Option(
+            "--repetition-penalty",
+            help="Above 1: what prompt or answer holds becomes less likely.",
+            show_default=_MODELS + "1",
+        ),
+    ] = None
     presence_penalty: Annotated[
         float, typer.Option("--presence-penalty", help="Taken off the logits of what the answer holds.")
     ] = 0.0
@@ -66,8 +86,14 @@ class AnswerFlags:
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text. Default: a random one.")] = None
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to one prompt; answer k draws with seed + k.")] = 1
     num_beams: Annotated[
-        int, typer.Option("--num-beams", min=1, help="Beam search: follow so many texts and return the n best ones.")
-    ] = 1
+        int | None,
+        typer.Option(
+            "--num-beams",
+            min=1,
+            help="Beam search: follow so many texts and return the n best ones.",
+            show_default=_MODELS + "1",
+        ),
+    ] = None
     length_penalty: Annotated[
         float | None,
         typer.Option("--length-penalty", help="With beams: above 0 favours long texts.", show_default="1"),
@@ -84,7 +110,20 @@ class AnswerFlags:
     stop_token_ids: Annotated[
         list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
     ] = None
-    min_tokens: Annotated[int, typer.Option("--min-tokens", min=0, help="The text has at least this many tokens.")] = 0
+    min_tokens: Annotated[
+        int | None,
+        typer.Option("--min-tokens", min=0, help="The text has at least this many tokens.", show_default=_MODELS + "0"),
+    ] = None
+    no_repeat_ngram_size: Annotated[
+        int | None,
+        typer.Option(
+            "--no-repeat-ngram-size",
+            metavar="N",
+            min=0,
+            help="No run of N tokens occurs twice, in prompt and answer; 0: any may.",
+            show_default=_MODELS + "0",
+        ),
+    ] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-text ids.")] = False
     echo: Annotated[bool, typer.Option("--echo", help="Begin the text with the prompt.")] = False
     logprobs: Annotated[

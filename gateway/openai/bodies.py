@@ -13,7 +13,7 @@ from ..errors import ApiError
 
 MAX_LOGPROBS: Final = 20
 
-_UNION_MEMBERS: Final = frozenset({"str", "list[dict[str,any]]", "list[int]", "list[str]", "list[list[int]]"})
+_UNION_MEMBERS: Final = frozenset({"str", "list[dict[str,any]]", "list[int]", "list[str]", "list[list[int]]", "int"})
 """How pydantic names the members of `stop` and `prompt` in the place of an error."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -40,7 +40,12 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """What chats and completions have in common. Any field may be null, which is its default."""
 
+    bad_words_ids: list[list[int]] | None = None
+    """As in transformers, like the other fields that say which ids must not, or must, follow."""
+    begin_suppress_tokens: list[int] | None = None
     early_stopping: bool | Literal["never"] | None = None
+    encoder_no_repeat_ngram_size: int | None = Field(default=None, ge=0)
+    forced_eos_token_id: int | list[int] | None = None
     frequency_penalty: Number | None = None
     ignore_eos: bool | None = None
     length_penalty: Number | None = None
@@ -50,6 +55,7 @@ class GenerationBody(Body):
     min_p: Number | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1)
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     num_beams: int | None = Field(default=None, ge=1)
     """As in transformers; vLLM writes use_beam_search, and n for their number."""
     presence_penalty: Number | None = None
@@ -60,6 +66,7 @@ class GenerationBody(Body):
     seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    suppress_tokens: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Number | None = None

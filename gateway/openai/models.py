@@ -30,7 +30,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
-    """One model. Raises ApiError."""
+    """One model, with what its files make the default of requests. Raises ApiError."""
     name = request.path_params["name"]
     models = await _models(gateway_of(request))
     if name not in models:
@@ -41,7 +41,12 @@ async def show_model(request: Request) -> Response:
             param="model",
             code="model_not_found",
         )
-    return JSONResponse(models[name])
+    found = models[name]
+    try:
+        model = await gateway_of(request).client.model(found["root"])
+    except KvpoolError:
+        return JSONResponse(found)  # its workers have just left
+    return JSONResponse(found | {"default_options": model.default_options})
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, Any]]:

@@ -13,19 +13,22 @@ from .bodies import ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_TEMPERATURE: Final = 1.0
 DEFAULT_COMPLETION_TOKENS: Final = 16
+_SAME: Final = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens"),
+    *("bad_words_ids", "forced_eos_token_id"),
+)
+"""Fields of that name in the options; null is the model's default."""
 _SEEDS: Final = 2**64
 """Negative seeds count back from there."""
 
 
 def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateOptions:
     """Those of all answers of a request. Raises ApiError."""
-    num_beams = _num_beams(body)
-    # Beams are not drawn, so without a word about it there is no temperature.
-    usual_temperature = DEFAULT_TEMPERATURE if num_beams == 1 else 0.0
     options: GenerateOptions = {
         "n": body.n or 1,
-        "num_beams": num_beams,
-        "temperature": usual_temperature if body.temperature is None else body.temperature,
+        # Where the model's files say none either. Beams are not drawn, and have none.
+        "default_temperature": DEFAULT_TEMPERATURE,
         "timeout": settings.timeout,
         "explain": settings.kept_requests > 0,
         "model": body.model,
@@ -33,32 +36,29 @@ def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateO
         "tenant_salt": body.cache_salt or "",
         "priority": body.priority or 0,
         "ignore_eos": bool(body.ignore_eos),
-        "min_tokens": body.min_tokens or 0,
         "stop_token_ids": body.stop_token_ids or (),
         "max_tokens": body.max_tokens,
         "seed": None if body.seed is None else body.seed % _SEEDS,
         "prompt_logprobs": body.prompt_logprobs,
     }
-    if body.early_stopping:
-        options["early_stopping"] = body.early_stopping
-    if body.length_penalty not in (None, 1):
+    num_beams = _num_beams(body)
+    if num_beams is not None:
+        options["num_beams"] = num_beams
+    # Without a search the usual values ask for nothing.
+    is_search = num_beams is not None and num_beams > 1
+    if body.early_stopping or (is_search and body.early_stopping is not None):
+        options["early_stopping"] = body.early_stopping or False
+    if body.length_penalty is not None and (is_search or body.length_penalty != 1):
         options["length_penalty"] = body.length_penalty
     if body.stop:
         options["stop"] = body.stop
     if body.logit_bias:
         options["logit_bias"] = _biases(body.logit_bias)
+    for name in _SAME:
+        if (value := getattr(body, name)) is not None:
+            options[name] = value
     if body.top_k is not None:
         options["top_k"] = max(body.top_k, 0)  # vLLM writes −1 for all
-    if body.top_p is not None:
-        options["top_p"] = body.top_p
-    if body.min_p is not None:
-        options["min_p"] = body.min_p
-    if body.repetition_penalty is not None:
-        options["repetition_penalty"] = body.repetition_penalty
-    if body.presence_penalty is not None:
-        options["presence_penalty"] = body.presence_penalty
-    if body.frequency_penalty is not None:
-        options["frequency_penalty"] = body.frequency_penalty
     return options
 
 
@@ -103,11 +103,11 @@ def completion_options(body: CompletionBody, settings: GatewaySettings) -> Gener
     return options
 
 
-def _num_beams(body: GenerationBody) -> int:
-    """1: no beam search."""
-    if body.num_beams is not None or not body.use_beam_search:
-        return body.num_beams or 1
-    return body.n or 1
+def _num_beams(body: GenerationBody) -> int | None:
+    """1: no beam search; None: the model's default."""
+    if body.num_beams is not None or body.use_beam_search is None:
+        return body.num_beams
+    return (body.n or 1) if body.use_beam_search else 1
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

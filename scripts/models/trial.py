@@ -98,8 +98,10 @@ def _try(kind: str, folder: Path) -> Outcome:
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> None:
-    """Save a random model of the config as a folder of safetensors."""
-    build_replica(config, seed).save_pretrained(folder)
+    """Save a random model of the config as a folder of safetensors. Its files force no end, which BART's config does."""
+    model = build_replica(config, seed)
+    model.generation_config.forced_eos_token_id = None
+    model.save_pretrained(folder)
     config.save_pretrained(folder)  # some composite models save only their text's config
 
 

@@ -32,9 +32,17 @@ OPTIONS: dict[str, GenerateOptions] = {
     "presence_penalty": {"presence_penalty": 2.0},
     "frequency_penalty": {"frequency_penalty": 1.5},
     "logit_bias": {"logit_bias": {7: 2.5, 200: 4.0, 33: -100.0}, "temperature": 0.5, "seed": 5},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "runs of two": {"no_repeat_ngram_size": 2, "temperature": 0.7, "top_k": 3, "seed": 6},
+    "runs of the prompt": {"encoder_no_repeat_ngram_size": 1, "temperature": 3.0, "seed": 7},
+    "ids that must not follow": {
+        "suppress_tokens": range(0, 256, 3), "begin_suppress_tokens": range(1, 256, 3),
+        "bad_words_ids": [[first, second] for first in range(1, 256, 3) for second in range(2, 60, 3)] + [[61]],
+    },
     "all": {
         "temperature": 1.25, "top_k": 40, "top_p": 0.875, "min_p": 0.0625, "repetition_penalty": 1.25,
         "presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {9: 1.5}, "seed": 2**64 - 1,
+        "no_repeat_ngram_size": 3, "suppress_tokens": [4, 8],
     },
 }  # fmt: skip
 
@@ -67,7 +75,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 async def test_every_option_is_the_plain_loop_in_a_tight_pool(subject: Subject, tmp_path: Path) -> None:
-    """Fifty requests with other options each, five at a time, in chunks, with hits, evictions and preemptions on the way."""
+    """Seventy requests with other options each, five at a time, in chunks, with hits, evictions and preemptions on the way."""
     cases = list(subject.cases)
     async with in_process_cluster(subject.tiny.path, tmp_path, **TIGHT) as cluster:
         async with cluster.in_lockstep(len(cases)):
@@ -82,7 +90,7 @@ async def test_every_option_is_the_plain_loop_in_a_tight_pool(subject: Subject, 
         assert sum(completion.num_preemptions for completion in completions) > 0
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "all"])
+@pytest.mark.parametrize("name", ["frequency_penalty", "ids that must not follow", "runs of the prompt", "all"])
 async def test_a_continuation_counts_what_was_delivered_as_generated(
     subject: Subject, name: str, tmp_path: Path
 ) -> None:

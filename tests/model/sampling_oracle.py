@@ -7,6 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from transformers import (
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.token_counts import TokenCounts
@@ -48,7 +57,26 @@ def adjusted(logits: Sequence[float], row: Row) -> list[float]:
         result[token] -= params.frequency_penalty
     for token in set(row.generated):
         result[token] -= params.presence_penalty
-    return result
+    return ruled(result, row) if params.has_rules else result
+
+
+def ruled(logits: Sequence[float], row: Row) -> list[float]:
+    """With the processors of transformers for tokens that must not follow."""
+    params, prompt = row.params, torch.tensor([list(row.prompt)])
+    processors = LogitsProcessorList()
+    if size := params.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(size))
+    if size := params.encoder_no_repeat_ngram_size:
+        processors.append(EncoderNoRepeatNGramLogitsProcessor(size, prompt))
+    if words := params.bad_words_ids:
+        processors.append(NoBadWordsLogitsProcessor([list(word) for word in words]))
+    if params.suppress_tokens:
+        processors.append(SuppressTokensLogitsProcessor(list(params.suppress_tokens)))
+    if params.begin_suppress_tokens:
+        processors.append(SuppressTokensAtBeginLogitsProcessor(list(params.begin_suppress_tokens), len(row.prompt)))
+    tokens = torch.tensor([[*row.prompt, *row.generated]])
+    found: list[float] = processors(tokens, torch.tensor([list(logits)], dtype=torch.float64))[0].tolist()
+    return found
 
 
 def kept(logits: Sequence[float], params: SamplingParams) -> list[int]:

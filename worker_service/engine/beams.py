@@ -23,6 +23,7 @@ from .request import GenerationParams, Request
 from .step import BlockCopy, Candidates, SampledToken, SequencePart
 from .stream import MAX_CHUNK_TOKENS, Chunk, FinishReason
 from .token_counts import TokenCounts
+from .token_rules import TokenRules
 
 
 class _Branch(NamedTuple):
@@ -100,6 +101,9 @@ class BeamRequest(Request):
             num_prompt = len(self.params.token_ids)
             counts = TokenCounts(sequence.tokens[:num_prompt], sequence.tokens[num_prompt:])
         return part._replace(num_candidates=self._search.num_candidates, counts=counts)
+
+    def _rules_for(self, sequence: CacheSequence) -> TokenRules | None:
+        return self._rules_of(sequence.tokens)
 
     def take_row(self, sequence: CacheSequence, row: Candidates | None) -> bool:
         """A step has computed a sequence to its end; `row`: what it may continue with, None of a root that is computed again.

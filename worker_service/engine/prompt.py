@@ -40,7 +40,7 @@ class PromptEncoder:
         """`max_model_len`: tokens of prompt and answer together; with an `encoder`, which the prompt feeds, of the decoder's text.
         Turns off the tokenizer's truncation and padding, which some files have left over from training."""
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self.encoder = encoder
         self.text_bound = TextBound(0)
         if tokenizer is not None:
@@ -51,12 +51,12 @@ class PromptEncoder:
     @property
     def _most_tokens(self) -> int:
         """Of a prompt, an answer's first token included where there is no encoder."""
-        return self._max_model_len if self.encoder is None else self.encoder.max_tokens
+        return self.max_model_len if self.encoder is None else self.encoder.max_tokens
 
     @property
     def max_ids(self) -> int:
         """Of a prompt as a request states it, with delivered tokens."""
-        return self._max_model_len if self.encoder is None else self.encoder.max_tokens + self._max_model_len
+        return self.max_model_len if self.encoder is None else self.encoder.max_tokens + self.max_model_len
 
     def check_text(self, text: str) -> None:
         """EngineError if the text cannot be tokenised or is certainly too long. At most a millisecond per megabyte."""
@@ -84,10 +84,10 @@ class PromptEncoder:
 
     def check_text_begins(self, num_tokens: int) -> None:
         """EngineError if a text that begins with so many tokens cannot go on."""
-        if num_tokens >= self._max_model_len:
+        if num_tokens >= self.max_model_len:
             raise invalid(
                 "prompt",
-                f"{num_tokens} tokens leave no room to generate: this worker takes {self._max_model_len} for "
+                f"{num_tokens} tokens leave no room to generate: this worker takes {self.max_model_len} for "
                 f"{'prompt and answer together' if self.encoder is None else 'the text of the decoder'}; shorten "
                 "the prompt, or start the workers with a larger --max-model-len",
             )

@@ -19,6 +19,7 @@ from .sampling_params import SamplingParams, TokenLogprobs
 from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart, StateBlocks
 from .stream import Chunk, FinishReason, TokenStream, Usage
 from .token_counts import TokenCounts
+from .token_rules import NextIds, TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class Request:
         if params.sampling.has_penalties:
             num_prompt = len(params.token_ids) - params.num_delivered_tokens
             self._counts = TokenCounts(params.token_ids[:num_prompt], params.token_ids[num_prompt:])
+        self._rules = self._rules_of(params.token_ids)
 
     def __repr__(self) -> str:
         return f"<Request generated={self.num_generated}/{self._max_tokens} {self.sequence!r}>"
@@ -183,12 +185,14 @@ class Request:
         one."""
         start = sequence.num_computed_tokens
         state = sequence.state_use(start + num_tokens)
+        following = self._following(sequence) if samples else NextIds()
         return SequencePart(
             token_ids=sequence.tokens[start : start + num_tokens],
             start=start,
             block_tables=sequence.block_tables,
             sampling=self.params.sampling if samples else None,
-            banned_ids=self._stop_token_ids if self._is_too_short() else (),
+            banned_ids=following.banned,
+            forced_ids=following.forced,
             counts=self._counts,
             prompt_rows=self._prompt_rows(start, start + num_tokens),
             state=None if state is None else StateBlocks(*state),
@@ -203,8 +207,31 @@ class Request:
         token_ids = self.params.encoder_token_ids if sequence.num_tokens_to_encode else ()
         return EncoderBlocks(sequence.unit_table, sequence.num_encoder_tokens, token_ids)
 
-    def _is_too_short(self) -> bool:
-        return self.params.num_delivered_tokens + self.num_generated < self.params.min_tokens
+    def _rules_of(self, tokens: List[int]) -> TokenRules | None:
+        """For a text that has these tokens; None: any may follow."""
+        params = self.params
+        if not params.sampling.has_rules:
+            return None
+        prompt = params.token_ids[: len(params.token_ids) - params.num_delivered_tokens]
+        return TokenRules(params.sampling, tokens, params.encoder_token_ids or prompt, self._stop_token_ids)
+
+    def _rules_for(self, sequence: CacheSequence) -> TokenRules | None:
+        """For the next token of one of its sequences."""
+        return self._rules
+
+    def _following(self, sequence: CacheSequence) -> NextIds:
+        """What holds for the next token."""
+        num_before = self.params.num_delivered_tokens + self.num_generated
+        is_too_short = num_before < self.params.min_tokens
+        rules = self._rules_for(sequence)
+        if rules is None:
+            return NextIds(self._stop_token_ids if is_too_short else ())
+        return rules.next(
+            sequence.tokens,
+            is_first=not num_before,
+            is_last=self.num_generated + 1 >= self._max_tokens,
+            may_end=not is_too_short,
+        )
 
     def _prompt_rows(self, start: int, end: int) -> PromptRows | None:
         """Prompt log-probabilities to compute for start … end − 1, not returned yet."""
@@ -260,6 +287,7 @@ class Request:
         answer.num_cached_tokens, answer.times = self.num_cached_tokens, self.times.fork()
         answer._was_granted, answer._num_prompt_returned = True, self._num_prompt_returned
         answer._counts = None if self._counts is None else self._counts.copy()
+        answer._rules = None if self._rules is None else self._rules.copy()
         self.answers.append(answer)
         self.num_forks_due -= 1
         self.stream.put(Chunk(0, usage=answer.usage(), index=index))
@@ -270,6 +298,8 @@ class Request:
         self.num_generated += 1
         if self._counts is not None:
             self._counts.add(token.token_id)
+        if self._rules is not None:
+            self._rules.add(token.token_id)
         return token.token_id in self._stop_token_ids or self.num_generated >= self._max_tokens
 
     def deliver(self, token: SampledToken) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from .errors import invalid
 from .request import GenerationParams
 
@@ -17,6 +19,10 @@ def check_sampling(
     for field, token_ids in (
         ("sampling.logit_bias", params.sampling.logit_bias),
         ("stop.stop_token_ids", params.stop_token_ids),
+        ("sampling.suppress_tokens", params.sampling.suppress_tokens),
+        ("sampling.begin_suppress_tokens", params.sampling.begin_suppress_tokens),
+        ("sampling.bad_words_ids", chain.from_iterable(params.sampling.bad_words_ids)),
+        ("sampling.forced_eos_token_id", params.sampling.forced_eos_token_id),
     ):
         outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         if outside:

@@ -62,7 +62,9 @@ class SequencePart(NamedTuple):
     sampling: SamplingParams | None
     """How to sample the token after the last one; None in the middle of a prefill: no logits are computed."""
     banned_ids: Collection[int] = ()
-    """Ids that must not be sampled now: they would end a text that is too short."""
+    """Ids that must not be sampled now."""
+    forced_ids: Sequence[int] = ()
+    """Ids of which one must be sampled now, unless it is banned; none: any may be."""
     counts: TokenCounts | None = None
     """The sequence's tokens; set if `sampling` has penalties."""
     prompt_rows: PromptRows | None = None
@@ -103,7 +105,7 @@ class Candidate(NamedTuple):
 
     token_id: int
     score: float
-    """Its log-probability, adjusted by bias, banned ids and penalties."""
+    """Its log-probability, adjusted by bias, penalties, forced and banned ids."""
     logprob: float
     """Its log-probability under the model."""
 

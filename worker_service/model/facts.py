@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from kvpool.v1 import worker_pb2
 
 from .errors import ModelError
 from .library_errors import one_line
@@ -82,6 +84,10 @@ class ModelFacts:
     batch_invariance: BatchInvariance = NOT_TRIED
     encoder: EncoderFacts | None = None
     """None: the prompt is the beginning of the text."""
+    end_of_turn_token_ids: tuple[int, ...] = ()
+    """Ids that end a text too, in chats."""
+    defaults: worker_pb2.GenerationDefaults = field(default_factory=worker_pb2.GenerationDefaults)
+    """Of requests, from the model's files."""
 
     @property
     def special_tokens_json(self) -> bytes:
@@ -129,6 +135,16 @@ class TokenizerFiles:
         tokens = {name: _token_text(value) for name, value in fields.items() if name.endswith("_token")}
         return {name: text for name, text in tokens.items() if text is not None}
 
+    def end_of_turn(self, tokenizer_json: bytes | None) -> dict[str, int]:
+        """Name and id of the tokens that end a turn, where there is a chat template: the tokenizer's eos_token, or an eot_token."""
+        if tokenizer_json is None or self.chat_template() is None:
+            return {}
+        special = self.special_tokens()
+        names = [special[name] for name in ("eos_token", "eot_token") if name in special]
+        tokenizer = Tokenizer.from_str(tokenizer_json.decode()) if names else None
+        ids = {} if tokenizer is None else {name: tokenizer.token_to_id(name) for name in names}
+        return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
     def _json(self, name: str) -> dict[str, Any]:
         path = self._folder / name
         return read_object(path) if is_there(path) else {}
@@ -141,7 +157,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def read_encoder_facts(generation_config: Any, config: Any, max_tokens: int, vocab_size: int) -> EncoderFacts:
-    """generation_config: None: there is none. Raises ModelError if no file of the model says how its texts begin."""
+    """Raises ModelError if no file of the model says how its texts begin."""
     parts = [part for part in (generation_config, config, getattr(config, "decoder", None)) if part is not None]
     # In the order of transformers' generate.
     starts = [getattr(part, name, None) for name in ("decoder_start_token_id", "bos_token_id") for part in parts]
@@ -153,12 +169,3 @@ def read_encoder_facts(generation_config: Any, config: Any, max_tokens: int, voc
         )
     forced = next((token for part in parts if (token := getattr(part, "forced_bos_token_id", None)) is not None), None)
     return EncoderFacts(max_tokens, vocab_size, start, forced if isinstance(forced, int) else None)
-
-
-def eos_token_ids(*configs: Any) -> tuple[int, ...]:
-    """All end-of-text ids of the given configs (generation config, model config), ascending."""
-    found: set[int] = set()
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return tuple(sorted(found))

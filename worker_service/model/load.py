@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import structlog
 import torch
-from transformers import GenerationConfig
 
 from ..attention.backend import AttentionBackend
 from ..attention.layer import LayerNeeds
@@ -19,13 +18,14 @@ from ..attention.selection import BackendName, UnsuitableBackend, choose_backend
 from ..attention.spec import AttentionSpec
 from .device import choose_device
 from .errors import ModelError
-from .facts import ModelFacts, TokenizerFiles, eos_token_ids, read_encoder_facts
+from .facts import EncoderFacts, ModelFacts, TokenizerFiles, read_encoder_facts
 from .forward.forward import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
 from .forward.layers import AttentionLayer
 from .forward.native import NativeRuntime
 from .forward.runner import ModelRunner
+from .generation import Generation, read_generation, read_generation_config
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
 from .length import choose_max_encoder_tokens, choose_max_model_len, encoder_config, is_encoder_decoder
@@ -40,7 +40,7 @@ from .rope import Regime, describe_regime, fix_longrope
 from .runtimes import NO_ENCODERS, Lengths, RuntimeLoader, not_native
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
-from .source.files import GENERATION_CONFIG, check_small_files, check_weights
+from .source.files import check_small_files, check_weights
 from .source.fingerprint import fingerprint
 from .source.resolve import ModelFolder, resolve_model
 
@@ -181,6 +181,27 @@ def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelS
     return None
 
 
+def read_ends_and_defaults(
+    folder: Path, config: Any, max_encoder_tokens: int | None
+) -> tuple[EncoderFacts | None, Generation]:
+    """How texts begin and end, and what requests mean by default. Raises ModelError."""
+    files, generation_config = TokenizerFiles(folder), read_generation_config(folder)
+    tokenizer_json = files.tokenizer_json()
+    encoder = None
+    if max_encoder_tokens is not None:
+        vocab_size = encoder_config(config).vocab_size
+        encoder = read_encoder_facts(generation_config, config, max_encoder_tokens, vocab_size)
+    generation = read_generation(
+        generation_config,
+        folder,
+        vocab_size=config.get_text_config(decoder=True).vocab_size,
+        end_of_turn=files.end_of_turn(tokenizer_json),
+        num_forced=0 if encoder is None else len(encoder.decoder_prompt) - 1,
+        has_tokenizer=tokenizer_json is not None,
+    )
+    return encoder, generation
+
+
 def _read_facts(
     folder: ModelFolder,
     config: Any,
@@ -190,31 +211,23 @@ def _read_facts(
     progress: Progress,
 ) -> ModelFacts:
     files = TokenizerFiles(folder.path)
-    text = config.get_text_config(decoder=True)
     dtype = dtype_name(prepared.dtype)
-    generation_config = _generation_config(folder.path)
-    encoder = None
-    if (limit := prepared.max_encoder_tokens) is not None:
-        encoder = read_encoder_facts(generation_config, config, limit, encoder_config(config).vocab_size)
+    encoder, generation = read_ends_and_defaults(folder.path, config, prepared.max_encoder_tokens)
+    for line in generation.lines:
+        progress(line)
     return ModelFacts(
         name=folder.name,
         fingerprint=fingerprint(folder.path, dtype, cache_dir, progress, prepared.rope_regime, quantize),
         architecture=config.model_type,
         dtype=dtype,
         device=str(prepared.device),
-        vocab_size=text.vocab_size,
+        vocab_size=config.get_text_config(decoder=True).vocab_size,
         max_model_len=prepared.max_model_len,
-        eos_token_ids=eos_token_ids(generation_config, text),
+        eos_token_ids=generation.eos_token_ids,
         tokenizer_json=files.tokenizer_json(),
         chat_template=files.chat_template(),
         special_tokens=files.special_tokens(),
         encoder=encoder,
+        end_of_turn_token_ids=generation.end_of_turn_token_ids,
+        defaults=generation.defaults,
     )
-
-
-def _generation_config(path: Path) -> Any:
-    file = path / GENERATION_CONFIG
-    if not file.is_file():
-        return None
-    with library_errors(f"transformers cannot read {file}", "Correct the file, or fetch it again."):
-        return GenerationConfig.from_pretrained(path, local_files_only=True)

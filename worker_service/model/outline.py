@@ -8,7 +8,7 @@ import torch
 
 from .candidate import Candidate
 from .library_errors import library_errors
-from .load import prepare
+from .load import prepare, read_ends_and_defaults
 from .memory.facts import cross_needs, facts_of_meta_model, group_needs
 from .memory.meta_model import MetaModel, build_meta_model
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
@@ -61,6 +61,8 @@ def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
 def _outline(source: ConfigSource, settings: ModelSettings) -> Outline:
     config = read_config(source.path, source.gguf)
     prepared = prepare(config, settings)
+    if source.gguf is None:
+        read_ends_and_defaults(source.path, config, prepared.max_encoder_tokens)
     dtype = prepared.dtype
     if source.gguf is not None and prepared.device.type == "cuda":
         # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.

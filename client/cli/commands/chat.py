@@ -12,6 +12,7 @@ import typer
 from ...completion import Completion
 from ...errors import KvpoolError
 from ...messages import Message
+from ...model import Model
 from ...options import GenerateOptions
 from ...sync_client import SyncClient
 from ..answer_flags import takes_answer_flags
@@ -48,12 +49,15 @@ def chat(
         else:
             # Before the first question, so that a missing manager is reported at once.
             served = client.model(options["model"])
-            _converse(client, served.name, start, options)
+            _converse(client, served, start, options)
 
 
-def _converse(client: SyncClient, model_name: str, start: list[Message], options: GenerateOptions) -> None:
+def _converse(client: SyncClient, model: Model, start: list[Message], options: GenerateOptions) -> None:
     remarks = stderr_console()
-    remarks.print(printed(f"{model_name}: {_HELP}"), style="dim")
+    remarks.print(printed(f"{model.name}: {_HELP}"), style="dim")
+    if defaults := model.default_options:
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        remarks.print(printed(f"{model.name} asks for {shown}; flags override it"), style="dim")
     history = list(start)
     for line in _lines():
         if line == "/exit":

@@ -21,6 +21,8 @@ MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGPROBS: Final = 20
 """Most likely tokens whose log-probabilities are reported with each token."""
 MAX_LOGIT_BIASES: Final = 1024
+MAX_RULED_IDS: Final = 4096
+"""Ids in all fields that say which must not, or must, follow."""
 MAX_BOUNDARIES: Final = 8
 """Lengths of a prompt from where others will go on."""
 MAX_ANSWERS: Final = 128
@@ -59,7 +61,21 @@ def check_options(request: worker_pb2.GenerateRequest) -> None:
     for name, value in sampling_fields(sampling).items():
         if name in RANGES:
             _require_within(f"sampling.{name}", value.values() if name == "logit_bias" else [value], RANGES[name])
+    check_ruled_ids(sampling)
     _check_answers(request)
+
+
+def check_ruled_ids(sampling: worker_pb2.SamplingParams) -> None:
+    """Ids that must not, or must, follow. Raises BadField."""
+    num_ids = 0
+    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+        num_ids += len(getattr(sampling, name).ids)
+        _require_at_most(f"sampling.{name}", num_ids, MAX_RULED_IDS, "ids")
+    for words in sampling.bad_words_ids.lists:
+        num_ids += len(words.ids)
+        if not words.ids:
+            raise BadField("sampling.bad_words_ids", "lists of one id or more", "an empty one")
+        _require_at_most("sampling.bad_words_ids", num_ids, MAX_RULED_IDS, "ids")
 
 
 def _check_answers(request: worker_pb2.GenerateRequest) -> None:

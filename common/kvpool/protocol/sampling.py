@@ -30,8 +30,8 @@ def _within(smallest: float, largest: float, *, excludes_smallest: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters in the order of their use: logit_bias, penalties, temperature, top_k, top_p, min_p. Whole numbers have the
-    range of their type on the wire."""
+    """Parameters in the order of their use: logit_bias, penalties, ids that must not or must follow, temperature, top_k, top_p,
+    min_p. Whole numbers have the range of their type on the wire."""
 
     temperature: float = field(default=0.0, metadata=_within(0, 100))
     """0: greedy. Otherwise logits are divided by it before truncation."""
@@ -51,6 +51,30 @@ class Sampling:
     """Subtracted from a token's logit as often as it occurs in the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata=_within(-100, 100))
     """Token id → what is added to its logit."""
+    no_repeat_ngram_size: int = 0
+    """No run of that many tokens occurs twice; 0: any may."""
+    encoder_no_repeat_ngram_size: int = 0
+    """No run of that many tokens of the prompt occurs in the answer; 0: any may."""
+    suppress_tokens: tuple[int, ...] = ()
+    """Ids that are never drawn."""
+    begin_suppress_tokens: tuple[int, ...] = ()
+    """Ids that are not drawn as the first token of an answer."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Runs of ids that the answer does not complete."""
+    forced_eos_token_id: tuple[int, ...] = ()
+    """Ids of which one is the last token of an answer that its length ends; none: any may be."""
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether some ids must not, or must, follow."""
+        return bool(
+            self.no_repeat_ngram_size
+            or self.encoder_no_repeat_ngram_size
+            or self.suppress_tokens
+            or self.begin_suppress_tokens
+            or self.bad_words_ids
+            or self.forced_eos_token_id
+        )
 
     @property
     def has_penalties(self) -> bool:
@@ -66,5 +90,10 @@ RANGES: Final[Mapping[str, Range]] = {
 
 def sampling_fields(message: worker_pb2.SamplingParams) -> dict[str, Any]:
     """The message as keyword arguments of Sampling. Fields that are unset or zero are left out: their default is the same."""
-    found = {entry.name: value for entry, value in message.ListFields()}
+    found: dict[str, Any] = {entry.name: value for entry, value in message.ListFields()}
+    for name, value in found.items():
+        if isinstance(value, worker_pb2.TokenIds):
+            found[name] = tuple(value.ids)
+        elif isinstance(value, worker_pb2.TokenIdLists):
+            found[name] = tuple(tuple(one.ids) for one in value.lists)
     return found | {"logit_bias": dict(message.logit_bias)}

@@ -162,6 +162,8 @@ class ModelFacts(_message.Message):
     MAX_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     FORCED_BOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     KEEPS_BOUNDARIES_FIELD_NUMBER: _builtins.int
+    DEFAULTS_FIELD_NUMBER: _builtins.int
+    END_OF_TURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     model_name: _builtins.str
     model_fingerprint: _builtins.str
@@ -201,6 +203,16 @@ class ModelFacts(_message.Message):
 
     @_builtins.property
     def batch_invariance(self) -> Global___BatchInvariance: ...
+    @_builtins.property
+    def defaults(self) -> Global___GenerationDefaults:
+        """What requests mean that say nothing of it."""
+
+    @_builtins.property
+    def end_of_turn_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that end the model's turn in a chat, other than eos_token_ids. The worker does not know chats from texts: a client names them in
+        StopConditions.stop_token_ids.
+        """
+
     def __init__(
         self,
         *,
@@ -222,16 +234,62 @@ class ModelFacts(_message.Message):
         max_encoder_tokens: _builtins.int = ...,
         forced_bos_token_id: _builtins.int | None = ...,
         keeps_boundaries: _builtins.bool = ...,
+        defaults: Global___GenerationDefaults | None = ...,
+        end_of_turn_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id", "batch_invariance", b"batch_invariance", "forced_bos_token_id", b"forced_bos_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id", "batch_invariance", b"batch_invariance", "defaults", b"defaults", "forced_bos_token_id", b"forced_bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id", "architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "decoder_start_token_id", b"decoder_start_token_id", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "files", b"files", "forced_bos_token_id", b"forced_bos_token_id", "is_encoder_decoder", b"is_encoder_decoder", "keeps_boundaries", b"keeps_boundaries", "max_encoder_tokens", b"max_encoder_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id", "architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "decoder_start_token_id", b"decoder_start_token_id", "defaults", b"defaults", "device", b"device", "dtype", b"dtype", "end_of_turn_token_ids", b"end_of_turn_token_ids", "eos_token_ids", b"eos_token_ids", "files", b"files", "forced_bos_token_id", b"forced_bos_token_id", "is_encoder_decoder", b"is_encoder_decoder", "keeps_boundaries", b"keeps_boundaries", "max_encoder_tokens", b"max_encoder_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forced_bos_token_id: _TypeAlias = _typing.Literal["forced_bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__forced_bos_token_id: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__forced_bos_token_id) -> _WhichOneofReturnType__forced_bos_token_id | None: ...
 
 Global___ModelFacts: _TypeAlias = ModelFacts  # noqa: Y015
+
+@_typing.final
+class GenerationDefaults(_message.Message):
+    """From the model's generation_config.json, as far as it is carried out. What is unset there is the default of the field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    MAX_LENGTH_FIELD_NUMBER: _builtins.int
+    MIN_LENGTH_FIELD_NUMBER: _builtins.int
+    max_length: _builtins.int
+    """Of prompt and answer together, or of the decoder's text; for a request that leaves stop.max_tokens unset, if stop.max_tokens above is
+    unset too and the prompt is shorter. 0: none.
+    """
+    min_length: _builtins.int
+    """The same for stop.min_tokens."""
+    @_builtins.property
+    def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def stop(self) -> Global___StopConditions:
+        """max_tokens and min_tokens."""
+
+    @_builtins.property
+    def beam_search(self) -> Global___BeamSearch:
+        """For requests without a temperature, with at most that many answers."""
+
+    def __init__(
+        self,
+        *,
+        sampling: Global___SamplingParams | None = ...,
+        stop: Global___StopConditions | None = ...,
+        beam_search: Global___BeamSearch | None = ...,
+        max_length: _builtins.int = ...,
+        min_length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beam_search", b"beam_search", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_search", b"beam_search", "max_length", b"max_length", "min_length", b"min_length", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationDefaults: _TypeAlias = GenerationDefaults  # noqa: Y015
 
 @_typing.final
 class BatchInvariance(_message.Message):
@@ -453,7 +511,7 @@ class BeamSearch(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     num_beams: _builtins.int
-    """Texts that are followed side by side, each in a sequence of its own; 0 or 1: no search. At most 64, and at most the worker's
+    """Texts that are followed side by side, each in a sequence of its own; 0: the model's default; 1: no search. At most 64, and at most the worker's
     max_num_seqs.
     """
     length_penalty: _builtins.float
@@ -466,14 +524,19 @@ class BeamSearch(_message.Message):
         *,
         num_beams: _builtins.int = ...,
         length_penalty: _builtins.float | None = ...,
-        early_stopping: Global___EarlyStopping.ValueType = ...,
+        early_stopping: Global___EarlyStopping.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "length_penalty", b"length_penalty"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "num_beams", b"num_beams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "num_beams", b"num_beams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__early_stopping: _TypeAlias = _typing.Literal["early_stopping"]  # noqa: Y015
+    _WhichOneofArgType__early_stopping: _TypeAlias = _typing.Literal["_early_stopping", b"_early_stopping"]  # noqa: Y015
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
     _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__early_stopping) -> _WhichOneofReturnType__early_stopping | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
 
 Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
@@ -500,8 +563,10 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Applied in this order: logit_bias, stop.min_tokens, the three penalties in the order of these fields, temperature, top_k, top_p of
-    what is left, min_p of what is left. Log-probabilities are those of the model, before all this.
+    """Applied in this order: logit_bias, the three penalties in the order of these fields, ids that must not follow (no_repeat_ngram_size,
+    encoder_no_repeat_ngram_size, bad_words_ids, stop.min_tokens), forced_eos_token_id, suppress_tokens, begin_suppress_tokens, temperature,
+    top_k, top_p of what is left, min_p of what is left. Log-probabilities are those of the model, before all this. A field that is unset has
+    the model's default (ModelFacts.defaults); if it has none, what is said here.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -535,14 +600,20 @@ class SamplingParams(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
+    ENCODER_NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
+    SUPPRESS_TOKENS_FIELD_NUMBER: _builtins.int
+    BEGIN_SUPPRESS_TOKENS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_IDS_FIELD_NUMBER: _builtins.int
+    FORCED_EOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0: greedy. Otherwise logits are divided by it. At most 100."""
+    """0, as if there is no default: greedy. Otherwise logits are divided by it. At most 100."""
     top_k: _builtins.int
-    """Keep the k most likely tokens; 0: all."""
+    """Keep the k most likely tokens; unset or 0: all."""
     top_p: _builtins.float
     """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; unset or 1: all. In (0, 1]."""
     seed: _builtins.int
-    """Seed and position decide a draw: the same seed gives the same text, in any batch."""
+    """Seed and position decide a draw: the same seed gives the same text, in any batch. Unset: 0."""
     min_p: _builtins.float
     """Drop tokens whose probability is less than min_p times that of the most likely one; unset or 0: none. In [0, 1]."""
     repetition_penalty: _builtins.float
@@ -551,41 +622,107 @@ class SamplingParams(_message.Message):
     """Subtracted from the logits of tokens that occur in the answer. In [-2, 2]."""
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit as often as it occurs in the answer. In [-2, 2]."""
+    no_repeat_ngram_size: _builtins.int
+    """No run of that many tokens occurs twice in prompt and answer together, or in a decoder's text; unset or 0: any may."""
+    encoder_no_repeat_ngram_size: _builtins.int
+    """No run of that many tokens of the prompt, or of an encoder's input, occurs in the answer; unset or 0: any may."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids, which are less than vocab_size. In [-100, 100], at most 1,024 of them."""
 
+    @_builtins.property
+    def suppress_tokens(self) -> Global___TokenIds:
+        """Ids that are never drawn. At most 4,096, like those of the next three fields together."""
+
+    @_builtins.property
+    def begin_suppress_tokens(self) -> Global___TokenIds:
+        """Ids that are not drawn as the first token of an answer."""
+
+    @_builtins.property
+    def bad_words_ids(self) -> Global___TokenIdLists:
+        """Runs of ids that the answer does not complete. One that is a single id which ends the text is left out."""
+
+    @_builtins.property
+    def forced_eos_token_id(self) -> Global___TokenIds:
+        """Ids of which one is the last token of an answer that max_tokens, or max_model_len, ends."""
+
     def __init__(
         self,
         *,
-        temperature: _builtins.float = ...,
-        top_k: _builtins.int = ...,
+        temperature: _builtins.float | None = ...,
+        top_k: _builtins.int | None = ...,
         top_p: _builtins.float | None = ...,
-        seed: _builtins.int = ...,
+        seed: _builtins.int | None = ...,
         min_p: _builtins.float | None = ...,
         repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        no_repeat_ngram_size: _builtins.int | None = ...,
+        encoder_no_repeat_ngram_size: _builtins.int | None = ...,
+        suppress_tokens: Global___TokenIds | None = ...,
+        begin_suppress_tokens: Global___TokenIds | None = ...,
+        bad_words_ids: Global___TokenIdLists | None = ...,
+        forced_eos_token_id: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_encoder_no_repeat_ngram_size", b"_encoder_no_repeat_ngram_size", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words_ids", b"bad_words_ids", "begin_suppress_tokens", b"begin_suppress_tokens", "encoder_no_repeat_ngram_size", b"encoder_no_repeat_ngram_size", "forced_eos_token_id", b"forced_eos_token_id", "min_p", b"min_p", "no_repeat_ngram_size", b"no_repeat_ngram_size", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppress_tokens", b"suppress_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_encoder_no_repeat_ngram_size", b"_encoder_no_repeat_ngram_size", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_words_ids", b"bad_words_ids", "begin_suppress_tokens", b"begin_suppress_tokens", "encoder_no_repeat_ngram_size", b"encoder_no_repeat_ngram_size", "forced_eos_token_id", b"forced_eos_token_id", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "no_repeat_ngram_size", b"no_repeat_ngram_size", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppress_tokens", b"suppress_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__encoder_no_repeat_ngram_size: _TypeAlias = _typing.Literal["encoder_no_repeat_ngram_size"]  # noqa: Y015
+    _WhichOneofArgType__encoder_no_repeat_ngram_size: _TypeAlias = _typing.Literal["_encoder_no_repeat_ngram_size", b"_encoder_no_repeat_ngram_size"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["no_repeat_ngram_size"]  # noqa: Y015
+    _WhichOneofArgType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["_no_repeat_ngram_size", b"_no_repeat_ngram_size"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__encoder_no_repeat_ngram_size) -> _WhichOneofReturnType__encoder_no_repeat_ngram_size | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__no_repeat_ngram_size) -> _WhichOneofReturnType__no_repeat_ngram_size | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class TokenIdLists(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LISTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lists(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
+    def __init__(
+        self,
+        *,
+        lists: _abc.Iterable[Global___TokenIds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lists", b"lists"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIdLists: _TypeAlias = TokenIdLists  # noqa: Y015
 
 @_typing.final
 class StopConditions(_message.Message):
@@ -597,12 +734,12 @@ class StopConditions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Tokens to generate at most; 0: as many as max_model_len leaves."""
+    """Tokens to generate at most; unset: the model's default; 0, as if there is none: as many as max_model_len leaves."""
     ignore_eos: _builtins.bool
     """Continue after the model's end-of-text ids."""
     min_tokens: _builtins.int
     """Before this many tokens no id that ends the text is drawn, and no stop string ends it. At most max_tokens, if that is set, and
-    num_delivered_tokens together.
+    num_delivered_tokens together. Unset: the model's default, or 0.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -615,17 +752,24 @@ class StopConditions(_message.Message):
     def __init__(
         self,
         *,
-        max_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool = ...,
-        min_tokens: _builtins.int = ...,
+        min_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
 
 Global___StopConditions: _TypeAlias = StopConditions  # noqa: Y015
 

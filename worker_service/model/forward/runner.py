@@ -178,7 +178,7 @@ class _Ends:
         position, place = part.start + len(part.token_ids), len(self.rows)
         self.rows.append(row)
         for params in (sampling, *part.forks):
-            draw = Draw(params, position, part.banned_ids, part.counts)
+            draw = Draw(params, position, part.banned_ids, part.counts, part.forced_ids)
             if part.num_candidates:
                 self._searches.append((index, place, draw, part.num_candidates))
             else:

@@ -1,4 +1,4 @@
-"""Adjusts logits before sampling: bias, banned ids, penalties.
+"""Adjusts logits before sampling: bias, penalties, forced and banned ids.
 
 Reads and writes only the adjusted logits: with N tokens in all sequences that is O(N), not O(rows · vocab_size).
 """
@@ -18,8 +18,8 @@ _IntArray = npt.NDArray[np.int64]
 
 
 def adjust(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
-    """Change the logits [N, vocab_size] in place, float32 and contiguous: add the bias, set banned ids to −inf, apply penalties.
-    Ignores ids outside the vocabulary.
+    """Change the logits [N, vocab_size] in place, float32 and contiguous: add the bias, apply penalties, set forced ids to 0 and
+    the others of their row to −inf, set banned ids to −inf. Ignores ids outside the vocabulary.
 
     The repetition penalty p (Keskar et al. 2019, arXiv:1909.05858) changes a positive logit x to x / p and any other to x · p, once
     for each token of prompt and answer. Frequency and presence penalty subtract f · count and, if count > 0, q; count is that of
@@ -28,8 +28,9 @@ def adjust(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
     _add_bias(logits, draws)
-    _ban(logits, draws)
     _penalise(logits, [row for row, draw in enumerate(draws) if draw.sampling.has_penalties], draws)
+    _force(logits, draws)
+    _ban(logits, draws)
 
 
 def _add_bias(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
@@ -38,6 +39,16 @@ def _add_bias(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
     where = _Places(logits, rows, [_array(bias.keys()) for bias in biases])
     if where:
         where.write(where.read() + where.spread([_floats(bias.values()) for bias in biases]))
+
+
+def _force(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    for row, draw in enumerate(draws):
+        if draw.forced_ids:
+            logits[row] = float("-inf")
+    rows = [row for row, draw in enumerate(draws) if draw.forced_ids]
+    where = _Places(logits, rows, [_array(draws[row].forced_ids) for row in rows])
+    if where:
+        where.write(torch.zeros_like(where.read()))
 
 
 def _ban(logits: torch.Tensor, draws: Sequence[Draw]) -> None:

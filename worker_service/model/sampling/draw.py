@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ...engine.sampling_params import SamplingParams
@@ -19,8 +19,10 @@ class Draw(NamedTuple):
     """Ids that must not be chosen."""
     counts: TokenCounts | None = None
     """The sequence's tokens; needed if `sampling` has penalties."""
+    forced_ids: Sequence[int] = ()
+    """Ids of which one must be chosen; none: any may be."""
 
     @property
     def adjusts_logits(self) -> bool:
         """Whether the token is chosen from other logits than the model's."""
-        return bool(self.sampling.logit_bias) or bool(self.banned_ids) or self.sampling.has_penalties
+        return bool(self.sampling.logit_bias or self.banned_ids or self.forced_ids) or self.sampling.has_penalties

@@ -1,6 +1,6 @@
 """Sampling, with the options applied in the order of transformers and vLLM:
 
-    logit bias → banned ids (min_tokens) → repetition, frequency, presence penalty      adjustment.py
+    logit bias → repetition, frequency, presence penalty → forced ids → banned ids      adjustment.py
     → the most likely token, or temperature → truncation → draw                          choice.py, truncation.py
 
 Log-probabilities are those of the model's own logits, before all this. A row's token depends only on that row and its draw: the

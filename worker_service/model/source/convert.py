@@ -77,9 +77,8 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
             f"{gguf} has {listed(unread)}, which transformers does not read. Give the model as safetensors."
         )
     progress("converting: the weights are unpacked, saving them")
-    # A GGUF file has no generation config, but the tokenizer has the end-of-text id.
-    if model.generation_config.eos_token_id is None:
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    # A GGUF file has no generation config, but ids that end a text.
+    model.generation_config.eos_token_id = ending_ids(file.reader, tokenizer.eos_token_id)
     model.save_pretrained(folder)
 
 
@@ -113,6 +112,13 @@ class _Spelling:
             # Experts have no suffix in the table, because they have none in the model.
             self._table = {f"{one}.weight" if one.endswith("_exps") else one: other for one, other in table.items()}
         return self._table
+
+
+def ending_ids(reader: Any, eos_token_id: int | None) -> list[int] | None:
+    """The end of text and the end of a turn; None: the file states none."""
+    found = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ids = [eos_token_id, *(int(field.contents()) for field in found if field is not None)]
+    return sorted({token_id for token_id in ids if token_id is not None}) or None
 
 
 def dtype_that_keeps(gguf: Path) -> torch.dtype:

@@ -1,0 +1,364 @@
+"""What a model's generation_config.json asks of texts, field by field: a default of requests, nothing here, or more than there is.
+
+Without that file `generate` reads the same fields from config.json, and so does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from transformers import GenerationConfig
+
+from kvpool.protocol.limits import BadField, check_options
+from kvpool.v1 import worker_pb2
+
+from .errors import ModelError
+from .library_errors import library_errors
+from .source.files import CONFIG, GENERATION_CONFIG, read_object
+
+
+class Use(Enum):
+    """What becomes of a field."""
+
+    DEFAULT = "default"
+    """A default of requests, which each may override."""
+    IDS = "ids"
+    """Says how texts begin or end."""
+    WHILE_SAMPLING = "while sampling"
+    """Nothing while the file does not ask to sample; refused if it does."""
+    NOTHING = "nothing"
+    """No text of this worker depends on it, or requests say it themselves."""
+    REFUSED = "refused"
+    """Texts depend on it, and it is not carried out."""
+
+
+class Field(NamedTuple):
+    """One field of transformers' GenerationConfig."""
+
+    use: Use
+    why: str
+    """What requests override it with; why it is nothing; what it needs."""
+
+
+_ONE_BY_ONE = "tokens are computed one by one here, and a draft changes no text"
+_HOW = "how generate computes or returns"
+_OWN_CACHE = "the KV cache is the worker's own"
+_GONE = "generate itself no longer has it"
+_OPTION = "the option of that name"
+_SAMPLERS = "another choice of tokens: top_k, top_p and min_p are there"
+
+FIELDS: Final[Mapping[str, Field]] = {
+    "do_sample": Field(Use.DEFAULT, "temperature: without do_sample it is 0, whatever the file's temperature"),
+    "temperature": Field(Use.DEFAULT, "temperature; 1 where the file asks to sample and has none"),
+    "top_k": Field(Use.DEFAULT, "top_k; generate's own 50, where no file says so, is none"),
+    "top_p": Field(Use.DEFAULT, _OPTION),
+    "min_p": Field(Use.DEFAULT, _OPTION),
+    "repetition_penalty": Field(Use.DEFAULT, _OPTION),
+    "no_repeat_ngram_size": Field(Use.DEFAULT, _OPTION),
+    "encoder_no_repeat_ngram_size": Field(Use.DEFAULT, _OPTION),
+    "bad_words_ids": Field(Use.DEFAULT, _OPTION),
+    "suppress_tokens": Field(Use.DEFAULT, _OPTION),
+    "begin_suppress_tokens": Field(Use.DEFAULT, _OPTION),
+    "forced_eos_token_id": Field(Use.DEFAULT, _OPTION),
+    "max_new_tokens": Field(Use.DEFAULT, "max_tokens"),
+    "max_length": Field(Use.DEFAULT, "max_tokens; it counts the prompt, and is nothing for longer prompts"),
+    "min_new_tokens": Field(Use.DEFAULT, "min_tokens"),
+    "min_length": Field(Use.DEFAULT, "min_tokens; it counts the prompt"),
+    "stop_strings": Field(Use.DEFAULT, "stop"),
+    "num_beams": Field(Use.DEFAULT, "num_beams, a temperature above 0, or n above it"),
+    "length_penalty": Field(Use.DEFAULT, _OPTION),
+    "early_stopping": Field(Use.DEFAULT, _OPTION),
+    "eos_token_id": Field(Use.IDS, "ends texts; a request adds stop_token_ids, or sets ignore_eos"),
+    "decoder_start_token_id": Field(Use.IDS, "begins the texts of encoder-decoder models"),
+    "bos_token_id": Field(Use.IDS, "begins the texts of encoder-decoder models without a decoder_start_token_id"),
+    "forced_bos_token_id": Field(
+        Use.IDS, "the second token of encoder-decoder models' texts; of others, of prompts of one token, nothing"
+    ),
+    "pad_token_id": Field(Use.NOTHING, "nothing is padded"),
+    "typical_p": Field(Use.WHILE_SAMPLING, _SAMPLERS),
+    "epsilon_cutoff": Field(Use.WHILE_SAMPLING, _SAMPLERS),
+    "eta_cutoff": Field(Use.WHILE_SAMPLING, _SAMPLERS),
+    "top_h": Field(Use.WHILE_SAMPLING, _SAMPLERS),
+    "encoder_repetition_penalty": Field(Use.REFUSED, "a penalty for what the prompt lacks"),
+    "exponential_decay_length_penalty": Field(Use.REFUSED, "a score of the end that grows with the text"),
+    "sequence_bias": Field(Use.REFUSED, "scores of runs of tokens: logit_bias is for single ones"),
+    "guidance_scale": Field(Use.REFUSED, "a second text without the prompt next to each"),
+    "watermarking_config": Field(Use.REFUSED, "marks in the choice of tokens"),
+    "token_healing": Field(Use.REFUSED, "another end of the prompt"),
+    "penalty_alpha": Field(Use.REFUSED, "contrastive search"),
+    "dola_layers": Field(Use.REFUSED, "logits of inner layers"),
+    "num_beam_groups": Field(Use.REFUSED, "groups of beams"),
+    "diversity_penalty": Field(Use.REFUSED, "groups of beams"),
+    "constraints": Field(Use.REFUSED, "constrained beam search"),
+    "force_words_ids": Field(Use.REFUSED, "constrained beam search"),
+    "renormalize_logits": Field(Use.NOTHING, "it changes no order of tokens; with num_beams it is refused"),
+    "remove_invalid_values": Field(Use.NOTHING, "a text whose logits are not finite ends with an error"),
+    "max_time": Field(Use.NOTHING, "requests have a timeout"),
+    "num_return_sequences": Field(Use.NOTHING, "requests have n"),
+    "use_mtp": Field(Use.NOTHING, _ONE_BY_ONE),
+    "is_assistant": Field(Use.NOTHING, _ONE_BY_ONE),
+    "num_assistant_tokens": Field(Use.NOTHING, _ONE_BY_ONE),
+    "num_assistant_tokens_schedule": Field(Use.NOTHING, _ONE_BY_ONE),
+    "assistant_confidence_threshold": Field(Use.NOTHING, _ONE_BY_ONE),
+    "assistant_early_exit": Field(Use.NOTHING, _ONE_BY_ONE),
+    "assistant_lookbehind": Field(Use.NOTHING, _ONE_BY_ONE),
+    "assistant_ensemble_weight": Field(Use.NOTHING, _ONE_BY_ONE),
+    "target_lookbehind": Field(Use.NOTHING, _ONE_BY_ONE),
+    "prompt_lookup_num_tokens": Field(Use.NOTHING, _ONE_BY_ONE),
+    "max_matching_ngram_size": Field(Use.NOTHING, _ONE_BY_ONE),
+    "speculation_type": Field(Use.NOTHING, _ONE_BY_ONE),
+    "use_cache": Field(Use.NOTHING, _OWN_CACHE),
+    "cache_implementation": Field(Use.NOTHING, _OWN_CACHE),
+    "cache_config": Field(Use.NOTHING, _OWN_CACHE),
+    "max_cache_len": Field(Use.NOTHING, _OWN_CACHE),
+    "prefill_chunk_size": Field(Use.NOTHING, _HOW),
+    "low_memory": Field(Use.NOTHING, _HOW),
+    "compile_config": Field(Use.NOTHING, _HOW),
+    "disable_compile": Field(Use.NOTHING, _HOW),
+    "continuous_batching_config": Field(Use.NOTHING, _HOW),
+    "output_attentions": Field(Use.NOTHING, _HOW),
+    "output_hidden_states": Field(Use.NOTHING, _HOW),
+    "output_scores": Field(Use.NOTHING, _HOW),
+    "output_logits": Field(Use.NOTHING, _HOW),
+    "return_dict_in_generate": Field(Use.NOTHING, _HOW),
+    "transformers_version": Field(Use.NOTHING, "who wrote the file"),
+    "_from_model_config": Field(Use.NOTHING, "who wrote the file"),
+}
+"""Every field of GenerationConfig in transformers 5.23; what is no field there `generate` ignores too."""
+
+_NEUTRAL: Final[Mapping[str, Any]] = GenerationConfig._get_default_generation_params() | {
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+}
+"""Values that ask for nothing, other than none, false and empty ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a model's files ask of texts."""
+
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text, ascending."""
+    end_of_turn_token_ids: tuple[int, ...]
+    """Ids that end one too, in chats."""
+    defaults: worker_pb2.GenerationDefaults
+    """Of requests."""
+    lines: tuple[str, ...]
+    """What is said at load."""
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """The file, or what config.json states of it. Raises ModelError."""
+    with library_errors(f"transformers cannot read {folder / _source(folder)}", "Correct the file, or fetch it again."):
+        if _source(folder) == GENERATION_CONFIG:
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return GenerationConfig.from_pretrained(
+            folder, config_file_name=CONFIG, local_files_only=True, _from_model_config=True
+        )
+
+
+def _source(folder: Path) -> str:
+    return GENERATION_CONFIG if (folder / GENERATION_CONFIG).is_file() else CONFIG
+
+
+def read_generation(
+    config: GenerationConfig,
+    folder: Path,
+    *,
+    vocab_size: int,
+    end_of_turn: Mapping[str, int],
+    num_forced: int = 0,
+    has_tokenizer: bool = True,
+) -> Generation:
+    """`end_of_turn`: names and ids of tokens that end a turn of a chat; `num_forced`: tokens that generate counts as new ones, and
+    that are no part of an answer. Raises ModelError, naming the field."""
+    source = _source(folder)
+    stated = {name: value for name, value in vars(config).items() if name in FIELDS and _says(name, value)}
+    _refuse(stated, source)
+    if "stop_strings" in stated and not has_tokenizer:
+        raise _wrong(source, "stop_strings", "this model has no tokenizer, so there is no text to find them in")
+    lines: list[str] = []
+    eos, where = _eos(config, folder, source)
+    eos_token_ids = _in_vocabulary(eos, "eos_token_id", where, vocab_size, lines)
+    more = {name: one for name, one in end_of_turn.items() if one not in eos_token_ids}
+    ends = ", ".join(map(str, eos_token_ids)) or "none"
+    lines.append(f"ids that end a text: {ends} ({where})")
+    if more:
+        shown = ", ".join(f"{one} ({name})" for name, one in more.items())
+        lines.append(f"in chats these ids end it too: {shown}, the tokenizer's")
+    defaults = _defaults(config, source, num_forced, vocab_size, lines)
+    told = [name for name in stated if FIELDS[name].use is Use.DEFAULT]
+    if "temperature" in told and config.do_sample is not True:
+        told.remove("temperature")
+    if told:
+        values = ", ".join(f"{name} {_short(stated[name])}" for name in told)
+        lines.append(f"{source}: defaults of requests: {values}")
+    ignored = [name for name in stated if FIELDS[name].use in (Use.NOTHING, Use.WHILE_SAMPLING)]
+    ignored = [name for name in ignored if name not in ("pad_token_id", "transformers_version", "_from_model_config")]
+    if ignored:
+        reasons = ", ".join(f"{name} ({FIELDS[name].why})" for name in ignored)
+        lines.append(f"{source}: without effect here: {reasons}")
+    unknown = sorted(name for name in vars(config) if name not in FIELDS and not name.startswith("_"))
+    if unknown:
+        lines.append(f"{source}: unknown, and without effect: {', '.join(unknown)}")
+    return Generation(eos_token_ids, tuple(sorted(set(more.values()))), defaults, tuple(lines))
+
+
+def _says(name: str, value: Any) -> bool:
+    """Whether the value asks for anything that would not be without it."""
+    if name in ("temperature", "top_k", "do_sample", "num_beams", "min_new_tokens"):
+        return value is not None
+    return value is not None and value is not False and value not in (0, [], {}) and value != _NEUTRAL.get(name)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _wrong(source: str, name: str, what: str) -> ModelError:
+    return ModelError(f"{source}: {name}: {what}. Mend the field, or take it out of the file.")
+
+
+def _refuse(stated: Mapping[str, Any], source: str) -> None:
+    """What texts would depend on, and is not carried out."""
+    is_sampled = stated.get("do_sample") is True
+    has_beams = _is_number(stated.get("num_beams")) and stated["num_beams"] > 1
+    for name, value in stated.items():
+        use, why = FIELDS[name]
+        if use is Use.REFUSED or (use is Use.WHILE_SAMPLING and is_sampled):
+            what = f"{name} {_short(value)} needs what this worker does not have ({why})"
+        elif name == "num_beams" and has_beams and is_sampled:
+            what = "num_beams with do_sample asks for beams that are drawn, and beams are not drawn here"
+        elif name == "renormalize_logits" and has_beams:
+            what = "renormalize_logits with num_beams needs scores that are normalised again, which this worker does not do"
+        else:
+            continue
+        raise ModelError(
+            f"{source}: {what}. Texts would be others than generate's: take the field out of the file to have them without it."
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _eos(config: GenerationConfig, folder: Path, source: str) -> tuple[list[Any], str]:
+    """The file's list, or else what config.json states, and where it is from. A default of the config's class is not stated."""
+    found = config.eos_token_id
+    if found is None:
+        source, stated = CONFIG, read_object(folder / CONFIG)
+        inner = [stated.get(name) for name in ("text_config", "decoder", "generator")]
+        parts = [stated, *(part for part in inner if isinstance(part, dict))]
+        found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+    if found is None:
+        return [], "no file states any"
+    return (found if isinstance(found, list) else [found]), source
+
+
+def _in_vocabulary(ids: Iterable[Any], name: str, source: str, vocab_size: int, lines: list[str]) -> tuple[int, ...]:
+    """Ids in order, each once; a line for those outside the vocabulary, which no token has. Raises ModelError for what is no id."""
+    found: set[int] = set()
+    outside: list[int] = []
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise _wrong(source, name, f"needed token ids, got {_short(one)!r}")
+        if 0 <= one < vocab_size:
+            found.add(one)
+        else:
+            outside.append(one)
+    if outside:
+        lines.append(
+            f"{source}: {name}: {', '.join(map(str, outside))} is outside the vocabulary of {vocab_size} tokens: ignored"
+        )
+    return tuple(sorted(found))
+
+
+_SAMPLING: Final = (
+    *("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "bad_words_ids"),
+)
+_STOP: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_EARLY_STOPPING: Final = {
+    False: worker_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: worker_pb2.EARLY_STOPPING_FULL,
+    "never": worker_pb2.EARLY_STOPPING_NEVER,
+}
+
+
+def _defaults(
+    config: GenerationConfig, source: str, num_forced: int, vocab_size: int, lines: list[str]
+) -> worker_pb2.GenerationDefaults:
+    """Raises ModelError for a value that no request may have."""
+    found = worker_pb2.GenerationDefaults()
+    sampling = found.sampling
+    values = {name: value for name in FIELDS if (value := getattr(config, name, None)) is not None}
+    if "do_sample" in values:
+        sampling.temperature = 0
+    name = "temperature"
+    try:
+        if values.get("do_sample") is True:
+            sampling.temperature = values.get("temperature", 1.0)
+        for name in _SAMPLING:
+            if name not in values:
+                continue
+            value = values[name]
+            if name == "bad_words_ids":
+                words = [_ids(word, name, source, vocab_size, lines) for word in value]
+                kept = [word for word, given in zip(words, value, strict=True) if word and len(word) == len(given)]
+                sampling.bad_words_ids.lists.extend(worker_pb2.TokenIds(ids=word) for word in kept)
+            elif name.endswith(("_tokens", "_id")):
+                getattr(sampling, name).ids.extend(
+                    _ids([value] if isinstance(value, int) else value, name, source, vocab_size, lines)
+                )
+            else:
+                setattr(sampling, name, value)
+        for name, field in _STOP.items():
+            if name in values:
+                setattr(found.stop, field, values[name])  # refuses what is no number of tokens
+                setattr(found.stop, field, max(1 if field == "max_tokens" else 0, values[name] - num_forced))
+        name = "stop_strings"
+        if strings := values.get(name):
+            found.stop.stop_strings.extend([strings] if isinstance(strings, str) else strings)
+        for name in ("max_length", "min_length"):
+            setattr(found, name, values.get(name, 0))
+        name = "num_beams"
+        if values.get(name, 1) > 1:
+            found.beam_search.num_beams = values[name]
+        name = "length_penalty"
+        if name in values:
+            found.beam_search.length_penalty = values[name]
+        name = "early_stopping"
+        if name in values:
+            found.beam_search.early_stopping = _EARLY_STOPPING[values[name]]
+    except (TypeError, ValueError, KeyError):
+        raise _wrong(source, name, f"no request may have {_short(getattr(config, name))!r}") from None
+    _check(found, source)
+    return found
+
+
+def _ids(ids: Iterable[Any], name: str, source: str, vocab_size: int, lines: list[str]) -> list[int]:
+    """In the given order."""
+    ids = list(ids)
+    good = set(_in_vocabulary(ids, name, source, vocab_size, lines))
+    return [one for one in ids if one in good]
+
+
+def _check(defaults: worker_pb2.GenerationDefaults, source: str) -> None:
+    """As if a request asked for it."""
+    search = worker_pb2.BeamSearch()
+    search.CopyFrom(defaults.beam_search)
+    search.num_beams = max(2, search.num_beams)
+    for asked in (
+        worker_pb2.GenerateRequest(sampling=defaults.sampling, stop=defaults.stop),
+        worker_pb2.GenerateRequest(beam_search=search),
+    ):
+        try:
+            check_options(asked)
+        except BadField as error:
+            name = error.field.rpartition(".")[2]
+            raise _wrong(source, name, f"needed {error.needed}, got {error.got}") from None
