@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 import transformers
 
+from kvpool.worker_service.model.generation import FIELDS, Use
+
 from .outcome import NATIVE, Outcome, Result
 from .subjects import SEQ2SEQ
 
@@ -51,6 +53,23 @@ above: over encoder inputs of different lengths in one row, from decoder prompts
 input that the blocks hold already. Transformers' modules run all of them, with the torch backend; the native step computes none.
 They are refused by the config, by the way in which layers call attention, or by what a tiny model of the kind computes. Models of
 speech and images are no encoder-decoder models of texts.
+"""
+
+
+_GENERATION = """\
+## What generation_config.json asks for
+
+`generate` takes options from this file, and from config.json where there is none. So does a worker: a request that says nothing
+gets the text of `generate` with the files as shipped, in greedy float32 token by token, beam search included. Three things differ.
+Without `max_new_tokens` and `max_length` a text may fill the model, where `generate` ends after 20 tokens. A file without an
+`eos_token_id` has that of config.json, where `generate` continues. And a stop string is not part of the text.
+
+Texts end at the file's `eos_token_id`, or else at the one that config.json states; a default of the config's class ends nothing. In
+chats the tokenizer's `eos_token` or `eot_token` ends them too; a GGUF file's `eot_token_id` ends all texts. The log lists these ids
+at load, and those outside the vocabulary, which are ignored.
+
+Every field of transformers' GenerationConfig is in one of these tables. The log at load names those that a file has.
+
 """
 
 
@@ -120,8 +139,30 @@ def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
         "| type | result | |",
         "|---|---|---|",
         *(f"| {outcome.kind} | {outcome.result.value} | {_cell(_remark(outcome))} |" for outcome in seq2seq),
+        "",
+        generation(),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def generation() -> str:
+    """The part on generation_config.json."""
+    tables = (
+        ("a default of requests", "overridden with", {Use.DEFAULT}),
+        ("begins or ends texts", "how", {Use.IDS}),
+        ("without effect", "why", {Use.NOTHING}),
+        ("refused if the file asks to sample, else without effect", "why", {Use.WHILE_SAMPLING}),
+        ("refused, if it asks for anything", "what is not there", {Use.REFUSED}),
+    )
+    lines: list[str] = []
+    for title, column, uses in tables:
+        reasons: dict[str, list[str]] = {}
+        for name, field in FIELDS.items():
+            if field.use in uses:
+                reasons.setdefault(field.why, []).append(f"`{name}`")
+        lines += [f"| {title} | {column} |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {_cell(why)} |" for why, names in reasons.items()] + [""]
+    return _GENERATION + "\n".join(lines)
 
 
 def _counts(outcomes: Sequence[Outcome]) -> list[str]:

@@ -15,6 +15,7 @@ from kvpool.v1 import worker_pb2
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.generation import FIELDS, Generation, Use, read_generation, read_generation_config
 from kvpool.worker_service.model.source.convert import ending_ids
+from scripts.models import document
 
 VOCAB_SIZE = 100
 ASKS: dict[str, Any] = {
@@ -176,3 +177,8 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Path) -
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"transformers cannot read .*generation_config\.json"):
         read_generation_config(tmp_path)
+
+
+def test_the_document_has_the_table() -> None:
+    """`make models` writes it; a change of the table alone is in docs/MODELS.md too."""
+    assert document.generation() in document.PATH.read_text(encoding="utf-8")

@@ -76,7 +76,8 @@ FIELDS: Final[Mapping[str, Field]] = {
     "decoder_start_token_id": Field(Use.IDS, "begins the texts of encoder-decoder models"),
     "bos_token_id": Field(Use.IDS, "begins the texts of encoder-decoder models without a decoder_start_token_id"),
     "forced_bos_token_id": Field(
-        Use.IDS, "the second token of encoder-decoder models' texts; of others, of prompts of one token, nothing"
+        Use.IDS,
+        "the second token of encoder-decoder models' texts; of others, where only prompts of one token have it, nothing",
     ),
     "pad_token_id": Field(Use.NOTHING, "nothing is padded"),
     "typical_p": Field(Use.WHILE_SAMPLING, _SAMPLERS),
@@ -95,7 +96,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "diversity_penalty": Field(Use.REFUSED, "groups of beams"),
     "constraints": Field(Use.REFUSED, "constrained beam search"),
     "force_words_ids": Field(Use.REFUSED, "constrained beam search"),
-    "renormalize_logits": Field(Use.NOTHING, "it changes no order of tokens; with num_beams it is refused"),
+    "renormalize_logits": Field(Use.NOTHING, "it changes no order of tokens; a file with num_beams too is refused"),
     "remove_invalid_values": Field(Use.NOTHING, "a text whose logits are not finite ends with an error"),
     "max_time": Field(Use.NOTHING, "requests have a timeout"),
     "num_return_sequences": Field(Use.NOTHING, "requests have n"),
@@ -198,6 +199,8 @@ def read_generation(
         values = ", ".join(f"{name} {_short(stated[name])}" for name in told)
         lines.append(f"{source}: defaults of requests: {values}")
     ignored = [name for name in stated if FIELDS[name].use in (Use.NOTHING, Use.WHILE_SAMPLING)]
+    if not num_forced and "forced_bos_token_id" in stated:
+        ignored.append("forced_bos_token_id")
     ignored = [name for name in ignored if name not in ("pad_token_id", "transformers_version", "_from_model_config")]
     if ignored:
         reasons = ", ".join(f"{name} ({FIELDS[name].why})" for name in ignored)
