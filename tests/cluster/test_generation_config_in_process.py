@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from kvpool.client.request import attempt_request, build_request, request_for
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.model.generation import read_generation, read_generation_config
 from tests.cluster.in_process import in_process_cluster
+from tests.gateway.serving import serving
 from tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, Oracle, TinyModel, make_tiny_model
 
 NUM_NEW = 16
@@ -192,6 +194,17 @@ async def test_a_file_that_asks_to_sample_makes_its_options_the_defaults(shipped
         assert len(others) > 1, "without a seed each request has one of its own"
         greedy = await cluster.client.generate(prompt, temperature=0).collect()
         assert greedy.token_ids == tuple(base[:12])
+        async with (
+            serving(f"127.0.0.1:{cluster.manager.port}") as gateway,
+            httpx.AsyncClient(base_url=gateway.url) as http,
+        ):
+            # Without a word, OpenAI's temperature of 1 is not meant.
+            body = {"prompt": prompt, "seed": 5, "max_tokens": 12, "return_token_ids": True}
+            (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+            assert choice["token_ids"] == list(said[0].token_ids)
+            (listed,) = (await http.get("/v1/models")).json()["data"]
+            shown = (await http.get(f"/v1/models/{listed['id']}")).json()
+            assert shown["default_options"] == {"temperature": 1.5, "top_k": 7, "max_tokens": 12}
 
 
 async def test_a_chat_ends_at_the_tokenizers_end_of_turn_and_a_text_does_not(shipped: Shipped, tmp_path: Path) -> None:

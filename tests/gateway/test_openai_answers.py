@@ -81,6 +81,10 @@ async def test_the_synchronous_client_works_as_well(front: Front) -> None:
          {"tenant": "ann", "tenant_salt": "s", "priority": 3}),
         ({"temperature": None, "top_p": None, "stop": None, "logit_bias": None, "seed": 5, "n": None},
          {"temperature": 1.0, "seed": 5}),
+        ({"temperature": 0, "extra_body": {"no_repeat_ngram_size": 1, "suppress_tokens": [97, 98], "bad_words_ids": [[99], [1, 2]],
+          "begin_suppress_tokens": [3], "forced_eos_token_id": 101, "encoder_no_repeat_ngram_size": 2}},
+         {"no_repeat_ngram_size": 1, "suppress_tokens": [97, 98], "bad_words_ids": [[99], [1, 2]], "begin_suppress_tokens": [3],
+          "forced_eos_token_id": 101, "encoder_no_repeat_ngram_size": 2}),
     ],
 )  # fmt: skip
 async def test_every_option_means_what_it_means_to_the_client(
