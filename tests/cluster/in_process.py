@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,6 @@ from kvpool.cache_service.server import Server as ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, Completion, GenerateOptions
 from kvpool.v1 import cache_pb2
-from kvpool.worker_service.engine.engine import Engine
-from kvpool.worker_service.engine.step import PartResult, Step
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.server import Server as WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
@@ -27,51 +25,6 @@ WORKER = "worker"
 TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
 """Settings of a worker: chunks of 7, and a pool that holds the longest sequence of a tiny model's prompts (14 blocks) but never
 those of all five (47)."""
-
-
-class Lockstep:
-    """A StepRunner that begins no step before the link is at rest: then the manager has answered every call that is due."""
-
-    def __init__(self, engine: Engine, num_requests: int, before_step: Callable[[], Awaitable[None]] | None) -> None:
-        self._engine = engine
-        self._runner = engine._runner
-        self._loop = asyncio.get_running_loop()
-        self._num_to_arrive = num_requests
-        self._before_step = before_step
-        self._num_waiting = 0
-        self._is_over = False
-        engine._runner = self
-
-    def execute(self, step: Step) -> list[PartResult]:
-        """In the model's thread."""
-        asyncio.run_coroutine_threadsafe(self._until_may_begin(), self._loop).result()
-        return self._runner.execute(step)
-
-    async def end(self) -> None:
-        """Let steps run as they come again."""
-        self._engine._runner = self._runner
-        self._is_over = True
-        while self._num_waiting:
-            await asyncio.sleep(0.001)
-
-    async def _until_may_begin(self) -> None:
-        self._num_waiting += 1
-        try:
-            while not self._is_over and not (self._all_have_arrived() and self._link_rests()):
-                await asyncio.sleep(0.001)
-            if self._before_step is not None and not self._is_over:
-                await self._before_step()
-        finally:
-            self._num_waiting -= 1
-
-    def _all_have_arrived(self) -> bool:
-        if sum(1 for _ in self._engine.scheduler) >= self._num_to_arrive:
-            self._num_to_arrive = 0
-        return not self._num_to_arrive
-
-    def _link_rests(self) -> bool:
-        link = self._engine.cache._state.link
-        return link is not None and link.in_flight is None and not self._engine.changed_for_link.is_set()
 
 
 @dataclass(frozen=True)
@@ -92,18 +45,6 @@ class InProcessCluster:
     ) -> list[Completion]:
         """The answers to prompts that arrive at the same instant."""
         return await asyncio.gather(*(self.complete(prompt, **options) for prompt in prompts))
-
-    @asynccontextmanager
-    async def in_lockstep(
-        self, num_requests: int, before_step: Callable[[], Awaitable[None]] | None = None
-    ) -> AsyncIterator[None]:
-        """Inside, sequences meet in the pool whatever the speed of anything: the first step begins when that many requests have
-        arrived, and no step while a call to the manager is due or unanswered. `before_step` is awaited before each step."""
-        lockstep = Lockstep(self.worker.engine, num_requests, before_step)
-        try:
-            yield
-        finally:
-            await lockstep.end()
 
     async def describe(self) -> cache_pb2.WorkerDescription:
         """The worker as the manager sees it, with its block map."""

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from kvpool.client import Completion
 from tests.cluster.in_process import TIGHT, InProcessCluster, in_process_cluster
+from tests.lockstep import in_lockstep
 from tests.tiny_models import MAX_MODEL_LEN, Beam, Oracle, TinyModel, make_tiny_model
 
 SEED = 2**64 - 2
@@ -107,7 +108,7 @@ async def test_beams_in_a_tight_pool_are_preempted_and_find_the_same(runtime: st
     long = tuple(range(80))
     settings = {**TIGHT, "num_blocks": 31, "max_num_seqs": 13, "max_num_batched_tokens": 16}
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **settings) as cluster:
-        async with cluster.in_lockstep(1 + len(prompts)):
+        async with in_lockstep(cluster.worker.engine, 1 + len(prompts)):
             first = asyncio.create_task(cluster.complete(long, max_tokens=4 * 30 - len(long) + 1))
             await cluster.until_arrived(1)
             found = await asyncio.gather(

@@ -17,6 +17,7 @@ from kvpool.client.request import attempt_request, build_request
 from kvpool.v1 import worker_pb2_grpc
 from tests.cluster.in_process import TIGHT, in_process_cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE
+from tests.lockstep import in_lockstep
 from tests.model.plain_loop import PlainLoop
 from tests.tiny_models import EOS_TOKEN_ID, TinyModel, make_tiny_model
 
@@ -78,7 +79,7 @@ async def test_every_option_is_the_plain_loop_in_a_tight_pool(subject: Subject, 
     """Seventy requests with other options each, five at a time, in chunks, with hits, evictions and preemptions on the way."""
     cases = list(subject.cases)
     async with in_process_cluster(subject.tiny.path, tmp_path, **TIGHT) as cluster:
-        async with cluster.in_lockstep(len(cases)):
+        async with in_lockstep(cluster.worker.engine, len(cases)):
             completions = await asyncio.gather(
                 *(
                     cluster.complete(prompt, **(options | GenerateOptions(max_tokens=NUM_NEW)))
@@ -140,7 +141,7 @@ async def test_prompt_logprobs_are_those_of_eager_logits(
         is_tight = "num_blocks" in settings
         num_preemptions = 0
         for _ in range(2):
-            async with cluster.in_lockstep(len(prompts)) if is_tight else nullcontext():
+            async with in_lockstep(cluster.worker.engine, len(prompts)) if is_tight else nullcontext():
                 completions = await cluster.all_at_once(prompts, max_tokens=NUM_NEW, prompt_logprobs=2)
             for prompt, completion in zip(prompts, completions, strict=True):
                 check_prompt_logprobs(completion, prompt, subject.loop.logits(prompt))

@@ -20,6 +20,7 @@ from scripts.models.trial import save
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all
 from tests.gateway.serving import serving
+from tests.lockstep import in_lockstep
 from tests.model.paged_seq2seq import Oracle
 from tests.tiny_models import MIN_MARGIN
 from tests.worker_service.world import read
@@ -141,7 +142,7 @@ async def test_preempted_the_tokens_are_those_of_generate(subject: Subject, tmp_
     """The decoder's pool is too small for all: some are computed again, with the encoder's output of their first round."""
     tight = {**SETTINGS, "num_blocks": 8, "max_model_len": 20, "reserve_seconds": 0.0}
     async with in_process_cluster(subject.path, tmp_path, **tight) as cluster:
-        async with cluster.in_lockstep(len(LENGTHS)):
+        async with in_lockstep(cluster.worker.engine, len(LENGTHS)):
             answers = await cluster.all_at_once(prompts_of(subject), max_tokens=NUM_NEW, logprobs=NUM_TOP)
         check_all(subject.truths, answers)
         assert sum(answer.num_preemptions for answer in answers) > 0

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all
+from tests.lockstep import in_lockstep
 from tests.tiny_models import MAX_MODEL_LEN, STATE_ARCHITECTURES, VOCAB_SIZE, Oracle, make_tiny_model
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
@@ -85,7 +86,7 @@ async def test_a_preempted_sequence_begins_again_with_no_state(tmp_path: Path) -
     async with in_process_cluster(
         tiny.path, tmp_path, **SETTINGS | {"num_blocks": 15, "prefix_caching": False}
     ) as cluster:
-        async with cluster.in_lockstep(len(asked)):
+        async with in_lockstep(cluster.worker.engine, len(asked)):
             found = await cluster.all_at_once(asked, max_tokens=60, logprobs=NUM_TOP)
         check_all(truths, found)
         assert sum(completion.num_preemptions for completion in found) > 0

@@ -11,6 +11,7 @@ import torch
 from kvpool.v1 import cache_pb2
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, truths_of
+from tests.lockstep import in_lockstep
 from tests.tiny_models import TinyModel, make_tiny_model
 
 BLOCK_SIZE = 4
@@ -97,7 +98,7 @@ async def test_the_bytes_of_a_sealed_block_never_change(tiny: TinyModel, truths:
 
         prompts = [truth.prompt for truth in truths for _ in range(2)]
         for _ in range(3):
-            async with cluster.in_lockstep(len(prompts), before_step=look):
+            async with in_lockstep(cluster.worker.engine, len(prompts), before_step=look):
                 found = await cluster.all_at_once(prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
             for number, completion in enumerate(found):
                 truths[number // 2].check(completion)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.in_process import TIGHT, in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all, truths_of
+from tests.lockstep import in_lockstep
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
 
 CAPACITY = 20
@@ -26,7 +27,7 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     truths = truths_of(tiny)
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **TIGHT) as cluster:
-        async with cluster.in_lockstep(len(truths)):
+        async with in_lockstep(cluster.worker.engine, len(truths)):
             cold = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
         check_all(truths, cold)
         # Decoding never waits for blocks of layers with a window.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 
@@ -257,8 +258,9 @@ _SHOWN = re.findall(r"```sh\n([^`]*)```\n\n```text\n([^`]*)```", TEXT)
 """Those whose output is shown; test_commands runs the others."""
 
 
+@functools.cache
 def _run(command: str) -> str:
-    """Run a block as a reader does."""
+    """Run a block as a reader does; each prints the same every time."""
     done = subprocess.run(["bash", "-ec", here(command)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

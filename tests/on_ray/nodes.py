@@ -36,6 +36,7 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._nodes: list[str] = []
+        self._statuses: subprocess.Popen[str] | None = None
         self._ray = subprocess.Popen(
             [sys.executable, "-m", "tests.on_ray.ray_nodes", HOST],
             stdin=subprocess.PIPE,
@@ -58,6 +59,8 @@ class Nodes:
         return json.loads(line)
 
     def close(self) -> None:
+        if self._statuses is not None:
+            self._statuses.communicate(timeout=30)
         try:
             self._ask("close")
         finally:
@@ -108,9 +111,23 @@ class Nodes:
 
     def services(self) -> dict[str, Service]:
         """All processes of kvpool, by name."""
-        listed = json.loads(self._run(["status", "--json"]).stdout)["services"]
+        if self._statuses is None:
+            self._statuses = subprocess.Popen(
+                [sys.executable, "-m", "tests.on_ray.statuses"],
+                env={**os.environ, "RAY_ADDRESS": self._address},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._statuses.stdin is not None
+        assert self._statuses.stdout is not None
+        print(file=self._statuses.stdin, flush=True)
+        line = self._statuses.stdout.readline()
+        assert line, "`kvpool ray status` has failed: see the log"
         fields = Service.__dataclass_fields__
-        return {entry["name"]: Service(**{name: entry[name] for name in fields}) for entry in listed}
+        return {
+            entry["name"]: Service(**{name: entry[name] for name in fields}) for entry in json.loads(line)["services"]
+        }
 
     def until_all_run(self, *but: str, seconds: float = 90.0) -> dict[str, Service]:
         """Wait until all processes run, except for these."""

@@ -15,6 +15,7 @@ from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
+from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_text
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed, read, read_right
@@ -299,8 +300,9 @@ async def run_until_preempted(world: World, **params: Any) -> Request:
     """A long text fills the pool, so that the request next to it is preempted while it decodes; both end."""
     first = world.submit(list(range(100, 104)), 40)
     second = world.submit(list(range(12)), 40, **params)
-    assert await read(first) == expected_text(list(range(100, 104)), 40)
-    assert await read(second) == expected_text(list(range(12)), 40)
+    async with in_lockstep(world.engine, 2):
+        assert await read(first) == expected_text(list(range(100, 104)), 40)
+        assert await read(second) == expected_text(list(range(12)), 40)
     assert second.num_preemptions > 0
     return second
 

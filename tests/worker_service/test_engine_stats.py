@@ -10,6 +10,7 @@ import pytest
 from kvpool.process.histogram import Histogram
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.stats import EngineStats
+from tests.lockstep import in_lockstep
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.world import World, read
 
@@ -50,7 +51,8 @@ async def test_tokens_add_up(num_blocks: int) -> None:
     world = World(num_blocks=num_blocks, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
     async with world.running():
         for _ in range(2):
-            await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
+            async with in_lockstep(world.engine, len(prompts)):
+                await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
     stats = world.engine.stats
     num_requests = 2 * len(prompts)
     assert stats.ended == {"length": num_requests}

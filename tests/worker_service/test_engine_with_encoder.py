@@ -18,6 +18,7 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
+from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_answer, expected_text
 from tests.tracer_beams import expected_beams
 from tests.until import until
@@ -145,7 +146,8 @@ async def test_a_preempted_request_goes_on_with_its_unit() -> None:
     world = world_with(num_blocks=20, max_num_seqs=4, reserve_seconds=0.0)
     prompts = [list(range(10 * i, 10 * i + 9)) for i in range(4)]
     async with world.running():
-        await asyncio.gather(*(answered(world, prompt, 40) for prompt in prompts))
+        async with in_lockstep(world.engine, len(prompts)):
+            await asyncio.gather(*(answered(world, prompt, 40) for prompt in prompts))
         assert world.engine.scheduler.num_preemptions > 0
         assert world.model.num_encoded == 4 * 9
 

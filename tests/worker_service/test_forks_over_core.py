@@ -19,6 +19,7 @@ from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.stream import Chunk, FinishReason
 from tests import tracer
+from tests.lockstep import in_lockstep
 from tests.tracer import expected_text
 from tests.tracer_beams import expected_beams
 from tests.until import until
@@ -215,7 +216,8 @@ async def test_a_group_of_beams_is_preempted_and_resumed_as_one() -> None:
     async with world.running():
         better = [world.submit(list(range(30)), 60), world.submit(list(range(100, 120)), 60)]
         group = world.submit([5, 6, 7, 8, 9], 24, **searching(4, 4))
-        found = await asyncio.gather(*map(read_all, [group, *better]))
+        async with in_lockstep(world.engine, 3):
+            found = await asyncio.gather(*map(read_all, [group, *better]))
         assert found == [right_texts(group), *map(right_texts, better)]
         assert group.num_preemptions > 0
 

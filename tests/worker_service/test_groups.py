@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from tests.lockstep import in_lockstep
 from tests.until import until
 from tests.worker_service.world import World, read_right
 
@@ -19,7 +20,8 @@ async def test_texts_are_right_while_pools_of_different_size_are_short(num_block
     async with world.running():
         prompts = [[*range(10), i, *range(i)] for i in range(10)]
         requests = [world.submit(prompt, 40) for prompt in prompts]
-        await read_right(*requests)
+        async with in_lockstep(world.engine, len(requests)):
+            await read_right(*requests)
         assert sum(request.num_preemptions for request in requests) > 0
 
 

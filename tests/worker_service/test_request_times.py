@@ -9,6 +9,7 @@ import pytest
 from kvpool.worker_service.codec import encode_usage
 from kvpool.worker_service.engine.request_times import RequestTimes, Times
 from kvpool.worker_service.engine.stream import Usage
+from tests.lockstep import in_lockstep
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.world import World
 
@@ -75,9 +76,10 @@ async def test_the_parts_add_up_to_the_time_from_arrival_to_the_last_token(num_b
     world = World(num_blocks=num_blocks, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
     async with world.running():
         requests = [world.submit(prompt, 20) for prompt in prompts]
-        for one in requests:
-            while (chunk := await one.stream.get()) is not None:
-                assert chunk.usage is None or (chunk.usage.times is None) == (chunk.finish_reason is None)
+        async with in_lockstep(world.engine, len(requests)):
+            for one in requests:
+                while (chunk := await one.stream.get()) is not None:
+                    assert chunk.usage is None or (chunk.usage.times is None) == (chunk.finish_reason is None)
     for one in requests:
         found = one.times.totals()
         assert found is not None

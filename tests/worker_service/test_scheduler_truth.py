@@ -8,6 +8,7 @@ import random
 import pytest
 
 from kvpool.worker_service.engine.policy import SchedulingPolicy
+from tests.lockstep import in_lockstep
 from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
@@ -30,16 +31,13 @@ async def test_every_text_is_right(policy: SchedulingPolicy, chunk: int, budget:
         scheduling_policy=policy,
     )
     async with world.running():
-        for _ in range(5):
-            prompts = prompts_with_shared_beginnings(rng, 12, 30)
-            requests = [
-                world.submit(prompt, 10, tenant=rng.choice(["", "a", "b"]), priority=rng.choice([-1, 0, 1]))
-                for prompt in prompts
-            ]
+        prompts = prompts_with_shared_beginnings(rng, 12, 30)
+        requests = [
+            world.submit(prompt, 10, tenant=rng.choice(["", "a", "b"]), priority=rng.choice([-1, 0, 1]))
+            for prompt in prompts
+        ]
+        async with in_lockstep(world.engine, len(requests)):
             await read_right(*requests)
-            # Nearly always at once; who holds what when is not ours to say.
-            if world.engine.scheduler.num_preemptions or num_blocks == 400:
-                break
         assert (world.engine.scheduler.num_preemptions > 0) == (num_blocks == 15)
 
 
