@@ -111,7 +111,7 @@ class Pictures:
         """It watches no longer; what only it has watched is dropped. May be repeated."""
         self._viewers.pop(viewer, None)
         for watched in self._sessions.values():
-            self._watch_as_wished(watched)
+            self._watch_as_wished(watched, self.number + 1)
         if not self._viewers:
             self._sessions.clear()
             self._ended.clear()
@@ -126,7 +126,7 @@ class Pictures:
         while self._todo:
             session = self._todo[-1]
             if not session.retired:
-                watched = self._watched(session)
+                watched = self._watched(session, self.number + 1)
                 if watched.step(self.number + 1):
                     return True
             self._todo.pop()
@@ -150,7 +150,7 @@ class Pictures:
         share = MAX_SEQUENCES // max(1, len(live))
         oldest = self._oldest_seen()
         for session in live.values():
-            self._watched(session).take(self.number, oldest, limits, share)
+            self._watched(session, self.number).take(self.number, oldest, limits, share)
         facts = cluster_facts(manager, num_audits, num_violations)
         if self._cluster is None or self._cluster[1] != facts:
             self._cluster = self.number, facts
@@ -192,19 +192,20 @@ class Pictures:
             cluster if cluster_number > seen else None,
         )
 
-    def _watched(self, session: Session) -> _WatchedSession:
+    def _watched(self, session: Session, number: int) -> _WatchedSession:
+        """`number`: of the picture that shows it next."""
         watched = self._sessions.get(session.number)
         if watched is None:
             watched = self._sessions[session.number] = _WatchedSession(session)
-        self._watch_as_wished(watched)
+        self._watch_as_wished(watched, number)
         return watched
 
-    def _watch_as_wished(self, watched: _WatchedSession) -> None:
+    def _watch_as_wished(self, watched: _WatchedSession, number: int) -> None:
         """Mirror the blocks of a session if any viewer wants to see them, and only then."""
         worker_id = watched.session.worker_id
         if any(viewer.wish.include_blocks and viewer.wish.shows(worker_id) for viewer in self._viewers):
             if not watched.pools:
-                watched.start(self._manager.salts, self.number + 1)
+                watched.start(self._manager.salts, number)
         else:
             watched.stop()
 

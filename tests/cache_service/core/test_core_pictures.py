@@ -128,3 +128,15 @@ def test_under_another_epoch_everybody_gets_everything() -> None:
     desk.manager.raise_epoch(desk.manager.epoch + 1)
     (change,) = watched.show(viewer)
     assert (change.is_whole, change.epoch) == (True, desk.manager.epoch)
+
+
+def test_the_blocks_of_a_worker_that_has_come_since_the_last_step_are_sent_once() -> None:
+    """It registers between the steps that prepare a picture and the picture."""
+    desk = Desk()
+    desk.grant("a", [1, 2, 3])
+    pictures = Pictures(desk.manager)
+    viewer = pictures.join(Wish(include_blocks=True))
+    pictures.take()
+    assert pictures.show(viewer).sessions[0].blocks
+    pictures.take()
+    assert pictures.show(viewer).sessions == ()

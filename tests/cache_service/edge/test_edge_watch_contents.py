@@ -13,12 +13,14 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
+from kvpool.cache_service.watching import contents
 from kvpool.client import Client, ContentsView, ManagerAway
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.core.contents_follower import held_by
 from tests.cache_service.edge.peer import Worker, item, key, prompt
+from tests.until import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
 
@@ -187,3 +189,17 @@ async def test_nothing_is_kept_when_nobody_follows(server: Server, stub: Stub, w
     feed._end()
     assert server.manager.contents is None
     assert server.manager._tree.journal is None
+
+
+async def test_the_journal_is_kept_for_a_follower_that_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end that was set when the last one left is called off; it comes when this one has left too."""
+    monkeypatch.setattr(contents, "LINGER_SECONDS", 0.02)
+    manager = CacheManager(1)
+    feed = contents.ContentsFeed(manager, 100)
+    async with contextlib.aclosing(feed.follow(pb.ContentsOptions())) as first:
+        await anext(first)
+    async with contextlib.aclosing(feed.follow(pb.ContentsOptions())) as second:
+        await anext(second)
+        await asyncio.sleep(0.05)
+        assert manager.contents is not None
+    await until(lambda: manager.contents is None)
