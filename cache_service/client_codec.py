@@ -8,6 +8,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from .core.block_pool import State
 from .core.budget import Budget
+from .core.candidates import ServedModel
 from .core.description import BlockContent, BlockDescription
 from .core.facts import SequenceFacts, WorkerFacts, sequence_facts, worker_facts
 from .core.integrity import Audit, Violation
@@ -29,7 +30,9 @@ BLOCK_STATES: Mapping[State, cache_pb2.BlockState.ValueType] = {
 assert BLOCK_STATES.keys() == set(State), "every state has its name on the wire"
 
 
-def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2.RouteResponse:
+def encode_route(
+    workers: Iterable[RoutedWorker], served: ServedModel | None, explanation: str
+) -> cache_pb2.RouteResponse:
     """The ranked workers; `explanation` says why there are none."""
     return cache_pb2.RouteResponse(
         workers=[
@@ -45,11 +48,31 @@ def encode_route(workers: Iterable[RoutedWorker], explanation: str) -> cache_pb2
             for worker in workers
         ],
         explanation=explanation,
+        model=None
+        if served is None
+        else cache_pb2.ServedModel(
+            facts_digest=served.newest.facts_digest,
+            max_model_len=served.max_model_len,
+            max_encoder_tokens=served.max_encoder_tokens,
+        ),
     )
 
 
+def explain_no_room(request: cache_pb2.RouteRequest, served: ServedModel) -> str:
+    """Why Route names none of the workers that there are, in words."""
+    num_needed = request.num_needed_tokens
+    if num_needed > served.max_model_len:
+        return f"the text may reach {num_needed} tokens, and the worker with the most room takes {served.max_model_len}"
+    if request.num_encoder_tokens > served.max_encoder_tokens:
+        return (
+            f"the input of the encoder has {request.num_encoder_tokens} tokens, and the worker with the most room takes "
+            f"{served.max_encoder_tokens}"
+        )
+    return f"no worker has room for both {num_needed} tokens of text and {request.num_encoder_tokens} of an encoder's input"
+
+
 def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
-    """Why Route names no worker, in words."""
+    """Why Route names no worker of a model that has none, in words."""
     sessions = [session for session in sessions if session.registration.address]
     of_model = [s for s in sessions if fingerprint in ("", s.registration.model_fingerprint)]
     reporting = sorted(s.worker_id for s in of_model if s.recovering)
@@ -113,7 +136,7 @@ def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
         model_name=registration.model_name,
         model_fingerprint=registration.model_fingerprint,
         kv_cache_config=encode_config(registration.layout),
-        max_model_len=registration.max_model_len,
+        max_model_len=facts.max_model_len,
         counts=encode_counts(facts.counts),
         load=encode_load(facts.load),
         num_sequences=facts.num_sequences,
@@ -126,6 +149,8 @@ def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
         ),
         draining=facts.draining,
         recovering=facts.recovering,
+        facts_digest=facts.facts_digest,
+        max_encoder_tokens=facts.max_encoder_tokens,
     )
 
 

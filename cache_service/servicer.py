@@ -363,12 +363,19 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Route(self, request: cache_pb2.RouteRequest, context: Context[Any, Any]) -> cache_pb2.RouteResponse:
         root = worker_codec.decode_root(request.root)
         workers = self._manager.route(
-            root, request.tokens, request.max_workers, num_encoder_tokens=request.num_encoder_tokens
+            root,
+            request.tokens,
+            request.max_workers,
+            num_encoder_tokens=request.num_encoder_tokens,
+            num_needed_tokens=request.num_needed_tokens,
         )
+        served = self._manager.served_model(root)
         explanation = ""
-        if not workers:
+        if not workers and served is not None:
+            explanation = client_codec.explain_no_room(request, served)
+        elif not workers:
             explanation = client_codec.explain_no_worker(request.root.model_fingerprint, self._manager.sessions)
-        response = client_codec.encode_route(workers, explanation)
+        response = client_codec.encode_route(workers, served, explanation)
         if request.explain and workers:
             response.why.CopyFrom(self._explain(root, request.tokens, bounds=BRIEF))
         return response

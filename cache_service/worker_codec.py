@@ -174,6 +174,7 @@ def decode_registration(request: cache_pb2.RegisterRequest) -> Registration:
         holds_state=request.holds_state,
         process_key=request.process_key,
         predecessor_key=request.predecessor_key,
+        facts_digest=request.facts_digest,
     )
 
 

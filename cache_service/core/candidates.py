@@ -31,6 +31,16 @@ class Place(NamedTuple):
     session: Session
 
 
+class ServedModel(NamedTuple):
+    """What is served of a model by all of its workers together."""
+
+    newest: Session
+    """Its worker's facts are those of the model."""
+    max_model_len: int
+    """The largest of all workers."""
+    max_encoder_tokens: int
+
+
 class ModelCandidates:
     """The workers of one model. `loads`: where each is filed."""
 
@@ -45,9 +55,26 @@ class ModelCandidates:
         """The loads that there are, least first."""
         self._rings: dict[int, list[Place]] = {}
         """By load."""
+        self._by_number: list[tuple[int, Session]] = []
+        """The session that began last comes last."""
+        self._lengths: list[int] = []
+        """max_model_len of each worker, least first."""
+        self._input_lengths: list[int] = []
 
     def __len__(self) -> int:
         return len(self.loads)
+
+    def served(self) -> ServedModel | None:
+        """None: there is no worker."""
+        if not self.loads:
+            return None
+        return ServedModel(self._by_number[-1][1], self._lengths[-1], self._input_lengths[-1])
+
+    def all_take(self, num_tokens: int, num_encoder_tokens: int) -> bool:
+        """Whether each worker has room for a text, and an encoder's input, of these lengths."""
+        return not self.loads or (
+            num_tokens <= self._lengths[0] and (not num_encoder_tokens or num_encoder_tokens <= self._input_lengths[0])
+        )
 
     def rings(self) -> Iterator[tuple[int, list[Place]]]:
         """Load and ring of the workers that have it, the least load first."""
@@ -62,6 +89,9 @@ class ModelCandidates:
             self.by_holder[session.holder] = session
             self.block_sizes[session.block_size] += 1
             self.num_windowed += bool(session.holder.window_slots)
+            insort(self._by_number, (session.number, session))
+            insort(self._lengths, session.max_model_len)
+            insort(self._input_lengths, session.max_encoder_tokens)
         elif self.loads[session] == load:
             return
         else:
@@ -81,6 +111,9 @@ class ModelCandidates:
         self._take_out(self.loads.pop(session), place)
         del self.by_holder[session.holder]
         self.num_windowed -= bool(session.holder.window_slots)
+        del self._by_number[bisect_left(self._by_number, session.number, key=_number)]
+        del self._lengths[bisect_left(self._lengths, session.max_model_len)]
+        del self._input_lengths[bisect_left(self._input_lengths, session.max_encoder_tokens)]
         self.block_sizes[session.block_size] -= 1
         if not self.block_sizes[session.block_size]:
             del self.block_sizes[session.block_size]
@@ -131,6 +164,10 @@ class Candidates:
             model.drop(session)
             if not model.loads:
                 del self._models[fingerprint]
+
+
+def _number(numbered: tuple[int, Session]) -> int:
+    return numbered[0]
 
 
 def takes_prompts(session: Session) -> bool:

@@ -27,6 +27,10 @@ class WorkerFacts(NamedTuple):
     num_generated_tokens: int
     draining: bool
     recovering: bool
+    max_model_len: int
+    """Of what can be served; what the worker has registered may be more."""
+    max_encoder_tokens: int
+    facts_digest: bytes
 
 
 class SequenceFacts(NamedTuple):
@@ -69,6 +73,9 @@ def worker_facts(session: Session) -> WorkerFacts:
         session.num_generated_tokens,
         session.draining,
         session.recovering,
+        session.max_model_len,
+        session.max_encoder_tokens,
+        session.facts_digest,
     )
 
 

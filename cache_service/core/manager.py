@@ -14,7 +14,7 @@ from typing import NoReturn
 from . import allocation, forks, updates
 from .block_pool import BlockPool
 from .budget import Account, Budget
-from .candidates import Candidates
+from .candidates import Candidates, ServedModel
 from .closest_prompt import THOROUGH, Bounds
 from .contents import Contents
 from .copies import Holder
@@ -230,7 +230,7 @@ class CacheManager:
             account,
             downlink,
             lease_end,
-            self.limits.max_blocks_per_sequence,
+            self.limits,
             key,
         )
 
@@ -272,12 +272,13 @@ class CacheManager:
                 )
             self._check_scratch(f"kv_cache_config.groups[{index}]", group, size)
             self._check_encoder(f"kv_cache_config.groups[{index}].cross_attention", groups, index)
-        for name, key in (
-            ("process_key", registration.process_key),
-            ("predecessor_key", registration.predecessor_key),
+        for name, content, most in (
+            ("process_key", registration.process_key, limits.max_process_key_bytes),
+            ("predecessor_key", registration.predecessor_key, limits.max_process_key_bytes),
+            ("facts_digest", registration.facts_digest, limits.max_digest_bytes),
         ):
-            if len(key) > limits.max_process_key_bytes:
-                raise bad_field(name, f"at most {limits.max_process_key_bytes} bytes, got {len(key)}")
+            if len(content) > most:
+                raise bad_field(name, f"at most {most} bytes, got {len(content)}")
 
     def _check_scratch(self, field: str, group: Group, block_size: int) -> None:
         most_tokens, most_blocks = self.limits.max_tokens_per_sequence, self.limits.max_blocks_per_sequence
@@ -732,17 +733,29 @@ class CacheManager:
     # -- looking
 
     def route(
-        self, root: Root, tokens: bytes, max_workers: int = 0, *, num_encoder_tokens: int = 0
+        self,
+        root: Root,
+        tokens: bytes,
+        max_workers: int = 0,
+        *,
+        num_encoder_tokens: int = 0,
+        num_needed_tokens: int = 0,
     ) -> list[RoutedWorker]:
-        """Workers that serve text under the root and are not leaving, best first. An empty fingerprint means the one model that
-        such workers serve. `num_encoder_tokens`: of the input that the root names, if it names one.
+        """Workers that serve text under the root, are not leaving and have room for a text of `num_needed_tokens`, best first. An
+        empty fingerprint means the one model that such workers serve. `num_encoder_tokens`: of the input that the root names, if it
+        names one.
 
         Raises Refusal: BAD_FIELD.
         """
         self._require_prompt(tokens)
         root = self._with_fingerprint(root)
         model = self._candidates.of_model(root.model_fingerprint)
-        return route(self._tree, model, root, tokens, self._hash_function, max_workers, num_encoder_tokens)
+        hash_function = self._hash_function
+        return route(self._tree, model, root, tokens, hash_function, max_workers, num_encoder_tokens, num_needed_tokens)
+
+    def served_model(self, root: Root) -> ServedModel | None:
+        """What the workers that route() may name serve, whatever their size; None: there is none. Raises Refusal: BAD_FIELD."""
+        return self._candidates.of_model(self._with_fingerprint(root).model_fingerprint).served()
 
     def explain(self, root: Root, tokens: bytes, worker_id: str = "", bounds: Bounds = THOROUGH) -> Explanation:
         """How much of a prompt each worker would serve from its cache, and why no more. Of the workers that Route would name, or of

@@ -33,6 +33,7 @@ class Limits(NamedTuple):
     max_id_bytes: int = 128
     max_name_bytes: int = 256
     max_process_key_bytes: int = 64
+    max_digest_bytes: int = 32
     max_known_incarnations: int = 4096
     max_downlink_entries: int = 8192
     """Not counting the session's one Drain."""
@@ -153,6 +154,8 @@ class Registration(NamedTuple):
     """Random, of this process; never shown. Empty: it has none, and no later process can prove that it replaces it."""
     predecessor_key: bytes = b""
     """The process_key of the process that this one replaces, which has ended."""
+    facts_digest: bytes = b""
+    """Names what the worker answers of its model; empty: it states none."""
 
 
 class Registered(NamedTuple):

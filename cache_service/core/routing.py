@@ -132,10 +132,13 @@ class _Costs:
         tokens: bytes,
         hash_function: HashFunction,
         num_encoder_tokens: int,
+        num_needed_tokens: int,
     ) -> None:
         self.model = model
         self.num_tokens = len(tokens) // TOKEN_BYTES
         self.num_encoder_tokens = num_encoder_tokens
+        self.num_needed_tokens = num_needed_tokens
+        self.all_fit = model.all_take(self.num_needed_tokens, num_encoder_tokens)
         self._hash_function = hash_function
         self._first_blocks: dict[int, bytes] = {}
         """And the digest of what the tokens refer to; by block size."""
@@ -144,6 +147,11 @@ class _Costs:
         for size in model.block_sizes:
             self._first_blocks[size] = b"\0" + root.input_digest + tokens[: size * TOKEN_BYTES]
             self.prompts[size] = _look_up(tree, root, tokens, size, model.by_holder, model.num_windowed > 0)
+
+    def fits(self, session: Session) -> bool:
+        """Whether the worker has room for the text."""
+        has_room = self.num_needed_tokens <= session.max_model_len
+        return self.all_fit or (has_room and self.num_encoder_tokens <= session.max_encoder_tokens)
 
     def cost(self, session: Session, load: int) -> int:
         """Tokens to compute before and for the prompt, with this load."""
@@ -168,12 +176,12 @@ class _Costs:
         for size, prompt in self.prompts.items():
             for holder, num_blocks in prompt.in_flight.items():
                 session = by_holder.get(holder)
-                if num_blocks and session is not None and session.block_size == size:
+                if num_blocks and session is not None and session.block_size == size and self.fits(session):
                     found[session] = num_blocks * size
             if self.num_encoder_tokens:
                 for holder in {*prompt.units, *prompt.units_in_flight}:
                     session = by_holder.get(holder)
-                    if session is not None and session.block_size == size:
+                    if session is not None and session.block_size == size and self.fits(session):
                         found[session] = found.get(session, 0) + self.num_encoder_tokens
         return found
 
@@ -186,9 +194,11 @@ def route(
     hash_function: HashFunction,
     max_workers: int = 0,
     num_encoder_tokens: int = 0,
+    num_needed_tokens: int = 0,
 ) -> list[RoutedWorker]:
-    """The workers of a model, best first: least cost, ties by a hash of the first block. At most `max_workers`, if it is not 0."""
-    costs = _Costs(tree, model, root, tokens, hash_function, num_encoder_tokens)
+    """The workers of a model, best first: least cost, ties by a hash of the first block. At most `max_workers`, if it is not 0.
+    Those that have no room for a text of `num_needed_tokens`, or for the encoder's input, are left out."""
+    costs = _Costs(tree, model, root, tokens, hash_function, num_encoder_tokens, num_needed_tokens)
     if len(model) <= FEW or not 0 < max_workers < len(model):
         best = _ranked(costs, max_workers)
     else:
@@ -204,7 +214,7 @@ def route(
 
 def _ranked(costs: _Costs, max_workers: int) -> list[Session]:
     """All workers, or the first ones of all."""
-    loads = costs.model.loads.items()
+    loads = [(one, load) for one, load in costs.model.loads.items() if costs.all_fit or costs.fits(one)]
     by_cost: list[tuple[int, int, Session]]
     if len(costs.prompts) == 1 and not costs.num_encoder_tokens:  # nearly always: as `cost`, without the call
         ((size, prompt),) = costs.prompts.items()
@@ -250,7 +260,7 @@ def _best(costs: _Costs, most: int) -> _Ranking:
 def _from(ring: list[Place], point: int, costs: _Costs, most: int) -> List[Session]:
     """The sessions of a ring: the neighbours of a point in the order of their ties, then the others as they follow."""
     begin = bisect_left(ring, point, key=_name_hash)
-    around = [place.session for place in ring[begin:] + ring[:begin]]
+    around = [place.session for place in ring[begin:] + ring[:begin] if costs.all_fit or costs.fits(place.session)]
     near = max(NEIGHBOURS, most)
     return [*sorted(around[:near], key=costs.tie), *around[near:]]
 

@@ -56,7 +56,7 @@ class Session:
         account: Account,
         downlink: Downlink,
         lease_end: float,
-        max_blocks_per_sequence: int,
+        limits: Limits,
         key: SessionKey = NO_KEY,
     ) -> None:
         self.number = number
@@ -85,9 +85,15 @@ class Session:
             assert isinstance(unit_pool, UnitPool)
             self.unit_pool = unit_pool
         self.most_blocks_per_sequence = min(
-            max_blocks_per_sequence, account.most_blocks // len(pools), *(pool.capacity for pool in self.full_pools)
+            limits.max_blocks_per_sequence,
+            account.most_blocks // len(pools),
+            *(pool.capacity for pool in self.full_pools),
         )
         """Largest table of each group without a window that can ever be granted: the smallest of all limits."""
+        self.max_model_len = self._longest_text(limits)
+        """Longest text that can be served, prompt and generated tokens together."""
+        self.max_encoder_tokens = self._longest_input()
+        """Longest input of an encoder that can be served; 0 without one."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
         self.num_heartbeats = 0
@@ -123,6 +129,27 @@ class Session:
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
         """Tokens stated by Append and Free, those allocated not included."""
+
+    def _longest_text(self, limits: Limits) -> int:
+        num_blocks = self.most_blocks_per_sequence
+        for pool in self.window_pools:  # as require_window_room has it
+            scratch = self.registration.layout.groups[pool.slot].scratch_blocks
+            if self.holder.spans[pool.slot] + scratch > pool.capacity:
+                num_blocks = min(num_blocks, pool.capacity)
+        # The KV of the last generated token is never computed.
+        most = min(num_blocks * self.block_size + 1, limits.max_tokens_per_sequence, self.account.budget.max_tokens)
+        return min(most, self.registration.max_model_len or most)
+
+    def _longest_input(self) -> int:
+        if self.unit_pool is None:
+            return 0
+        group = self.registration.layout.groups[self.unit_pool.slot]
+        return min(group.max_encoder_tokens, self.unit_pool.capacity * self.block_size)
+
+    @property
+    def facts_digest(self) -> bytes:
+        """Names what the worker answers of its model. Of a worker that states nothing it is another one with each session."""
+        return self.registration.facts_digest or self.number.to_bytes(8, "big")
 
     @property
     def worker_id(self) -> str:

@@ -367,6 +367,7 @@ class RegisterRequest(_message.Message):
     LAST_SESSION_FIELD_NUMBER: _builtins.int
     PROCESS_KEY_FIELD_NUMBER: _builtins.int
     PREDECESSOR_KEY_FIELD_NUMBER: _builtins.int
+    FACTS_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, unique in the cluster, the same over restarts. 1 to 128 bytes."""
     incarnation: _builtins.int
@@ -403,6 +404,11 @@ class RegisterRequest(_message.Message):
     """process_key of the process that this one replaces and that has ended, as a lock on the worker's state folder proves.
     If that process has a session, it is fenced at once. Empty: none is known to have ended.
     """
+    facts_digest: _builtins.bytes
+    """Names what GetModel answers of the model: equal where the name, the files and all other facts are equal. Limits, device and what
+    else is the worker's own take no part in it. 32 bytes; empty: not known, and what was known of the model counts as changed with
+    each session.
+    """
     @_builtins.property
     def kv_cache_config(self) -> _common_pb2.KVCacheConfig: ...
     def __init__(
@@ -422,10 +428,11 @@ class RegisterRequest(_message.Message):
         last_session: _builtins.int = ...,
         process_key: _builtins.bytes = ...,
         predecessor_key: _builtins.bytes = ...,
+        facts_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache_config", b"kv_cache_config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "highest_epoch_seen", b"highest_epoch_seen", "holds_state", b"holds_state", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "last_session", b"last_session", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "predecessor_key", b"predecessor_key", "process_key", b"process_key", "register_no", b"register_no", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "facts_digest", b"facts_digest", "highest_epoch_seen", b"highest_epoch_seen", "holds_state", b"holds_state", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "last_session", b"last_session", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "predecessor_key", b"predecessor_key", "process_key", b"process_key", "register_no", b"register_no", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1467,6 +1474,7 @@ class RouteRequest(_message.Message):
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     NUM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_NEEDED_TOKENS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     max_workers: _builtins.int
     """Most workers in the answer; 0: all."""
@@ -1474,7 +1482,11 @@ class RouteRequest(_message.Message):
     """Answer also why no more of the prompt is cached, as of the same moment."""
     num_encoder_tokens: _builtins.int
     """Of encoder-decoder models: tokens of the encoder's input, whose SHA-256 is root.input_digest. A worker that does not hold its KV has
-    to compute so many more.
+    to compute so many more. Workers that take no input of this length are left out.
+    """
+    num_needed_tokens: _builtins.int
+    """Length that the text may reach, generated tokens included. Workers that have no room for it are left out (max_model_len of
+    WorkerDescription). 0: not known, and none is left out for it.
     """
     @_builtins.property
     def root(self) -> _common_pb2.Root: ...
@@ -1486,10 +1498,11 @@ class RouteRequest(_message.Message):
         max_workers: _builtins.int = ...,
         explain: _builtins.bool = ...,
         num_encoder_tokens: _builtins.int = ...,
+        num_needed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["root", b"root"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "max_workers", b"max_workers", "num_encoder_tokens", b"num_encoder_tokens", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "max_workers", b"max_workers", "num_encoder_tokens", b"num_encoder_tokens", "num_needed_tokens", b"num_needed_tokens", "root", b"root", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1502,6 +1515,7 @@ class RouteResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     explanation: _builtins.str
     """Why `workers` is what it is, in words, when it is empty."""
     @_builtins.property
@@ -1512,20 +1526,55 @@ class RouteResponse(_message.Message):
     def why(self) -> Global___ExplainResponse:
         """What Explain answers, if it was asked for and there are workers."""
 
+    @_builtins.property
+    def model(self) -> Global___ServedModel:
+        """Of the workers that Route may name for this root, those left out for their size included: the facts of the one that registered
+        last, and the largest limits. Unset if there are none.
+        """
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___RoutedWorker] | None = ...,
         explanation: _builtins.str = ...,
         why: Global___ExplainResponse | None = ...,
+        model: Global___ServedModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["why", b"why"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "why", b"why"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "why", b"why", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "model", b"model", "why", b"why", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
+
+@_typing.final
+class ServedModel(_message.Message):
+    """What a client that knows a model compares with what it knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FACTS_DIGEST_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    MAX_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
+    facts_digest: _builtins.bytes
+    """As in WorkerDescription."""
+    max_model_len: _builtins.int
+    max_encoder_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        facts_digest: _builtins.bytes = ...,
+        max_model_len: _builtins.int = ...,
+        max_encoder_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts_digest", b"facts_digest", "max_encoder_tokens", b"max_encoder_tokens", "max_model_len", b"max_model_len"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
 
 @_typing.final
 class RoutedWorker(_message.Message):
@@ -1704,6 +1753,8 @@ class WorkerDescription(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     RECOVERING_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    FACTS_DIGEST_FIELD_NUMBER: _builtins.int
+    MAX_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     session: _builtins.int
@@ -1711,6 +1762,9 @@ class WorkerDescription(_message.Message):
     model_name: _builtins.str
     model_fingerprint: _builtins.str
     max_model_len: _builtins.int
+    """Longest text, prompt and generated tokens together, that can be served: the smallest of what the worker has registered, its pools
+    and the manager's limits leave.
+    """
     num_sequences: _builtins.int
     lease_remaining_ms: _builtins.int
     """Until the lease ends unless it is renewed."""
@@ -1718,6 +1772,10 @@ class WorkerDescription(_message.Message):
     """It takes no new requests and is leaving."""
     recovering: _builtins.bool
     """It has not reported all of its sequences yet, and is not served."""
+    facts_digest: _builtins.bytes
+    """As registered; of a worker that stated none, made of its session's number."""
+    max_encoder_tokens: _builtins.int
+    """The same for the input of an encoder; 0 without one."""
     @_builtins.property
     def kv_cache_config(self) -> _common_pb2.KVCacheConfig: ...
     @_builtins.property
@@ -1754,10 +1812,12 @@ class WorkerDescription(_message.Message):
         draining: _builtins.bool = ...,
         recovering: _builtins.bool = ...,
         sequences: _abc.Iterable[Global___SequenceDescription] | None = ...,
+        facts_digest: _builtins.bytes = ...,
+        max_encoder_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_cache_config", b"kv_cache_config", "load", b"load", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "draining", b"draining", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "recovering", b"recovering", "sequences", b"sequences", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "counts", b"counts", "draining", b"draining", "facts_digest", b"facts_digest", "incarnation", b"incarnation", "kv_cache_config", b"kv_cache_config", "lease_remaining_ms", b"lease_remaining_ms", "load", b"load", "max_encoder_tokens", b"max_encoder_tokens", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_sequences", b"num_sequences", "recovering", b"recovering", "sequences", b"sequences", "session", b"session", "totals", b"totals", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

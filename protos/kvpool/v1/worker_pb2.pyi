@@ -164,6 +164,7 @@ class ModelFacts(_message.Message):
     KEEPS_BOUNDARIES_FIELD_NUMBER: _builtins.int
     DEFAULTS_FIELD_NUMBER: _builtins.int
     END_OF_TURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FACTS_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     model_name: _builtins.str
     model_fingerprint: _builtins.str
@@ -193,6 +194,8 @@ class ModelFacts(_message.Message):
     """The second token of every text, where the model's files ask for one. Like the first, it is no part of the answer."""
     keeps_boundaries: _builtins.bool
     """Layers with a sliding window or a state: prompts go on from boundaries only (GenerateRequest.boundaries)."""
+    facts_digest: _builtins.bytes
+    """As in RegisterRequest."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a text."""
@@ -236,10 +239,11 @@ class ModelFacts(_message.Message):
         keeps_boundaries: _builtins.bool = ...,
         defaults: Global___GenerationDefaults | None = ...,
         end_of_turn_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        facts_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id", "batch_invariance", b"batch_invariance", "defaults", b"defaults", "forced_bos_token_id", b"forced_bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id", "architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "decoder_start_token_id", b"decoder_start_token_id", "defaults", b"defaults", "device", b"device", "dtype", b"dtype", "end_of_turn_token_ids", b"end_of_turn_token_ids", "eos_token_ids", b"eos_token_ids", "files", b"files", "forced_bos_token_id", b"forced_bos_token_id", "is_encoder_decoder", b"is_encoder_decoder", "keeps_boundaries", b"keeps_boundaries", "max_encoder_tokens", b"max_encoder_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id", "architecture", b"architecture", "batch_invariance", b"batch_invariance", "block_size", b"block_size", "decoder_start_token_id", b"decoder_start_token_id", "defaults", b"defaults", "device", b"device", "dtype", b"dtype", "end_of_turn_token_ids", b"end_of_turn_token_ids", "eos_token_ids", b"eos_token_ids", "facts_digest", b"facts_digest", "files", b"files", "forced_bos_token_id", b"forced_bos_token_id", "is_encoder_decoder", b"is_encoder_decoder", "keeps_boundaries", b"keeps_boundaries", "max_encoder_tokens", b"max_encoder_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forced_bos_token_id: _TypeAlias = _typing.Literal["forced_bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__forced_bos_token_id: _TypeAlias = _typing.Literal["_forced_bos_token_id", b"_forced_bos_token_id"]  # noqa: Y015

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
@@ -128,6 +130,37 @@ def test_what_the_budget_can_never_hold_is_refused_for_good() -> None:
     assert few.allocate("a", [1] * 21) == Refused(Reason.NEVER_FITS)
     few.grant("a", [1] * 20)
     assert few.report("a", 20, want_blocks=6) == Refused(Reason.NEVER_FITS)
+
+
+ROOMY = Limits()
+LENGTHS: dict[str, tuple[Limits, int, dict[str, Any], int]] = {
+    "the pool": (ROOMY, 0, {"num_blocks": 9}, 33),
+    "what the worker has registered": (ROOMY, 21, {"num_blocks": 9}, 21),
+    "the smaller pool": (ROOMY, 0, {"num_blocks": (33, 9)}, 33),
+    "a pool without room for a window": (ROOMY, 0, {"num_blocks": (33, 9), "windows": ((0, 0), (12, 6))}, 33),
+    "a pool with room for a window": (ROOMY, 0, {"num_blocks": (33, 10), "windows": ((0, 0), (12, 6))}, 129),
+    "blocks of a sequence": (Limits(max_blocks_per_sequence=5), 0, {"num_blocks": 33}, 21),
+    "tokens of a sequence": (Limits(max_tokens_per_sequence=30), 0, {"num_blocks": 33}, 30),
+    "blocks of all workers": (Limits(max_total_blocks=5), 0, {"num_blocks": 33}, 21),
+    "tokens of all workers": (Limits(max_total_tokens=40), 0, {"num_blocks": 33}, 40),
+}
+
+
+@pytest.mark.parametrize(("limits", "registered", "layout", "expected"), LENGTHS.values(), ids=LENGTHS)
+def test_the_longest_text_that_is_shown_is_granted_and_no_longer_one(
+    limits: Limits, registered: int, layout: dict[str, Any], expected: int
+) -> None:
+    """What limits it first decides. A worker that takes less than its pool holds says so itself: it does not ask for more."""
+    worker = Desk(limits=limits, **layout)
+    if registered:
+        again = worker.session.registration._replace(register_no=2, max_model_len=registered)
+        worker.manager.register(again, 0.0)
+        assert worker.session.max_model_len == expected
+        return
+    assert worker.session.max_model_len == expected
+    (refusal,), _ = worker.manager.allocate(worker.uplink(), [worker.item("more", [1] * expected)])
+    assert isinstance(refusal, Refusal)
+    worker.grant("all", [1] * (expected - 1))
 
 
 # -- the reserve and the size of a reply

@@ -38,7 +38,8 @@ class Cluster:
     def join(self) -> None:
         size = self.rng.choice([2, 4, 4, 4])
         kind = self.rng.choice(["full", "full", "full", "window"])
-        num_blocks: tuple[int, ...] = (60,) if kind == "full" else (60, 40)
+        most = self.rng.choice([60, 60, 30])
+        num_blocks: tuple[int, ...] = (most,) if kind == "full" else (most, 40)
         windows = () if kind == "full" else ((0, 0), (5, 6))
         if self.with_encoder:
             num_blocks += (12,)
@@ -84,11 +85,13 @@ class Cluster:
             else:
                 self.manager.keep_alive(desk.number, 0, WorkerLoad(), 0.0, draining=True)
 
-    def costs(self, tokens: list[int]) -> dict[Session, int]:
-        """Of a prompt on each worker that takes it."""
+    def costs(self, tokens: list[int], num_needed_tokens: int) -> dict[Session, int]:
+        """Of a prompt on each worker that takes it and has room for the text."""
         found = {}
         for desk in self.desks:
             session = desk.session
+            if num_needed_tokens > session.max_model_len:
+                continue
             modelled = self.lockstep.model.session(session.number)
             _, in_flight = self.lockstep.model.reach(modelled, self.root(), tokens)
             num_running = max(session.load.num_running, len(session.sequences))
@@ -104,7 +107,8 @@ class Cluster:
 @pytest.mark.parametrize("with_encoder", [False, True], ids=["decoders", "encoder-decoders"])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch, seed: int, with_encoder: bool) -> None:
-    """In clusters that count as large: some hold beginnings of the prompt, most, or none, and load comes and goes."""
+    """In clusters that count as large: some hold beginnings of the prompt, most, or none, load comes and goes, and some workers
+    are too small for the text."""
     rng = random.Random(seed)
     monkeypatch.setattr(routing, "FEW", rng.choice([0, 2, 5]))
     monkeypatch.setattr(routing, "NEIGHBOURS", rng.choice([1, 3]))
@@ -112,11 +116,16 @@ def test_the_best_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch, seed: int
     for _ in range(60):
         cluster.step()
         tokens = [*cluster.prompt[: rng.randrange(1, 41)], 1]
-        costs = cluster.costs(tokens)
+        num_needed_tokens = rng.choice([0, 0, 60, 118, 200, 400])
+        costs = cluster.costs(tokens, num_needed_tokens)
         for most in (1, 3, 7, 0):
             num_encoder_tokens = 9 if with_encoder else 0
             routed = cluster.manager.route(
-                cluster.root(), token_bytes(tokens), most, num_encoder_tokens=num_encoder_tokens
+                cluster.root(),
+                token_bytes(tokens),
+                most,
+                num_encoder_tokens=num_encoder_tokens,
+                num_needed_tokens=num_needed_tokens,
             )
             sessions = [one.session for one in routed]
             assert len(set(sessions)) == len(sessions)
@@ -125,6 +134,33 @@ def test_the_best_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch, seed: int
                 modelled = cluster.lockstep.model.session(one.session.number)
                 reach = cluster.lockstep.model.reach(modelled, cluster.root(), tokens)
                 assert (one.num_cached_tokens, one.num_in_flight_tokens) == reach
+        served, sessions = cluster.manager.served_model(cluster.root()), [desk.session for desk in cluster.desks]
+        assert served == (
+            max(sessions, key=lambda session: session.number),
+            max(session.max_model_len for session in sessions),
+            max(session.max_encoder_tokens for session in sessions),
+        )
+
+
+def test_workers_that_take_no_input_of_that_length_are_left_out() -> None:
+    """Each worker has a limit of its own, by its encoder or by its pool."""
+    lockstep = Lockstep()
+    limits = {"w1": (12, 8), "w2": (12, 16), "w3": (4, 16), "decoder": (12, 0)}
+    for name, (num_blocks, most) in limits.items():
+        num_pools = (60, num_blocks) if most else 60
+        Desk(num_pools, worker_id=name, lockstep=lockstep, max_encoder_tokens=most)
+    for num_tokens, expected in (
+        (1, {"w1", "w2", "w3"}),
+        (8, {"w1", "w2", "w3"}),
+        (12, {"w2", "w3"}),
+        (13, {"w2"}),
+        (17, set()),
+    ):
+        routed = lockstep.manager.route(OF_AN_INPUT, token_bytes([1]), num_encoder_tokens=num_tokens)
+        assert {one.session.worker_id for one in routed} == expected
+    served = lockstep.manager.served_model(ROOT)
+    assert served is not None
+    assert (served.newest.worker_id, served.max_encoder_tokens) == ("decoder", 16)
 
 
 def fleet(num_workers: int) -> CacheManager:

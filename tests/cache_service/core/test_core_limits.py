@@ -57,6 +57,7 @@ def registered(**changes: object) -> tuple[CacheManager, Registration]:
         ({"model_fingerprint": ""}, "model_fingerprint", ["1 to 10 bytes"]),
         ({"model_fingerprint": "x" * 11}, "model_fingerprint", ["got 11"]),
         ({"model_name": "x" * 13}, "model_name", ["0 to 12", "got 13"]),
+        ({"facts_digest": b"x" * 33}, "facts_digest", ["at most 32 bytes", "got 33"]),
         ({"engine": "x" * 13}, "engine", ["0 to 12", "got 13"]),
         ({"layout": Layout(0, (Group(8),))}, "kv_cache_config.block_size", ["power of two", "1 to 8", "got 0"]),
         ({"layout": Layout(3, (Group(8),))}, "kv_cache_config.block_size", ["power of two", "got 3"]),
