@@ -89,8 +89,10 @@ class Client:
         return self._stream(lambda model: model.chat_prompt(messages, template_arguments), options)
 
     async def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
-        """Facts, tokenizer and chat template of a model; None: of the one that all workers serve."""
-        return await self._models.get(name, Deadline(timeout or _READ_TIMEOUT_SECONDS))
+        """Facts, tokenizer and chat template of a model, as its workers serve it now; None: of the one that all workers serve.
+        Where workers differ, those of the one that registered last, and the largest limits. One call to the manager; what has not
+        changed is not fetched again."""
+        return await self._models.look(name, Deadline(timeout or _READ_TIMEOUT_SECONDS))
 
     async def describe(
         self,
@@ -183,7 +185,7 @@ class Client:
             raise InvalidRequest("explain() needs either a prompt or messages", reason="BAD_FIELD")
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
         chat = None if messages is None else as_messages(messages)
-        served = await self._models.get(model, deadline)
+        served = await self._models.look(model, deadline)
         # Off the event loop, as in a stream: a long text takes a while.
         if chat is not None:
             token_ids = await asyncio.to_thread(served.encode_chat, chat, template_arguments)

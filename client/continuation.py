@@ -9,7 +9,11 @@ from .chunk import Usage
 from .errors import FailedPrecondition, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable
 
 # Of another worker only: it has fewer blocks than the one that began, or by now another model.
-_REASONS_OF_ONE_WORKER: Final = ("NEVER_FITS", "OTHER_MODEL", "TOO_LARGE")
+_REASONS_OF_ONE_WORKER: Final = ("NEVER_FITS", "TOO_LARGE")
+
+_OTHER_MODEL: Final = "OTHER_MODEL"
+"""The worker was started again with another model since the request was routed. If no worker has the old one, the request is
+tokenised for the one that its name means now."""
 
 _SLOW_READER: Final = "SLOW_READER"
 """The worker ended the stream because it was not read. Another worker would generate what is not read either."""
@@ -19,6 +23,8 @@ def another_may_begin(error: KvpoolError) -> bool:
     """Whether a request that has no token yet may be answered by another worker."""
     if error.reason == _SLOW_READER:
         return False
+    if error.reason == _OTHER_MODEL:
+        return True
     # RESOURCE_EXHAUSTED without a reason is gRPC's own, about the size of a message: the same everywhere.
     return isinstance(error, Unavailable) or (isinstance(error, ResourceExhausted) and error.reason != "")
 

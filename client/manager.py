@@ -108,14 +108,17 @@ class Manager:
         prompt: RoutedPrompt,
         *,
         max_workers: int = 0,
+        num_needed_tokens: int = 0,
         explain: bool = False,
     ) -> cache_pb2.RouteResponse:
-        """Workers for a prompt, best first; `explain`: and why no more of it is cached. Advisory."""
+        """Workers for a prompt that have room for a text of `num_needed_tokens`, best first; `explain`: and why no more of it is
+        cached. Advisory."""
         request = cache_pb2.RouteRequest(
             root=prompt.root,
             tokens=pack_tokens(prompt.token_ids),
             max_workers=max_workers,
             explain=explain,
+            num_needed_tokens=num_needed_tokens,
             num_encoder_tokens=prompt.num_encoder_tokens,
         )
         _require_fit(request, len(prompt.token_ids))

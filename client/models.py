@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 import grpc.aio
 
@@ -33,40 +36,116 @@ MAX_MODELS: Final = 16
 _FACTS_TIMEOUT_SECONDS: Final = 3.0
 # Megabytes, from a worker that has shown that it answers.
 _FILES_TIMEOUT_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 5.0
+"""Until a worker that did not send what has changed of its model is asked again; until then the model is as another one has it."""
+
+
+class ServedModel(NamedTuple):
+    """A model as the manager lists it."""
+
+    fingerprint: str
+    name: str
+    facts: bytes
+    """The digest of those of the worker that registered last."""
+    max_model_len: int
+    """The largest of all workers; 0: not stated."""
+    max_encoder_tokens: int
+    workers: tuple[cache_pb2.WorkerDescription, ...]
+    """The one that registered last comes first."""
+    takes_prompts: bool
+    """False: they are leaving, or do not serve yet."""
+
+
+def served_models(workers: Iterable[cache_pb2.WorkerDescription]) -> list[ServedModel]:
+    """The models of live workers that serve text: those with an address. Workers that are leaving, or do not serve yet, count only
+    where a model has no others."""
+    by_fingerprint: dict[str, list[cache_pb2.WorkerDescription]] = {}
+    for worker in sorted(workers, key=lambda worker: -worker.session):
+        if worker.address:
+            by_fingerprint.setdefault(worker.model_fingerprint, []).append(worker)
+    models = []
+    for fingerprint, of_model in by_fingerprint.items():
+        serving = [worker for worker in of_model if not worker.draining and not worker.recovering]
+        found = serving or of_model
+        models.append(
+            ServedModel(
+                fingerprint,
+                found[0].model_name,
+                found[0].facts_digest,
+                max(worker.max_model_len for worker in found),
+                max(worker.max_encoder_tokens for worker in found),
+                tuple(found),
+                bool(serving),
+            )
+        )
+    return models
+
+
+class _Known(NamedTuple):
+    """What is known of a model that is served."""
+
+    model: Model
+    facts: bytes
+    """The digest of what it was made from, limits apart."""
+    retry_at: float
+    """Monotonic time: before, no worker with other facts is asked for them, because one that has them did not answer."""
 
 
 class Models:
-    """Finds the model that a request means, and keeps what was fetched of it. One fetch at a time."""
+    """Finds the model that a request means, and keeps what was fetched of it. One fetch at a time.
+
+    What was fetched is named by the digest of its facts, which the manager lists with each worker. A model is what the worker
+    says of it that registered last, and its limits are the largest of all workers. `settle` compares what is known with an answer
+    of Route, so a change is noticed by the next request.
+    """
 
     def __init__(self, manager: Manager, channels: Channels, config: ClientConfig, templates: TemplateProcess) -> None:
         self._manager = manager
         self._channels = channels
         self._max_model_bytes = config.max_model_bytes
         self._templates = templates
-        self._models: OrderedDict[str, Model] = OrderedDict()
+        self._fetched: OrderedDict[tuple[str, bytes], Model] = OrderedDict()
+        """By fingerprint and digest of the facts, the one used last comes last."""
+        self._known: dict[str, _Known] = {}
+        """By fingerprint."""
         self._fingerprints: dict[str | None, str] = {}
         self._lock = asyncio.Lock()
 
     async def get(self, name: str | None, deadline: Deadline) -> Model:
-        """The model of that name or fingerprint; None: the one that all live workers serve. Sends nothing if it is known.
+        """The model of that name or fingerprint, as it was last seen; None: the one that all live workers serve. Sends nothing if
+        it is known.
 
         Unavailable (NO_WORKER) while no worker lives, or none serves a model that was served before; NotFound if none serves
         `name`, InvalidRequest if None is ambiguous.
         """
-        known = self._known(name)
+        known = self._named(name)
         if known is not None:
             return known
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                await self._lock.acquire()
-        except TimeoutError:
-            deadline.check("waiting for another request to fetch the model")
-            raise
-        try:
+        async with self._turn(deadline):
             # The one before us may have been after the same model.
-            return self._known(name) or await self._find(name, deadline)
-        finally:
-            self._lock.release()
+            known = self._named(name)
+            if known is not None:
+                return known
+            served = await self._resolve(name, deadline)
+            return await self._fresh(name, served, deadline)
+
+    async def look(self, name: str | None, deadline: Deadline) -> Model:
+        """The same, as the workers serve it now."""
+        served = await self._resolve(name, deadline)
+        if self._is_settled(served.fingerprint, served.facts):
+            return self._keep(name, served)
+        async with self._turn(deadline):
+            return await self._fresh(name, served, deadline)
+
+    async def settle(self, name: str | None, model: Model, found: cache_pb2.ServedModel, deadline: Deadline) -> Model:
+        """The model as it is now, after Route has answered `found` of it: `model` itself if nothing has changed."""
+        fingerprint = model.fingerprint
+        if not self._is_settled(fingerprint, found.facts_digest):
+            async with self._turn(deadline):
+                if not self._is_settled(fingerprint, found.facts_digest):
+                    served = await self._resolve(name, deadline)
+                    return await self._fresh(name, served, deadline)
+        return self._limit(fingerprint, found.max_model_len, found.max_encoder_tokens)
 
     def forget(self, model: Model) -> None:
         """Resolve the names that led to `model` again, at the manager. What was fetched of it is kept."""
@@ -74,41 +153,86 @@ class Models:
             name: fingerprint for name, fingerprint in self._fingerprints.items() if fingerprint != model.fingerprint
         }
 
-    def _known(self, name: str | None) -> Model | None:
-        """The model that `name` led to before, now the one used last."""
-        fingerprint = self._fingerprints.get(name)
-        if fingerprint is None:
-            return None
-        self._models.move_to_end(fingerprint)
-        return self._models[fingerprint]
+    @asynccontextmanager
+    async def _turn(self, deadline: Deadline) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self._lock.acquire()
+        except TimeoutError:
+            deadline.check("waiting for another request to fetch the model")
+            raise
+        try:
+            yield
+        finally:
+            self._lock.release()
 
-    async def _find(self, name: str | None, deadline: Deadline) -> Model:
-        """Ask the manager who is meant, and a worker for the model if it was never fetched."""
+    def _named(self, name: str | None) -> Model | None:
+        """The model that `name` led to before."""
+        known = self._known.get(self._fingerprints.get(name, ""))
+        if known is None:
+            return None
+        self._fetched.move_to_end((known.model.fingerprint, known.facts))
+        return known.model
+
+    def _is_settled(self, fingerprint: str, facts: bytes) -> bool:
+        known = self._known.get(fingerprint)
+        return known is not None and (known.facts == facts or time.monotonic() < known.retry_at)
+
+    async def _resolve(self, name: str | None, deadline: Deadline) -> ServedModel:
+        """Ask the manager who is meant."""
         workers = (await self._manager.describe(deadline)).workers
         try:
-            fingerprint = resolve_fingerprint(workers, name)
+            return resolve(workers, name)
         except NotFound as error:
-            if not any(name in (model.name, model.fingerprint) for model in self._models.values()):
+            if not any(name in (model.name, model.fingerprint) for model in self._fetched.values()):
                 raise
             # It was served before. A manager that has just restarted knows the first workers to register, and not yet the others.
             raise Unavailable(str(error), reason="NO_WORKER") from error
-        if fingerprint not in self._models:
-            serving = [worker for worker in workers if worker.address and worker.model_fingerprint == fingerprint]
-            self._models[fingerprint] = await self._fetch(serving, fingerprint, deadline)
-        self._models.move_to_end(fingerprint)
-        self._remember(name, fingerprint)
-        return self._models[fingerprint]
 
-    def _remember(self, name: str | None, fingerprint: str) -> None:
-        self._fingerprints[name] = fingerprint
-        while len(self._models) > MAX_MODELS:
-            dropped, _ = self._models.popitem(last=False)
-            self._fingerprints = {name: kept for name, kept in self._fingerprints.items() if kept != dropped}
+    async def _fresh(self, name: str | None, served: ServedModel, deadline: Deadline) -> Model:
+        """The model as it is served, fetched unless these facts of it were fetched before."""
+        if not self._is_settled(served.fingerprint, served.facts):
+            self._known[served.fingerprint] = await self._find(served, deadline)
+        return self._keep(name, served)
+
+    async def _find(self, served: ServedModel, deadline: Deadline) -> _Known:
+        """What is known from now on."""
+        key = served.fingerprint, served.facts
+        if key in self._fetched:
+            return _Known(self._fetched[key], served.facts, 0.0)
+        model, facts = await self._fetch(served.workers, served.fingerprint, deadline)
+        self._fetched[served.fingerprint, facts] = model
+        has_come = facts == served.facts
+        return _Known(model, facts, 0.0 if has_come else time.monotonic() + _RETRY_SECONDS)
+
+    def _keep(self, name: str | None, served: ServedModel) -> Model:
+        """Remember whom the name means, and the limits of the model."""
+        known = self._known[served.fingerprint]
+        self._fingerprints[name] = served.fingerprint
+        self._fetched.move_to_end((served.fingerprint, known.facts))
+        while len(self._fetched) > MAX_MODELS:
+            dropped = next(iter(self._fetched))
+            del self._fetched[dropped]
+            if dropped[0] in self._known and self._known[dropped[0]].facts == dropped[1]:
+                del self._known[dropped[0]]
+        self._fingerprints = {name: kept for name, kept in self._fingerprints.items() if kept in self._known}
+        return self._limit(served.fingerprint, served.max_model_len, served.max_encoder_tokens)
+
+    def _limit(self, fingerprint: str, max_model_len: int, max_encoder_tokens: int) -> Model:
+        """The model with these limits, where they are known: the same object if they are its own."""
+        known = self._known[fingerprint]
+        model, encoder = known.model, known.model.encoder
+        if encoder is not None and max_encoder_tokens not in (0, encoder.max_tokens):
+            model = replace(model, encoder=replace(encoder, max_tokens=max_encoder_tokens))
+        if max_model_len not in (0, model.max_model_len):
+            model = replace(model, max_model_len=max_model_len)
+        self._known[fingerprint] = known._replace(model=model)
+        return model
 
     async def _fetch(
         self, serving: Iterable[cache_pb2.WorkerDescription], fingerprint: str, deadline: Deadline
-    ) -> Model:
-        """From the first worker that answers; the last one's error if none does."""
+    ) -> tuple[Model, bytes]:
+        """From the first worker that answers, and the digest of its facts; the last one's error if none does."""
         failure: KvpoolError | None = None
         for worker in serving:
             who = f"{worker.worker_id} ({worker.address})"
@@ -142,7 +266,9 @@ class Models:
                 )
                 continue
             # Reading a tokenizer of several megabytes takes a while; other requests go on meanwhile.
-            return await asyncio.to_thread(Model.from_parts, facts, files, self._templates)
+            model = await asyncio.to_thread(Model.from_parts, facts, files, self._templates)
+            # An engine that does not state the digest has registered none, or the same one.
+            return model, facts.facts_digest or worker.facts_digest
         if failure is None:
             raise ProtocolError("a fingerprint without a worker", reason="NO_WORKER")
         raise failure
@@ -153,29 +279,27 @@ def _silent(who: str, what: str) -> Unavailable:
     return Unavailable(f"{who} did not send {what}", reason="NO_ANSWER")
 
 
-def resolve_fingerprint(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> str:
-    """The fingerprint meant by `name` among live workers that serve text: those with an address. Changes nothing; errors as
-    Models.get."""
+def resolve(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> ServedModel:
+    """The model meant by `name`. Errors as Models.get."""
     workers = list(workers)
-    names = {worker.model_fingerprint: worker.model_name for worker in workers if worker.address}
-    if workers and not names:
+    models = served_models(workers)
+    if workers and not models:
         engines = ", ".join(sorted(worker.worker_id for worker in workers))
         raise Unavailable(
             f"no live worker serves text: {engines} registered without an address; start one with `kvpool worker`",
             reason="NO_WORKER",
         )
-    if not names:
+    if not models:
         raise Unavailable(
             "the manager knows no live worker; start one with `kvpool worker`, or wait until it has loaded its model",
             reason="NO_WORKER",
         )
-    served = ", ".join(sorted(f"{model} ({fingerprint[:12]})" for fingerprint, model in names.items()))
-    if name is None:
-        meant = list(names)
-    elif name in names:
-        meant = [name]
-    else:
-        meant = [fingerprint for fingerprint, model in names.items() if model == name]
+    served = ", ".join(sorted(f"{model.name} ({model.fingerprint[:12]})" for model in models))
+    meant = [model for model in models if name == model.fingerprint]
+    if not meant:
+        meant = [model for model in models if name is None or name in {worker.model_name for worker in model.workers}]
+        # Of those that share a name, one whose workers are leaving makes room for the other.
+        meant = [model for model in meant if model.takes_prompts] or meant
     if not meant:
         raise NotFound(f"no live worker serves the model {name!r}; served are {served}", reason="UNKNOWN_MODEL")
     if len(meant) > 1:

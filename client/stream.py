@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from kvpool.protocol.answers import answer_id
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
-from kvpool.v1 import common_pb2, worker_pb2
+from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 
 from .answer import Answer
 from .channels import Channels
@@ -35,6 +35,10 @@ from .watched_call import WatchedCall
 _NO_WORKER_PAUSE_SECONDS: Final = 0.2
 # Longer than a channel waits before it dials a dead address again, so that the next round really dials.
 _NEXT_ROUND_PAUSE_SECONDS: Final = 1.3
+_LOOK_SECONDS: Final = 2.0
+"""For the manager to say that a refusal by what is known still holds. Without an answer it holds."""
+_MOST_CHANGES: Final = 4
+"""Of a model, while one prompt is routed: then it is answered as it was tokenised."""
 
 
 class GenerateStream:
@@ -93,6 +97,10 @@ class GenerateStream:
         self._model: Model | None = None
         self._token_ids: list[int] = []
         self._boundaries: tuple[int, ...] = ()
+        self._longest = 0
+        """Tokens of the longest text, the model's limit, as it was when the prompt was routed."""
+        self._most_room: int | None = None
+        """What the largest worker takes, if that is less than the text may need: it says what is wrong."""
         self._call: WatchedCall | None = None
         self._forks: MergedStreams | None = None
         """Answers that go on by themselves, after the call of all has broken off."""
@@ -255,10 +263,10 @@ class GenerateStream:
         if self._num_delivered == 0:
             return
         assert self._model is not None
-        num_prompt, max_model_len = len(self._token_ids), self._model.max_model_len
+        num_prompt = len(self._token_ids)
         num_first = self._model.num_first_tokens(num_prompt)
         unfinished = [answer for answer in self._answers if not answer.is_finished]
-        complete = [answer for answer in unfinished if answer.has_all_tokens(num_first, max_model_len)]
+        complete = [answer for answer in unfinished if answer.has_all_tokens(num_first, self._longest)]
         self._ready.extend(answer.missing_end(target, num_prompt) for answer in complete)
         if len(self._answers) > 1:
             self._forks = MergedStreams([self._alone(answer) for answer in unfinished if answer not in complete])
@@ -282,6 +290,7 @@ class GenerateStream:
         stream._answers = [answer]
         stream._deadline, stream._loop = self._deadline, self._loop
         stream._model, stream._token_ids, stream._boundaries = self._model, self._token_ids, self._boundaries
+        stream._longest = self._longest
         return stream
 
     async def _open_next(self, deadline: Deadline) -> WatchedCall:
@@ -338,6 +347,8 @@ class GenerateStream:
         for a first worker."""
         # Begins when a manager knows no worker: while the manager is away, workers cannot register.
         waited: Deadline | None = None
+        num_changes = 0
+        self._most_room = None
         while True:
             try:
                 model = await self._model_to_ask(deadline)
@@ -353,9 +364,13 @@ class GenerateStream:
                     deadline,
                     prompt,
                     max_workers=self._config.max_attempts,
+                    num_needed_tokens=self._num_needed_tokens(model),
                     # Once, and before any worker has the prompt: afterwards its own blocks would be hits.
                     explain=self._wants_explanation,
                 )
+                if num_changes < _MOST_CHANGES and await self._has_changed(model, response, deadline):
+                    num_changes += 1
+                    continue
                 if response.workers:
                     if self._wants_explanation and response.HasField("why"):
                         self._explanation = Explanation.from_proto(response.why, prompt)
@@ -381,11 +396,53 @@ class GenerateStream:
             return self._model
         model = await self._models.get(self._model_name, deadline)
         if model is not self._model:
-            prompt = await self._encode_within(model, deadline)
+            try:
+                prompt = await self._encode_within(model, deadline)
+            except InvalidRequest:
+                # By what was known of the model, which may have changed.
+                now = await self._look_at(model, deadline)
+                if now is model:
+                    raise
+                model, prompt = now, await self._encode_within(now, deadline)
             self._token_ids, self._boundaries = prompt.token_ids, prompt.boundaries
             self._request.CopyFrom(request_for(self._asked, model, prompt, self._default_temperature))
-            self._model = model
+            self._model, self._longest = model, model.max_model_len
         return model
+
+    async def _look_at(self, model: Model, deadline: Deadline) -> Model:
+        """The model as it is served now, or as it is known if there is no answer."""
+        try:
+            return await self._models.look(
+                self._model_name, Deadline(min(_LOOK_SECONDS, deadline.remaining()), deadline.clock)
+            )
+        except KvpoolError:
+            return model
+
+    def _num_needed_tokens(self, model: Model) -> int:
+        """How long the text may become. Without max_tokens it is as long as the model allows, whichever worker answers."""
+        max_tokens = self._request.stop.max_tokens
+        if not max_tokens:
+            return self._longest
+        needed = min(model.num_first_tokens(len(self._token_ids)) + max_tokens, 2**32 - 1)
+        return needed if self._most_room is None else min(needed, self._most_room)
+
+    async def _has_changed(self, model: Model, response: cache_pb2.RouteResponse, deadline: Deadline) -> bool:
+        """Whether Route is to be asked again, because of what its answer says of the model."""
+        if not response.HasField("model"):
+            return False
+        longest = response.model.max_model_len
+        if self._num_delivered == 0:
+            if await self._models.settle(self._model_name, model, response.model, deadline) is not model:
+                return True
+            if response.workers or not 0 < longest < self._num_needed_tokens(model):
+                return False
+            self._most_room = longest
+            return True
+        # The largest worker is gone: the text goes on as far as the next one can take it.
+        if response.workers or self._request.stop.max_tokens or not len(self._all_token_ids) < longest < self._longest:
+            return False
+        self._longest = longest
+        return True
 
     async def _encode_within(self, model: Model, deadline: Deadline) -> Prompt:
         """Render and tokenise off the event loop."""

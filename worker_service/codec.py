@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Final
 
 from kvpool.protocol.answers import ID_SUFFIX_BYTES
 from kvpool.protocol.defaults import fill_in
@@ -222,6 +223,27 @@ def encode_files(files: ModelFiles) -> list[worker_pb2.FileInfo]:
         worker_pb2.FileInfo(file=file, size_bytes=len(data), digest=hashlib.sha256(data).digest())
         for file, data in files.items()
     ]
+
+
+_WORKERS_OWN: Final = (
+    "worker_id",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "block_size",
+    "batch_invariance",
+    "max_encoder_tokens",
+)
+"""Fields of ModelFacts that may differ between the workers of one model without a change of the model."""
+
+
+def facts_digest(facts: worker_pb2.ModelFacts) -> bytes:
+    """Names all that GetModel answers of the model: SHA-256 of its facts, files by their digests, without the worker's own."""
+    common = worker_pb2.ModelFacts()
+    common.CopyFrom(facts)
+    for field in _WORKERS_OWN:
+        common.ClearField(field)
+    return hashlib.sha256(common.SerializeToString(deterministic=True)).digest()
 
 
 def file_parts(files: ModelFiles) -> Iterator[worker_pb2.GetModelResponse]:

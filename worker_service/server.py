@@ -144,9 +144,8 @@ class Server:
             _introduction(
                 settings,
                 state.identity,
-                loaded,
+                facts,
                 _kv_cache_config(plan, self.engine.cache.settings),
-                self.worker_id,
                 settings.advertised(port),
             ),
             self.engine,
@@ -420,21 +419,21 @@ def _kv_cache_config(plan: KVCachePlan, cache: CacheSettings) -> common_pb2.KVCa
 def _introduction(
     settings: WorkerSettings,
     identity: Identity,
-    loaded: LoadedModel,
+    facts: worker_pb2.ModelFacts,
     config: common_pb2.KVCacheConfig,
-    worker_id: str,
     address: str,
 ) -> cache_pb2.RegisterRequest:
     return cache_pb2.RegisterRequest(
-        worker_id=worker_id,
+        worker_id=facts.worker_id,
         incarnation=identity.incarnation,
         process_key=identity.process_key,
         predecessor_key=identity.predecessor_key,
         address=address,
-        model_name=loaded.facts.name,
-        model_fingerprint=loaded.facts.fingerprint,
+        model_name=facts.model_name,
+        model_fingerprint=facts.model_fingerprint,
         kv_cache_config=config,
-        max_model_len=loaded.facts.max_model_len,
+        max_model_len=facts.max_model_len,
+        facts_digest=facts.facts_digest,
         engine=f"kvpool {installed_version()}",
     )
 
@@ -452,7 +451,7 @@ def _model_files(facts: ModelFacts) -> codec.ModelFiles:
 def _encode_facts(
     settings: WorkerSettings, facts: ModelFacts, worker_id: str, files: codec.ModelFiles, *, keeps_boundaries: bool
 ) -> worker_pb2.ModelFacts:
-    return worker_pb2.ModelFacts(
+    encoded = worker_pb2.ModelFacts(
         worker_id=worker_id,
         model_name=facts.name,
         model_fingerprint=facts.fingerprint,
@@ -474,3 +473,5 @@ def _encode_facts(
         defaults=facts.defaults,
         end_of_turn_token_ids=facts.end_of_turn_token_ids,
     )
+    encoded.facts_digest = codec.facts_digest(encoded)
+    return encoded

@@ -17,7 +17,8 @@ _FIELDS: Final[Mapping[str, str]] = {"tenant": "user", "tenant_salt": "cache_sal
 def openai_error(error: KvpoolError, prompt_field: str) -> ApiError:
     """`prompt_field`: the field that has the prompt."""
     if error.reason == "NEVER_FITS":
-        return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=prompt_field, code="context_length_exceeded")
+        field = _field(error, prompt_field)
+        return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=field, code="context_length_exceeded")
     if isinstance(error, NotFound) and error.reason == "UNKNOWN_MODEL":
         return ApiError(HTTPStatus.NOT_FOUND, error.message, param="model", code="model_not_found")
     if error.reason == "AMBIGUOUS_MODEL":
@@ -31,7 +32,7 @@ def openai_error(error: KvpoolError, prompt_field: str) -> ApiError:
     return api_error(error)
 
 
-def _field(error: InvalidRequest, prompt_field: str) -> str:
+def _field(error: KvpoolError, prompt_field: str) -> str:
     """The field that the error is about: its violations name one, or its message begins with one."""
     named = error.violations[0] if error.violations else error.message
     word = named.partition(" ")[0].rstrip(":").rpartition(".")[2]

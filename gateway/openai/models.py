@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvpool.client import KvpoolError
-from kvpool.v1 import cache_pb2
+from kvpool.client.models import ServedModel, served_models
 
 from ..context import Gateway, gateway_of
 from ..errors import ApiError, api_error
@@ -54,22 +54,21 @@ async def _models(gateway: Gateway) -> dict[str, dict[str, Any]]:
         described = await gateway.client.describe()
     except KvpoolError as error:
         raise api_error(error) from error
-    serving = sorted((worker for worker in described.workers if worker.address), key=lambda worker: worker.model_name)
-    models: dict[str, dict[str, Any]] = {}
-    for worker in serving:
-        known = models.setdefault(worker.model_name, _encode(worker))
-        known["max_model_len"] = min(known["max_model_len"], worker.max_model_len)
-    return models
+    models = sorted(served_models(described.workers), key=lambda model: (model.name, not model.takes_prompts))
+    found: dict[str, dict[str, Any]] = {}
+    for model in models:
+        found.setdefault(model.name, _encode(model))
+    return found
 
 
-def _encode(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
+def _encode(model: ServedModel) -> dict[str, Any]:
     return {
-        "id": worker.model_name,
+        "id": model.name,
         "object": "model",
         # When its first worker began to serve it: an incarnation begins with the start time in nanoseconds.
-        "created": worker.incarnation // 10**9,
+        "created": min(worker.incarnation for worker in model.workers) // 10**9,
         "owned_by": "kvpool",
-        "root": worker.model_fingerprint,
+        "root": model.fingerprint,
         "parent": None,
-        "max_model_len": worker.max_model_len,
+        "max_model_len": model.max_model_len,
     }

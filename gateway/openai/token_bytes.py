@@ -12,7 +12,7 @@ import codecs
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -65,6 +65,16 @@ class TokenBytes:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
+    def is_of(self, tokenizer: Tokenizer) -> bool:
+        """Whether it is of this very object."""
+        return self._tokenizer is tokenizer
+
+    def num_stripped(self, token_ids: Sequence[int]) -> int:
+        """Spaces before the first word that a text which begins with these tokens lacks, though they are among their bytes."""
+        whole = b"".join(self.of(one) for one in token_ids if not self.is_special(one)).decode(errors="replace")
+        text: str = self._tokenizer.decode(list(token_ids))
+        return max(0, _num_first_spaces(whole) - _num_first_spaces(text))
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of texts."""
         return token_id in self._special
@@ -85,7 +95,9 @@ class TokenBytesOfModels:
         """None: the model has no tokenizer."""
         if model.tokenizer is None:
             return None
-        known = self._known.pop(model.fingerprint, None) or TokenBytes(model.tokenizer)
+        known = self._known.pop(model.fingerprint, None)
+        if known is None or not known.is_of(model.tokenizer):  # other files may have come for the same weights
+            known = TokenBytes(model.tokenizer)
         self._known[model.fingerprint] = known
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
@@ -98,6 +110,10 @@ def shown(raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _num_first_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
 
 
 def _parts(part: Any) -> Iterator[dict[str, Any]]:

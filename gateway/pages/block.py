@@ -76,7 +76,7 @@ async def _texts(request: Request, worker_id: str, described: cache_pb2.Describe
         workers = (await client.describe(worker_id=worker_id, timeout=SECONDS)).workers
         if not workers or not described.tokens:
             return {"text": None, "texts": []}
-        model = await client.model(workers[0].model_name, timeout=SECONDS)
+        model = await client.model(workers[0].model_fingerprint, timeout=SECONDS)
     except KvpoolError:
         return {"text": None, "texts": []}
     block_size = workers[0].kv_cache_config.block_size

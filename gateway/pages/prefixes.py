@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import array
 import sys
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from tokenizers import Tokenizer
 
 from kvpool.client import Client, KvpoolError
 
@@ -33,22 +35,38 @@ async def prefixes(request: Request) -> JSONResponse:
     node = tree.find(number) if number else None
     is_gone = bool(number) and node is None
     entries, total = ([], 0) if is_gone else tree.children(node, limit)
-    client = gateway_of(request).client
+    tokenizers = await _tokenizers(tree, entries, gateway_of(request).client)
     return JSONResponse(
         {
             "num_nodes": tree.num_nodes,
             "is_gone": is_gone,
             "total": total,
-            "entries": [await _encode(tree, entry, client) for entry in entries],
+            "entries": [_encode(tree, entry, tokenizers) for entry in entries],
         }
     )
 
 
-async def _encode(tree: PrefixTree, entry: PrefixEntry, client: Client) -> dict[str, Any]:
-    root, salt_number = tree.root_of(entry.first)
+async def _tokenizers(tree: PrefixTree, entries: Iterable[PrefixEntry], client: Client) -> dict[str, Tokenizer | None]:
+    """By model; None if the model has no tokenizer, or no worker serves it now."""
+    found: dict[str, Tokenizer | None] = {}
+    for fingerprint in {_fingerprint(tree, entry) for entry in entries}:
+        try:
+            found[fingerprint] = (await client.model(fingerprint)).tokenizer
+        except KvpoolError:
+            found[fingerprint] = None
+    return found
+
+
+def _fingerprint(tree: PrefixTree, entry: PrefixEntry) -> str:
+    root, _ = tree.root_of(entry.first)
+    return "" if root is None else root.model_fingerprint
+
+
+def _encode(tree: PrefixTree, entry: PrefixEntry, tokenizers: Mapping[str, Tokenizer | None]) -> dict[str, Any]:
+    _, salt_number = tree.root_of(entry.first)
     return {
         "node": str(entry.last.node),
-        "text": await _text(entry, "" if root is None else root.model_fingerprint, client),
+        "text": _text(entry, tokenizers[_fingerprint(tree, entry)]),
         "num_blocks": entry.num_blocks,
         "num_tokens": entry.num_blocks * (len(entry.first.tokens) // 4),
         "num_saved_tokens": entry.num_saved_tokens,
@@ -58,19 +76,15 @@ async def _encode(tree: PrefixTree, entry: PrefixEntry, client: Client) -> dict[
     }
 
 
-async def _text(entry: PrefixEntry, fingerprint: str, client: Client) -> str | None:
-    """The beginning of the entry's text; None if its model has no tokenizer, or no worker serves it now."""
-    try:
-        model = await client.model(fingerprint)
-    except KvpoolError:
-        return None
-    if model.tokenizer is None:
+def _text(entry: PrefixEntry, tokenizer: Tokenizer | None) -> str | None:
+    """The beginning of the entry's text."""
+    if tokenizer is None:
         return None
     ids = array.array("I")
     ids.frombytes(entry.tokens)
     if sys.byteorder == "big":
         ids.byteswap()
-    text: str = model.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     return text
 
 

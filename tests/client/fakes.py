@@ -100,6 +100,8 @@ class FakeModel:
     name: str = "tiny"
     fingerprint: str = "fp-tiny"
     max_model_len: int = 32
+    listed_model_len: int = 0
+    """As the manager has it; 0: it states none."""
     vocab_size: int = len(WORDS)
     files: dict[int, bytes] = field(
         default_factory=lambda: {
@@ -133,8 +135,15 @@ class FakeModel:
                     file=worker_pb2.ModelFile.ValueType(file), offset_bytes=offset, data=sent[offset : offset + 100]
                 )
                 messages.append(worker_pb2.GetModelResponse(part=part))
+        facts.facts_digest = self.facts_digest
         messages[0].facts.CopyFrom(facts)
         return messages
+
+    @property
+    def facts_digest(self) -> bytes:
+        """Of all but the limit."""
+        named = json.dumps([self.name, self.fingerprint, self.vocab_size, sorted(self.files.items())], default=str)
+        return hashlib.sha256(named.encode()).digest()
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -158,6 +167,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.cancelled = asyncio.Event()
         self.address = ""
         self.incarnation = 1
+        self.session = SESSION
+        self.is_draining = False
 
     async def GetModel(
         self, request: worker_pb2.GetModelRequest, context: Context
@@ -244,11 +255,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         description = cache_pb2.WorkerDescription(
             worker_id=self.worker_id,
             address=self.address,
-            session=SESSION,
+            session=self.session,
             incarnation=self.incarnation,
             model_name=self.model.name,
             model_fingerprint=self.model.fingerprint,
             kv_cache_config=config,
+            max_model_len=self.model.listed_model_len,
+            facts_digest=self.model.facts_digest,
         )
         description.counts.add(tier=common_pb2.TIER_DEVICE, capacity=11, free=6, cached=2, held=2, reserved=1, shared=1)
         return description
@@ -285,15 +298,21 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         if self.route_errors:
             await context.abort_with_status(rpc_status.to_status(self.route_errors.popleft()))
         response = cache_pb2.RouteResponse()
-        for worker in self.workers:
-            if worker.model.fingerprint == request.root.model_fingerprint:
+        serving = [worker for worker in self.workers if not worker.is_draining]
+        of_model = [worker for worker in serving if worker.model.fingerprint == request.root.model_fingerprint]
+        for worker in of_model:
+            if not 0 < worker.model.listed_model_len < request.num_needed_tokens:
                 response.workers.add(
                     worker_id=worker.worker_id,
                     address=worker.address,
                     model_fingerprint=worker.model.fingerprint,
                 )
+        if of_model:
+            newest = max(of_model, key=lambda worker: worker.session)
+            response.model.facts_digest = newest.model.facts_digest
+            response.model.max_model_len = max(worker.model.listed_model_len for worker in of_model)
         if not response.workers:
-            response.explanation = "none registered"
+            response.explanation = "none has room" if of_model else "none registered"
         if request.explain and self.explanation is not None:
             response.why.CopyFrom(self.explanation)
         return response
@@ -313,7 +332,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         for worker in self.workers:
             if request.worker_id in ("", worker.worker_id):
                 description = worker.description()
-                description.draining = len(self.drains) > self.num_drains_forgotten
+                description.draining = worker.is_draining or len(self.drains) > self.num_drains_forgotten
                 if self.num_blocks is not None:
                     description.kv_cache_config.pools[0].num_blocks = self.num_blocks
                 if request.include_blocks:

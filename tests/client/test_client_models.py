@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from google.rpc import code_pb2
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from kvpool.client import DeadlineExceeded, ProtocolError
+from kvpool.client import Client, DeadlineExceeded, InvalidRequest, ProtocolError, models
 from kvpool.client.model_files import receive_model
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import FakeModel, FakeWorker, fake_cluster
+from tests.client.fakes import (
+    CAT,
+    CHAT_TEMPLATE,
+    SAT,
+    THE,
+    UNAVAILABLE,
+    WORDS,
+    FakeModel,
+    FakeWorker,
+    answer,
+    error_status,
+    fake_cluster,
+)
 
 
 async def test_a_known_model_does_not_wait_for_the_fetch_of_another() -> None:
@@ -79,3 +96,183 @@ async def test_an_answer_that_does_not_begin_with_the_facts_is_refused() -> None
         with pytest.raises(ProtocolError) as caught:
             await receive_model(messages, "w", facts_timeout=1.0)
         assert caught.value.reason == "BAD_MODEL_FILE"
+
+
+# -- what changes while a client lives
+
+
+def text_files(template: str = CHAT_TEMPLATE, words: Sequence[str] = WORDS, **special: str) -> dict[int, bytes]:
+    """A model's files; `words`: the vocabulary, in the order of its ids."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return {
+        worker_pb2.MODEL_FILE_TOKENIZER: tokenizer.to_str().encode(),
+        worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode(),
+        worker_pb2.MODEL_FILE_SPECIAL_TOKENS: json.dumps(special).encode(),
+    }
+
+
+OTHER_MODEL = error_status(code_pb2.FAILED_PRECONDITION, "OTHER_MODEL", "it was tokenised for another model")
+OTHER_WORDS = (*WORDS[:5], *reversed(WORDS[5:]))
+TEMPLATE = "{{ bos_token }} {{ messages[0].content }}"
+CHANGES = {
+    "template": FakeModel(files=text_files("the {{ messages[0].content }}", bos_token="mat")),
+    "tokenizer": FakeModel(files=text_files(TEMPLATE, OTHER_WORDS, bos_token="mat")),
+    "special token": FakeModel(files=text_files(TEMPLATE, bos_token="dog")),
+    "other weights": FakeModel(fingerprint="fp-other", files=text_files(TEMPLATE, bos_token="dog")),
+    "no template": FakeModel(
+        files={**text_files(TEMPLATE), worker_pb2.MODEL_FILE_CHAT_TEMPLATE: b"{{ raise_exception('no') }}"}
+    ),
+}
+
+
+async def prompt_of(worker: FakeWorker, client: Client) -> list[int] | str:
+    """Of a chat, as the worker gets it; the error's reason if there is one."""
+    try:
+        await client.chat([{"role": "user", "content": "cat"}], model="tiny").collect()
+    except InvalidRequest as error:
+        return error.reason
+    return list(worker.requests[-1].token_ids.ids)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("back", [False, True])
+async def test_a_client_notices_what_has_changed_of_a_model(change: str, back: bool) -> None:
+    """A worker comes back with other files, or other weights under the same name: the next request is that of a new client, and so
+    is what model() returns. The files are fetched once; a change back fetches nothing."""
+    before = FakeModel(files=text_files(TEMPLATE, bos_token="mat"))
+    worker = FakeWorker("w", model=before)
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        first = await prompt_of(worker, client)
+        worker.session += 1
+        worker.model = CHANGES[change]
+        async with quick(manager) as fresh:
+            expected = await prompt_of(worker, fresh)
+        assert expected != first
+        assert await prompt_of(worker, client) == expected
+        model = await client.model("tiny")
+        assert (model.fingerprint, model.chat_template is None) == (worker.model.fingerprint, False)
+        assert worker.num_model_calls == 3
+        if back:
+            worker.session += 1
+            worker.model = before
+            assert await prompt_of(worker, client) == first
+            assert worker.num_model_calls == 3
+
+
+async def test_a_session_that_changes_nothing_costs_nothing() -> None:
+    """A worker that was started again, or registers again: no Describe and no fetch."""
+    worker = FakeWorker("w")
+    async with fake_cluster(worker) as manager, quick(manager, liveness_interval=60.0) as client:
+        await client.generate("the").collect()
+        worker.session += 1
+        await client.generate("the").collect()
+        assert (worker.num_model_calls, len(manager.describes), len(manager.routes)) == (1, 1, 2)
+
+
+async def test_what_is_known_is_the_facts_of_the_worker_that_registered_last() -> None:
+    """Until it leaves: then it is that of the others again."""
+    old = FakeWorker("old", model=FakeModel(files=text_files(TEMPLATE, bos_token="mat")))
+    new = FakeWorker("new", model=FakeModel(files=text_files(TEMPLATE, bos_token="dog")))
+    new.session += 1
+    async with fake_cluster(old, new) as manager, quick(manager) as client:
+        assert await prompt_of(old, client) == [WORDS.index("dog"), CAT]
+        manager.workers = [old]
+        assert await prompt_of(old, client) == [WORDS.index("mat"), CAT]
+        manager.workers = [old, new]
+        assert await prompt_of(old, client) == [WORDS.index("dog"), CAT]
+
+
+async def test_the_limit_is_that_of_the_largest_worker_and_smaller_ones_are_left_out() -> None:
+    small = FakeWorker("small", model=FakeModel(max_model_len=8, listed_model_len=8))
+    large = FakeWorker("large", model=FakeModel(max_model_len=20, listed_model_len=20))
+    async with fake_cluster(small, large) as manager, quick(manager) as client:
+        manager.workers = [small]
+        with pytest.raises(InvalidRequest) as refused:
+            await client.generate([THE] * 8).collect()
+        assert refused.value.reason == "NEVER_FITS"
+        assert (await client.model()).max_model_len == 8
+        manager.workers = [small, large]
+        # Its text may reach the model's limit, which is 20 now, and it is known to the manager alone.
+        assert (await client.generate([THE]).collect()).worker_id == "large"
+        assert (await client.generate([THE] * 8).collect()).worker_id == "large"
+        assert (await client.generate([THE], max_tokens=7).collect()).worker_id == "small"
+        assert (await client.generate([THE], max_tokens=8).collect()).worker_id == "large"
+        # No worker has room: the largest one says what is wrong. This one says nothing.
+        assert (await client.generate([THE], max_tokens=20).collect()).worker_id == "large"
+        assert [request.num_needed_tokens for request in manager.routes[-2:]] == [21, 20]
+        manager.workers = [small]
+        assert (await client.generate([THE]).collect()).worker_id == "small"
+        with pytest.raises(InvalidRequest) as refused:
+            await client.generate([THE] * 8).collect()
+        assert (refused.value.reason, large.num_model_calls, small.num_model_calls) == ("NEVER_FITS", 0, 1)
+
+
+async def test_a_request_in_flight_is_not_touched_by_a_change() -> None:
+    """It has delivered a token: other files and a smaller limit do not concern it, also where it continues on the worker that has
+    them."""
+    first = FakeWorker("first", [*answer(THE, CAT)[:2], UNAVAILABLE], model=FakeModel(listed_model_len=32))
+    changed = FakeModel(files=text_files("{{ raise_exception('no') }}", OTHER_WORDS), listed_model_len=10)
+    second = FakeWorker("second", answer(SAT), model=changed)
+    second.session += 1
+    async with fake_cluster(first, second) as manager, quick(manager) as client:
+        manager.workers = [first]
+        stream = client.chat([{"role": "user", "content": "cat"}])
+        assert (await anext(stream)).token_ids == (THE,)
+        manager.workers = [second]
+        completion = await stream.collect()
+    assert completion.token_ids == (THE, CAT, SAT)
+    assert list(second.requests[0].token_ids.ids) == [*first.requests[0].token_ids.ids, THE, CAT]
+    assert [request.num_needed_tokens for request in manager.routes] == [32, 32, 10]
+
+
+async def test_a_worker_that_has_another_model_by_now_costs_no_request() -> None:
+    """It was started again after the request was routed to it, under the same name: the request is tokenised for what it serves."""
+    may_answer = asyncio.Event()
+    worker = FakeWorker(
+        "w", [may_answer, OTHER_MODEL], answer(SAT), model=FakeModel(files=text_files(TEMPLATE, bos_token="mat"))
+    )
+    async with fake_cluster(worker) as manager, quick(manager) as client:
+        asked = asyncio.create_task(client.chat([{"role": "user", "content": "cat"}], model="tiny").collect())
+        await worker.asked.wait()
+        worker.session += 1
+        worker.model = CHANGES["other weights"]
+        may_answer.set()
+        assert (await asked).token_ids == (SAT,)
+    first, last = worker.requests
+    assert (first.model_fingerprint, last.model_fingerprint) == ("fp-tiny", "fp-other")
+    assert list(last.token_ids.ids) == [WORDS.index("dog"), CAT]
+
+
+async def test_a_newest_worker_that_does_not_answer_does_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it has changed is asked for again after a while, and not by each request."""
+    monkeypatch.setattr(models, "_FACTS_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(models, "_RETRY_SECONDS", 3600.0)
+    old = FakeWorker("old", model=FakeModel(files=text_files(TEMPLATE, bos_token="mat")))
+    new = FakeWorker("new", model=FakeModel(files=text_files(TEMPLATE, bos_token="dog")))
+    new.session += 1
+    new.may_send_model.clear()
+    async with fake_cluster(old, new) as manager, quick(manager) as client:
+        for _ in range(3):
+            assert await prompt_of(old, client) == [WORDS.index("mat"), CAT]
+        assert (new.num_model_calls, old.num_model_calls) == (1, 1)
+    monkeypatch.setattr(models, "_RETRY_SECONDS", 0.0)
+    async with fake_cluster(old, new) as manager, quick(manager) as client:
+        assert await prompt_of(old, client) == [WORDS.index("mat"), CAT]
+        new.may_send_model.set()
+        assert await prompt_of(old, client) == [WORDS.index("dog"), CAT]
+
+
+@pytest.mark.parametrize("named", ["tiny", None])
+async def test_a_model_whose_workers_leave_makes_room_for_the_next_one_of_its_name(named: str | None) -> None:
+    """While the old ones drain, a name means the model that takes requests; two that do are ambiguous."""
+    old = FakeWorker("old")
+    new = FakeWorker("new", model=FakeModel(fingerprint="fp-other"))
+    async with fake_cluster(old, new) as manager, quick(manager) as client:
+        with pytest.raises(InvalidRequest, match="several models"):
+            await client.model(named)
+        old.is_draining = True
+        assert (await client.model(named)).fingerprint == "fp-other"
+        assert (await client.model("fp-tiny")).fingerprint == "fp-tiny"

@@ -124,7 +124,8 @@ class WorkerProcess(Process):
         )
         self.forker = Forker(self, plan.fork_rate)
         self.engine.scheduler.schedule = self.forker.schedule  # type: ignore[method-assign]
-        facts = worker_pb2.ModelFacts(
+        self.facts = facts = worker_pb2.ModelFacts(
+            facts_digest=b"facts of tracer",
             worker_id=plan.worker_id,
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
@@ -175,6 +176,7 @@ class WorkerProcess(Process):
             model_fingerprint=FINGERPRINT,
             kv_cache_config=config,
             max_model_len=self.plan.max_model_len,
+            facts_digest=self.facts.facts_digest,
             engine="simulated",
         )
 

@@ -266,7 +266,8 @@ def say_ready(
         pid = pids.get(worker.worker_id)
         log.say(
             f"{worker.worker_id} (pid {pid}) serves {worker.model_name} on {worker.address}: "
-            f"{capacity:,} blocks of {block_size} tokens, {capacity * block_size:,} tokens in all",
+            f"{capacity:,} blocks of {block_size} tokens, {capacity * block_size:,} tokens in all, at most "
+            f"{worker.max_model_len:,} in a text",
             fields={"worker_id": worker.worker_id, "pid": pid},
         )
     for name, url in spec.metrics_urls.items():
