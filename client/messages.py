@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from .errors import InvalidRequest
 
 Message = Mapping[str, Any]
 """One turn of a chat: {"role": …, "content": …} and other keys that the model's template knows; JSON values."""
 
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning."""
+
 
 def as_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
-    """Copies of the messages. A content that is a list of text parts, as the OpenAI API has it, becomes one text, a line break
-    between the parts. InvalidRequest says which message is wrong, and how."""
+    """Copies of the messages, as transformers gives them to templates: a key that is null is one that is not there, and reasoning
+    has all of its names. A content that is a list of parts remains one; a refusal in it becomes text. InvalidRequest says which
+    message is wrong, and how."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise InvalidRequest(
             f'a chat is a list of messages such as {{"role": "user", "content": "…"}}, got {type(messages).__name__}; '
@@ -33,13 +37,31 @@ def _as_message(index: int, message: Message) -> dict[str, Any]:
             f'message {index} needs a role (user, assistant or system) and a content: {{"role": "user", "content": "…"}}',
             reason="BAD_FIELD",
         )
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
+    stated = {key: value for key, value in message.items() if value is not None}
+    if isinstance(stated.get("content"), list):
+        stated["content"] = [_as_text_part(index, part) for part in stated["content"]]
+    if isinstance(stated.get("tool_calls"), list):
+        stated["tool_calls"] = [_without_nulls(call) for call in stated["tool_calls"]]
+    reasoning = next((stated[name] for name in _REASONING if name in stated), None)
+    return stated if reasoning is None else {"thinking": reasoning, **stated, "reasoning_content": reasoning}
+
+
+def _as_text_part(index: int, part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        named = f" ({kind[:64]})" if isinstance(kind, str) and kind != "text" else ""
         raise InvalidRequest(
-            f'message {index} has a part that is no text; only {{"type": "text", "text": "…"}} can be sent to a text model',
+            f'message {index} has a part that is no text{named}; only {{"type": "text", "text": "…"}} can be sent to a text model',
             reason="BAD_FIELD",
         )
-    return {**message, "content": "\n".join(map(str, texts))}
+    return dict(part) if kind == "text" else {"type": "text", "text": text}
+
+
+def _without_nulls(call: Any) -> Any:
+    """Of a tool call and its function."""
+    if not isinstance(call, Mapping):
+        return call
+    return {
+        key: _without_nulls(value) if key == "function" else value for key, value in call.items() if value is not None
+    }

@@ -27,6 +27,10 @@ _MAX_ANSWER_BYTES: Final = 12 * MAX_RENDERED_CHARS + 65536
 _PIECE_BYTES: Final = 65536
 
 
+class TemplateExceeded(InvalidRequest):
+    """A template took more memory, time or text than it may."""
+
+
 class _Ended(Exception):
     """The child has ended, or does not answer, and was killed."""
 
@@ -60,6 +64,8 @@ class TemplateProcess:
             return answer["text"]
         if "refused" in answer:
             raise _bad_template(f"refused: {answer['refused']}")
+        if "exceeded" in answer:
+            raise _bad_template(answer["exceeded"], TemplateExceeded)
         raise _bad_template(" ".join(answer.values()))
 
     def close(self) -> None:
@@ -79,10 +85,10 @@ class TemplateProcess:
                 status = self._end_child()
                 self._require_open()
                 if (why := _exceeded(status)) is not None:
-                    raise _bad_template(why) from None
+                    raise _bad_template(why, TemplateExceeded) from None
                 # Something else has ended it: the kernel that was out of memory, or a person. Once may be chance.
                 if is_last:
-                    raise _bad_template(f"ended its process twice ({_describe(status)})") from None
+                    raise _bad_template(f"ended its process twice ({_describe(status)})", TemplateExceeded) from None
             except BaseException:
                 self._end_child()  # an answer that was not read would be taken for the next one
                 raise
@@ -122,8 +128,8 @@ class TemplateProcess:
             raise FailedPrecondition("this client is closed; make a new one", reason="CLOSED")
 
 
-def _bad_template(what: str) -> InvalidRequest:
-    return InvalidRequest(f"the model's chat template {what}", reason="BAD_TEMPLATE")
+def _bad_template(what: str, kind: type[InvalidRequest] = InvalidRequest) -> InvalidRequest:
+    return kind(f"the model's chat template {what}", reason="BAD_TEMPLATE")
 
 
 def _cannot_start(why: str) -> ServiceError:

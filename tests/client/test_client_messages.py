@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ UNREACHABLE = ClientConfig(manager="127.0.0.1:1")
         ([{"role": "", "content": "hi"}], "message 0 needs a role"),
         ([{"role": 3, "content": "hi"}], "message 0 needs a role"),
         ([{"role": "user"}, {"content": "hi"}], "message 1 needs a role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has a part that is no text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"message 0 has a part that is no text \(image_url\)"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0 has a part that is no text;"),
         ([{"role": "user", "content": ["hi"]}], "message 0 has a part that is no text"),
         ([{"role": "user", "content": [{"type": "text", "text": 7}]}], "message 0 has a part that is no text"),
     ],
@@ -37,18 +39,28 @@ async def test_messages_that_make_no_sense_are_refused_at_once(messages: Any, wo
             client.chat(messages)
 
 
-def test_text_parts_become_one_text() -> None:
-    """As the OpenAI API has them. All else is kept: roles are the template's to know. The caller's messages are not changed."""
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+def test_messages_are_kept_but_for_what_is_null() -> None:
+    """Also in tool calls. Roles and other keys are the template's to know, reasoning has all of its names, and a refusal is text.
+    The caller's messages are not changed."""
+    parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
+    call = {"id": None, "function": {"name": "f", "arguments": None}}
     asked: list[dict[str, Any]] = [
         {"role": "user", "content": parts, "name": "n"},
-        {"role": "critic", "content": None},
+        {"role": "critic", "content": None, "reasoning": "so", "tool_calls": [call]},
     ]
+    before = copy.deepcopy(asked)
+    texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert as_messages(asked) == (
-        {"role": "user", "content": "one\ntwo", "name": "n"},
-        {"role": "critic", "content": None},
+        {"role": "user", "content": texts, "name": "n"},
+        {
+            "role": "critic",
+            "tool_calls": [{"function": {"name": "f"}}],
+            "reasoning": "so",
+            "reasoning_content": "so",
+            "thinking": "so",
+        },
     )
-    assert asked[0]["content"] is parts
+    assert asked == before
 
 
 async def test_a_prompt_that_is_not_utf_8_is_refused() -> None:

@@ -1,0 +1,248 @@
+"""Messages as OpenAI's API has them come to every template in the shape that it reads.
+
+The oracle is transformers' apply_chat_template, given messages of that shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from kvpool.client import InvalidRequest
+from kvpool.client.chat_template import ChatTemplate
+from kvpool.client.messages import as_messages
+from kvpool.client.template_process import TemplateProcess
+
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<e>")
+
+LOOP = "{% for p in m['content'] %}{% if p['type'] == 'text' %}<{{ p['text'] }}>{% endif %}{% endfor %}"
+READS_TEXT = {
+    "prints": "{{ m.content }}",
+    "trims": "{{ m['content'] | trim }}",
+    "shouts": "{{ m.content | upper }}",
+    "asks whether it is there": "{% if m.content %}{{ m.content }}{% else %}-{% endif %}",
+    "asks for the key": "{% if 'content' in m and m['content'] is not none %}{{ m['content'] }}{% endif %}",
+}
+READS_PARTS = {
+    "loops": LOOP,
+    "takes the first": "{{ m.content[0].text }}",
+    "asks first": "{% if m.content %}" + LOOP + "{% endif %}",
+}
+READS_BOTH = {"asks for its kind": "{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}"}
+CALLS = "{% for c in m.tool_calls or [] %}({{ c.function.name }} ARGUMENTS){% endfor %}"
+ARGUMENTS = "c.function.arguments"
+READS_MAPPING = {
+    "items": "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}",
+    "method": "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+    "tojson": "{{ c.function.arguments | tojson }}",
+    "tojson of all": "{{ c.function | tojson }}",
+}
+READS_JSON = {
+    "print": "{{ c.function.arguments }}",
+    "kind": "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+}
+REASONING = "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
+
+
+def source_of(content: str, arguments: str = "{{ c.function.arguments }}") -> str:
+    """A template that has all that a message may have."""
+    calls = CALLS.replace("ARGUMENTS", arguments)
+    named = "{{ m.role }}{% if m.name %}({{ m.name }}){% endif %}{{ m.tool_call_id or '' }}:"
+    return "{% for m in messages %}" + named + REASONING + content + calls + "{% endfor %}{{ eos_token }}"
+
+
+def call(arguments: Any = '{"a": 1, "b": ["x"]}', **more: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}, **more}
+
+
+def text(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": one} for one in texts]
+
+
+HI = {"role": "user", "content": "Hi"}
+ALL_NULL = dict.fromkeys(
+    ("name", "refusal", "audio", "function_call", "tool_calls", "annotations", "reasoning_content")
+)
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "a text": [HI],
+    "an empty text": [{"role": "user", "content": ""}, HI],
+    "parts": [{"role": "user", "content": text("Hi")}],
+    "two parts": [{"role": "user", "content": text("Hi", "there")}],
+    "no parts": [HI, {"role": "assistant", "content": []}, HI],
+    "parts for each role": [
+        {"role": "system", "content": text("Be")},
+        {"role": "user", "content": text("Hi")},
+        {"role": "assistant", "content": text("Yes")},
+        {"role": "tool", "tool_call_id": "1", "content": text("42")},
+    ],
+    "null for all that may be": [{"role": "system", "content": "Be", **ALL_NULL}, {**HI, **ALL_NULL}],
+    "content null": [HI, {"role": "assistant", "content": None, **ALL_NULL}, HI],
+    "content absent": [HI, {"role": "assistant"}, HI],
+    "null next to tool calls": [
+        HI,
+        {"role": "assistant", "content": None, "tool_calls": [call()]},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ],
+    "absent next to tool calls": [HI, {"role": "assistant", "tool_calls": [call(), call("{}")]}, HI],
+    "text next to tool calls": [HI, {"role": "assistant", "content": "So", "tool_calls": [call(index=None)]}],
+    "no tool calls": [HI, {"role": "assistant", "content": "So", "tool_calls": []}],
+    "refused": [HI, {"role": "assistant", "content": None, "refusal": "No"}, HI],
+    "a name": [{**HI, "name": "Ann"}],
+    "a developer": [{"role": "developer", "content": "Be"}, HI],
+    "another role": [{"role": "critic", "content": "Be"}, HI],
+    "reasoning": [HI, {"role": "assistant", "content": None, "reasoning_content": "hm"}, HI],
+    "reasoning by its older name": [HI, {"role": "assistant", "content": "Yes", "reasoning": "hm"}, HI],
+}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    child = TemplateProcess()
+    yield child
+    child.close()
+
+
+def oracle(source: str, messages: list[dict[str, Any]]) -> str:
+    """What transformers makes of messages that have the shape that the template reads."""
+    rendered = TOKENIZER.apply_chat_template(messages, chat_template=source, tokenize=False)
+    assert isinstance(rendered, str)
+    return rendered
+
+
+def rendered(process: TemplateProcess, source: str, messages: list[dict[str, Any]], **arguments: Any) -> str:
+    template = ChatTemplate(source, {"eos_token": "<e>"}, process=process)
+    return template.render(as_messages(messages), add_generation_prompt=False, arguments=arguments)
+
+
+def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With line breaks between parts."""
+    found = copy.deepcopy(messages)
+    for message in found:
+        if isinstance(message.get("content"), list):
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+    return found
+
+
+def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = copy.deepcopy(messages)
+    for message in found:
+        if isinstance(message.get("content"), str):
+            message["content"] = text(message["content"])
+    return found
+
+
+def as_mappings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = copy.deepcopy(messages)
+    for message in found:
+        for one in message.get("tool_calls") or ():
+            one["function"]["arguments"] = json.loads(one["function"]["arguments"])
+    return found
+
+
+@pytest.mark.parametrize("content", READS_TEXT.values(), ids=READS_TEXT)
+def test_a_template_that_reads_text_gets_text(process: TemplateProcess, content: str) -> None:
+    source = source_of(content)
+    for name, messages in CONVERSATIONS.items():
+        assert rendered(process, source, messages) == oracle(source, as_text(messages)), name
+
+
+@pytest.mark.parametrize("content", READS_PARTS.values(), ids=READS_PARTS)
+def test_a_template_that_reads_parts_gets_parts(process: TemplateProcess, content: str) -> None:
+    """A text was lost without a word: its characters are no parts."""
+    source = source_of(content)
+    for name, messages in CONVERSATIONS.items():
+        if "[0]" in content and any(not message.get("content") for message in messages):
+            continue  # transformers fails: there is no first part
+        assert rendered(process, source, messages) == oracle(source, as_parts(messages)), name
+
+
+@pytest.mark.parametrize("content", READS_BOTH.values(), ids=READS_BOTH)
+def test_a_template_that_reads_both_gets_what_was_sent(process: TemplateProcess, content: str) -> None:
+    source = source_of(content)
+    for name, messages in CONVERSATIONS.items():
+        assert rendered(process, source, messages) == oracle(source, messages), name
+
+
+def test_roles_may_be_read_in_different_shapes(process: TemplateProcess) -> None:
+    """A system prompt that is joined to a text, before messages whose parts are looped over."""
+    begin = "{% if messages[0].role == 'system' %}{{ 'S ' + messages[0].content }}{% endif %}"
+    source = begin + "{% for m in messages if m.role != 'system' %}" + LOOP + "{% endfor %}"
+    reverse = (
+        "{% for m in messages %}{% if m.role == 'system' %}"
+        + LOOP
+        + "{% else %}{{ m.content + '.' }}{% endif %}{% endfor %}"
+    )
+    for messages in (
+        [{"role": "system", "content": "Be"}, HI],
+        [{"role": "system", "content": text("Be")}, *as_parts([HI])],
+    ):
+        assert rendered(process, source, messages) == "S Be<Hi>"
+        assert rendered(process, reverse, messages) == "<Be>Hi."
+
+
+@pytest.mark.parametrize(
+    "content", ["{{ m.content }}", LOOP, "{{ (m.content or '') + '' }}"], ids=["text", "parts", "joined"]
+)
+@pytest.mark.parametrize("arguments", READS_MAPPING.values(), ids=READS_MAPPING)
+def test_a_template_that_reads_a_mapping_gets_one(process: TemplateProcess, content: str, arguments: str) -> None:
+    """The arguments of a tool call are JSON text in OpenAI's API."""
+    source = source_of(content, arguments)
+    for name, messages in CONVERSATIONS.items():
+        shaped = as_parts(messages) if content == LOOP else as_text(messages)
+        expected = oracle(source, as_mappings(shaped))
+        assert rendered(process, source, messages) == expected, name
+        assert rendered(process, source, as_mappings(messages)) == expected, name
+
+
+@pytest.mark.parametrize("arguments", READS_JSON.values(), ids=READS_JSON)
+def test_a_template_that_reads_json_gets_the_text(process: TemplateProcess, arguments: str) -> None:
+    """Also of a mapping, which would come out as Python writes it."""
+    source = source_of("{{ m.content }}", arguments)
+    for name, messages in CONVERSATIONS.items():
+        assert rendered(process, source, messages) == oracle(source, as_text(messages)), name
+        assert rendered(process, source, as_mappings(messages)) == oracle(source, as_text(messages)), name
+
+
+def test_arguments_that_are_no_object_are_refused_where_a_mapping_is_read(process: TemplateProcess) -> None:
+    """No arguments are the empty object: clients send them as an empty text."""
+    source = source_of("{{ m.content }}", READS_MAPPING["items"])
+    assert rendered(process, source, [{"role": "assistant", "tool_calls": [call("")]}]).endswith("(f )<e>")
+    for arguments in ("[1]", "{", "null", "[" * 100_000):
+        with pytest.raises(InvalidRequest, match="message 1 has a tool call whose arguments are no JSON object"):
+            rendered(process, source, [HI, {"role": "assistant", "tool_calls": [call(arguments)]}])
+
+
+def test_a_content_that_is_not_there_is_no_failure(process: TemplateProcess) -> None:
+    """Of a template that joins it to other text, where transformers fails."""
+    source = "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}"
+    for name in ("null next to tool calls", "absent next to tool calls", "content null"):
+        assert rendered(process, source, CONVERSATIONS[name]).startswith("[Hi][][")
+
+
+@pytest.mark.parametrize("otherwise", ["", "{{ raise_exception('unknown role') }}"], ids=["drops", "refuses"])
+def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_role(
+    process: TemplateProcess, otherwise: str
+) -> None:
+    known = "{% if m.role in ('system', 'user') %}{{ m.role }}:{{ m.content }};{% else %}" + otherwise + "{% endif %}"
+    source = "{% for m in messages %}" + known + "{% endfor %}"
+    assert rendered(process, source, CONVERSATIONS["a developer"]) == "system:Be;user:Hi;"
+
+
+def test_what_one_conversation_does_to_a_template_does_not_change_the_next(process: TemplateProcess) -> None:
+    """Shapes are remembered. A conversation that fails, or has variables and keys of its own, teaches nothing about another one of
+    the same roles, and no text that a user writes is taken for a mark."""
+    loop = "{% for m in messages %}{% if m.plain or plain %}{{ m.content }}{% else %}" + LOOP + "{% endif %}"
+    template = ChatTemplate(loop + "{{ m.name + '' if m.name }}{% endfor %}", {}, process=process)
+    assert template.render(as_messages([HI]), arguments={"plain": True}) == "Hi"
+    assert template.render(as_messages([{**HI, "plain": True}])) == "Hi"
+    with pytest.raises(InvalidRequest):
+        template.render(as_messages([{**HI, "name": 7}]))
+    assert template.render(as_messages([{**HI, "name": "w0z"}])) == "<Hi>w0z"
+    assert template.render(as_messages([HI])) == "<Hi>"
+    assert template.render(as_messages([{"role": "user", "content": "you"}])) == "<you>"
