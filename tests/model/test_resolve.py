@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from kvpool.worker_service.model.device import choose_device
 from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.facts import TokenizerFiles
 from kvpool.worker_service.model.load import load_model
 from kvpool.worker_service.model.placement import choose_dtype, cpu_has_bfloat16
 from kvpool.worker_service.model.progress import heartbeat
@@ -109,6 +112,42 @@ def test_the_facts_of_a_model(tiny: Path) -> None:
     assert facts.chat_template is not None
     assert "message['content']" in facts.chat_template
     assert json.loads(facts.special_tokens_json) == {"eos_token": "<eos>"}
+
+
+def added(content: str) -> dict[str, Any]:
+    """A token as tokenizer_config.json has it."""
+    return {"__type": "AddedToken", "content": content, "special": True}
+
+
+SPECIAL_TOKENS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "standard": ({"bos_token": "<s>", "eos_token": added("</s>"), "pad_token": None}, None),
+    "of the model, by name": ({"eos_token": "</s>", "image_token": "<i>", "eot_token": added("<eot>")}, None),
+    "of the model, named": (
+        {"eos_token": "</s>", "extra_special_tokens": {"image_token": added("<i>"), "begin": "<b>"}},
+        None,
+    ),
+    "of the model, as saved": ({"model_specific_special_tokens": {"image_token": "<i>"}}, None),
+    "a list": ({"eos_token": "</s>", "extra_special_tokens": ["<i>"], "additional_special_tokens": ["<b>"]}, None),
+    "older file": ({}, {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}),
+    "older file differs": ({"eos_token": "</s>", "image_token": "<i>"}, {"eos_token": "<eot>", "image_token": "<b>"}),
+    "older file, named": ({}, {"extra_special_tokens": {"image_token": "<i>"}}),
+    "older file, not needed": (
+        {"eos_token": "</s>", "added_tokens_decoder": {"1": {"content": "</s>", "special": True}}},
+        {"eos_token": "<eot>", "pad_token": "<s>"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "older"), SPECIAL_TOKENS.values(), ids=SPECIAL_TOKENS)
+def test_templates_find_the_special_tokens_that_transformers_gives_them(
+    tmp_path: Path, config: dict[str, Any], older: dict[str, Any] | None
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>")).to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend", **config}))
+    if older is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    expected = PreTrainedTokenizerFast.from_pretrained(tmp_path).special_tokens_map
+    assert TokenizerFiles(tmp_path).special_tokens() == expected
 
 
 def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:

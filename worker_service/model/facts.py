@@ -95,6 +95,9 @@ class ModelFacts:
         return json.dumps(self.special_tokens, ensure_ascii=False, sort_keys=True).encode()
 
 
+_STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+
+
 class TokenizerFiles:
     """The tokenizer's files in a model folder; each may be missing."""
 
@@ -131,8 +134,16 @@ class TokenizerFiles:
         return template
 
     def special_tokens(self) -> dict[str, str]:
-        fields = {**self._json("special_tokens_map.json"), **self._config}
-        tokens = {name: _token_text(value) for name, value in fields.items() if name.endswith("_token")}
+        """By the names that transformers gives them in chat templates, those of the model's own included (image_token, …)."""
+        # A folder that lists its added tokens needs the older file no more; without the list, the older file decides.
+        older = {} if "added_tokens_decoder" in self._config else self._json("special_tokens_map.json")
+        fields = {**self._config, **older}
+        fields |= {name: value for name, value in self._config.items() if name not in _STANDARD_TOKENS}
+        fields = {name: value for name, value in fields.items() if name.endswith("_token")}
+        for source in (self._config, older):
+            for extra in (source.get("model_specific_special_tokens"), source.get("extra_special_tokens")):
+                fields |= extra if isinstance(extra, dict) else {}
+        tokens = {name: _token_text(value) for name, value in fields.items()}
         return {name: text for name, text in tokens.items() if text is not None}
 
     def end_of_turn(self, tokenizer_json: bytes | None) -> dict[str, int]:
