@@ -23,7 +23,9 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 class StreamOptions(BaseModel):
     """stream_options."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
+    continuous_usage_stats: bool | None = None
+    """With include_usage: in each chunk, as vLLM has it."""
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     """Random padding of chunks, which hides their length: there is none here."""

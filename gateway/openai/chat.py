@@ -23,7 +23,7 @@ from .logprobs import ChatLogprobs, prompt_logprobs
 from .options import chat_options
 from .serving import check_count, respond
 from .token_bytes import TokenBytes, TokenBytesOfModels
-from .usage import encode_usage
+from .usage import StreamUsage, encode_usage
 
 PROMPT_FIELD: Final = "messages"
 
@@ -63,9 +63,7 @@ class ChatAnswer:
     async def events(self) -> AsyncIterator[bytes]:
         """The first event of a choice has its role, the last one its finish reason."""
         head = self._head("chat.completion.chunk")
-        options = self._body.stream_options
-        if with_usage := options is not None and bool(options.include_usage):
-            head["usage"] = None
+        usage = StreamUsage(self._generation, self._body.stream_options)
         wants_ids = bool(self._body.return_token_ids)
         begun: set[int] = set()
         encoder: ChatLogprobs | None = None
@@ -73,10 +71,11 @@ class ChatAnswer:
             if choice not in begun:
                 begun.add(choice)
                 role: dict[str, Any] = {"role": "assistant", "content": ""}
-                first = head | {"choices": [_choice_of_chunk(choice, role, None, None)]}
+                first = head | {"choices": [_choice_of_chunk(choice, role, None, None)]} | usage.of(choice)
                 if wants_ids:
                     first["prompt_token_ids"] = self._generation.stream_of(choice).prompt_token_ids
                 yield data(first)
+            usage.add(choice, chunk)
             logprobs = None
             if chunk.logprobs is not None and chunk.token_ids:
                 encoder = encoder or ChatLogprobs(self._tokens())
@@ -85,10 +84,11 @@ class ChatAnswer:
                 event = _choice_of_chunk(choice, {"content": chunk.text}, logprobs, None)
                 if wants_ids:
                     event["token_ids"] = chunk.token_ids
-                yield data(head | {"choices": [event]})
+                yield data(head | {"choices": [event]} | usage.of(choice))
             if chunk.finish_reason is not None:
-                yield data(head | {"choices": [_choice_of_chunk(choice, {}, None, chunk.finish_reason.value)]})
-        if with_usage:
+                last = _choice_of_chunk(choice, {}, None, chunk.finish_reason.value)
+                yield data(head | {"choices": [last]} | usage.of(choice))
+        if usage.is_wanted:
             yield data(head | {"choices": [], "usage": self._usage()})
 
     async def whole(self) -> dict[str, Any]:

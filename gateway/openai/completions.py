@@ -25,7 +25,7 @@ from .logprobs import CompletionLogprobs, prompt_logprobs
 from .options import completion_options
 from .serving import check_count, respond
 from .token_bytes import TokenBytesOfModels
-from .usage import encode_usage
+from .usage import StreamUsage, encode_usage
 
 PROMPT_FIELD: Final = "prompt"
 
@@ -84,12 +84,11 @@ class CompletionAnswer:
     async def events(self) -> AsyncIterator[bytes]:
         """The last event of a choice has its finish reason."""
         head = self._head()
-        options = self._body.stream_options
-        if with_usage := options is not None and bool(options.include_usage):
-            head["usage"] = None
+        usage = StreamUsage(self._generation, self._body.stream_options, drop_generated=self._drops_generated)
         wants_ids = bool(self._body.return_token_ids)
         begun: set[int] = set()
         async for choice, chunk in self._generation.pieces():
+            usage.add(choice, chunk)
             text, token_ids = self._text(choice, chunk), self._token_ids(chunk)
             logprobs = self._logprobs(choice, chunk)
             finish_reason = self._finish_reason(chunk)
@@ -101,8 +100,8 @@ class CompletionAnswer:
                 if choice not in begun:
                     event["prompt_token_ids"] = self._generation.stream_of(choice).prompt_token_ids
             begun.add(choice)
-            yield data(head | {"choices": [event]})
-        if with_usage:
+            yield data(head | {"choices": [event]} | usage.of(choice))
+        if usage.is_wanted:
             yield data(head | {"choices": [], "usage": self._usage()})
 
     async def whole(self) -> dict[str, Any]:
@@ -180,7 +179,8 @@ class CompletionAnswer:
         if not ids:
             return None
         if choice not in self._encoders:
-            self._encoders[choice] = CompletionLogprobs(tokens, self._body.logprobs)
+            before = () if self._body.echo else self._generation.stream_of(choice).prompt_token_ids
+            self._encoders[choice] = CompletionLogprobs(tokens, self._body.logprobs, before=before)
         return self._encoders[choice].encode(ids, found)
 
     def _head(self) -> dict[str, Any]:

@@ -7,9 +7,11 @@ null, or has the value that means "as usual". All others are refused by name, un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final
+
+from pydantic import BaseModel
 
 from ..errors import ApiError
 from .bodies import Body
@@ -79,7 +81,7 @@ _WHY: Final[Mapping[str, str]] = {
 def check_other_fields(body: Body, *, ignore: bool) -> dict[str, str]:
     """Refuse what is asked for and kvpool cannot do. Raises ApiError; with `ignore`, returns the header that lists it instead."""
     ignored = []
-    for name, value in (body.model_extra or {}).items():
+    for name, value in _others(body):
         as_usual = _AS_USUAL.get(name)
         if value is None or (as_usual is not None and as_usual(value)):
             continue
@@ -88,6 +90,15 @@ def check_other_fields(body: Body, *, ignore: bool) -> dict[str, str]:
         ignored.append(name.encode("ascii", "replace").decode())
     header = ", ".join("".join(c for c in name if c.isprintable()) for name in ignored)
     return {IGNORED_HEADER: header[:MAX_IGNORED_BYTES]} if ignored else {}
+
+
+def _others(part: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields that are not of the model, at any depth, by their path. Those of messages are the template's to know."""
+    for name, value in (part.model_extra or {}).items():
+        yield path + name, value
+    for name in part.model_fields_set & type(part).model_fields.keys():
+        if isinstance(inner := getattr(part, name), BaseModel):
+            yield from _others(inner, f"{path}{name}.")
 
 
 def _refusal(name: str, *, known: bool) -> ApiError:
@@ -102,6 +113,6 @@ def _refusal(name: str, *, known: bool) -> ApiError:
     return ApiError(
         HTTPStatus.BAD_REQUEST,
         f"{shown} is not supported: {why}",
-        param=shown,
+        param=shown.partition(".")[0],
         code="unsupported_parameter" if known else "unknown_parameter",
     )

@@ -37,22 +37,33 @@ class CompletionLogprobs:
     """Encodes the tokens of one choice of a completion. `text_offset` counts characters of the choice's text, from 0: that of the
     prompt too, if it is echoed."""
 
-    def __init__(self, tokens: TokenBytes, num_top: int) -> None:
+    def __init__(self, tokens: TokenBytes, num_top: int, *, before: Sequence[int] = ()) -> None:
+        """`before`: the prompt, if it is not echoed. Many decoders leave out the first space of a text."""
         self._tokens = tokens
         self._num_top = num_top
         self._decoder = tokens.decoder()
         self._offset = 0
+        has_begun = any(not tokens.is_special(one) and tokens.of(one).strip(b" ") for one in before)
+        self._first = None if has_begun else list(before)
+        """The tokens so far, until a word has begun."""
+        self._num_stripped_before = 0 if has_begun else tokens.num_stripped(before)
+        self._num_stripped = 0
 
     def encode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """Of the next tokens. The first token of a prompt has no log-probability: null."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, one in zip(token_ids, logprobs, strict=True):
             found["tokens"].append(shown(self._tokens.of(token_id)))
-            found["text_offset"].append(self._offset)
+            found["text_offset"].append(self._offset - self._num_stripped)
             found["token_logprobs"].append(None if one is None else max(one.logprob, LEAST))
             found["top_logprobs"].append(None if one is None else self._top(token_id, one))
             if not self._tokens.is_special(token_id):
-                self._offset += len(self._decoder.decode(self._tokens.of(token_id)))
+                piece = self._decoder.decode(self._tokens.of(token_id))
+                self._offset += len(piece)
+                if self._first is not None:
+                    self._first.append(token_id)
+                    self._num_stripped = self._tokens.num_stripped(self._first) - self._num_stripped_before
+                    self._first = None if piece.strip(" ") else self._first
         return found
 
     def _top(self, token_id: int, one: TokenLogprobs) -> dict[str, float]:

@@ -25,6 +25,13 @@ _SEEDS: Final = 2**64
 
 def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateOptions:
     """Those of all answers of a request. Raises ApiError."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(
+            HTTPStatus.BAD_REQUEST,
+            "prompt_logprobs come with a whole answer: leave out stream, or ask for them in a request of their own",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
     options: GenerateOptions = {
         "n": body.n or 1,
         # Where the model's files say none either. Beams are not drawn, and have none.

@@ -51,6 +51,53 @@ async def test_a_chat_is_kvpools_own_chat_streamed_or_not(front: Front) -> None:
     assert [usage.completion_tokens for usage in usages] == [NUM_NEW]
 
 
+@pytest.mark.parametrize("wanted", [None, False, True])
+async def test_usage_comes_with_each_event_if_asked_for(front: Front, wanted: bool | None) -> None:
+    """Of each answer what it has used so far, and in the end what all have used; without the option it is null before the end."""
+    arguments: dict[str, Any] = {"model": front.model, "temperature": 0, "max_tokens": 4, "n": 2, "stream": True}
+    arguments["extra_body"] = RAW
+    options: Any = {"include_usage": True, "continuous_usage_stats": wanted}
+    streams: list[Any] = [
+        await front.openai.completions.create(prompt=PROMPT, stream_options=options, **arguments),
+        await front.openai.chat.completions.create(messages=MESSAGES, stream_options=options, **arguments),
+    ]
+    for stream in streams:
+        *events, last = [event async for event in stream]
+        assert last.usage.completion_tokens == 8
+        if not wanted:
+            assert {event.usage for event in events} == {None}
+            continue
+        for choice in (0, 1):
+            of_choice = [event for event in events if event.choices[0].index == choice]
+            counts = [event.usage.completion_tokens for event in of_choice]
+            assert counts == sorted(counts)
+            assert counts[-1] == 4
+            for event in of_choice:
+                assert event.usage.prompt_tokens == last.usage.prompt_tokens
+                assert event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens
+            shown = len([event for event in of_choice if getattr(event.choices[0], "token_ids", None)])
+            assert shown > 1
+
+
+async def test_messages_may_have_null_where_openai_allows_it(front: Front) -> None:
+    """An assistant that only calls a tool says nothing; a content of parts is a text."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assistant = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]}
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "ab"}]},
+        assistant,
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    answer = await front.openai.chat.completions.create(
+        model=front.model, messages=messages, max_tokens=1, temperature=0, extra_body={"return_token_ids": True}
+    )
+    model = await front.cluster.client.model()
+    assert model.tokenizer is not None
+    assert answer.to_dict()["prompt_token_ids"] == model.encode_text(
+        "<user>ab<assistant><tool>42<assistant>", special=False
+    )
+
+
 async def test_the_synchronous_client_works_as_well(front: Front) -> None:
     own = await front.cluster.complete(PROMPT, max_tokens=NUM_NEW)
 

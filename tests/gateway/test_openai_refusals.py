@@ -136,7 +136,18 @@ async def test_what_a_router_adds_to_each_request_passes_at_its_default_only(fro
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_log_probabilities_of_a_prompt_are_refused_in_a_stream(front: Front, path: str) -> None:
+    """Events have no place for them, and clients of vLLM know the refusal. Without a stream they come."""
+    body = (CHAT_BODY if path == CHAT else COMPLETION_BODY) | {"prompt_logprobs": 0}
+    error = (await post(front, path, body | {"stream": True})).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt_logprobs", "invalid_value")
+    for stream in (False, None):
+        assert '"prompt_logprobs":[null,' in (await post(front, path, body | {"stream": stream})).text
+
+
 async def test_unknown_fields_are_ignored_only_if_wanted_and_then_listed(front: Front) -> None:
+    """At every depth: in options of the stream too."""
     address = f"127.0.0.1:{front.cluster.manager.port}"
     async with (
         serving(address, ignore_unknown_fields=True) as gateway,
@@ -146,6 +157,12 @@ async def test_unknown_fields_are_ignored_only_if_wanted_and_then_listed(front: 
         assert answer.status_code == 200
         assert "made_up" in answer.headers[IGNORED_HEADER]
         assert "tools" in answer.headers[IGNORED_HEADER]
+        nested = {"stream": True, "stream_options": {"include_usage": True, "made_up": 1, "other": None}}
+        for path, plain in ((CHAT, CHAT_BODY), (COMPLETION, COMPLETION_BODY)):
+            answer = await client.post(path, json=plain | nested)
+            assert answer.headers[IGNORED_HEADER] == "stream_options.made_up"
+            assert '"completion_tokens":' in answer.text
+            assert (await post(front, path, plain | nested)).json()["error"]["code"] == "unknown_parameter"
 
 
 async def test_more_answers_than_allowed_are_429_with_a_time(front: Front) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvpool.gateway.openai.logprobs import CompletionLogprobs
 from kvpool.gateway.openai.token_bytes import TokenBytes, byte_alphabet, shown
 
 TEXTS = ("hello world", "héllo wörld 日本語", "🙂 and 🙃", "tab\tand\nline", " leading", "ﬁ ½ \u00a0")
@@ -102,3 +104,50 @@ def test_the_alphabet_has_each_byte_once() -> None:
 def test_half_a_character_is_shown_as_its_bytes() -> None:
     assert shown("é".encode()[:1]) == "bytes:\\xc3"
     assert shown(b"plain") == "plain"
+
+
+def marked_spaces(decoder: decoders.Decoder) -> Tokenizer:
+    """As SentencePiece writes it, with a special token and one that is nothing but a space."""
+    pieces = ["<unk>", "<s>", "▁", "▁a", "▁b", "a", "b", "é"]
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.decoder = decoder
+    return tokenizer
+
+
+DECODERS = {
+    "one space": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    "two spaces": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]),
+    "none": decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()]),
+    "that of the first piece": decoders.Metaspace(prepend_scheme="first"),
+    "no piece": decoders.Metaspace(prepend_scheme="never"),
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+@given(
+    ids=st.lists(st.integers(1, 7), min_size=1, max_size=8),
+    cuts=st.sets(st.integers(1, 7)),
+    num_prompt=st.integers(0, 4),
+    echo=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_text_offsets_are_places_in_the_text(
+    decoder: decoders.Decoder, ids: list[int], cuts: set[int], num_prompt: int, echo: bool
+) -> None:
+    """Many decoders leave out the first space of a text: it is among the bytes of its token and not in the text. However the tokens
+    come in pieces, with an echo of the prompt or after it."""
+    tokenizer = marked_spaces(decoder)
+    tokens = TokenBytes(tokenizer)
+    prompt = ids[:num_prompt]
+    shown_ids = ids if echo else ids[num_prompt:]
+    text = tokenizer.decode(ids) if echo else tokenizer.decode(ids)[len(tokenizer.decode(prompt)) :]
+    encoder = CompletionLogprobs(tokens, 0, before=() if echo else prompt)
+    bounds = sorted({0, *(cut for cut in cuts if cut < len(shown_ids)), len(shown_ids)})
+    offsets: list[int] = []
+    for begin, end in pairwise(bounds):
+        offsets += encoder.encode(shown_ids[begin:end], [None] * (end - begin))["text_offset"]
+    for token_id, (begin, end) in zip(shown_ids, pairwise([*offsets, len(text)]), strict=True):
+        piece = "" if tokens.is_special(token_id) else tokens.of(token_id).decode()
+        assert text[begin:end] in (piece, piece.lstrip(" ")), (text, offsets)
+    assert offsets == sorted(offsets)
