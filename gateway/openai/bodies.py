@@ -57,12 +57,12 @@ class Body(BaseModel):
 class GenerationBody(Body):
     """What chats and completions have in common. Any field may be null, which is its default."""
 
-    bad_words_ids: list[list[int]] | None = None
+    bad_words_ids: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     """As in transformers, like the other fields that say which ids must not, or must, follow."""
-    begin_suppress_tokens: list[int] | None = None
+    begin_suppress_tokens: TokenIds | None = None
     early_stopping: bool | Literal["never"] | None = None
     encoder_no_repeat_ngram_size: int | None = Field(default=None, ge=0)
-    forced_eos_token_id: int | list[int] | None = None
+    forced_eos_token_id: int | TokenIds | None = None
     frequency_penalty: Number | None = None
     ignore_eos: bool | None = None
     length_penalty: Number | None = None
