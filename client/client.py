@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Unpack
@@ -14,6 +14,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from .channels import Channels
 from .config import ClientConfig
 from .deadline import Deadline
+from .encoding import Encoding, num_characters
 from .errors import InvalidRequest
 from .explanation import Explanation
 from .manager import Manager
@@ -45,6 +46,7 @@ class Client:
         self._channels = Channels()
         self._manager = Manager(self._channels, self._config)
         self._templates = TemplateProcess()
+        self._encoding = Encoding()
         self._models = Models(self._manager, self._channels, self._config, self._templates)
 
     def __repr__(self) -> str:
@@ -73,7 +75,7 @@ class Client:
         is taken each time (temperature 0). Options are checked here (InvalidRequest), the prompt when the stream starts.
         """
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-        return self._stream(lambda model: Prompt(model.encode_prompt(prompt)), options)
+        return self._stream(lambda model: self._encode_prompt(model, prompt), options)
 
     def chat(
         self,
@@ -86,7 +88,15 @@ class Client:
         chat template; `template_arguments` are more variables for it. A content may be a list of text parts, as in the OpenAI
         API. Messages and options are checked here (InvalidRequest)."""
         messages = as_messages(messages)
-        return self._stream(lambda model: model.chat_prompt(messages, template_arguments), options)
+        length = num_characters(messages)
+        return self._stream(
+            lambda model: self._encoding.run(length, lambda: model.chat_prompt(messages, template_arguments)), options
+        )
+
+    async def _encode_prompt(self, model: Model, prompt: str | Sequence[int]) -> Prompt:
+        if not isinstance(prompt, str):
+            return Prompt(model.encode_prompt(prompt))  # which are only checked
+        return Prompt(await self._encoding.run(len(prompt), lambda: model.encode_prompt(prompt)))
 
     async def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
         """Facts, tokenizer and chat template of a model, as its workers serve it now; None: of the one that all workers serve.
@@ -186,11 +196,13 @@ class Client:
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
         chat = None if messages is None else as_messages(messages)
         served = await self._models.look(model, deadline)
-        # Off the event loop, as in a stream: a long text takes a while.
+        # As in a stream.
         if chat is not None:
-            token_ids = await asyncio.to_thread(served.encode_chat, chat, template_arguments)
+            token_ids = await self._encoding.run(
+                num_characters(chat), lambda: served.encode_chat(chat, template_arguments)
+            )
         else:
-            token_ids = await asyncio.to_thread(served.encode_prompt, prompt or "")
+            token_ids = (await self._encode_prompt(served, prompt or "")).token_ids
         root = common_pb2.Root(model_fingerprint=served.fingerprint, adapter=adapter, tenant_salt=tenant_salt)
         asked = routed_prompt(root, served.encoder, token_ids)
         response = await self._manager.explain(deadline, asked, worker_id=worker_id)
@@ -202,7 +214,7 @@ class Client:
         response = await self._manager.drain(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, grace)
         return response.session
 
-    def _stream(self, encode: Callable[[Model], Prompt], options: GenerateOptions) -> GenerateStream:
+    def _stream(self, encode: Callable[[Model], Awaitable[Prompt]], options: GenerateOptions) -> GenerateStream:
         return GenerateStream(
             encode=encode,
             request=build_request(options),

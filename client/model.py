@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
 from kvpool.protocol.sampling import sampling_fields
+from kvpool.protocol.text_bound import MIN_SHORTENED_BYTES, SHORTENING_FACTOR, TextMeasure, text_measure
 from kvpool.v1 import worker_pb2
 
 from .chat_template import ChatTemplate
+from .encoding import num_characters
 from .errors import InvalidRequest, ProtocolError
 from .messages import Message
 from .prompt import Prompt
@@ -24,6 +27,9 @@ _TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER
 _CHAT_TEMPLATE: Final = worker_pb2.MODEL_FILE_CHAT_TEMPLATE
 _SPECIAL_TOKENS: Final = worker_pb2.MODEL_FILE_SPECIAL_TOKENS
 _SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+_UNCHECKED_FACTOR: Final = 4
+"""How much longer a text may be that is only counted."""
+_measured: Final = lru_cache(8)(text_measure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +125,9 @@ class Model:
         return self._checked(list(prompt) if not isinstance(prompt, str) else self._encode(prompt, special=True))
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text of any length, also of an empty one; with `special` those that the tokenizer itself adds."""
-        return self._encode(text, special=special)
+        """Token ids of a text, also of an empty one or of one that is longer than the model takes, but not many times longer; with
+        `special` those that the tokenizer itself adds."""
+        return self._encode(text, special=special, is_checked=False)
 
     def encode_chat(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None, *, check: bool = True
@@ -137,8 +144,10 @@ class Model:
                 f"{self.name} has no chat template; use generate() with a prompt in the model's own form",
                 reason="NO_CHAT_TEMPLATE",
             )
+        self._require_renderable(messages)
         # The template writes the special tokens itself, a BOS among them: the tokenizer must not add a second one.
-        ids = self._encode(self.chat_template.render(messages, arguments=arguments), special=False)
+        text = self.chat_template.render(messages, arguments=arguments)
+        ids = self._encode(text, special=False, is_checked=check)
         return self._checked(ids) if check else ids
 
     def chat_prompt(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> Prompt:
@@ -164,7 +173,7 @@ class Model:
         length = sum(1 for _ in same)
         return (length,) if length else ()
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, *, special: bool, is_checked: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.name} has no tokenizer; pass the prompt as token ids", reason="NO_TOKENIZER")
         try:
@@ -174,9 +183,49 @@ class Model:
                 f"the prompt is no valid text at character {error.start} ({text[error.start]!r}): its source is not UTF-8",
                 reason="BAD_FIELD",
             ) from None
+        self._require_fits(text, 1 if is_checked else _UNCHECKED_FACTOR)
         # For a single text too: encode() holds the GIL, and a long text would stop the caller's event loop.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return list(encoding.ids)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a prompt."""
+        return self.max_model_len if self.encoder is None else self.encoder.max_tokens
+
+    def _measure(self) -> TextMeasure | None:
+        return None if self.tokenizer is None else _measured(self.tokenizer)
+
+    def _require_fits(self, text: str, factor: int) -> None:
+        """InvalidRequest, at most a millisecond per megabyte, if the text certainly has more than `factor` times the tokens that
+        the model takes: to tokenise it would cost a hundred times its size."""
+        most = factor * self._most_tokens
+        measure = self._measure() if len(text) > most else None
+        if measure is None:
+            return
+        bound = measure.bound(most)
+        if factor > 1:
+            bound = bound._replace(max_bytes=max(bound.max_bytes, MIN_SHORTENED_BYTES))
+        if (num_bytes := bound.excess(text)) is not None:
+            raise InvalidRequest(
+                f"the prompt has {num_bytes} bytes; at most {bound.max_bytes} can fit into {most} tokens, "
+                f"{'which' if factor == 1 else f'{factor} times what'} {self.name} takes; shorten the prompt, or start the workers "
+                f"with a larger {'--max-model-len' if self.encoder is None else '--max-encoder-tokens'}",
+                reason="NEVER_FITS",
+            )
+
+    def _require_renderable(self, messages: Sequence[Message]) -> None:
+        """InvalidRequest if the messages are too long to be rendered. A template may leave out some of them."""
+        count, measure = num_characters(messages), self._measure()
+        if measure is None or count <= MIN_SHORTENED_BYTES:
+            return
+        most = max(MIN_SHORTENED_BYTES, SHORTENING_FACTOR * measure.bound(self._most_tokens).max_bytes)
+        if count > most:
+            raise InvalidRequest(
+                f"the messages have {count} characters; at most {most} are rendered for the {self._most_tokens} tokens that "
+                f"{self.name} takes; shorten them, or start the workers with a larger --max-model-len",
+                reason="NEVER_FITS",
+            )
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:

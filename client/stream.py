@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Final
 from uuid import uuid4
@@ -57,7 +57,7 @@ class GenerateStream:
     def __init__(
         self,
         *,
-        encode: Callable[[Model], Prompt],
+        encode: Callable[[Model], Awaitable[Prompt]],
         request: worker_pb2.GenerateRequest,
         model_name: str | None,
         explain: bool,
@@ -445,10 +445,10 @@ class GenerateStream:
         return True
 
     async def _encode_within(self, model: Model, deadline: Deadline) -> Prompt:
-        """Render and tokenise off the event loop."""
+        """Render and tokenise."""
         try:
             async with asyncio.timeout(deadline.remaining()):
-                return await asyncio.to_thread(self._encode, model)
+                return await self._encode(model)
         except TimeoutError:
             deadline.check("rendering and tokenising the prompt")
             raise

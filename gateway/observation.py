@@ -25,6 +25,10 @@ _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """An id that a caller may choose: visible ASCII."""
 UNKNOWN_ROUTE: Final = "other"
 _MAX_LOGGED_PATH: Final = 256
+_SMALL_BODY_BYTES: Final = 64 << 10
+"""So much of each body is always read."""
+_LARGE_BODIES: Final = 8
+"""Of the largest size: what all bodies together may have beyond that, until their answers begin."""
 _QUIET: Final = frozenset({"/health", "/metrics"})
 """Routes that are asked all the time: their lines are for debugging."""
 
@@ -46,6 +50,7 @@ class Observation:
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._clock = clock
+        self._num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -59,7 +64,12 @@ class Observation:
         logged_path = scope["path"][:_MAX_LOGGED_PATH]
         began = self._clock()
         status = 0
-        num_received = 0
+        num_received = num_held = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal num_held
+            self._num_held_bytes += num_bytes - num_held
+            num_held = num_bytes
 
         async def receive_bounded() -> Message:
             nonlocal num_received
@@ -67,11 +77,16 @@ class Observation:
             num_received += len(message.get("body", b""))
             if num_received > self._max_body_bytes:
                 raise _too_large(self._max_body_bytes)
+            if not status and num_received > _SMALL_BODY_BYTES:
+                hold(num_received - _SMALL_BODY_BYTES)
+                if self._num_held_bytes > _LARGE_BODIES * self._max_body_bytes:
+                    raise _too_many(self._max_body_bytes)
             return message
 
         async def send_observed(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
+                hold(0)
                 status = int(message["status"])  # an HTTPStatus is logged as its name
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             elif message["type"] == "http.response.body":
@@ -101,6 +116,7 @@ class Observation:
             )
             await failed.response()(scope, receive, send_observed)
         finally:
+            hold(0)
             route = self._route_of(scope)
             seconds = self._clock() - began
             self._metrics.requests[route, status] += 1
@@ -136,4 +152,13 @@ def _too_large(most: int) -> ApiError:
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"a request's body may have {most} bytes (--max-body-bytes): send less",
         code="request_too_large",
+    )
+
+
+def _too_many(most: int) -> ApiError:
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        f"the gateway holds {_LARGE_BODIES * most} bytes of requests that have no answer yet: try again later, or send less",
+        code="too_many_bodies",
+        headers={"Retry-After": "1"},
     )

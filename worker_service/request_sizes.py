@@ -7,9 +7,8 @@ from typing import Final
 
 from kvpool.process.request_guard import SMALL, RequestLimit
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.protocol.text_bound import TextBound
 from kvpool.v1 import worker_pb2
-
-from .engine.prompt import TextBound
 
 _SERVICE: Final[str] = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -9,15 +11,30 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
+from kvpool.protocol.limits import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
 from ..errors import ApiError
 
 MAX_LOGPROBS: Final = 20
+MAX_NAME_CHARACTERS: Final = 1024
+"""Of a model's name: it is repeated in answers."""
+MAX_VALUES: Final = 1 << 19
+"""Of one body, in all lists and objects. Its values are made in one go, a few microseconds each, while all other callers wait."""
+MAX_KEYS: Final = 1 << 15
+"""Of all objects of one body, which cost ten times a value."""
+_MAX_SHOWN: Final = 256
+_STRINGS_AT_ONCE: Final = 2048
+_NOT_BEFORE_VALUES: Final = bytes(set(range(256)) - set(b",[{"))
+_REST_OF_STRING: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 _UNION_MEMBERS: Final = frozenset({"str", "list[dict[str,any]]", "list[int]", "list[str]", "list[list[int]]", "int"})
 """How pydantic names the members of `stop` and `prompt` in the place of an error."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+# Without it all errors of a list are collected, of which the first one is shown.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -35,23 +52,23 @@ class Body(BaseModel):
     """What all bodies have. Other fields are kept in `model_extra`, see fields.py."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-    model: str | None = None
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     """Name or fingerprint; None: the one that all workers serve."""
 
 
 class GenerationBody(Body):
     """What chats and completions have in common. Any field may be null, which is its default."""
 
-    bad_words_ids: list[list[int]] | None = None
+    bad_words_ids: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     """As in transformers, like the other fields that say which ids must not, or must, follow."""
-    begin_suppress_tokens: list[int] | None = None
+    begin_suppress_tokens: TokenIds | None = None
     early_stopping: bool | Literal["never"] | None = None
     encoder_no_repeat_ngram_size: int | None = Field(default=None, ge=0)
-    forced_eos_token_id: int | list[int] | None = None
+    forced_eos_token_id: int | TokenIds | None = None
     frequency_penalty: Number | None = None
     ignore_eos: bool | None = None
     length_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     """Token ids, as text because JSON's keys are."""
     max_tokens: int | None = Field(default=None, ge=0)
     min_p: Number | None = None
@@ -66,9 +83,9 @@ class GenerationBody(Body):
     repetition_penalty: Number | None = None
     return_token_ids: bool | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    suppress_tokens: list[int] | None = None
+    stop: str | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    suppress_tokens: TokenIds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Number | None = None
@@ -84,13 +101,16 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Messages
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -100,7 +120,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
@@ -109,7 +129,7 @@ class TokenizeBody(Body):
     """POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
@@ -118,10 +138,10 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: TokenIds
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=BaseModel)
 
 
 def plain(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
@@ -131,7 +151,10 @@ def plain(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
 
 async def read_body(request: Request, kind: type[B]) -> B:
     """The body of a request. Raises ApiError, which names the first field that is wrong."""
-    raw = await request.body()
+    raw = bytearray()
+    async for part in request.stream():  # not body(): it would keep it for as long as the answer lasts
+        raw += part
+    await _require_countable(raw)
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -142,10 +165,35 @@ async def read_body(request: Request, kind: type[B]) -> B:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST, f"the body is not JSON: {found['msg']}", code="invalid_json"
             ) from None
-        place = ".".join(path)
+        place = ".".join(path)[:_MAX_SHOWN]
         raise ApiError(
             HTTPStatus.BAD_REQUEST,
             f"{place}: {found['msg']}" if place else f"the body: {found['msg']}",
-            param=path[0] if path else None,
+            param=path[0][:_MAX_SHOWN] if path else None,
             code="missing" if found["type"] == "missing" else "invalid_value",
         ) from None
+
+
+async def _require_countable(raw: bytearray) -> None:
+    """Raises ApiError for a body with more values or keys than may be made of it. In a body that seems to have too many, those that
+    are text are left out; meanwhile others are served."""
+    if len(raw.translate(None, _NOT_BEFORE_VALUES)) <= MAX_VALUES and raw.count(b":") <= MAX_KEYS:
+        return
+    num_values = num_keys = num_strings = start = 0
+    while start < len(raw):
+        end = raw.find(b'"', start)
+        outside = raw[start:end] if end >= 0 else raw[start:]
+        num_values += len(outside.translate(None, _NOT_BEFORE_VALUES))
+        num_keys += outside.count(b":")
+        if num_values > MAX_VALUES or num_keys > MAX_KEYS:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                f"the body: its lists and objects may have {MAX_VALUES} values and {MAX_KEYS} keys; send fewer, or text in place "
+                "of token ids",
+                code="request_too_large",
+            )
+        string = None if end < 0 else _REST_OF_STRING.match(raw, end + 1)
+        start = len(raw) if string is None else string.end()
+        num_strings += 1
+        if num_strings % _STRINGS_AT_ONCE == 0:
+            await asyncio.sleep(0)

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvpool.client import InvalidRequest, KvpoolError
+from kvpool.client.encoding import Encoding, num_characters
 from kvpool.client.messages import as_messages
 
 from ..context import gateway_of
@@ -23,6 +24,7 @@ from .token_bytes import TokenBytesOfModels, shown
 
 def token_routes(known: TokenBytesOfModels) -> list[BaseRoute]:
     """Both."""
+    encoding = Encoding()
 
     async def tokenize(request: Request) -> Response:
         gateway = gateway_of(request)
@@ -37,10 +39,13 @@ def token_routes(known: TokenBytesOfModels) -> list[BaseRoute]:
             model = await gateway.client.model(body.model)
             if body.messages is not None:
                 messages = as_messages(plain(body.messages))
-                ids = await asyncio.to_thread(model.encode_chat, messages, body.chat_template_kwargs, check=False)
+                ids = await encoding.run(
+                    num_characters(messages),
+                    lambda: model.encode_chat(messages, body.chat_template_kwargs, check=False),
+                )
             else:
-                special = body.add_special_tokens is not False
-                ids = await asyncio.to_thread(model.encode_text, body.prompt or "", special=special)
+                text, special = body.prompt or "", body.add_special_tokens is not False
+                ids = await encoding.run(len(text), lambda: model.encode_text(text, special=special))
         except KvpoolError as error:
             raise openai_error(error, field) from error
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}

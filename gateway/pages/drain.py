@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvpool.client import KvpoolError
 
 from ..context import gateway_of
-from ..errors import ApiError, api_error
+from ..errors import api_error
+from ..openai.bodies import read_body
 
 
 class _Body(BaseModel):
@@ -21,12 +22,7 @@ class _Body(BaseModel):
 
 async def drain(request: Request) -> Response:
     """{"worker_id", "grace"?: seconds for running requests; default: the worker's own setting}. May be repeated."""
-    try:
-        body = _Body.model_validate_json(await request.body())
-    except ValidationError as error:
-        (first, *_) = error.errors(include_url=False, include_context=False, include_input=False)
-        param = ".".join(map(str, first["loc"])) or None
-        raise ApiError(400, f"{param or 'the body'}: {first['msg']}", param=param) from error
+    body = await read_body(request, _Body)
     try:
         session = await gateway_of(request).client.drain(body.worker_id, grace=body.grace)
     except KvpoolError as error:

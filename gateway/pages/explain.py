@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse
 from kvpool.client import KvpoolError
 
 from ..context import gateway_of
-from ..openai.bodies import Body, ChatMessage, plain, read_body
+from ..openai.bodies import Body, Messages, plain, read_body
 from ..openai.errors import openai_error
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 32)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(fail_fast=True)]
 MAX_SALT_CHARACTERS: Final = 256
 
 
@@ -24,7 +24,7 @@ class ExplainBody(Body):
     model_config = ConfigDict(extra="forbid")
 
     prompt: str | TokenIds | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     cache_salt: str | None = Field(default=None, max_length=MAX_SALT_CHARACTERS)
 
 

@@ -21,6 +21,7 @@ from kvpool.client.errors import (
     Unavailable,
 )
 from kvpool.client.manager import Manager
+from kvpool.client.model import Model
 from kvpool.client.models import Models
 from kvpool.client.prompt import Prompt
 from kvpool.client.request import build_request
@@ -120,8 +121,12 @@ class ClientProcess(Process):
     async def _read(self, plan: RequestPlan) -> str:
         """Read the stream to its end and compare each token; returns how it ended."""
         right = self.world.right_texts(plan)
+
+        async def encode(model: Model) -> Prompt:
+            return Prompt(list(plan.prompt))
+
         stream = GenerateStream(
-            encode=lambda model: Prompt(list(plan.prompt)),
+            encode=encode,
             request=build_request(
                 {
                     "max_tokens": plan.max_tokens,

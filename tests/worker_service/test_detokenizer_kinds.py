@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
+from kvpool.protocol.text_bound import byte_letters, parts
 from kvpool.worker_service.engine.detokenizer import MAX_WINDOW_TOKENS, TextDecoder
-from kvpool.worker_service.engine.prompt import byte_letters, parts
 from tests.worker_service.test_detokenizer import BYTES, pieces_of
 
 SPECIALS = ["<s>", "</s>", "[TOOL]"]

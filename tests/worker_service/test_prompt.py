@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from kvpool.protocol.text_bound import NORMAL_FORM_FACTOR, byte_letters, text_bound
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.prompt import NORMAL_FORM_FACTOR, PromptEncoder, byte_letters, text_bound
+from kvpool.worker_service.engine.prompt import PromptEncoder
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁hello", "▁world", "▁", "▁▁▁▁▁▁▁▁", "lo", "é", "hello", "world", " "]

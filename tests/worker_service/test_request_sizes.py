@@ -9,8 +9,8 @@ import pytest
 from tokenizers import normalizers
 
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.protocol.text_bound import TextBound, text_bound
 from kvpool.v1 import worker_pb2
-from kvpool.worker_service.engine.prompt import TextBound, text_bound
 from kvpool.worker_service.request_sizes import max_prompt_bytes
 from tests.worker_service.test_detokenizer_kinds import byte_level
 

@@ -15,9 +15,9 @@ import structlog
 from kvpool.client import Client, ResourceExhausted
 from kvpool.process import serving_loop
 from kvpool.process.call_status import details_of
+from kvpool.protocol.text_bound import TextBound
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import ErrorKind
-from kvpool.worker_service.engine.prompt import TextBound
 from kvpool.worker_service.request_sizes import request_limits
 from kvpool.worker_service.server import SERVICE
 from tests import http2

@@ -10,7 +10,7 @@ from functools import cache
 
 from tokenizers import Tokenizer
 
-from .prompt import byte_letters, parts
+from kvpool.protocol.text_bound import byte_letters, parts
 
 PROMPT_TAIL_TOKENS = 16
 """Prompt tokens decoded together with the first new ones: some tokenizers decode a token differently at the start of a text."""

@@ -1,0 +1,148 @@
+"""Bodies of requests: what is made of them before they are judged, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import httpx
+import pytest
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from kvpool.gateway import observation
+from kvpool.gateway.errors import ApiError
+from kvpool.gateway.openai import bodies
+from kvpool.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from kvpool.gateway.pages.explain import ExplainBody
+from tests.gateway.serving import serving
+
+KINDS = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ExplainBody)
+
+
+class Sent:
+    """A request whose body is here."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._raw), 7):
+            yield self._raw[start : start + 7]
+
+
+async def refusal(raw: bytes, kind: type[BaseModel] = CompletionBody) -> ApiError | None:
+    """Why the body is not taken; None: it is."""
+    try:
+        await read_body(cast(Request, Sent(raw)), kind)
+    except ApiError as error:
+        return error
+    return None
+
+
+def num_errors(kind: type[BaseModel], body: dict[str, Any]) -> int:
+    """As many as are collected before the first is shown."""
+    try:
+        kind.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_list_of_wrong_values_one_error_is_collected(kind: type[BaseModel]) -> None:
+    """In each field that any body has, and inside of those; else each value of a long list costs a kilobyte."""
+    for name in kind.model_fields:
+        for wrong in (None, [None], {"role": "user", "content": [None]}):
+            one, many = (num_errors(kind, {name: [wrong] * count}) for count in (1, 60))
+            assert many <= one + 1, (name, wrong, "and one of the list's length")
+    if "messages" in kind.model_fields:
+        one, many = (num_errors(kind, {"messages": [{"role": "u", "content": [1] * count}]}) for count in (1, 60))
+        assert one == many
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_taken"),
+    [
+        (b'{"prompt": [1,2,3,4,5]}', True),
+        (b'{"prompt": [1,2,3,4,5,6,7,8,9]}', False),
+        (b'{"prompt": [[],[],[],[],[]]}', False),
+        (b'{"prompt": "", "x": [{},{},{},{},{}]}', False),
+        (b'{"prompt": ",[{,[{,[{,[{,[{,[{,[{,[{"}', True),
+        (b'{"prompt": "\\",[{,[{,[{,[{\\\\", "user": ",,,,,,,,,"}', True),
+        (b'{"prompt": ["","","","","","","","",""]}', False),
+        (b'{"prompt": ["a,b\\"","c","","","","","","",""]}', False),
+        (b'{"prompt": "::::::::::::"}', True),
+        (b'{"prompt": "", "logit_bias": {"1": 1, "2": 1, "3": 1, "4": 1}}', False),
+        (b'{"prompt": "never ends,,,,,,,,,,,,,,,', None),
+        (b'{"prompt": "ends with \\', None),
+    ],
+)
+async def test_a_body_with_too_many_values_or_keys_is_refused_before_they_are_made(
+    raw: bytes, is_taken: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text has any number of commas and colons. None: what is no JSON is said to be none."""
+    monkeypatch.setattr(bodies, "MAX_VALUES", 8)
+    monkeypatch.setattr(bodies, "MAX_KEYS", 4)
+    monkeypatch.setattr(bodies, "_STRINGS_AT_ONCE", 2)
+    found = await refusal(raw)
+    assert (None if found is None else found.code) == {
+        True: None, False: "request_too_large", None: "invalid_json"
+    }[is_taken]  # fmt: skip
+
+
+async def test_others_are_served_while_a_body_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_VALUES", 1000)
+    monkeypatch.setattr(bodies, "_STRINGS_AT_ONCE", 10)
+    counting = asyncio.create_task(refusal(b'{"prompt": [' + b'",",' * 900 + b'""]}'))
+    turns = 0
+    while not counting.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert counting.result() is None
+    assert turns > 90
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "logit_bias": {"x" * 100_000: "wrong"}},
+        {"prompt": "a", "model": "x" * 100_000},
+        {"prompt": "a", "stream_options": {"x" * 100_000: 1}},
+        {"prompt": "a", "x" * 100_000: 1},
+        {"prompt": "a", "early_stopping": "x" * 100_000},
+    ],
+)
+async def test_an_error_repeats_nothing_long(body: dict[str, Any]) -> None:
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert len(answer.content) < 1500
+
+
+async def test_bodies_that_wait_for_their_answers_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one is always read. What was held is free when its request ends."""
+    monkeypatch.setattr(observation, "_SMALL_BODY_BYTES", 100)
+    monkeypatch.setattr(observation, "_LARGE_BODIES", 2)
+    async with serving(max_body_bytes=1024) as server, httpx.AsyncClient(base_url=server.url) as client:
+        held = []
+        for _ in range(2):
+            held.append(await asyncio.open_connection("127.0.0.1", server.port))
+            held[-1][1].write(
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1024\r\n\r\n" + b" " * 1023
+            )
+        large = b"x" * 1000
+        async with asyncio.timeout(20):
+            while (refused := await client.post("/tokenize", content=large)).json()["error"][
+                "code"
+            ] != "too_many_bodies":
+                pass
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert (await client.post("/tokenize", content=b"{")).status_code == 400
+        for _, writer in held:
+            writer.close()
+        async with asyncio.timeout(20):
+            while (await client.post("/tokenize", content=large)).json()["error"]["code"] == "too_many_bodies":
+                pass
