@@ -46,6 +46,31 @@ with `dynamic` RoPE beyond the original length, and some of a type that is refus
 """
 
 
+_FILES = """\
+## Files
+
+A model is a folder with config.json and safetensors, or one GGUF file. It is served as its files say, or refused in one sentence
+that names the file and what to do; a worker prints it and exits with status 1.
+
+* **Weights are whole.** Every parameter and persistent buffer has a tensor in the checkpoint, is tied to one that has, or is a
+  table that the model computes, such as sinusoidal positions. Otherwise the model is refused, and the first three tensors that
+  are missing, or of another shape, are named. Tensors that the model does not use are listed in the log and harm nothing:
+  frequencies of RoPE in old checkpoints, parts for images, layers that predict several tokens ahead. A checkpoint of the bare
+  model, whose names have no prefix, loads too.
+* **Pickled weights** are refused: they can run code.
+* **Quantized checkpoints** (GPTQ, AWQ, compressed-tensors, bitsandbytes, fp8, mxfp4 and all others with a `quantization_config`,
+  or with weights in 8 bits and less) are refused by the name of the quantizer. Serve the model that was quantized, or a GGUF file
+  of it; `--quantize int8` makes its weights smaller when it is loaded.
+* **A GGUF file** is converted once to float32, float16 or bfloat16, the smallest that keeps all its matrices exactly; bfloat16 if
+  they are quantized. Its header becomes the config: sizes, epsilons, windows, soft caps, experts, and RoPE with its base, scaling
+  (linear, yarn, longrope) and the factors of `rope_freqs`. A key or tensor that changes the computation and has no place in the
+  config of transformers is refused by its name, as is a file that is one part of several (`split.count`): `llama-gguf-split
+  --merge` joins them.
+* **Broken files**: pointers of git-lfs, cut or empty files, folders in the place of files, JSON that is none or has something
+  else where a number belongs. The small ones are checked before `kvpool up` starts a worker.
+"""
+
+
 _SEQ2SEQ_HEADING = "## Encoder-decoder models"
 _SEQ2SEQ_INTRODUCTION = """\
 The prompt feeds the encoder, and the text is the decoder's. A type runs if the decoder over the paged pool equals `generate` as
@@ -113,6 +138,7 @@ def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
         "",
         f"Of those that run, {sum(outcome.native == NATIVE for outcome in causal)} run natively on a CPU.",
         "",
+        _FILES,
         "## Why types are refused\n",
         *_reasons(_grouped(causal)),
         "",

@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.placement import read_config
@@ -314,6 +315,9 @@ def test_the_type_of_a_conversion_keeps_every_matrix(kinds: tuple[Q, Q], dtype: 
 )
 def test_a_broken_file_is_named(content: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
+    if not content.startswith(b"GGUF"):
+        with pytest.raises(ModelError, match=says):
+            find_candidate(ModelSettings(str(tmp_path), device="cpu"), quiet)
     with pytest.raises(ModelError, match=rf"m\.gguf {says}"):
         served(tmp_path / "m.gguf")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.guard.self_check import relative_difference
 from kvpool.worker_service.model.guard.support import check_config, check_layers
 from tests.model.paged import load
-from tests.tiny_models import build_model
+from tests.tiny_models import build_model, make_tiny_model
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -92,6 +93,17 @@ def test_a_window_that_is_in_the_mask_only_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="in the mask only"):
         check_layers(windowed, layers(None, None), 64)
     check_layers(windowed, layers(None, None), 8)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("mistral", 1), ("mistral", 0), ("gemma2", 1), ("gemma2", -1)])
+def test_a_window_of_one_token_is_refused_before_weights_are_read(kind: str, window: int, tmp_path: Path) -> None:
+    """With a window of 0 the guard's own pass would divide by zero, which ends the process."""
+    path = make_tiny_model(kind, tmp_path).path
+    content = json.loads((path / "config.json").read_bytes())
+    (path / "config.json").write_text(json.dumps(content | {"sliding_window": window}))
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match=rf"has a sliding window of {window} tokens; needed: 2 or more"):
+        load(path)
 
 
 def test_layer_types_and_windows_must_agree() -> None:

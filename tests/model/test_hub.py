@@ -94,7 +94,7 @@ class Machine:
             "HOME": str(self.home),
             "HF_HOME": str(self.home / "hf"),
             "HF_ENDPOINT": self._url,
-            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'protos'}",
+            "PYTHONPATH": f"{REPOSITORY / 'common'}:{REPOSITORY}",
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         return subprocess.run(
@@ -284,7 +284,9 @@ def test_a_cached_copy_of_what_the_hub_denies_is_used_only_if_asked_for(server: 
         ({"a.gguf": b"", "b.gguf": b""}, "several GGUF files (a.gguf, b.gguf)"),
         ({"adapter_config.json": b"", "adapter_model.safetensors": b""}, "no model by itself"),
         ({**CONFIG, "consolidated.safetensors": b""}, "neither model.safetensors nor model.safetensors.index.json"),
-        ({**CONFIG, **SHARDS, "model.safetensors.index.json": b"[]"}, "without a weight_map"),
+        ({**CONFIG, **SHARDS, "model.safetensors.index.json": b"{}"}, "without a weight_map"),
+        ({**CONFIG, **SHARDS, "model.safetensors.index.json": b"[]"}, "index.json holds a list; needed: a JSON object"),
+        ({**CONFIG, "model.safetensors": b"", "quantize_config.json": b"{}"}, "is a quantized checkpoint by GPTQ"),
         (
             {**CONFIG, **SHARDS, "model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'},
             "has no '../x.safetensors'",

@@ -11,7 +11,7 @@ from .library_errors import library_errors
 from .progress import Progress
 from .settings import ModelSettings
 from .source.cache_dir import open_cache_dir
-from .source.files import check_small_files, read_object
+from .source.files import check_small_files, read_object, require_gguf
 from .source.resolve import ConfigSource, find_config
 
 
@@ -49,6 +49,7 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> Candidate:
 def _config_json(source: ConfigSource) -> dict[str, Any]:
     """Empty for a GGUF file. Raises ModelError if a small file of the model is broken."""
     if source.gguf is not None:
+        require_gguf(source.file)
         return {}
     check_small_files(source.path)
     return read_object(source.file)

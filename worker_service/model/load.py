@@ -40,7 +40,7 @@ from .rope import Regime, describe_regime, fix_longrope
 from .runtimes import NO_ENCODERS, Lengths, RuntimeLoader, not_native
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
-from .source.files import check_small_files, check_weights
+from .source.files import TOKENIZER, check_small_files, check_weights
 from .source.fingerprint import fingerprint
 from .source.resolve import ModelFolder, resolve_model
 
@@ -131,6 +131,8 @@ def _load_model(settings: ModelSettings, progress: Progress, measure: Measure) -
         progress(line)
     device, dtype = prepared.device, prepared.dtype
     facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
+    if facts.tokenizer_json is None:
+        progress(f"{folder.path} has no {TOKENIZER}: prompts and answers are token ids")
     started = time.monotonic()
     lengths = Lengths(prepared.max_model_len, prepared.max_encoder_tokens)
     loader = RuntimeLoader(folder.path, config, device, dtype, lengths, settings, cache_dir, progress)

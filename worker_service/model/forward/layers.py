@@ -14,6 +14,8 @@ from ...attention.interface import UnsupportedAttention, bind, target_of, unbind
 from ...attention.layer import AttentionCall, AttentionTarget, KVLayer, LayerNeeds
 from ..errors import UnsupportedModel
 
+_SMALLEST_WINDOW = 2
+"""Tokens, as the manager takes them."""
 _WATCHED_TOKENS = 3
 
 
@@ -74,6 +76,12 @@ def record_layers(
             run()
     except UnsupportedAttention as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error
+    for layer in recorder.found:
+        if layer.window is not None and layer.window < _SMALLEST_WINDOW:
+            raise UnsupportedModel(
+                f"{layer.name} has a sliding window of {layer.window} tokens; needed: {_SMALLEST_WINDOW} or more, since a token "
+                "that sees no other has no KV to cache. Correct sliding_window in config.json."
+            )
     if len({layer.module for layer in recorder.found}) < len(recorder.found):
         model.register_forward_pre_hook(_restart_turns)
     return recorder.found

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ModelError
 
-_LAYOUT = "2"
+_LAYOUT = "3"
 """Part of a conversion's name: a conversion that writes something else gets a new one."""
 
 

@@ -43,8 +43,8 @@ _NUMBERS = frozenset(
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 """Bytes, the limit of the safetensors library."""
-# Quantizers that describe themselves in a file of their own.
-_QUANTIZER_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
+QUANTIZER_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
+"""Files of their own in which quantizers describe themselves."""
 _PACKED_TYPES = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 """Types of safetensors of weights that only a quantizer can unpack; so are all of 8 bits and less, such as F8_E4M3 and F4."""
 
@@ -69,7 +69,7 @@ def check_small_files(folder: Path) -> None:
     for name in _TEXTS:
         if is_there(folder / name):
             read_text(folder / name)
-    for name, quantizer in _QUANTIZER_FILES.items():
+    for name, quantizer in QUANTIZER_FILES.items():
         if is_there(folder / name):
             raise _quantized(folder, quantizer, f"it has {name}")
 
@@ -214,10 +214,13 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def read_start(path: Path) -> bytes:
-    """The first bytes of the file. Raises ModelError."""
+def require_gguf(path: Path) -> None:
+    """Raises ModelError if the file cannot be read, or is no GGUF file by its first bytes."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_POINTER))
+            start = file.read(len(_POINTER))
     except OSError as error:
         raise unreadable(path, error) from error
+    require_no_pointer(path, start)
+    if not start.startswith(b"GGUF"):
+        raise ModelError(f"{path} is no GGUF file: it does not begin with the letters GGUF. Fetch it again.")

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..errors import ModelError
 from ..library_errors import library_errors
-from .files import read_start, require_no_pointer
+from .files import require_gguf
 
 _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "activation_sparsity_scale": (),
@@ -140,10 +140,7 @@ class GgufFile(NamedTuple):
 
 def open_gguf(path: Path) -> GgufFile:
     """Read the file's header. Raises ModelError if the file is broken, or not a whole language model."""
-    start = read_start(path)
-    require_no_pointer(path, start)
-    if not start.startswith(b"GGUF"):
-        raise ModelError(f"{path} is no GGUF file: it does not begin with the letters GGUF. Fetch it again.")
+    require_gguf(path)
     with library_errors(f"{path} is cut short or damaged", "Fetch it again."):
         reader = GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}

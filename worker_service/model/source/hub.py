@@ -33,6 +33,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from ..errors import ModelError
 from ..progress import Progress, heartbeat
+from .files import QUANTIZER_FILES, check_small_files
 from .weights import only_gguf, safetensors_names
 
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
@@ -45,6 +46,7 @@ _SMALL_FILES = [
     "chat_template*.json",
     "chat_template*.jinja",
     "model.safetensors.index.json",
+    *QUANTIZER_FILES,
 ]
 _SUBFOLDERS = ["*/*"]
 _MAIN = "main"
@@ -142,6 +144,7 @@ def _check_loadable(hub_id: HubId, names: dict[str, int]) -> None:
 
 def _fetch(hub_id: HubId, sizes: dict[str, int], progress: Progress) -> Path:
     folder = _snapshot(hub_id.repo, hub_id.revision, _SMALL_FILES)
+    check_small_files(folder)  # before weights are fetched, which a quantized model would be refused for
     gguf = only_gguf(hub_id.name, sizes)
     weights = [gguf] if gguf else safetensors_names(f"{hub_id.name} on the hub", folder, sizes)
     missing = [name for name in weights if not (folder / name).is_file()]
