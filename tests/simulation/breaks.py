@@ -253,7 +253,7 @@ BREAKS: dict[str, tuple[Break, frozenset[str]]] = {
 FOUND_LATE = {
     "leak_on_abort": 66,
     "late_calls_executed": 78,
-    "places_for_those_who_come_first": 152,
+    "places_for_those_who_come_first": 35,
     "leases_of_who_hears_nothing": 32,
 }
 """The first seed that finds a mistake that only a rare run notices. It is tried first; the others follow."""

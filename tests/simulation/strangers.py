@@ -128,7 +128,7 @@ async def _hoard(process: Process, draw: random.Random) -> None:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 while await call.read() is not grpc.aio.EOF:
                     pass
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.05)
 
     await asyncio.gather(*(hold() for _ in range(MAX_WATCHERS + 2)))
 
@@ -194,13 +194,15 @@ class Strangers:
             if _KINDS[kind] is _hoard:
                 self.viewer = Viewer(self.world, "viewer")
                 self.world.add_process(self.viewer)
-                self._spawn_later(self.viewer, self.viewer.look_for_ever)
+                self._spawn_later(self.viewer, self.viewer.look_for_ever, first=10.0)
 
-    def _spawn_later(self, process: Process, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _spawn_later(
+        self, process: Process, begin: Callable[[], Coroutine[Any, Any, None]], first: float = 0.0
+    ) -> None:
         def spawn() -> None:
             process.spawn(begin())
 
-        self.world.kernel.at(self._draw.uniform(0.0, 10.0), spawn)
+        self.world.kernel.at(first + self._draw.uniform(0.0, 10.0), spawn)
 
     def on_healed(self) -> None:
         """From here on everybody else must get on."""

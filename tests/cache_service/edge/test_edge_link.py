@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from kvpool.cache_service.core.session import SessionEnd
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import Server
 from kvpool.cache_service.settings import ManagerSettings
@@ -174,19 +177,32 @@ async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leas
 
 
 async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between_the_slices(
-    server: Server, stub: Stub
+    server: Server, stub: Stub, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """200 slices in one tick; had each to wait for its own, they would take 10 s."""
-    large, small = Worker(stub, registration("large", num_blocks=400_000)), Worker(stub, registration("small"))
-    await large.register()
-    await small.register()
-    await large.deregister()
-    num_calls = 0
+    """In one tick; had each slice to wait for its own, a large pool would take long."""
+    monkeypatch.setattr("kvpool.cache_service.core.manager.SWEEP_SLICE_NODES", 1)
+    await worker.allocate(item("a", prompt(60)))
+    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=60))
+    order: list[str] = []
+
+    def noted(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*what: Any) -> Any:
+            order.append(name)
+            return do(*what)
+
+        return note
+
+    monkeypatch.setattr(server.manager, "tick", noted("tick", server.manager.tick))
+    monkeypatch.setattr(server.manager, "sweep", noted("slice", server.manager.sweep))
+    server.manager.end_session(worker.session, SessionEnd.DEREGISTERED)
     async with asyncio.timeout(30):
-        while server.manager._retired:
-            await small.keep_alive()
-            num_calls += 1
-    assert num_calls > 1
+        while server.manager.num_unswept_sessions:
+            order.append("turn of others")
+            await asyncio.sleep(0)
+    first = order.index("slice")
+    assert order[first - 1] == "tick"
+    assert order[first:].count("slice") > 10
+    assert "slice slice" not in " ".join(order[first:])
 
 
 async def test_leases_end_although_sessions_are_begun_and_ended_without_end(
