@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.truth import NUM_TOP, Truth, check_all
 from tests.lockstep import in_lockstep
-from tests.tiny_models import MAX_MODEL_LEN, STATE_ARCHITECTURES, VOCAB_SIZE, Oracle, make_tiny_model
+from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, make_tiny_model
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -45,7 +45,8 @@ def truths_of(path: Path) -> list[Truth]:
     raise AssertionError("all prompts prove nothing")
 
 
-@pytest.mark.parametrize("architecture", STATE_ARCHITECTURES)
+# States next to attention, alone, and in a layer with it; one that is a matrix.
+@pytest.mark.parametrize("architecture", ["lfm2", "mamba2", "falcon_h1", "qwen3_next"])
 async def test_cold_warm_and_in_company_the_tokens_are_those_of_generate(architecture: str, tmp_path: Path) -> None:
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     truths = truths_of(tiny.path)
@@ -59,7 +60,7 @@ async def test_cold_warm_and_in_company_the_tokens_are_those_of_generate(archite
             assert alone.num_cached_tokens == (len(truth.prompt) - 1) // GRID * GRID
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "qwen3_next", "jamba", "mamba2"])
+@pytest.mark.parametrize("architecture", ["lfm2", "mamba2"])
 @pytest.mark.parametrize("pressure", [{"num_blocks": 18, "state_blocks": 6}, {"state_blocks": 4}], ids=str)
 async def test_pressure_in_any_pool_changes_no_token(
     architecture: str, pressure: dict[str, int], tmp_path: Path
