@@ -95,6 +95,7 @@ def test_a_worker_that_leaves_is_named_no_more_from_that_moment_on() -> None:
     of holds for the session that it begins meanwhile."""
     workers = cluster()
     manager = workers[0].manager
+    workers[0].serve("a", [99])  # one that never calls seems not to hear the manager, and is not named either
     assert set(ranking(workers[0], PROMPT)) == {"w0", "w1", "w2"}
     manager.drain("w0")
     assert set(ranking(workers[0], PROMPT)) == {"w1", "w2"}
