@@ -17,6 +17,7 @@ import grpc
 
 from tests.hostile import connections, over_http
 from tests.hostile.arena import Arena
+from tests.hostile.at_gateway import GATEWAY_SINGLES
 from tests.hostile.connections import SlowReaders
 from tests.hostile.fuzz import Fuzzer
 from tests.hostile.judge import Judge, Part
@@ -37,7 +38,7 @@ ATTACKER_NICE: Final = 10
 """A real attacker has a machine of its own; this one must not take the cores from those whom it attacks."""
 CALM: Final = "calm"
 """The part without an attack, with which the others compare."""
-AS_CALM: Final = frozenset(single.name for single in SINGLES if single.is_as_calm)
+AS_CALM: Final = frozenset(single.name for single in (*SINGLES, *GATEWAY_SINGLES) if single.is_as_calm)
 NUM_FILES: Final = 8192
 """Open ones that the idle connections need, here and in the services, which inherit the limit."""
 
@@ -173,7 +174,7 @@ def _parts(arena: Arena, settings: Settings, number: int, progress: Tell) -> Ite
     yield "HTTP: idle connections", partial(hold_idle_http, arena, settings.num_idle_http), PATIENCE
     yield "HTTP: readers that stop", partial(hold_unread_http, arena, settings.num_stopped_readers, seconds), PATIENCE
     yield "HTTP: viewers that stop", partial(hold_viewers, arena, settings.num_viewers), PATIENCE
-    for single in SINGLES:
+    for single in (*SINGLES, *GATEWAY_SINGLES):
         patience = NUM_LEASES * settings.lease_seconds if single.costs_a_session else PATIENCE
         yield single.name, partial(single.run, arena), patience
 

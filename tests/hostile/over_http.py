@@ -130,6 +130,9 @@ CASES: Final[tuple[Case, ...]] = (
     lambda draw: _request(body=b"{}", length=17 << 20),
     lambda draw: _request(headers={"Transfer-Encoding": "chunked"}, body=b"zz\r\n" + draw.randbytes(40)),
     lambda draw: _request(headers={"Transfer-Encoding": "chunked"}, body=b"5\r\nhello\r\n0\r\n\r\n"),
+    lambda draw: _request(headers={"Transfer-Encoding": "chunked"}, body=b"0\r\n" + b"a: b\r\n" * draw.randrange(5000)),
+    lambda draw: _request(headers={"host": draw.choice(["127.0.0.1", "evil.example"])}),
+    lambda draw: b"POST /tokenize HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     lambda draw: _request(body=b"[" * draw.randrange(1, 100_000)),
     lambda draw: _request(body=b'{"prompt": ' + b"9" * draw.randrange(1, 20_000) + b"}"),
     lambda draw: _request(body=b'{"prompt": "x", "temperature": NaN, "max_tokens": 1}'),
@@ -192,7 +195,8 @@ async def _send(url: str, payload: bytes, draw: random.Random) -> list[str]:
 
 async def _leave(writer: asyncio.StreamWriter, *, reset: bool) -> None:
     if reset:
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+        with suppress(OSError):  # the gateway has reset it before
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()

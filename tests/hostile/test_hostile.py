@@ -12,6 +12,7 @@ import torch
 from tests import http2
 from tests.hostile import connections
 from tests.hostile.arena import VICTIM, Arena
+from tests.hostile.at_gateway import GATEWAY_SINGLES
 from tests.hostile.campaign import (
     READER_SLACK,
     Settings,
@@ -60,7 +61,7 @@ async def _withstands(judge: Judge, name: str, attack: Callable[[Outcome], Await
     assert part.problems == [], f"{name} ({part.said})"
 
 
-@pytest.mark.parametrize("single", SINGLES, ids=lambda single: single.name)
+@pytest.mark.parametrize("single", [*SINGLES, *GATEWAY_SINGLES], ids=lambda single: single.name)
 async def test_no_single_attack_breaks_the_cluster(judge: Judge, single: Single) -> None:
     await _withstands(judge, single.name, lambda outcome: single.run(judge.arena, outcome))
 
