@@ -192,13 +192,13 @@ class CacheManager:
             # The order may not have reached it.
             session.draining, session.drain = True, earlier.drain
             session.downlink.push(earlier.drain)
-        session.follows_unheard = earlier is not None and not earlier.has_called
         session.registered_at = now
         if registration.holds_state:
             session.recovering = True
             self._recoveries[session.number] = Recovery(session, self._last_stamp)
         elif self.contents is not None:
             self.contents.open(session)
+        session.follows_unheard = earlier is not None and not earlier.has_called
         self._sessions[session.number] = self._workers[worker_id] = session
         if registration.address:
             self._num_serving[registration.model_fingerprint] += 1
