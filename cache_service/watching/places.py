@@ -106,7 +106,7 @@ class Places:
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer as gRPC writes it: `ipv4:127.0.0.1:50051`, `ipv6:%5B::1%5D:50051`. What is written in another way is one
+    """The host of a peer as gRPC writes it: `ipv4:127.0.0.1:40123`, `ipv6:%5B::1%5D:40123`. What is written in another way is one
     host."""
     kind, _, rest = peer.partition(":")
     address = rest.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]").partition("%")[0]
