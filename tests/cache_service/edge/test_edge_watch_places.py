@@ -142,8 +142,9 @@ async def test_a_stream_that_loses_its_place_is_told_why(
     monkeypatch.setattr(places_module, "TURN_SECONDS", 3600.0)
     places = server._servicer.watching.places
     places.max_places = 2
-    first, second = stub.Watch(ALL), stub.Watch(ALL)
+    first = stub.Watch(ALL)
     await first.read()
+    second = stub.Watch(ALL)  # now, so that it is the newer one
     await second.read()
     async with watcher(server, "other") as other, asyncio.timeout(20):
         await other.read()
