@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
+from pydantic import SecretStr
 
 from kvpool.gateway.server import GatewayServer
 from kvpool.gateway.settings import GatewaySettings
@@ -38,7 +39,7 @@ def guarded(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     stack = AsyncExitStack()
 
     async def start() -> Guarded:
-        gateway = GatewayServer(GatewaySettings(manager=served.cluster.address(), port=0, api_key=[KEY]))
+        gateway = GatewayServer(GatewaySettings(manager=served.cluster.address(), port=0, api_key=[SecretStr(KEY)]))
         await stack.enter_async_context(gateway)
         proxies = [
             await stack.enter_async_context(
@@ -89,7 +90,8 @@ def press(page: Page, button: str) -> int:
     """Press a button that writes; the status of the answer to it."""
     with page.expect_response(lambda answer: answer.request.method == "POST") as answered:
         page.get_by_role("button", name=button).click()
-    return answered.value.status
+    status: int = answered.value.status
+    return status
 
 
 @pytest.mark.parametrize("way", Guarded._fields)
