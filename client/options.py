@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-# The bounds of lists, for a front end that reads a request before it makes one.
-from kvpool.protocol.limits import MAX_LOGIT_BIASES as MAX_LOGIT_BIASES
-from kvpool.protocol.limits import MAX_STOP_STRINGS as MAX_STOP_STRINGS
-from kvpool.protocol.limits import MAX_STOP_TOKEN_IDS as MAX_STOP_TOKEN_IDS
-
 
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of generate() and chat(), all optional; None is the default: what the model's generation_config.json asks

@@ -11,8 +11,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
-from kvpool.client.options import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-
 from ..errors import ApiError
 
 MAX_LOGPROBS: Final = 20
@@ -68,7 +66,7 @@ class GenerationBody(Body):
     frequency_penalty: Number | None = None
     ignore_eos: bool | None = None
     length_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logit_bias: dict[str, Number] | None = None
     """Token ids, as text because JSON's keys are."""
     max_tokens: int | None = Field(default=None, ge=0)
     min_p: Number | None = None
@@ -83,8 +81,8 @@ class GenerationBody(Body):
     repetition_penalty: Number | None = None
     return_token_ids: bool | None = None
     seed: Seed | None = None
-    stop: str | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     suppress_tokens: TokenIds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -90,7 +90,8 @@ def press(page: Page, button: str) -> int:
     """Press a button that writes; the status of the answer to it."""
     with page.expect_response(lambda answer: answer.request.method == "POST") as answered:
         page.get_by_role("button", name=button).click()
-    return int(answered.value.status)
+    status: int = answered.value.status
+    return status
 
 
 @pytest.mark.parametrize("way", Guarded._fields)
