@@ -136,7 +136,7 @@ def test_a_replica_with_recurrent_layers_has_every_kind_of_layer(kind: str, fiel
     small = replica_config(large, 4096)
     assert set(small.layer_types) == set(large.layer_types)
     assert sum(parameter.numel() for parameter in build_replica(small).parameters()) < 1_000_000
-    if kind not in ("recurrent_gemma", "nemotron_h"):
+    if kind != "recurrent_gemma":
         check_replica(large, 4096)
 
 
@@ -152,8 +152,6 @@ def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> Non
     [
         ("bloom", {}),
         ("recurrent_gemma", {}),
-        ("zamba2", {}),
-        ("nemotron_h", {}),
         ("doge", {}),
         ("llama4_text", {}),
         ("deepseek_v32", {}),
@@ -162,9 +160,8 @@ def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> Non
     ],
 )
 def test_behaviour_alone_is_enough_to_refuse(kind: str, fields: dict[str, Any]) -> None:
-    """Own attention code, states on the module, single tokens computed otherwise than several, masks of their own, chunks, an
-    indexer, positions that cannot be given, no causality:
-    whatever check_config would say."""
+    """Own attention code, states on the module, masks of their own, chunks, an indexer, positions that cannot be given, no
+    causality: whatever check_config would say."""
     large = config(kind, **fields)
     # BART's decoder counts positions from 0 in every call: alone it is right, packed it is not.
     why = "computes other logits over paged KV" if kind == "bart" else "according to a tiny model of its kind"
