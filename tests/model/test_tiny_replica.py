@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_published_models_have_a_replica_that_runs(name: str) -> None:
         ),
         ("falcon_h1", {}),
         ("mamba2", {}),
+        ("mamba2", {"n_groups": 3, "num_heads": 96, "hidden_size": 3072}),
         ("zamba", {}),
         ("nemotron_h", {}),
         ("qwen3_next", {}),
@@ -167,6 +169,35 @@ def test_behaviour_alone_is_enough_to_refuse(kind: str, fields: dict[str, Any]) 
     why = "computes other logits over paged KV" if kind == "bart" else "according to a tiny model of its kind"
     with pytest.raises(UnsupportedModel, match=why):
         check_replica(large, getattr(large, "max_position_embeddings", 4096))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_replica_has_every_kind_of_layer_that_other_fields_make(seed: int) -> None:
+    """Gemma's layers that lend or borrow KV follow from their number and types, Jamba's from periods: where those begin, and where
+    the last layer of a kind is, differs."""
+    draw = random.Random(seed)
+    count, period = draw.randrange(12, 40), draw.randrange(2, 6)
+    if seed % 2:
+        types = ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(count)]
+        last = {
+            "layer_types": [*types[:-1], "full_attention"],
+            "num_kv_shared_layers": draw.randrange(count - 2 * period),
+        }
+        large, name = config("gemma4_text", num_hidden_layers=count, **last), "kv_sharing_modes"
+    else:
+        periods = {"attn_layer_period": period, "attn_layer_offset": draw.randrange(period), "num_hidden_layers": count}
+        large, name = (
+            config("jamba", **periods, expert_layer_period=draw.randrange(1, 4), expert_layer_offset=0),
+            "layer_types",
+        )
+    small = replica_config(large, 4096)
+
+    def kinds(of: Any) -> set[Any]:
+        experts = getattr(of, "layers_num_experts", [0] * of.num_hidden_layers)
+        return set(zip(of.layer_types, getattr(of, name), (number > 1 for number in experts), strict=True))
+
+    assert kinds(small) == kinds(large)
+    assert small.num_hidden_layers <= 2 * len(kinds(large)) if seed % 2 else True
 
 
 def test_positions_counted_from_the_beginning_of_the_row_are_found_below_the_length_where_they_matter() -> None:

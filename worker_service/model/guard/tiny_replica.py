@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ...attention.interface import ATTENTION_NAME, register
 from ..length import is_encoder_decoder
-from .replica_layers import derived_kinds, is_indices, kept_layers, num_layers
+from .replica_layers import are_kept, is_indices, kept_layers, num_layers
 
 VOCAB_SIZE = 264
 NUM_PLAIN_TOKENS = 256
@@ -100,11 +100,20 @@ def thresholds(config: Any) -> set[int]:
 
 
 def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
+    shrunk: dict[str, Any] = {}
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    for kept in kept_layers(config, fields):
+        shrunk = _shrunk_to(config, fields, kept, max_model_len)
+        if are_kept(config, shrunk, kept):
+            break
+    return shrunk
+
+
+def _shrunk_to(config: Any, whole: dict[str, Any], kept: list[int], max_model_len: int) -> dict[str, Any]:
+    fields, count = dict(whole), num_layers(config, whole)
     nested = [name for name in config.sub_configs if hasattr(getattr(config, name, None), "to_dict")]
-    kept = kept_layers(fields, derived_kinds(config, fields))
     sizes = _Sizes(fields, len(kept), max_model_len)
-    for name, value in list(fields.items()):
+    for name, value in whole.items():
         if name in nested:
             fields[name] = _shrunk(getattr(config, name), max_model_len)
         elif name == "per_layer_config" and isinstance(value, dict):
@@ -112,12 +121,12 @@ def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
         elif isinstance(value, dict):
             fields[name] = _shrunk_rope(value, fields, sizes) if "rope" in name else value
         elif isinstance(value, list):
-            fields[name] = _shrunk_list(name, value, kept, num_layers(fields), sizes)
+            fields[name] = _shrunk_list(name, value, kept, count, sizes)
     num_shared = fields.get("num_kv_shared_layers") or 0
     if num_shared:
-        fields["num_kv_shared_layers"] = sum(index >= num_layers(fields) - num_shared for index in kept)
-    for name, value in list(fields.items()):
-        if isinstance(value, int) and not isinstance(value, bool):
+        fields["num_kv_shared_layers"] = sum(index >= count - num_shared for index in kept)
+    for name, value in whole.items():
+        if isinstance(value, int) and not isinstance(value, bool) and name != "num_kv_shared_layers":
             fields[name] = sizes.of(name, value)
         elif isinstance(value, float) and "softcap" in name:
             fields[name] = min(value, _SOFTCAP)
@@ -191,7 +200,7 @@ class _Sizes:
         self.head_dim = _HEAD_DIM if plain else 2 * _HEAD_DIM
 
     def _inner_sizes(self) -> dict[str, int]:
-        """Sizes of Mamba's heads, which together are a multiple of the hidden size."""
+        """Sizes and groups of Mamba's heads, which together are a multiple of the hidden size."""
         fields, sizes = self._fields, dict[str, int]()
         factor = next((fields[name] for name in _EXPANSIONS if isinstance(fields.get(name), int)), None)
         if factor is None:
@@ -200,6 +209,11 @@ class _Sizes:
         for heads, dim in _INNER_HEADS:
             if isinstance(fields.get(heads), int) and fields.get(dim) == inner // fields[heads]:
                 sizes |= {heads: factor * _HIDDEN // _HEAD_DIM, dim: _HEAD_DIM, _INNER_SIZE: factor * _HIDDEN}
+            elif isinstance(fields.get(heads), int) and "mamba" in heads:
+                sizes |= {heads: 2 * _HEADS, dim: _HEAD_DIM}
+            for groups in _INNER_GROUPS if heads in sizes else ():
+                if isinstance(value := fields.get(groups), int):
+                    sizes[groups] = max(n for n in range(1, value + 1) if sizes[heads] % n == 0)
         return sizes
 
     def rotary_pairs(self, share: Any) -> int:
@@ -266,6 +280,8 @@ _INNER_HEADS = (
     ("mamba_num_heads", "mamba_head_dim"),
 )
 """Number of heads, and size of each."""
+_INNER_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+"""Numbers of groups of such heads, which divide the number of heads."""
 _RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
     (
         re.compile(
