@@ -23,6 +23,7 @@ from kvpool.worker_service.model.guard.tiny_replica import (
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.rope import fix_longrope
 from kvpool.worker_service.model.settings import ModelSettings
+from scripts.models.published import published_config
 from scripts.models.subjects import default_config
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
@@ -34,75 +35,21 @@ CPU = torch.device("cpu")
 ORIGINAL = 32
 """Tokens up to which the RoPE of these tests is as it was at first."""
 
-YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-# What published models of these types say, as far as it shapes the computation.
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3.1 8B": (
-        "llama",
-        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-        | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
-           | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
-    ),
-    "Mistral 7B v0.1": (
-        "mistral",
-        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768}
-        | {"sliding_window": 4096},
-    ),
-    "Qwen2.5 0.5B": (
-        "qwen2",
-        {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-        | {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768}
-        | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "tie_word_embeddings": True},
-    ),
-    "Qwen3 30B A3B": (
-        "qwen3_moe",
-        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128}
-        | {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 40960, "num_experts": 128}
-        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": []},
-    ),
-    "Gemma 2 9B": (
-        "gemma2",
-        {"vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42}
-        | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "max_position_embeddings": 8192}
-        | {"sliding_window": 4096, "query_pre_attn_scalar": 256},
-    ),
-    "Phi-3 mini 128k": (
-        "phi3",
-        {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072}
-        | {"sliding_window": 262144, "original_max_position_embeddings": 4096, "pad_token_id": 32000}
-        | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 48 for i in range(48)]}
-           | {"long_factor": [1.0 + i for i in range(48)], "original_max_position_embeddings": 4096}},
-    ),
-    "gpt-oss 20B": (
-        "gpt_oss",
-        {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64}
-        | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-        | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
-        | {"rope_parameters": {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False}},
-    ),
-    "DeepSeek V3": (
-        "deepseek_v3",
-        {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
-        | {"num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163840}
-        | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
-        | {"moe_intermediate_size": 2048, "rope_parameters": {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
-    ),
-}  # fmt: skip
+# Plain, few heads, experts, soft caps, lists of factors, sinks, latent attention, KV of other layers, recurrent layers.
+PUBLISHED_MODELS = (
+    *("Llama 3.1 8B", "Qwen2.5 0.5B", "Qwen3 30B A3B", "Gemma 2 2B", "Phi-3.5 mini", "gpt-oss 20B", "DeepSeek V3"),
+    *("Gemma 4 E2B", "Nemotron Nano 9B v2"),
+)
 
 
 def config(kind: str, **fields: Any) -> Any:
     return AutoConfig.for_model(kind, **fields)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_published_models_have_a_replica_that_runs(name: str) -> None:
     """Each kind of layer is in it, everything that begins at some length does, and it is small."""
-    kind, fields = PUBLISHED[name]
-    large = config(kind, **fields)
+    large = published_config(name)
     length = large.max_position_embeddings
     fix_longrope(large, length)
     check_replica(large, length)
