@@ -13,7 +13,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE = 264
 """256 bytes and some ids that mean nothing."""
@@ -152,8 +158,12 @@ class Generating:
 
     @classmethod
     def of(cls, path: Path, use_cache: bool = True) -> Self:
-        model = cls.auto_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        model = cls._class_for(path).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         return cls(model, use_cache)
+
+    @classmethod
+    def _class_for(cls, path: Path) -> Any:
+        return cls.auto_class
 
     def generate(self, token_ids: Sequence[int], num_tokens: int, **options: Any) -> Any:
         """What it returns for one row of input, without sampling."""
@@ -175,6 +185,12 @@ class Oracle(Generating):
     """What every other way of computing must equal."""
 
     auto_class = AutoModelForCausalLM
+
+    @classmethod
+    def _class_for(cls, path: Path) -> Any:
+        """Models that read images or sound too are computed with all their parts."""
+        whole = type(AutoConfig.from_pretrained(path)) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+        return AutoModelForMultimodalLM if whole else cls.auto_class
 
     def logits(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], torch.Tensor]:
         """The greedy continuation and the logits [num_tokens, vocab_size] that each of its tokens was chosen by."""

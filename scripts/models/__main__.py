@@ -20,14 +20,14 @@ _LIMIT_S = 180.0
 
 def main() -> int:
     """Returns the exit status."""
-    from .subjects import all_seq2seq_types, all_types
+    from .subjects import all_composite_types, all_published, all_seq2seq_types, all_types
 
     parser = argparse.ArgumentParser(prog="python -m scripts.models", description=__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="only these")
     parser.add_argument("--write", action="store_true", help="write docs/MODELS.md")
     parser.add_argument("--processes", type=int, default=_NUM_PROCESSES)
     arguments = parser.parse_args()
-    kinds = [*all_types(), *all_seq2seq_types()]
+    kinds = [*all_types(), *all_seq2seq_types(), *all_composite_types(), *all_published()]
     unknown = sorted(set(arguments.types) - set(kinds))
     if unknown or (arguments.write and arguments.types):
         print(f"no such type: {', '.join(unknown)}" if unknown else "--write needs all types", file=sys.stderr)

@@ -15,15 +15,16 @@ import transformers
 from kvpool.worker_service.model.generation import FIELDS, Use
 
 from .outcome import NATIVE, Outcome, Result
-from .subjects import SEQ2SEQ
+from .published import PUBLISHED
+from .subjects import COMPOSITE, SEQ2SEQ
 
 PATH = Path(__file__).parents[2] / "docs" / "MODELS.md"
 
 _INTRODUCTION = """\
 # Which models run
 
-Every type with a language model in `transformers`, causal models first, then encoder-decoder models, tried as a tiny random model;
-written by `make models`, not by hand.
+Every type with a language model in `transformers`, tried as a tiny random model: causal models, encoder-decoder models, models that
+read images or sound too, and then configs of the models that are used most. Written by `make models`, not by hand.
 
 * **runs**: load_model accepts it, and over the paged pool it equals transformers' `generate` with eager attention in float32: the
   same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation. Prompts are shorter and
@@ -81,6 +82,21 @@ speech and images are no encoder-decoder models of texts.
 """
 
 
+_COMPOSITE_HEADING = "## Models that read images or sound too"
+_COMPOSITE_INTRODUCTION = """\
+Other types that `transformers` has for text together with images, video or sound. Their texts are served: the language model alone
+is loaded, from the weights that the model is published with. A type runs if texts equal those of `generate` by the whole model.
+Images and sound in a request are refused by name. Some types of the first table are such models too, tried and served in the same
+way.
+"""
+_PUBLISHED_HEADING = "## Models as published"
+_PUBLISHED_INTRODUCTION = """\
+Models that are used most, each with what its config.json states and its type's default does not. The config in its own size has to
+be accepted; then a random model of it is tried as above, with all its sizes divided by one number, or as small as those of the
+other tables. It may have fewer layers and experts.
+"""
+
+
 _GENERATION = """\
 ## What generation_config.json asks for
 
@@ -114,6 +130,8 @@ class Summary(NamedTuple):
     torch: str
     causal: Part
     seq2seq: Part
+    composite: Part
+    published: Part
     """Types without the prefix of their trials."""
 
 
@@ -125,12 +143,8 @@ def write(outcomes: Sequence[Outcome], tolerance: float) -> None:
 def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
     """The document's text."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.kind)
-    causal = [outcome for outcome in ordered if not outcome.kind.startswith(SEQ2SEQ)]
-    seq2seq = [
-        replace(outcome, kind=outcome.kind.removeprefix(SEQ2SEQ))
-        for outcome in ordered
-        if outcome.kind.startswith(SEQ2SEQ)
-    ]
+    seq2seq, composite, published = (_with_prefix(ordered, prefix) for prefix in (SEQ2SEQ, COMPOSITE, PUBLISHED))
+    causal = [outcome for outcome in ordered if not outcome.kind.startswith((SEQ2SEQ, COMPOSITE, PUBLISHED))]
     lines = [
         _INTRODUCTION.format(tolerance=tolerance),
         f"transformers {transformers.__version__}, torch {_torch_version()}, {len(causal)} types of causal models:\n",
@@ -146,12 +160,7 @@ def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
         *_reasons(_not_native(causal)),
         "",
         "## All types\n",
-        "| type | result | native | |",
-        "|---|---|---|---|",
-        *(
-            f"| {outcome.kind} | {outcome.result.value} | {'yes' if outcome.native == NATIVE else ''} | {_cell(_remark(outcome))} |"
-            for outcome in causal
-        ),
+        *_table("type", causal),
         "",
         f"{_SEQ2SEQ_HEADING}\n",
         _SEQ2SEQ_INTRODUCTION,
@@ -165,6 +174,20 @@ def render(outcomes: Sequence[Outcome], tolerance: float) -> str:
         "| type | result | |",
         "|---|---|---|",
         *(f"| {outcome.kind} | {outcome.result.value} | {_cell(_remark(outcome))} |" for outcome in seq2seq),
+        "",
+        f"{_COMPOSITE_HEADING}\n",
+        _COMPOSITE_INTRODUCTION,
+        f"{len(composite)} types:\n",
+        *_counts(composite),
+        "",
+        *_table("type", composite),
+        "",
+        f"{_PUBLISHED_HEADING}\n",
+        _PUBLISHED_INTRODUCTION,
+        f"{len(published)} models:\n",
+        *_counts(published),
+        "",
+        *_table("model", published),
         "",
         generation(),
     ]
@@ -191,6 +214,26 @@ def generation() -> str:
     return _GENERATION + "\n".join(lines)
 
 
+def _with_prefix(outcomes: Sequence[Outcome], prefix: str) -> list[Outcome]:
+    """The outcomes of types with the prefix, which is left out."""
+    return [
+        replace(outcome, kind=outcome.kind.removeprefix(prefix))
+        for outcome in outcomes
+        if outcome.kind.startswith(prefix)
+    ]
+
+
+def _table(what: str, outcomes: Sequence[Outcome]) -> list[str]:
+    return [
+        f"| {what} | result | native | |",
+        "|---|---|---|---|",
+        *(
+            f"| {outcome.kind} | {outcome.result.value} | {'yes' if outcome.native == NATIVE else ''} | {_cell(_remark(outcome))} |"
+            for outcome in outcomes
+        ),
+    ]
+
+
 def _counts(outcomes: Sequence[Outcome]) -> list[str]:
     counts = Counter(outcome.result for outcome in outcomes)
     return ["| result | types |", "|---|---|", *(f"| {result.value} | {counts[result]} |" for result in Result)]
@@ -209,14 +252,15 @@ def read(text: str) -> Summary:
     versions = re.search(r"^transformers (\S+), torch (\S+), (\d+) types of causal models:$", text, re.MULTILINE)
     if versions is None:
         raise ValueError("no line of versions")
-    causal, _, seq2seq = text.partition(_SEQ2SEQ_HEADING)
-    return Summary(versions[1], versions[2], _read_part(causal), _read_part(seq2seq))
+    headings = "|".join(re.escape(one) for one in (_SEQ2SEQ_HEADING, _COMPOSITE_HEADING, _PUBLISHED_HEADING))
+    types, _, _ = text.partition("## What generation_config.json")
+    return Summary(versions[1], versions[2], *map(_read_part, re.split(f"^(?:{headings})$", types, flags=re.MULTILINE)))
 
 
 def _read_part(text: str) -> Part:
     counts = {name: int(count) for name, count in re.findall(r"^\| ([\w ]+) \| (\d+) \|$", text, re.MULTILINE)}
     results = "|".join(result.value for result in Result)
-    return Part(counts, dict(re.findall(rf"^\| (\S+) \| ({results}) \| .*\|$", text, re.MULTILINE)))
+    return Part(counts, dict(re.findall(rf"^\| (\S[^|]*) \| ({results}) \| .*\|$", text, re.MULTILINE)))
 
 
 def _torch_version() -> str:

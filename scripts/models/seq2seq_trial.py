@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,6 @@ from tests.model.paged import load
 from tests.model.paged_seq2seq import Oracle, PagedSeq2Seq, Request
 
 from .outcome import Outcome, Result
-from .subjects import default_seq2seq_config
 from .trial import (
     FIRST_PLAIN,
     MIN_EFFECT,
@@ -49,12 +48,8 @@ class _Truths(NamedTuple):
     texts: list[Truth]
 
 
-def try_seq2seq(kind: str, folder: Path) -> Outcome:
-    """Try one type; see trial.try_type."""
-    try:
-        config = default_seq2seq_config(kind)
-    except Exception as error:
-        return Outcome(kind, Result.NOT_BUILT, shown(error))
+def try_seq2seq(kind: str, config: Any, folder: Path) -> Outcome:
+    """Try one type, with the config of an encoder-decoder model; see trial.try_type."""
     length = longest(config)
     if (refusal := refusal_of(config, length)) is not None:
         return Outcome(kind, Result.REFUSED, refusal)

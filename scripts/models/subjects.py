@@ -7,11 +7,16 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from .published import MODELS, PUBLISHED, published_config
+
 SEQ2SEQ = "seq2seq:"
 """Before the names of types that are tried as encoder-decoder models."""
+COMPOSITE = "composite:"
+"""Before the names of types that read images or sound too, and have no class for texts alone."""
 
 # Fields of published models that the default config of the type lacks.
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -21,6 +26,26 @@ _FIELDS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             "full_attention": None,
         },
+    },
+    # Rotations of Qwen2-VL's kind have sections for text, height and width; the classes' own default fits heads of 128 only.
+    **{
+        kind: {
+            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}}
+        }
+        for kind, sections in {
+            "glm46v": [8, 12, 12],
+            "glm4v": [8, 12, 12],
+            "glm4v_moe": [8, 12, 12],
+            "glm_ocr": [16, 24, 24],
+            "paddleocr_vl": [16, 24, 24],
+            "qwen2_5_omni_thinker": [16, 24, 24],
+            "qwen2_5_vl": [16, 24, 24],
+            "qwen2_vl": [16, 24, 24],
+        }.items()
+    },
+    "emu3": {
+        "vq_config": {"base_channels": 32},
+        "vocabulary_map": {"<image>": 20, "<|extra_200|>": 21, "<|visual token 000000|>": 22},
     },
     "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -86,6 +111,17 @@ def _is_encoder_decoder(kind: str) -> bool:
     return bool(getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False))
 
 
+def all_published() -> list[str]:
+    """The published models, with the prefix."""
+    return [f"{PUBLISHED}{name}" for name in MODELS]
+
+
+def all_composite_types() -> list[str]:
+    """Every other model_type that transformers has a model for that reads text together with images or sound, with the prefix."""
+    kinds = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    return sorted(f"{COMPOSITE}{kind}" for kind in kinds if not _is_encoder_decoder(kind))
+
+
 _SEQ2SEQ_FIELDS: dict[str, dict[str, Any]] = {
     # BERT as both halves, as it is published most often.
     "encoder-decoder": {
@@ -110,7 +146,13 @@ def default_seq2seq_config(kind: str) -> Any:
 
 
 def default_config(kind: str) -> Any:
-    """The type's default config in transformers, completed if it cannot run otherwise. Raises any exception."""
+    """The type's default config in transformers, completed if it cannot run otherwise; a published model's as it is. Raises any
+    exception."""
+    if kind.startswith(PUBLISHED):
+        return published_config(kind)
+    if kind.startswith(SEQ2SEQ):
+        return default_seq2seq_config(kind.removeprefix(SEQ2SEQ))
+    kind = kind.removeprefix(COMPOSITE)
     if kind in _VARIANTS:
         of, fields = _VARIANTS[kind]
         return CONFIG_MAPPING[of](**fields)

@@ -24,14 +24,16 @@ from kvpool.worker_service.model.guard.tiny_replica import (
     replica_config,
     replica_length,
 )
-from kvpool.worker_service.model.length import choose_max_model_len
+from kvpool.worker_service.model.language_model import build_whole_model
+from kvpool.worker_service.model.length import choose_max_model_len, is_encoder_decoder
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.rope import fix_longrope, longest_exact
 from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, Request, load
 from tests.tiny_models import Oracle
 
 from .outcome import NATIVE, Outcome, Result
-from .subjects import SEQ2SEQ, default_config
+from .published import PUBLISHED, scaled_config
+from .subjects import default_config
 
 TOLERANCE = 1e-3
 """Largest difference of a log-probability in float32, as a share of the logits' standard deviation."""
@@ -73,14 +75,14 @@ def try_type(kind: str, folder: Path) -> Outcome:
 
 
 def _try(kind: str, folder: Path) -> Outcome:
-    if kind.startswith(SEQ2SEQ):
-        from .seq2seq_trial import try_seq2seq
-
-        return replace(try_seq2seq(kind.removeprefix(SEQ2SEQ), folder), kind=kind)
     try:
         config = default_config(kind)
     except Exception as error:
         return Outcome(kind, Result.NOT_BUILT, shown(error))
+    if is_encoder_decoder(config):
+        from .seq2seq_trial import try_seq2seq
+
+        return try_seq2seq(kind, config, folder)
     refusal = refusal_of(config, longest(config))
     limit = None if refusal is None else _length_named(refusal)
     if refusal is not None and (limit is None or limit < 2):
@@ -91,7 +93,8 @@ def _try(kind: str, folder: Path) -> Outcome:
     # Such that all thresholds are within the prompts, unless texts that long would be refused.
     length = limit or longest_exact(config) or (_ENDLESS if refusal_of(config, _ENDLESS) is None else longest(config))
     try:
-        save(replica_config(config, length), folder)
+        scaled = scaled_config(kind) if kind.startswith(PUBLISHED) else None
+        save(scaled or replica_config(config, length), folder)
     except Exception as error:
         return Outcome(kind, Result.NOT_BUILT, shown(error))
     return _compare(kind, folder, replica_length(config, length), limit or longest_exact(config))
@@ -99,7 +102,7 @@ def _try(kind: str, folder: Path) -> Outcome:
 
 def save(config: Any, folder: Path, seed: int = 0) -> None:
     """Save a random model of the config as a folder of safetensors. Its files force no end, which BART's config does."""
-    model = build_replica(config, seed)
+    model = build_replica(config, seed, build_whole_model)
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(folder)
     config.save_pretrained(folder)  # some composite models save only their text's config

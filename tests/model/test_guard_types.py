@@ -12,7 +12,15 @@ import transformers
 from kvpool.worker_service.model.forward.layers import PagedTarget
 from scripts.models import document, trial
 from scripts.models.outcome import Outcome, Result
-from scripts.models.subjects import SEQ2SEQ, all_seq2seq_types, all_types
+from scripts.models.published import PUBLISHED
+from scripts.models.subjects import (
+    COMPOSITE,
+    SEQ2SEQ,
+    all_composite_types,
+    all_published,
+    all_seq2seq_types,
+    all_types,
+)
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -37,6 +45,10 @@ SEQ2SEQ_HANDFUL = (
 )
 
 
+LEAST_RUNNING = (136, 19, 48, 58)
+"""Of each part of the document."""
+
+
 @pytest.fixture(scope="module")
 def summary() -> document.Summary:
     return document.read(document.PATH.read_text(encoding="utf-8"))
@@ -47,18 +59,20 @@ def test_the_document_is_of_the_installed_transformers(summary: document.Summary
     assert summary.transformers == transformers.__version__
     assert sorted(summary.causal.table) == all_types()
     assert sorted(f"{SEQ2SEQ}{kind}" for kind in summary.seq2seq.table) == all_seq2seq_types()
+    assert sorted(f"{COMPOSITE}{kind}" for kind in summary.composite.table) == all_composite_types()
+    assert sorted(f"{PUBLISHED}{name}" for name in summary.published.table) == sorted(all_published())
 
 
 def test_the_document_counts_its_own_table(summary: document.Summary) -> None:
-    for part in (summary.causal, summary.seq2seq):
+    for part in (summary.causal, summary.seq2seq, summary.composite, summary.published):
         results = list(part.table.values())
         assert part.counts == {result.value: results.count(result.value) for result in Result}
 
 
 def test_none_is_silently_wrong_and_most_run(summary: document.Summary) -> None:
-    assert summary.causal.counts[Result.WRONG.value] == summary.seq2seq.counts[Result.WRONG.value] == 0
-    assert summary.causal.counts[Result.RUNS.value] >= 132
-    assert summary.seq2seq.counts[Result.RUNS.value] >= 19
+    parts = (summary.causal, summary.seq2seq, summary.composite, summary.published)
+    assert [part.counts[Result.WRONG.value] for part in parts] == [0] * 4
+    assert all(part.counts[Result.RUNS.value] >= least for part, least in zip(parts, LEAST_RUNNING, strict=True))
 
 
 @pytest.mark.parametrize("kind", HANDFUL)
@@ -99,10 +113,13 @@ def test_what_is_written_can_be_read() -> None:
         Outcome("a-1", Result.RUNS),
         Outcome("c", Result.NOT_BUILT, "ImportError: of\nmany lines"),
         Outcome(f"{SEQ2SEQ}b", Result.RUNS),
+        Outcome(f"{COMPOSITE}d", Result.REFUSED, "it sees"),
+        Outcome(f"{PUBLISHED}Model 1.5 7B", Result.RUNS),
     ]
     read = document.read(document.render(outcomes, 1e-3))
     assert read.causal.table == {"a-1": "runs", "b": "refused", "c": "not built here"}
     assert read.causal.counts == {"runs": 1, "refused": 1, "not built here": 1, "WRONG": 0}
     assert read.seq2seq == ({"runs": 1, "refused": 0, "not built here": 0, "WRONG": 0}, {"b": "runs"})
+    assert (read.composite.table, read.published.table) == ({"d": "refused"}, {"Model 1.5 7B": "runs"})
     with pytest.raises(ValueError, match="no line of versions"):
         document.read("# Which models run")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
@@ -21,7 +22,7 @@ from kvpool.worker_service.model.forward.layers import find_attention_layers
 from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, Piece, StateSpec, state_bytes
 from kvpool.worker_service.model.forward.mixer_binding import MixerBinding, lay_out
 from kvpool.worker_service.model.forward.mixers import find_mixers
-from kvpool.worker_service.model.guard.support import check_layers, guarded_layers
+from kvpool.worker_service.model.guard.support import check_layers, check_replica, guarded_layers
 from tests.tiny_models import build_model
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
@@ -62,6 +63,20 @@ def test_recurrent_states_stay_float32_in_a_smaller_dtype() -> None:
     assert dtypes == {("conv", torch.bfloat16), ("recurrent", torch.float32)}
     assert state_bytes(found) == state_bytes(found, torch.bfloat16)
     assert state_bytes(found, torch.float32) > state_bytes(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("nemotron_h", {}), ("zamba2", {}), ("mamba2", {"time_step_limit": (0.01, 0.05)})]
+)
+def test_a_single_token_has_the_time_step_of_several(
+    kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers clamps it where several are computed. A text would depend on where it is cut; the check sees it."""
+    large = AutoConfig.for_model(kind, **fields)
+    check_replica(large, 4096)
+    monkeypatch.setattr(finding, "clamp_time_steps", lambda model: None)
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
+        check_replica(large, 4096)
 
 
 def test_after_the_search_nothing_is_left_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvpool.worker_service.model.guard.tiny_replica import (
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.rope import fix_longrope
 from kvpool.worker_service.model.settings import ModelSettings
+from scripts.models.published import published_config
 from scripts.models.subjects import default_config
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
@@ -33,75 +35,21 @@ CPU = torch.device("cpu")
 ORIGINAL = 32
 """Tokens up to which the RoPE of these tests is as it was at first."""
 
-YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-# What published models of these types say, as far as it shapes the computation.
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3.1 8B": (
-        "llama",
-        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-        | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
-           | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
-    ),
-    "Mistral 7B v0.1": (
-        "mistral",
-        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768}
-        | {"sliding_window": 4096},
-    ),
-    "Qwen2.5 0.5B": (
-        "qwen2",
-        {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-        | {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768}
-        | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "tie_word_embeddings": True},
-    ),
-    "Qwen3 30B A3B": (
-        "qwen3_moe",
-        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128}
-        | {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 40960, "num_experts": 128}
-        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": []},
-    ),
-    "Gemma 2 9B": (
-        "gemma2",
-        {"vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42}
-        | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "max_position_embeddings": 8192}
-        | {"sliding_window": 4096, "query_pre_attn_scalar": 256},
-    ),
-    "Phi-3 mini 128k": (
-        "phi3",
-        {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072}
-        | {"sliding_window": 262144, "original_max_position_embeddings": 4096, "pad_token_id": 32000}
-        | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 48 for i in range(48)]}
-           | {"long_factor": [1.0 + i for i in range(48)], "original_max_position_embeddings": 4096}},
-    ),
-    "gpt-oss 20B": (
-        "gpt_oss",
-        {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64}
-        | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-        | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
-        | {"rope_parameters": {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False}},
-    ),
-    "DeepSeek V3": (
-        "deepseek_v3",
-        {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
-        | {"num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 163840}
-        | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
-        | {"moe_intermediate_size": 2048, "rope_parameters": {**YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
-    ),
-}  # fmt: skip
+# Plain, few heads, experts, soft caps, lists of factors, sinks, latent attention, KV of other layers, recurrent layers.
+PUBLISHED_MODELS = (
+    *("Llama 3.1 8B", "Qwen2.5 0.5B", "Qwen3 30B A3B", "Gemma 2 2B", "Phi-3.5 mini", "gpt-oss 20B", "DeepSeek V3"),
+    *("Gemma 4 E2B", "Nemotron Nano 9B v2"),
+)
 
 
 def config(kind: str, **fields: Any) -> Any:
     return AutoConfig.for_model(kind, **fields)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_published_models_have_a_replica_that_runs(name: str) -> None:
     """Each kind of layer is in it, everything that begins at some length does, and it is small."""
-    kind, fields = PUBLISHED[name]
-    large = config(kind, **fields)
+    large = published_config(name)
     length = large.max_position_embeddings
     fix_longrope(large, length)
     check_replica(large, length)
@@ -124,6 +72,7 @@ def test_published_models_have_a_replica_that_runs(name: str) -> None:
         ),
         ("falcon_h1", {}),
         ("mamba2", {}),
+        ("mamba2", {"n_groups": 3, "num_heads": 96, "hidden_size": 3072}),
         ("zamba", {}),
         ("nemotron_h", {}),
         ("qwen3_next", {}),
@@ -136,7 +85,7 @@ def test_a_replica_with_recurrent_layers_has_every_kind_of_layer(kind: str, fiel
     small = replica_config(large, 4096)
     assert set(small.layer_types) == set(large.layer_types)
     assert sum(parameter.numel() for parameter in build_replica(small).parameters()) < 1_000_000
-    if kind not in ("recurrent_gemma", "nemotron_h"):
+    if kind != "recurrent_gemma":
         check_replica(large, 4096)
 
 
@@ -152,8 +101,6 @@ def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> Non
     [
         ("bloom", {}),
         ("recurrent_gemma", {}),
-        ("zamba2", {}),
-        ("nemotron_h", {}),
         ("doge", {}),
         ("llama4_text", {}),
         ("deepseek_v32", {}),
@@ -162,14 +109,42 @@ def test_a_rule_beyond_the_longest_text_begins_within_the_replica_s_row() -> Non
     ],
 )
 def test_behaviour_alone_is_enough_to_refuse(kind: str, fields: dict[str, Any]) -> None:
-    """Own attention code, states on the module, single tokens computed otherwise than several, masks of their own, chunks, an
-    indexer, positions that cannot be given, no causality:
-    whatever check_config would say."""
+    """Own attention code, states on the module, masks of their own, chunks, an indexer, positions that cannot be given, no
+    causality: whatever check_config would say."""
     large = config(kind, **fields)
     # BART's decoder counts positions from 0 in every call: alone it is right, packed it is not.
     why = "computes other logits over paged KV" if kind == "bart" else "according to a tiny model of its kind"
     with pytest.raises(UnsupportedModel, match=why):
         check_replica(large, getattr(large, "max_position_embeddings", 4096))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_replica_has_every_kind_of_layer_that_other_fields_make(seed: int) -> None:
+    """Gemma's layers that lend or borrow KV follow from their number and types, Jamba's from periods: where those begin, and where
+    the last layer of a kind is, differs."""
+    draw = random.Random(seed)
+    count, period = draw.randrange(12, 40), draw.randrange(2, 6)
+    if seed % 2:
+        types = ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(count)]
+        last = {
+            "layer_types": [*types[:-1], "full_attention"],
+            "num_kv_shared_layers": draw.randrange(count - 2 * period),
+        }
+        large, name = config("gemma4_text", num_hidden_layers=count, **last), "kv_sharing_modes"
+    else:
+        periods = {"attn_layer_period": period, "attn_layer_offset": draw.randrange(period), "num_hidden_layers": count}
+        large, name = (
+            config("jamba", **periods, expert_layer_period=draw.randrange(1, 4), expert_layer_offset=0),
+            "layer_types",
+        )
+    small = replica_config(large, 4096)
+
+    def kinds(of: Any) -> set[Any]:
+        experts = getattr(of, "layers_num_experts", [0] * of.num_hidden_layers)
+        return set(zip(of.layer_types, getattr(of, name), (number > 1 for number in experts), strict=True))
+
+    assert kinds(small) == kinds(large)
+    assert small.num_hidden_layers <= 2 * len(kinds(large)) if seed % 2 else True
 
 
 def test_positions_counted_from_the_beginning_of_the_row_are_found_below_the_length_where_they_matter() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ..attention.interface import ATTENTION_NAME, register
 from .checkpoint import listed, load_whole, stored_spelling
@@ -22,7 +21,7 @@ from .forward.native import NativeRuntime
 from .forward.packed_linear import pack_linears
 from .guard.encoder_decoder import guarded_encoder_decoder
 from .guard.support import guarded_layers
-from .length import is_encoder_decoder
+from .language_model import attention_of, class_to_load
 from .native.comparison import Comparison
 from .native.errors import NotNative
 from .native.load import NotNativeAfterAll, try_native
@@ -179,15 +178,14 @@ def _load_weights(
 ) -> Any:
     """The model with all of its weights. progress gets a line about tensors that it does not use. Raises ModelError."""
     register()
-    auto = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
     model, unused = load_whole(
-        auto,
+        class_to_load(config),
         path,
         check_weights(path).keys(),
         stored_spelling,
         config=config,
         dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
+        attn_implementation=attention_of(config, ATTENTION_NAME),
         use_safetensors=True,
         # Tensors are copied from the mapped file to the device one by one: host memory never holds a GPU's weights.
         device_map={"": device},

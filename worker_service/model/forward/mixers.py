@@ -18,6 +18,7 @@ from .layers import PlaceholderTarget
 from .mixer import Mixer, MixerCall, MixerForward, Piece, StateKind, StateSpec, has_tokens
 from .running import Call, following
 from .scan import ScanFromState
+from .time_steps import clamp_time_steps
 
 _log = structlog.get_logger("kvpool.model")
 
@@ -43,6 +44,7 @@ def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
     """
     if not has_state_layers(model.config):
         return []
+    clamp_time_steps(model)
     cache = _WatchedCache(config=model.config)
     target = PlaceholderTarget()
     for module in model.modules():

@@ -29,15 +29,7 @@ class ScanFromState:
         """function: the module's forward, without what wraps it."""
         self._scan: Callable[..., Any] = function.__globals__[_NAME]
         self._states: list[torch.Tensor] = []
-        copy = FunctionType(
-            function.__code__,
-            {**function.__globals__, _NAME: self._go_on},
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        copy.__kwdefaults__ = function.__kwdefaults__
-        self.forward: Callable[..., Any] = MethodType(copy, module)
+        self.forward: Callable[..., Any] = MethodType(with_global(function, _NAME, self._go_on), module)
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ScanFromState | None:
@@ -88,3 +80,16 @@ class ScanFromState:
         if z is not None:
             output = output * F.silu(z)
         return (output, last) if return_last_state else output
+
+
+def with_global(function: Any, name: str, value: Any) -> FunctionType:
+    """A copy of the function in which a global name has another value."""
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, name: value},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import structlog
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from ...attention.interface import ATTENTION_NAME
 from ..errors import UnsupportedModel
@@ -16,6 +15,7 @@ from ..forward.invariant import replacing
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
+from ..language_model import find_class, is_composite
 from ..length import choose_max_encoder_tokens, is_encoder_decoder
 from ..rope import original_length, rope_sets
 from .encoder_decoder import guarded_encoder_decoder
@@ -60,15 +60,12 @@ def check_config(config: Any, max_model_len: int) -> None:
 
 
 def _check_dispatch(config: Any) -> None:
-    if is_encoder_decoder(config):
-        cls, kind = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None), "sequence-to-sequence"
-    else:
-        cls, kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "causal"
+    cls = find_class(config)
     if cls is None:
+        kind = "sequence-to-sequence" if is_encoder_decoder(config) else "causal"
         raise UnsupportedModel(f"transformers has no {kind} language model for {config.model_type!r}.")
     # The class of a composite model need not attend itself; its layers are checked later.
-    is_composite = not is_encoder_decoder(config) and config.get_text_config(decoder=True) is not config
-    if not is_composite and not cls._can_set_attn_implementation():
+    if not is_composite(config) and not cls._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{cls.__name__} computes attention in its own code, not with transformers' AttentionInterface, "
             "so its KV cannot be paged."

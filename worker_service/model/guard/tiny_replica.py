@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ...attention.interface import ATTENTION_NAME, register
-from ..length import is_encoder_decoder
-from .replica_layers import derived_kinds, is_indices, kept_layers, num_layers
+from ..language_model import build_language_model
+from .replica_layers import are_kept, is_indices, kept_layers, num_layers
 
 VOCAB_SIZE = 264
 NUM_PLAIN_TOKENS = 256
@@ -57,7 +56,8 @@ def replica_config(config: Any, max_model_len: int) -> Any:
 
     Raises the config class's own errors if the small sizes do not fit together.
     """
-    return type(config).from_dict(_shrunk(config, max_model_len))
+    text = config.get_text_config(decoder=True).to_dict()
+    return type(config).from_dict(_shrunk(config, max_model_len, _hidden_size(text)))
 
 
 def replica_length(config: Any, max_model_len: int) -> int:
@@ -66,14 +66,14 @@ def replica_length(config: Any, max_model_len: int) -> int:
     return min(max_model_len, MAX_POSITIONS if is_all_reached else UNREACHED)
 
 
-def build_replica(config: Any, seed: int = 0) -> Any:
-    """The model of a config, in float32 on the CPU, with random weights that make every part have an effect."""
+def build_replica(config: Any, seed: int = 0, build: Callable[..., Any] = build_language_model) -> Any:
+    """The model of a config, in float32 on the CPU, with random weights that make every part have an effect. build: see
+    build_language_model."""
     register()
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        auto = AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+        model = build(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -87,7 +87,7 @@ def build_replica(config: Any, seed: int = 0) -> Any:
 def thresholds(config: Any) -> set[int]:
     """All lengths in tokens in the config that are, or may be, thresholds, RoPE's included."""
     fields = config.get_text_config(decoder=True).to_dict()
-    sizes = _Sizes(fields, 0, 0)
+    sizes = _Sizes(fields, 0, 0, 0)
     found: set[int] = set()
     parts: list[dict[str, Any]] = [{name: value for name, value in fields.items() if name not in _NOT_OF_THE_MODEL}]
     for part in parts:
@@ -99,25 +99,37 @@ def thresholds(config: Any) -> set[int]:
     return found
 
 
-def _shrunk(config: Any, max_model_len: int) -> dict[str, Any]:
+def _shrunk(config: Any, max_model_len: int, hidden_size: int) -> dict[str, Any]:
+    """hidden_size: of the text, which other parts of a composite model may refer to."""
+    shrunk: dict[str, Any] = {}
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    for kept in kept_layers(config, fields):
+        shrunk = _shrunk_to(config, fields, kept, max_model_len, hidden_size)
+        if are_kept(config, shrunk, kept):
+            break
+    return shrunk
+
+
+def _shrunk_to(
+    config: Any, whole: dict[str, Any], kept: list[int], max_model_len: int, hidden_size: int
+) -> dict[str, Any]:
+    fields, count = dict(whole), num_layers(config, whole)
     nested = [name for name in config.sub_configs if hasattr(getattr(config, name, None), "to_dict")]
-    kept = kept_layers(fields, derived_kinds(config, fields))
-    sizes = _Sizes(fields, len(kept), max_model_len)
-    for name, value in list(fields.items()):
+    sizes = _Sizes(fields, len(kept), max_model_len, hidden_size)
+    for name, value in whole.items():
         if name in nested:
-            fields[name] = _shrunk(getattr(config, name), max_model_len)
+            fields[name] = _shrunk(getattr(config, name), max_model_len, hidden_size)
         elif name == "per_layer_config" and isinstance(value, dict):
             fields[name] = _shrunk_per_layer(value, fields, kept, sizes)
         elif isinstance(value, dict):
             fields[name] = _shrunk_rope(value, fields, sizes) if "rope" in name else value
         elif isinstance(value, list):
-            fields[name] = _shrunk_list(name, value, kept, num_layers(fields), sizes)
+            fields[name] = _shrunk_list(name, value, kept, count, sizes)
     num_shared = fields.get("num_kv_shared_layers") or 0
     if num_shared:
-        fields["num_kv_shared_layers"] = sum(index >= num_layers(fields) - num_shared for index in kept)
-    for name, value in list(fields.items()):
-        if isinstance(value, int) and not isinstance(value, bool):
+        fields["num_kv_shared_layers"] = sum(index >= count - num_shared for index in kept)
+    for name, value in whole.items():
+        if isinstance(value, int) and not isinstance(value, bool) and name != "num_kv_shared_layers":
             fields[name] = sizes.of(name, value)
         elif isinstance(value, float) and "softcap" in name:
             fields[name] = min(value, _SOFTCAP)
@@ -175,14 +187,19 @@ def _sections(value: list[Any], pairs: int) -> list[int]:
     return shares
 
 
+def _hidden_size(fields: dict[str, Any]) -> int:
+    return next((fields[name] for name in fields if _HIDDEN_SIZES.fullmatch(name) and isinstance(fields[name], int)), 0)
+
+
 class _Sizes:
     """Maps the numbers of a config to small ones, by the names of their fields."""
 
-    def __init__(self, fields: dict[str, Any], num_layers: int, max_model_len: int) -> None:
+    def __init__(self, fields: dict[str, Any], num_layers: int, max_model_len: int, text_hidden: int) -> None:
         self._fields = dict(fields)  # a copy: the caller overwrites the fields one by one
         self._num_layers = num_layers
         self._max_model_len = max_model_len
-        self._hidden = next((fields[n] for n in fields if _HIDDEN_SIZES.fullmatch(n) and isinstance(fields[n], int)), 0)
+        self._hidden = _hidden_size(fields)
+        self._text_hidden = text_hidden
         heads = next((fields[n] for n in fields if _RULES[0][0].fullmatch(n) and isinstance(fields[n], int)), 0)
         self._heads = heads
         self._inner = self._inner_sizes()
@@ -191,7 +208,7 @@ class _Sizes:
         self.head_dim = _HEAD_DIM if plain else 2 * _HEAD_DIM
 
     def _inner_sizes(self) -> dict[str, int]:
-        """Sizes of Mamba's heads, which together are a multiple of the hidden size."""
+        """Sizes and groups of Mamba's heads, which together are a multiple of the hidden size."""
         fields, sizes = self._fields, dict[str, int]()
         factor = next((fields[name] for name in _EXPANSIONS if isinstance(fields.get(name), int)), None)
         if factor is None:
@@ -200,6 +217,11 @@ class _Sizes:
         for heads, dim in _INNER_HEADS:
             if isinstance(fields.get(heads), int) and fields.get(dim) == inner // fields[heads]:
                 sizes |= {heads: factor * _HIDDEN // _HEAD_DIM, dim: _HEAD_DIM, _INNER_SIZE: factor * _HIDDEN}
+            elif isinstance(fields.get(heads), int) and "mamba" in heads:
+                sizes |= {heads: 2 * _HEADS, dim: _HEAD_DIM}
+            for groups in _INNER_GROUPS if heads in sizes else ():
+                if isinstance(value := fields.get(groups), int):
+                    sizes[groups] = max(n for n in range(1, value + 1) if sizes[heads] % n == 0)
         return sizes
 
     def rotary_pairs(self, share: Any) -> int:
@@ -240,6 +262,8 @@ class _Sizes:
         if name == "attention_head_dim" and self._heads and value * self._heads % self._hidden == 0:
             return value * self._heads // self._hidden * _HIDDEN // _HEADS
         if re.search(r"(dim|size|width|rank)$", name):
+            if value == self._text_hidden and self._hidden != self._text_hidden:
+                return _HIDDEN
             return min(value, _SMALL)
         return None if value > _LARGE and name != "rope_theta" else value
 
@@ -266,6 +290,8 @@ _INNER_HEADS = (
     ("mamba_num_heads", "mamba_head_dim"),
 )
 """Number of heads, and size of each."""
+_INNER_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+"""Numbers of groups of such heads, which divide the number of heads."""
 _RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
     (
         re.compile(

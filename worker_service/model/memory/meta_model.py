@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 from ...attention.interface import ATTENTION_NAME, bind, register, unbind
@@ -22,6 +21,7 @@ from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
 from ..forward.packed_linear import packing_works
 from ..forward.seq2seq import Seq2Seq
+from ..language_model import build_language_model
 from ..progress import quiet_transformers
 
 META = torch.device("meta")
@@ -108,8 +108,7 @@ def build_meta_model(config: Any, max_encoder_tokens: int | None = None) -> Meta
     register()
     try:
         with quiet_transformers(), META:
-            auto = AutoModelForCausalLM if max_encoder_tokens is None else AutoModelForSeq2SeqLM
-            model = auto.from_config(deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME).eval()
+            model = build_language_model(deepcopy(config), dtype=_DRAWN_IN, attn_implementation=ATTENTION_NAME).eval()
         if max_encoder_tokens is None:
             return MetaModel(model, find_attention_layers(model, META), find_mixers(model, META))
         seq2seq = Seq2Seq(model)
