@@ -14,8 +14,8 @@ from tests.simulation.runner import run_all
 from tests.simulation.totals import Totals
 from tests.simulation.world import World
 
-NUM_SEEDS = 100
-SEEDS_PER_TEST = 50
+NUM_SEEDS = 160
+SEEDS_PER_TEST = 80
 ROOT = Path(__file__).parents[2]
 
 TOO_RARE = {"refusal: STALE_ATTEMPT", "reconciliation: fences", "reconciliation: fenced"}
