@@ -84,7 +84,7 @@ async def _status(call: Awaitable[object]) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def _peak_bytes(pid: int) -> int:
+def peak_bytes(pid: int) -> int:
     """The most that the process ever had in memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
@@ -103,7 +103,7 @@ class _Memory:
         """Note how much it was, and whether that is too much."""
         if self._process.status is not None:
             return
-        grown = _peak_bytes(self._process.pid) - self._before
+        grown = peak_bytes(self._process.pid) - self._before
         outcome.said.append(f"{self._process.name} grew by up to {grown >> 20} MiB")
         if grown > GROWTH_BYTES:
             outcome.problems.append(f"{self._process.name} grew by {grown >> 20} MiB, more than {GROWTH_BYTES >> 20}")
