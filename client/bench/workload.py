@@ -119,8 +119,8 @@ def make_workload(
     longest = max(conversation.num_tokens for conversation in conversations)
     if longest > max_model_len:
         raise InvalidRequest(
-            f"the longest conversation has {longest} tokens with its answers, the model takes {max_model_len}: lower "
-            "--prefix-tokens, --own-tokens, --generated-tokens or --turns, or start the workers with a larger --max-model-len",
+            f"the longest conversation has {longest} tokens with its answers, its workers take {max_model_len}: lower "
+            "--prefix-tokens, --own-tokens, --generated-tokens or --turns, or give the workers a larger --max-model-len or more blocks",
             reason="NEVER_FITS",
         )
     return conversations

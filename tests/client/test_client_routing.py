@@ -235,7 +235,7 @@ async def test_workers_that_register_late_are_waited_for() -> None:
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=5.0) as client:
         manager.workers = []
         task = asyncio.create_task(client.generate("the").collect())
-        while len(manager.routes) < 2:
+        while len(manager.describes) < 2:
             await asyncio.sleep(0.01)
         manager.workers = [worker]
         assert (await task).worker_id == "w"

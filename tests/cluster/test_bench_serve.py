@@ -119,21 +119,11 @@ async def test_the_tables_say_what_was_done(tiny: TinyCluster) -> None:
     assert "shared: 2 requests of 8 shared + 32 own + 3 generated tokens; 1 user, closed loop" in err
 
 
-async def test_a_pool_that_is_too_small_is_told_with_the_figures(tiny: TinyCluster) -> None:
-    """What can never fit ends the run; nothing of it is complete."""
-    status, out, err = await bench_serve(
-        tiny.cluster, "--model", TinyCluster.SMALL, "--json", "--requests", "2", "--prefix-tokens", "0", "--own-tokens",
-        "40", "--generated-tokens", "2", "--no-warm-up",
-    )  # fmt: skip
-    assert status == 1
-    assert "this worker has 3" in err
-    assert json.loads(out)["cases"]["cold"]["runs"][0]["num_complete"] == 0
-
-
-async def test_a_workload_that_the_model_cannot_take_is_one_line(tiny: TinyCluster) -> None:
+async def test_a_workload_that_no_worker_has_room_for_is_one_line(tiny: TinyCluster) -> None:
+    """By the pools of the workers, which are smaller than what the model allows."""
     status, out, err = await bench_serve(tiny.cluster, "--model", TinyCluster.ROOMY, "--prefix-tokens", "65536")
     assert (status, out) == (1, "")
-    assert "the longest conversation has 65600 tokens with its answers, the model takes 65536" in err.splitlines()[-1]
+    assert "the longest conversation has 65600 tokens with its answers, its workers take 4097" in err.splitlines()[-1]
 
 
 async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(tmp_path: Path) -> None:

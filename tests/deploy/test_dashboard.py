@@ -96,7 +96,7 @@ def test_most_metrics_are_on_the_dashboard() -> None:
         "kvpool_worker_capacity_blocks", "kvpool_worker_held_blocks", "kvpool_worker_reserve_blocks",
         "kvpool_worker_kv_cache_bytes", "kvpool_worker_session_open", "kvpool_worker_draining",
         "kvpool_worker_sessions_total", "kvpool_worker_manager_calls_total",
-        "kvpool_gateway_info", "kvpool_gateway_request_seconds",
+        "kvpool_gateway_info", "kvpool_gateway_request_seconds", "kvpool_gateway_max_connections",
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,15 +217,22 @@ async def test_leases_end_although_sessions_are_begun_and_ended_without_end(
     introduction = decode_registration(registration("again"))
     introduction = introduction._replace(layout=introduction.layout._replace(groups=introduction.layout.groups * 16))
     server.manager.register(decode_registration(registration("dead")), now)
-    ticking = asyncio.create_task(server._tick_for_ever())
-    await asyncio.sleep(2 * short_leases.tick_seconds)
-    for register_no in range(1, 200):
-        server.manager.register(introduction._replace(register_no=register_no), now)
-        now += 0.01
-        await asyncio.sleep(0)
-        assert server.manager.num_unswept_sessions < 200
+
+    async def register_again_and_again() -> None:
+        nonlocal now
+        for register_no in itertools.count(1):
+            server.manager.register(introduction._replace(register_no=register_no), now)
+            now += 0.01
+            await asyncio.sleep(0)
+
+    registering = asyncio.create_task(register_again_and_again())
+    async with asyncio.timeout(60):
+        while now < 102.0:
+            await server._tick()
+            await asyncio.sleep(0)
+    registering.cancel()
+    assert server.manager.num_unswept_sessions < 200
     assert [session.worker_id for session in server.manager.sessions] == ["again"]
-    ticking.cancel()
     epochs.close()
 
 
