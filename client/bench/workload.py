@@ -120,7 +120,8 @@ def make_workload(
     if longest > max_model_len:
         raise InvalidRequest(
             f"the longest conversation has {longest} tokens with its answers, its workers take {max_model_len}: lower "
-            "--prefix-tokens, --own-tokens, --generated-tokens or --turns, or give the workers a larger --max-model-len or more blocks",
+            "--prefix-tokens, --own-tokens, --generated-tokens or --turns, or give the workers more blocks or a larger "
+            "--max-model-len",
             reason="NEVER_FITS",
         )
     return conversations

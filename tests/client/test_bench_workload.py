@@ -105,7 +105,7 @@ def test_repetitions_share_nothing_with_each_other() -> None:
     [
         (Workload.UNSHARED, {"prefix_tokens": 1}, "--prefix-tokens must be 0, got 1"),
         (Workload.SHARED, {"turns": 2}, "--workload chats"),
-        (Workload.CHATS, {"turns": 60}, "has 9000 tokens with its answers, the model takes 8192"),
+        (Workload.CHATS, {"turns": 60}, "has 9000 tokens with its answers, its workers take 8192"),
         (Workload.SHARED, {"own_tokens": 0}, "own_tokens must be at least 1, got 0"),
     ],
 )
