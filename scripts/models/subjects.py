@@ -137,6 +137,7 @@ def all_seq2seq_types() -> list[str]:
     """Every other model_type that it has a sequence-to-sequence language model for, with the prefix, and the encoder-decoder models
     among the causal ones."""
     kinds = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*all_types()}
+    kinds -= {kind.removeprefix(COMPOSITE) for kind in all_composite_types()}
     return sorted(f"{SEQ2SEQ}{kind}" for kind in kinds)
 
 

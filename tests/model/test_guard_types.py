@@ -40,7 +40,7 @@ SEQ2SEQ_HANDFUL = (
     "bigbird_pegasus",
     "t5gemma2",
     "prophetnet",
-    "voxtral",
+    "audioflamingo3",
     "whisper",
 )
 
