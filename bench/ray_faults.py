@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import statistics
 import tempfile
 import time
@@ -24,7 +22,7 @@ from rich.table import Table
 from bench.report import command_line, facts, print_table, progress
 from kvpool.client import Client, ClientConfig, KvpoolError
 from tests.live.workload import TINY, Model
-from tests.on_ray.nodes import Nodes, Service
+from tests.on_ray.nodes import Nodes, flags
 
 WORKERS = ("worker-0", "worker-1")
 POLL_SECONDS = 0.02
@@ -51,13 +49,6 @@ async def until_served(managers: str, old: dict[str, int], replaced: set[str]) -
             await asyncio.sleep(POLL_SECONDS)
 
 
-def kill(service: Service) -> float:
-    assert service.pid is not None
-    began = time.monotonic()
-    os.kill(service.pid, signal.SIGKILL)
-    return began
-
-
 def measure(model: Model, folder: Path) -> dict[str, float]:
     """Seconds of each fault, on one cluster."""
     nodes = Nodes(folder)
@@ -65,19 +56,17 @@ def measure(model: Model, folder: Path) -> dict[str, float]:
     try:
         for _ in range(2):
             nodes.add(num_cpus=4)
-        settings = {"model": model.path, "dtype": "float32", "block_size": model.block_size, "num_blocks": 4096}
-        flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        nodes.kvpool("up", "--detach", "--workers", "2", *flags)
+        nodes.kvpool("up", "--detach", *flags(model, workers=2))
         services = nodes.until_all_run()
         managers = services["manager-0"].address
         assert managers is not None
         before = asyncio.run(sessions(managers))
         for _ in range(2):  # the first start of a process of each kind has to read files
-            began = kill(services["worker-0"])
+            began = services["worker-0"].kill()
             found["worker killed"] = asyncio.run(until_served(managers, before, {"worker-0"})) - began
             services = nodes.until_all_run()
             before = asyncio.run(sessions(managers))
-        began = kill(services["manager-0"])
+        began = services["manager-0"].kill()
         time.sleep(POLL_SECONDS)
         found["manager killed"] = asyncio.run(until_served(managers, before, set())) - began
         services = nodes.until_all_run()

@@ -15,9 +15,19 @@ def is_alive(pid: int) -> bool:
 
 def state(pid: int) -> str:
     """R runs, S sleeps, T is stopped, Z has ended, …"""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return _stat(pid)[0]
+
+
+def parent(pid: int) -> int:
+    """Its parent process."""
+    return int(_stat(pid)[1])
 
 
 def descendants(pid: int) -> list[int]:
     """Child processes, in the order in which they were started."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the name of the program, which may have any characters."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -12,19 +12,21 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from kvpool.client import Client, ClientConfig, KvpoolError
+from tests.client.processes import parent
 from tests.cluster.cluster import free_port
 from tests.live.workload import TINY, Model, ask_undisturbed, make_call, make_requests
 from tests.load.load import Load
 from tests.load.workload import Reference
 from tests.model.plain_loop import PlainLoop
-from tests.on_ray.nodes import HOST, Nodes, Service, parent
+from tests.on_ray.nodes import HOST, Nodes, Service, flags
+from tests.until import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -51,19 +53,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model.make(TINY, tmp_path_factory.mktemp("model"))
 
 
-def flags(model: Model, **settings: object) -> list[str]:
-    """Of `kvpool ray up`."""
-    of_workers = {
-        "model": model.path,
-        "dtype": "float32",
-        "block_size": model.block_size,
-        "num_blocks": 4096,
-        "grace_seconds": 2,
-    }
-    given = {**settings, **of_workers}
-    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-
-
 class Managers:
     """A file that lists the managers, as a client of a cluster reads it whose managers move."""
 
@@ -87,21 +76,15 @@ async def under_load(client: Client, workload: Sequence[Reference]) -> AsyncIter
     """Streams run meanwhile; afterwards none is lost, and each text is that of its request alone."""
     load = Load(client, workload, NUM_STREAMS, random.Random(2), make_call)
     async with load:
-        await eventually(lambda: load.num_in_the_middle() == NUM_STREAMS)
+        await until(lambda: load.num_in_the_middle() == NUM_STREAMS, pause=0.01, seconds=VICTIM_SECONDS)
         yield load
     assert load.violations == []
     assert set(load.totals.outcomes) == {"whole, length"}
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = VICTIM_SECONDS) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def until_in_the_middle(load: Load, worker: str) -> None:
     """Wait until a stream runs on this worker."""
-    await eventually(lambda: load.num_in_the_middle(worker) > 0)
+    await until(lambda: load.num_in_the_middle(worker) > 0, pause=0.01, seconds=VICTIM_SECONDS)
 
 
 async def undisturbed(client: Client, model: Model) -> list[Reference]:
@@ -135,11 +118,6 @@ async def until_clean(client: Client) -> None:
         while any(count.held for worker in (await client.describe()).workers for count in worker.counts):
             await asyncio.sleep(0.1)
     assert (await client.check()).violations == []
-
-
-def kill(service: Service) -> None:
-    assert service.pid is not None
-    os.kill(service.pid, signal.SIGKILL)
 
 
 def kill_actor(service: Service) -> None:
@@ -189,9 +167,9 @@ async def test_each_kind_of_process_and_a_node_are_killed_under_load(
         workload = await undisturbed(client, model)
         async with under_load(client, workload) as load:
             for victim, fault in (
-                ("gateway", kill),
-                ("worker-0", kill),
-                (await who_leads(services), kill),
+                ("gateway", Service.kill),
+                ("worker-0", Service.kill),
+                (await who_leads(services), Service.kill),
                 ("worker-1", kill_actor),
             ):
                 if victim.startswith("worker"):
@@ -209,13 +187,13 @@ async def test_each_kind_of_process_and_a_node_are_killed_under_load(
             await asyncio.to_thread(nodes.lose, lost)
             await managers.write()
             # A manager of the two has no node now; all else moves to the other one.
-            (homeless,) = [name for name in gone if name.startswith("manager-")]
-            services = await asyncio.to_thread(nodes.until_all_run, homeless)
-            assert services[homeless].state == "no node has room for it"
+            (unplaced,) = [name for name in gone if name.startswith("manager-")]
+            services = await asyncio.to_thread(nodes.until_all_run, unplaced)
+            assert services[unplaced].state == "no node has room for it"
             await until_registered(client, *names)
             new = await asyncio.to_thread(nodes.add, 1)
             services = await asyncio.to_thread(nodes.until_all_run)
-            assert services[homeless].node == new
+            assert services[unplaced].node == new
         assert load.totals.num_moved > 0
         await until_clean(client)
 
@@ -231,7 +209,7 @@ async def test_a_manager_without_a_shared_disk_is_started_again_elsewhere(
     async with managers.client() as client:
         workload = await undisturbed(client, model)
         async with under_load(client, workload) as load:
-            for fault in (kill, kill_actor):
+            for fault in (Service.kill, kill_actor):
                 before = services["manager-0"]
                 fault(before)
                 again = await until_another(nodes, before)

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.client.processes import parent
+from tests.live.workload import Model
+
 HOST: Final = "127.0.0.1"
+COMMAND: Final = (sys.executable, "-m", "kvpool.client.cli", "ray")
 COMMAND_SECONDS: Final = 240.0
 
 
@@ -28,6 +32,13 @@ class Service:
     """Ray's id of the node."""
     address: str | None
     pid: int | None
+
+    def kill(self) -> float:
+        """End it as a crash would; returns the time of that."""
+        assert self.pid is not None
+        began = time.monotonic()
+        os.kill(self.pid, signal.SIGKILL)
+        return began
 
 
 class Nodes:
@@ -44,7 +55,7 @@ class Nodes:
             text=True,
         )
         assert self._answer() == "ready"
-        self._address: str = self._ask("address")
+        self._environment = {**os.environ, "RAY_ADDRESS": str(self._ask("address"))}
 
     def _ask(self, method: str, *arguments: object) -> Any:
         assert self._ray.stdin is not None
@@ -83,8 +94,8 @@ class Nodes:
         self, arguments: Sequence[str], status: int = 0, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, "-m", "kvpool.client.cli", "ray", *arguments],
-            env={**os.environ, "RAY_ADDRESS": self._address, **(variables or {})},
+            [*COMMAND, *arguments],
+            env={**self._environment, **(variables or {})},
             capture_output=True,
             text=True,
             timeout=COMMAND_SECONDS,
@@ -97,8 +108,8 @@ class Nodes:
     def in_the_foreground(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """`kvpool ray up`, which stays."""
         with subprocess.Popen(
-            [sys.executable, "-m", "kvpool.client.cli", "ray", "up", *arguments],
-            env={**os.environ, "RAY_ADDRESS": self._address},
+            [*COMMAND, "up", *arguments],
+            env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -114,7 +125,7 @@ class Nodes:
         if self._statuses is None:
             self._statuses = subprocess.Popen(
                 [sys.executable, "-m", "tests.on_ray.statuses"],
-                env={**os.environ, "RAY_ADDRESS": self._address},
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -156,6 +167,14 @@ class Nodes:
         return began
 
 
-def parent(pid: int) -> int:
-    """Process id of the parent."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def flags(model: Model, **settings: object) -> list[str]:
+    """Of `kvpool ray up`, for workers of a tiny model in fp32."""
+    of_workers = {
+        "model": model.path,
+        "dtype": "float32",
+        "block_size": model.block_size,
+        "num_blocks": 4096,
+        "grace_seconds": 2,
+    }
+    given = {**settings, **of_workers}
+    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]

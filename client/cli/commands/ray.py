@@ -15,15 +15,13 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from kvpool.process.settings import load_settings
 from kvpool.process.signals import exit_status
 
 from ...config import MANAGER_VARIABLE
 from ...errors import KvpoolError
-from ..launch.cluster import num_cores
-from ..launch.services import WORKER_MODULE, become, service_command
+from ..launch.cluster import GATEWAY_NAME, HOST, num_cores
 from ..launch.trial import WorkerRefused
-from ..on_ray.plan import GATEWAY_NAME, Plan, make_plan, mark_folder
+from ..on_ray.plan import Plan, make_plan, mark_folder
 from ..on_ray.settings import DEFAULT_NAMESPACE, FLAGS, RaySettings
 from ..pass_through import PassThrough
 from ..terminal import JsonOption, print_json, printed, stderr_console, stdout_console, typed_command
@@ -105,11 +103,7 @@ class _Signals:
 @ray.command("up", cls=PassThrough, add_help_option=False)
 def up(context: typer.Context) -> None:
     """Start a manager and its workers on the nodes of a Ray cluster, or let the cluster grow or shrink."""
-    own, worker_arguments = FLAGS.split(context.args)
-    if {"--help", "-h"} & set(worker_arguments):
-        become(service_command(WORKER_MODULE, ["--help"]))
-    settings = load_settings(RaySettings, own)
-    sys.exit(_up(settings, worker_arguments))
+    sys.exit(_up(*FLAGS.load(context.args)))
 
 
 @ray.command("down")
@@ -182,11 +176,11 @@ def _connected(
             reason="NO_RAY",
         )
     from ..on_ray.cluster import RayCluster  # imports Ray, which takes a second
-    from ..on_ray.connection import LOOPBACK, connect
+    from ..on_ray.connection import connect
 
     if connect(address, namespace, is_quiet=is_quiet, own_cpus=own_cpus):
         stdout_console().print(
-            f"no Ray cluster runs on this machine: started one on {LOOPBACK}, which ends with this command"
+            f"no Ray cluster runs on this machine: started one on {HOST}, which ends with this command"
         )
     return RayCluster(namespace)
 
@@ -198,21 +192,16 @@ def _up(settings: RaySettings, worker_arguments: list[str]) -> int:
         cluster = _connected(settings.address, settings.namespace, is_quiet=False, own_cpus=one_machine)
     from ..on_ray.cluster import has_gpus
 
-    by_lock = settings.state_dir is not None and settings.election in (None, "file")
-    plan = make_plan(
-        settings,
-        worker_arguments,
-        has_gpus=has_gpus(),
-        mark=mark_folder(settings.state_dir) if by_lock and settings.state_dir is not None else "",
-    )
+    shared = settings.shared_folder
+    mark = "" if shared is None else mark_folder(shared)
+    plan = make_plan(settings, worker_arguments, has_gpus=has_gpus(), mark=mark)
     signals = _Signals()  # Ray has set its own before
     try:
         was_there = bool(cluster.names())
         with progress.status("starting") as shown:
             workers = cluster.up(plan, signals.checked(shown))
     except WorkerRefused as refused:
-        lines = FLAGS.explain(worker_arguments) if refused.exit_status == 2 else []
-        for line in [f"kvpool ray up: {line}" for line in lines] or refused.lines:
+        for line in FLAGS.say_refusal(refused, worker_arguments):
             print(line, file=sys.stderr)
         return refused.exit_status
     except _Stopped:

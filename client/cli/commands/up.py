@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvpool.process.address import DEFAULT_MANAGER, DEFAULT_PORT
 from kvpool.process.logs import LogFormat
-from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, load_settings, read_tables
+from kvpool.process.settings import CONFIG_VARIABLE, ProcessSettings, read_tables
 from kvpool.process.signals import INTERRUPTED
 from kvpool.v1 import cache_pb2
 
@@ -29,7 +29,7 @@ from ..launch.children import Children
 from ..launch.cluster import GATEWAY_NAME, HOST, MANAGER_NAME, Cluster, ClusterSpec
 from ..launch.gpus import visible_gpus
 from ..launch.log import JsonLog, Level, Log, PrefixedLog
-from ..launch.services import WORKER_MODULE, become, missing_for_gateway, service_command
+from ..launch.services import GatewayPort
 from ..launch.trial import WorkerRefused
 from ..launch.worker_flags import WorkerFlags
 from ..terminal import error_line, printed, stdout_console, typed_command
@@ -91,10 +91,8 @@ class UpSettings(ProcessSettings):
     metrics_host: Annotated[str, StringConstraints(min_length=1)] = Field(
         default=HOST, description="Address for /metrics; --host does not change it."
     )
-    http: int | None = Field(
+    http: GatewayPort | None = Field(
         default=None,
-        ge=1,
-        le=65535,
         description="TCP port, on 127.0.0.1, of a gateway: OpenAI's API, and a page that shows the cache live. Its other settings "
         "are variables (KVPOOL_GATEWAY_API_KEY) and in [gateway] of the file. Default: no gateway.",
     )
@@ -108,13 +106,6 @@ class UpSettings(ProcessSettings):
         description="Format of the log lines of all processes. json: each line of the output is a JSON object, those of kvpool up "
         "itself too. Default: console, and for the manager and the workers their own setting.",
     )
-
-    @field_validator("http")
-    @classmethod
-    def _the_gateway_is_installed(cls, http: int | None) -> int | None:
-        if http is not None and (missing := missing_for_gateway()):
-            raise ValueError(missing)
-        return http
 
     @field_validator("join")
     @classmethod
@@ -183,10 +174,7 @@ FLAGS: Final = WorkerFlags("kvpool up", UpSettings, _REFUSED)
 
 def up(context: typer.Context) -> None:
     """Start a manager and its workers; Ctrl-C stops them all. `kvpool up --help` lists the settings."""
-    own, worker_arguments = FLAGS.split(context.args)
-    if {"--help", "-h"} & set(worker_arguments):
-        become(service_command(WORKER_MODULE, ["--help"]))
-    settings = load_settings(UpSettings, own)
+    settings, worker_arguments = FLAGS.load(context.args)
     if settings.config is not None:
         os.environ[CONFIG_VARIABLE] = str(settings.config.expanduser().resolve())  # the children read it too
     spec = settings.spec(worker_arguments)
@@ -241,8 +229,7 @@ async def _serve(spec: ClusterSpec, children: Children, log: Log, console: Conso
         say_ready(workers, spec, children.pids(), log)
         await cluster.keep_alive(on_event)
     except WorkerRefused as refused:
-        lines = await asyncio.to_thread(FLAGS.explain, spec.worker_arguments) if refused.exit_status == 2 else []
-        for line in [f"kvpool up: {line}" for line in lines] or refused.lines:
+        for line in await asyncio.to_thread(FLAGS.say_refusal, refused, spec.worker_arguments):
             log.say(line, Level.error)
         return refused.exit_status
     except KvpoolError as error:

@@ -27,6 +27,7 @@ HOST: Final = "127.0.0.1"
 MANAGER_NAME: Final = "manager"
 GATEWAY_NAME: Final = "gateway"
 _POLL_SECONDS: Final = 0.2
+_CONNECT_SECONDS: Final = 1.0
 
 T = TypeVar("T")
 
@@ -253,12 +254,7 @@ class Cluster:
         """Also if there is none, or none yet."""
         if GATEWAY_NAME not in self._specs or self._spec.http_port is None:
             return True
-        try:
-            _, writer = await asyncio.open_connection(HOST, self._spec.http_port)
-        except OSError:
-            return False
-        writer.close()
-        return True
+        return await listens(HOST, self._spec.http_port)
 
 
 async def _try_settings(workers: Sequence[ChildSpec]) -> None:
@@ -282,18 +278,33 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def free_port() -> int:
-    """A port of the loopback that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
+async def listens(host: str, port: int) -> bool:
+    """Whether a process accepts connections there."""
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def free_port(host: str = HOST) -> int:
+    """A port of this address of the machine that is free at this moment."""
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host.strip("[]"), 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def require_free_port(host: str, port: int, port_flag: str = "--port", host_flag: str = "--host") -> None:
     """Raises Unavailable if the port is taken; the message names the flags to change. A manager that listens there would be
     taken for our own."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host.strip("[]"), port))

@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Final, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
+from pydantic import AfterValidator, Field
 
 MANAGER_MODULE: Final = "kvpool.cache_service"
 WORKER_MODULE: Final = "kvpool.worker_service"
@@ -44,6 +45,16 @@ def missing_for_gateway() -> str:
         return ""
     verb = "is" if len(missing) == 1 else "are"
     return f"{' and '.join(missing)} {verb} not installed: the gateway needs an extra, pip install 'kvpool[gateway]'"
+
+
+def _require_gateway(port: int) -> int:
+    if missing := missing_for_gateway():
+        raise ValueError(missing)
+    return port
+
+
+GatewayPort = Annotated[int, Field(ge=1, le=65535), AfterValidator(_require_gateway)]
+"""For a setting by which a gateway is started: it must be installed."""
 
 
 def become(command: list[str]) -> NoReturn:

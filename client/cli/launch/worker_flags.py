@@ -6,22 +6,42 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from kvpool.process.settings import ProcessSettings, SettingsProblem, flags_in, flags_of, split_flags, unknown_flag
+from kvpool.process.settings import (
+    ProcessSettings,
+    SettingsProblem,
+    flags_in,
+    flags_of,
+    load_settings,
+    split_flags,
+    unknown_flag,
+)
 
-from .services import MANAGER_MODULE, WORKER_MODULE, service_command
+from .services import MANAGER_MODULE, WORKER_MODULE, become, service_command
+from .trial import WorkerRefused
+
+S = TypeVar("S", bound=ProcessSettings)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFlags:
+class WorkerFlags(Generic[S]):
     """The flags of one command."""
 
     command: str
     """For messages, e.g. "kvpool up"."""
-    settings: type[ProcessSettings]
+    settings: type[S]
     """The command's own."""
     refused: Mapping[str, str]
     """Flags of a worker that the command sets itself, and what to do instead."""
+
+    def load(self, arguments: Sequence[str]) -> tuple[S, list[str]]:
+        """The settings of the command, and the arguments of its workers; with --help among these the process becomes a worker that
+        shows it. Raises SettingsProblem."""
+        own, of_workers = self.split(arguments)
+        if {"--help", "-h"} & set(of_workers):
+            become(service_command(WORKER_MODULE, ["--help"]))
+        return load_settings(self.settings, own), of_workers
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         """The arguments of the command, and those of its workers. Raises SettingsProblem for a worker's flag that is set here."""
@@ -34,9 +54,14 @@ class WorkerFlags:
                 raise SettingsProblem(f"{self.command} sets {flag} of its workers: {self.refused[flag]}")
         return [*before.own, *after.own], of_workers
 
-    def explain(self, arguments: Sequence[str]) -> list[str]:
-        """A line for each flag that neither the command nor a worker has. Asks both services for their help, which takes a
-        second."""
+    def say_refusal(self, refused: WorkerRefused, arguments: Sequence[str]) -> list[str]:
+        """What to print when a worker has refused these arguments: what it has written, or more of the flags that it does not know.
+        Takes a second."""
+        lines = self._explain(arguments) if refused.exit_status == 2 else []
+        return [f"{self.command}: {line}" for line in lines] or refused.lines
+
+    def _explain(self, arguments: Sequence[str]) -> list[str]:
+        """A line for each flag that neither the command nor a worker has. Asks both services for their help."""
         of_worker, of_manager = _flags_of(WORKER_MODULE), _flags_of(MANAGER_MODULE)
         lines = []
         for flag in flags_in(arguments):

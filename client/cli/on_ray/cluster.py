@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import ray
@@ -25,10 +25,11 @@ from ...client import Client
 from ...config import ClientConfig
 from ...errors import InvalidRequest, KvpoolError, Unavailable
 from ..launch.children import ChildSpec
+from ..launch.cluster import GATEWAY_NAME, listens
 from ..launch.trial import WorkerRefused, try_settings
 from .connection import ray_errors
 from .places import Resources, free_resources, make_place, places, remove_place, wait_for_room, waits_for_room
-from .plan import GATEWAY_NAME, MANAGERS_NAME, SMALL_CPUS, Plan, ServiceSpec
+from .plan import MANAGERS_NAME, SMALL_CPUS, Plan, ServiceSpec, is_manager, is_worker
 from .service import Service, remove_actor
 
 _ANSWER_SECONDS: Final = 2.0
@@ -85,7 +86,7 @@ class RayCluster:
 
     def is_waiting(self, name: str) -> bool:
         """Whether no node has room for this process."""
-        return waits_for_room(MANAGERS_NAME if name.startswith("manager-") else name)
+        return waits_for_room(MANAGERS_NAME if is_manager(name) else name)
 
     @ray_errors()
     def up(self, plan: Plan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
@@ -97,10 +98,8 @@ class RayCluster:
         was made is removed then.
         """
         with self._alone():
-            self._remove_leftovers()
-            existing = set(self.names())
+            existing = self._remove_leftovers()
             self._require_same(plan, existing)
-            self._require_gateway(plan, existing)
             made: list[str] = []
             try:
                 self._make_managers(plan, existing, made, on_progress)
@@ -109,12 +108,10 @@ class RayCluster:
                     made.append(GATEWAY_NAME)
                     self._make(plan.gateway, make_place(GATEWAY_NAME, [_SMALL]), 0, _SMALL)
                 wanted = {spec.name for spec in plan.workers}
-                self._drain(
-                    [name for name in existing if name.startswith("worker-") and name not in wanted], on_progress
-                )
+                self._drain([name for name in existing if is_worker(name) and name not in wanted], on_progress)
                 return self._wait_until_ready(plan, on_progress)
             except BaseException:
-                self._remove(made)
+                self._remove(reversed(made))  # actors before their place
                 raise
 
     @contextlib.contextmanager
@@ -135,25 +132,27 @@ class RayCluster:
         finally:
             ray.kill(turn)
 
-    def _remove_leftovers(self) -> None:
-        """Of a command that was killed: actors whose process has left, and places without an actor."""
+    def _remove_leftovers(self) -> dict[str, Description | None]:
+        """Of a command that was killed: actors whose process has left, and places without an actor. Returns what the others say."""
         services = self.describe()
-        self._remove(name for name, service in services.items() if service and service["has_ended"])
-        names = set(self.names())
-        if any(name.startswith("manager-") for name in names):
-            names.add(MANAGERS_NAME)
-        for name in places() - names:
+        left = [name for name, service in services.items() if service and service["has_ended"]]
+        self._remove(left)
+        for name in left:
+            del services[name]
+        used = {MANAGERS_NAME if is_manager(name) else name for name in services}
+        for name in places() - used:
             if name == MANAGERS_NAME or _OURS.fullmatch(name):
                 remove_place(name)
+        return services
 
-    def _require_same(self, plan: Plan, existing: set[str]) -> None:
+    def _require_same(self, plan: Plan, existing: Mapping[str, Description | None]) -> None:
         """A worker with other settings than the others would be a surprise, a manager of another folder a danger."""
-        managers = self.describe(name for name in existing if name.startswith("manager-"))
-        answers = [found for found in managers.values() if found is not None]
+        managers = [found for name, found in existing.items() if is_manager(name)]
+        answers = [found for found in managers if found is not None]
         if managers and not answers:
             raise Unavailable(
-                f"a cluster runs in the namespace {self._namespace}, but no manager answers: try again, or end it "
-                " with `kvpool ray down`",
+                f"a cluster runs in the namespace {self._namespace}, but no manager answers: try again, or end it with "
+                "`kvpool ray down`",
                 reason="NO_MANAGER",
             )
         for found in answers:
@@ -170,18 +169,14 @@ class RayCluster:
                     "grow or shrink, end it with `kvpool ray down`, or start another one in another --namespace",
                     reason="OTHER_SETTINGS",
                 )
-
-    def _require_gateway(self, plan: Plan, existing: set[str]) -> None:
-        if plan.gateway is None or GATEWAY_NAME not in existing:
-            return
-        found = self.describe([GATEWAY_NAME])[GATEWAY_NAME]
-        if found and found["address"] and not found["address"].endswith(f":{plan.gateway.port}"):
+        gateway = existing.get(GATEWAY_NAME)
+        if plan.gateway and gateway and gateway["address"] and _port_of(gateway) != plan.gateway.port:
             raise InvalidRequest(
-                f"the gateway is on {found['address']}: leave --http out, or end the cluster with `kvpool ray down` first",
+                f"the gateway is on {gateway['address']}: leave --http out, or end the cluster with `kvpool ray down` first",
                 reason="OTHER_SETTINGS",
             )
 
-    def _make_managers(self, plan: Plan, existing: set[str], made: list[str], on_progress: Progress) -> None:
+    def _make_managers(self, plan: Plan, existing: Collection[str], made: list[str], on_progress: Progress) -> None:
         missing = [spec for spec in plan.managers if spec.name not in existing]
         if not missing:
             return
@@ -202,7 +197,7 @@ class RayCluster:
                 made.append(spec.name)
                 self._make(spec, group, index, _SMALL)
 
-    def _make_workers(self, plan: Plan, existing: set[str], made: list[str], on_progress: Progress) -> None:
+    def _make_workers(self, plan: Plan, existing: Collection[str], made: list[str], on_progress: Progress) -> None:
         resources = {"CPU": float(plan.worker_cpus), "GPU": float(plan.worker_gpus)}
         is_tried = False
         for spec in plan.workers:
@@ -305,7 +300,7 @@ class RayCluster:
         command changes the cluster."""
         with self._alone():
             names = self.names()
-            managers = [name for name in names if name.startswith("manager-")]
+            managers = [name for name in names if is_manager(name)]
             self._drain([name for name in names if name not in managers], on_progress)
             self._drain(managers, on_progress)
             self._remove_leftovers()
@@ -319,10 +314,7 @@ class RayCluster:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            if name == MANAGERS_NAME:
-                remove_place(name)
-            else:
-                remove_actor(name, self._namespace)
+            remove_actor(name, self._namespace)
 
 
 async def _live_workers(managers: str) -> list[cache_pb2.WorkerDescription]:
@@ -342,9 +334,7 @@ def has_gpus() -> bool:
 def addresses_of(services: dict[str, Description | None]) -> str:
     """The managers, as --manager takes them."""
     return ",".join(
-        service["address"]
-        for name, service in services.items()
-        if service and name.startswith("manager-") and service["address"]
+        service["address"] for name, service in services.items() if service and is_manager(name) and service["address"]
     )
 
 
@@ -360,20 +350,11 @@ def try_worker(spec: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _listens(service: Description | None) -> bool:
-    if not service or not service["address"]:
-        return False
+    return bool(service and service["address"] and asyncio.run(listens(service["host"], _port_of(service))))
 
-    async def connects() -> bool:
-        host, _, port = service["address"].rpartition(":")
-        try:
-            async with asyncio.timeout(_LOOK_SECONDS):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
-        return True
 
-    return asyncio.run(connects())
+def _port_of(service: Description) -> int:
+    return int(service["address"].rpartition(":")[2])
 
 
 def _order(name: str) -> tuple[int, int, str]:

@@ -15,7 +15,6 @@ from ray.exceptions import RayError
 
 from ...errors import Unavailable
 
-LOOPBACK: Final = "127.0.0.1"
 _NONE_RUNS: Final = "Could not find any running Ray instance"
 """How the error of Ray begins when it has found no address; it also has errors for one that does not answer."""
 

@@ -15,10 +15,12 @@ from kvpool.process.settings import CONFIG_VARIABLE, state_home
 
 from ...config import MANAGER_VARIABLE
 from ...errors import InvalidRequest
+from ..launch.cluster import GATEWAY_NAME
 from ..launch.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
 from .settings import RaySettings
 
-GATEWAY_NAME: Final = "gateway"
+_MANAGER: Final = "manager-"
+_WORKER: Final = "worker-"
 MANAGERS_NAME: Final = "managers"
 """Of the placement group of all managers."""
 SMALL_CPUS: Final = 0.1
@@ -117,17 +119,16 @@ def make_plan(
 ) -> Plan:
     """`has_gpus`: whether the nodes have any. `mark`: of the folder that the managers share."""
     gpus = int(has_gpus) if settings.gpus_per_worker is None else settings.gpus_per_worker
-    names = [f"manager-{index}" for index in range(settings.num_managers)]
+    names = [f"{_MANAGER}{index}" for index in range(settings.num_managers)]
     of_workers = ["--device", "cuda:0" if gpus else "cpu", *worker_arguments]
     # --election file for a manager alone too: one that is started again then waits until the one before has ended.
-    of_managers = ["--election", settings.election or "file"]
-    by_lock = settings.election in (None, "file")
-    state_dir = "" if settings.state_dir is None or not by_lock else str(settings.state_dir.expanduser().resolve())
+    election = settings.election or "file"
+    state_dir = "" if settings.shared_folder is None else str(settings.shared_folder)
     variables = _variables(settings, environment)
     record = [
         f"--managers {settings.num_managers}",
         f"--port {settings.port}",
-        f"--election {settings.election or 'file'}",
+        f"--election {election}",
         f"--state-dir {state_dir or 'none'}",
         f"--cpus-per-worker {settings.cpus_per_worker}",
         f"--gpus-per-worker {gpus}",
@@ -151,10 +152,16 @@ def make_plan(
 
     return Plan(
         managers=[
-            spec(name, MANAGER_MODULE, of_managers, settings.port and settings.port + index, shared=state_dir)
+            spec(
+                name,
+                MANAGER_MODULE,
+                ["--election", election],
+                settings.port and settings.port + index,
+                shared=state_dir,
+            )
             for index, name in enumerate(names)
         ],
-        workers=[spec(f"worker-{index}", WORKER_MODULE, of_workers) for index in range(settings.workers)],
+        workers=[spec(f"{_WORKER}{index}", WORKER_MODULE, of_workers) for index in range(settings.workers)],
         gateway=None if settings.http is None else spec(GATEWAY_NAME, GATEWAY_MODULE, (), settings.http),
         worker_cpus=settings.cpus_per_worker,
         worker_gpus=gpus,
@@ -173,10 +180,19 @@ def _variables(settings: RaySettings, environment: Mapping[str, str]) -> dict[st
     return passed
 
 
-def mark_folder(state_dir: Path) -> str:
+def is_manager(name: str) -> bool:
+    """Whether this is the name of a manager's actor."""
+    return name.startswith(_MANAGER)
+
+
+def is_worker(name: str) -> bool:
+    """Whether this is the name of a worker's actor."""
+    return name.startswith(_WORKER)
+
+
+def mark_folder(folder: Path) -> str:
     """The mark by which a manager knows the folder that all share from one of the same name on another disk. It is made if there is
     none. Raises InvalidRequest."""
-    folder = state_dir.expanduser().resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mark = secrets.token_hex(16)
@@ -188,13 +204,13 @@ def mark_folder(state_dir: Path) -> str:
         mark = (folder / _MARK_FILE).read_text()
         if not re.fullmatch("[0-9a-f]{32}", mark):
             raise InvalidRequest(
-                f"{folder / _MARK_FILE} is damaged: stop all managers that use --state-dir {state_dir}, and delete this file",
+                f"{folder / _MARK_FILE} is damaged: stop all managers that use --state-dir {folder}, and delete this file",
                 reason="BAD_FIELD",
             )
         return mark
     except OSError as error:
         raise InvalidRequest(
-            f"--state-dir {state_dir} cannot be used: {error.strerror}; give a folder on a disk that all nodes share, this one too",
+            f"--state-dir {folder} cannot be used: {error.strerror}; give a folder on a disk that all nodes share, this one too",
             reason="BAD_FIELD",
         ) from error
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from kvpool.process.address import join_host_port
 from kvpool.process.version import installed_version
 
 from ..launch.children import ChildExit, tied
+from ..launch.cluster import free_port
 from .places import remove_place
 from .plan import ServiceSpec, problem_of_disk
 
@@ -63,7 +63,6 @@ class Service:
     async def describe(self) -> dict[str, Any]:
         """What and where this is. `address` is empty for a worker, and before the start; `problem` says why it does not start."""
         return {
-            "name": self._spec.name,
             "node": ray.get_runtime_context().get_node_id(),
             "host": self._host,
             "address": join_host_port(self._host, self._port) if self._port and self._started.done() else "",
@@ -104,7 +103,7 @@ class Service:
         try:
             status = self._serve()
         except Exception as error:
-            self._say(f"cannot be started: {error}")
+            _say(self._spec.name, f"cannot be started: {error}")
             time.sleep(_SHORTEST_LIFE_SECONDS)
             self._die()
         if status is not None:
@@ -120,7 +119,7 @@ class Service:
             managers.follow_once()
             threading.Thread(target=managers.follow, name="managers", daemon=True).start()
         if not self._spec.is_worker:
-            self._port = self._spec.port or _free_port(self._host)
+            self._port = self._spec.port or free_port(self._host)
         command = tied(self._spec.command(self._host, self._port))
         with self._lock:
             if self._is_leaving:
@@ -141,7 +140,7 @@ class Service:
     def _wait_for_the_disk(self) -> None:
         while (problem := problem_of_disk(self._spec, self._host)) and not self._is_leaving:
             if not self._problem:
-                self._say(problem)
+                _say(self._spec.name, problem)
             self._problem = problem
             time.sleep(_LOOK_SECONDS)
         self._problem = ""
@@ -152,15 +151,15 @@ class Service:
         if self._is_leaving and self._spec.is_manager:
             return  # the caller of `drain` removes it, last
         if self._is_leaving or (self._spec.is_worker and status == 0):
-            self._say("has left")
+            _say(self._spec.name, "has left")
             self._remove_itself()
             return
         ended = ChildExit(self._spec.name, status)
         if status == _REFUSES:
             self._problem = "refuses its settings: its log says why"
-            self._say(f"{ended}: it {self._problem}. It is not started again")
+            _say(self._spec.name, f"{ended}: it {self._problem}. It is not started again")
             return
-        self._say(f"{ended}; Ray starts it again")
+        _say(self._spec.name, f"{ended}; Ray starts it again")
         self._die()
 
     def _remove_itself(self) -> None:
@@ -170,9 +169,6 @@ class Service:
                     manager = ray.get_actor(name, namespace=self._spec.namespace)
                     manager.remove.remote(self._spec.name).future().result(_LOOK_SECONDS)
             time.sleep(_LOOK_SECONDS)
-
-    def _say(self, what: str) -> None:
-        print(f"kvpool ray: {self._spec.name}: {what}", file=sys.stderr, flush=True)
 
     def _die(self) -> NoReturn:
         """For Ray this actor has died, and is started again."""
@@ -194,25 +190,21 @@ class ManagersFile:
         """Follow the managers for ever."""
         while True:
             try:
-                self.follow_once(_LOOK_SECONDS)
+                self.follow_once()
             except (RayError, OSError) as error:  # Ray's head does not answer, or the disk is full
-                print(
-                    f"kvpool ray: {self._spec.name}: cannot follow the managers: {error}", file=sys.stderr, flush=True
-                )
+                _say(self._spec.name, f"cannot follow the managers: {error}")
                 time.sleep(_LOOK_SECONDS)
 
-    def follow_once(self, seconds: float | None = None) -> None:
-        """Wait until a manager has a new address, at most so long."""
-        ends_at = None if seconds is None else time.monotonic() + seconds
-        while ends_at is None or time.monotonic() < ends_at:
+    def follow_once(self) -> None:
+        """Wait until a manager has a new address, and note it."""
+        while True:
             self._call()
             done, _ = wait(self._calls, _LOOK_SECONDS, FIRST_COMPLETED)
             if sum([self._on_answer(call) for call in done]):
                 self._write()
                 return
-            if not done:
-                continue
-            time.sleep(_POLL_SECONDS)  # an actor that has died takes a moment to start again
+            if done:
+                time.sleep(_POLL_SECONDS)  # an actor that has died takes a moment to start again
 
     def _call(self) -> None:
         for name in set(self._spec.managers) - set(self._calls.values()):
@@ -250,8 +242,5 @@ def remove_actor(name: str, namespace: str) -> None:
     remove_place(name)
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _say(name: str, what: str) -> None:
+    print(f"kvpool ray: {name}: {what}", file=sys.stderr, flush=True)

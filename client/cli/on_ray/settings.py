@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import CliToggleFlag, SettingsConfigDict
 
 from kvpool.process.address import DEFAULT_PORT
 from kvpool.process.settings import ProcessSettings
 
-from ..launch.services import missing_for_gateway
+from ..launch.services import GatewayPort
 from ..launch.worker_flags import WorkerFlags
 
 DEFAULT_NAMESPACE: Final = "kvpool"
@@ -81,23 +81,14 @@ class RaySettings(ProcessSettings):
         description="Managers, each on another node: one leads, the others stand by. More than one need --state-dir or --election "
         f"kubernetes. Default: {SHARED_MANAGERS} with these, else one.",
     )
-    http: int | None = Field(
+    http: GatewayPort | None = Field(
         default=None,
-        ge=1,
-        le=65535,
         description="TCP port of a gateway: OpenAI's API, and a page that shows the cache live. Beyond loopback it needs "
         "KVPOOL_GATEWAY_API_KEY_FILE or KVPOOL_GATEWAY_NO_API_KEY. Default: no gateway.",
     )
     detach: CliToggleFlag[bool] = Field(
         default=False, description="End when all is ready, and leave the cluster running: `kvpool ray down` ends it."
     )
-
-    @field_validator("http")
-    @classmethod
-    def _the_gateway_is_installed(cls, http: int | None) -> int | None:
-        if http is not None and (missing := missing_for_gateway()):
-            raise ValueError(missing)
-        return http
 
     @model_validator(mode="after")
     def _managers_share_an_election(self) -> RaySettings:
@@ -118,6 +109,13 @@ class RaySettings(ProcessSettings):
     def is_shared(self) -> bool:
         """Whether managers on different nodes have the same epoch and election."""
         return self.state_dir is not None or self.election is not None
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """Where managers elect by a lock; None: they do not, or not on a disk that nodes share."""
+        if self.state_dir is None or self.election not in (None, "file"):
+            return None
+        return self.state_dir.expanduser().resolve()
 
     @property
     def num_managers(self) -> int:
