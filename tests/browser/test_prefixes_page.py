@@ -18,7 +18,7 @@ def test_the_tree_unfolds_by_keyboard_and_shows_what_was_saved(watched: Watched,
     entry.wait_for()
     entry.focus()
     page.keyboard.press("ArrowRight")
-    page.locator("[role=treeitem] [role=treeitem]").first.wait_for()
+    entry.locator("[role=treeitem]").first.wait_for()  # below this one: other entries may be unfolded already
     page.keyboard.press("ArrowDown")
     assert page.evaluate("document.activeElement.getAttribute('aria-level')") == "2"
     page.keyboard.press("ArrowLeft")
