@@ -10,7 +10,7 @@ const ROOT = "0";
 
 class PrefixesView extends HTMLElement {
   #said = make("p", { class: "quiet", role: "status" });
-  #tree = make("ul", { role: "tree", class: "prefixes", "aria-label": "Cached prefixes", onkeydown: (event) => this.#press(event), onclick: (event) => this.#click(event) });
+  #tree = make("ul", { role: "tree", class: "prefixes", "aria-label": "Cached prefixes", onkeydown: (event) => this.#press(event), onclick: (event) => this.#click(event), onfocusin: (event) => this.#moveTo(event.target.closest("[role=treeitem]"), false) });
   #open = new Set(); // nodes whose children are shown
   #focused = null;
   #timer = null;
