@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,26 +103,30 @@ class TokenizerFiles:
     """The tokenizer's files in a model folder; each may be missing."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._config = self._json(TOKENIZER_CONFIG)
 
     def tokenizer_json(self) -> bytes | None:
         """Its content. Raises ModelError if the tokenizers library cannot read it."""
-        path = self._folder / TOKENIZER
+        return None if self._tokenizer is None else self._tokenizer[0]
+
+    @cached_property
+    def _tokenizer(self) -> tuple[bytes, Tokenizer] | None:
+        """The content of tokenizer.json and what the library makes of it, which takes a large part of a second."""
+        path = self.folder / TOKENIZER
         if not is_there(path):
             return None
         content = read_bytes(path)
         try:
-            Tokenizer.from_buffer(content)
+            return content, Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing else
             raise ModelError(
                 f"The tokenizers library cannot read {path}: {one_line(error)}. Fetch the file again, or save it with this release."
             ) from error
-        return content
 
     def chat_template(self) -> str | None:
         """The file chat_template.jinja, else the config's field; of several named templates, `default`."""
-        path = self._folder / "chat_template.jinja"
+        path = self.folder / "chat_template.jinja"
         if is_there(path):
             return read_text(path)
         template = self._config.get("chat_template") or self._json("chat_template.json").get("chat_template")
@@ -129,7 +134,7 @@ class TokenizerFiles:
             template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
         if template is not None and not isinstance(template, str):
             raise ModelError(
-                f"{self._folder} has a chat_template that is neither text nor a list of named ones; correct its {TOKENIZER_CONFIG}."
+                f"{self.folder} has a chat_template that is neither text nor a list of named ones; correct its {TOKENIZER_CONFIG}."
             )
         return template
 
@@ -146,18 +151,18 @@ class TokenizerFiles:
         tokens = {name: _token_text(value) for name, value in fields.items()}
         return {name: text for name, text in tokens.items() if text is not None}
 
-    def end_of_turn(self, tokenizer_json: bytes | None) -> dict[str, int]:
+    def end_of_turn(self) -> dict[str, int]:
         """Name and id of the tokens that end a turn, where there is a chat template: the tokenizer's eos_token, or an eot_token."""
-        if tokenizer_json is None or self.chat_template() is None:
+        if self._tokenizer is None or self.chat_template() is None:
             return {}
+        _, tokenizer = self._tokenizer
         special = self.special_tokens()
         names = [special[name] for name in ("eos_token", "eot_token") if name in special]
-        tokenizer = Tokenizer.from_str(tokenizer_json.decode()) if names else None
-        ids = {} if tokenizer is None else {name: tokenizer.token_to_id(name) for name in names}
+        ids = {name: tokenizer.token_to_id(name) for name in names}
         return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
     def _json(self, name: str) -> dict[str, Any]:
-        path = self._folder / name
+        path = self.folder / name
         return read_object(path) if is_there(path) else {}
 
 

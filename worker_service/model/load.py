@@ -184,22 +184,21 @@ def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelS
 
 
 def read_ends_and_defaults(
-    folder: Path, config: Any, max_encoder_tokens: int | None
+    files: TokenizerFiles, config: Any, max_encoder_tokens: int | None
 ) -> tuple[EncoderFacts | None, Generation]:
     """How texts begin and end, and what requests mean by default. Raises ModelError."""
-    files, generation_config = TokenizerFiles(folder), read_generation_config(folder)
-    tokenizer_json = files.tokenizer_json()
+    generation_config = read_generation_config(files.folder)
     encoder = None
     if max_encoder_tokens is not None:
         vocab_size = encoder_config(config).vocab_size
         encoder = read_encoder_facts(generation_config, config, max_encoder_tokens, vocab_size)
     generation = read_generation(
         generation_config,
-        folder,
+        files.folder,
         vocab_size=config.get_text_config(decoder=True).vocab_size,
-        end_of_turn=files.end_of_turn(tokenizer_json),
+        end_of_turn=files.end_of_turn(),
         num_forced=0 if encoder is None else len(encoder.decoder_prompt) - 1,
-        has_tokenizer=tokenizer_json is not None,
+        has_tokenizer=files.tokenizer_json() is not None,
     )
     return encoder, generation
 
@@ -214,7 +213,7 @@ def _read_facts(
 ) -> ModelFacts:
     files = TokenizerFiles(folder.path)
     dtype = dtype_name(prepared.dtype)
-    encoder, generation = read_ends_and_defaults(folder.path, config, prepared.max_encoder_tokens)
+    encoder, generation = read_ends_and_defaults(files, config, prepared.max_encoder_tokens)
     for line in generation.lines:
         progress(line)
     return ModelFacts(

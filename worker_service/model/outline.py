@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .candidate import Candidate
+from .facts import TokenizerFiles
 from .library_errors import library_errors
 from .load import prepare, read_ends_and_defaults
 from .memory.facts import cross_needs, facts_of_meta_model, group_needs
@@ -62,7 +63,7 @@ def _outline(source: ConfigSource, settings: ModelSettings) -> Outline:
     config = read_config(source.path, source.gguf)
     prepared = prepare(config, settings)
     if source.gguf is None:
-        read_ends_and_defaults(source.path, config, prepared.max_encoder_tokens)
+        read_ends_and_defaults(TokenizerFiles(source.path), config, prepared.max_encoder_tokens)
     dtype = prepared.dtype
     if source.gguf is not None and prepared.device.type == "cuda":
         # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.

@@ -93,8 +93,7 @@ def is_there(path: Path) -> bool:
 
 def read_bytes(path: Path) -> bytes:
     """The file's content. Raises ModelError if it cannot be read, or is a pointer of git-lfs."""
-    if path.is_dir():
-        raise ModelError(f"{path} is a folder; needed: the model's file of that name. Fetch the model again.")
+    _require_no_folder(path)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -126,8 +125,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file. Raises ModelError if the file is not whole."""
-    if path.is_dir():
-        raise ModelError(f"{path} is a folder; needed: the model's file of that name. Fetch the model again.")
+    _require_no_folder(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -157,12 +155,29 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def require_gguf(path: Path) -> None:
+    """Raises ModelError if the file cannot be read, or is no GGUF file by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_POINTER))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    require_no_pointer(path, start)
+    if not start.startswith(b"GGUF"):
+        raise ModelError(f"{path} is no GGUF file: it does not begin with the letters GGUF. Fetch it again.")
+
+
 def require_no_pointer(path: Path, start: bytes) -> None:
     """Raises ModelError if the file that starts so is a pointer of git-lfs."""
     if start.startswith(_POINTER[: len(start)]) and len(start) >= _LENGTH_BYTES:
         raise ModelError(
             f"{path} is a pointer of git-lfs, not the file itself. Run `git lfs pull` in its folder, or fetch the model again."
         )
+
+
+def _require_no_folder(path: Path) -> None:
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder; needed: the model's file of that name. Fetch the model again.")
 
 
 def unreadable(path: Path, error: OSError) -> ModelError:
@@ -212,15 +227,3 @@ def _quantized(folder: Path, method: str, sign: str) -> ModelError:
 def _kind(value: Any) -> str:
     names = {list: "a list", dict: "an object", str: "text", type(None): "null", bool: "true or false"}
     return names.get(type(value), "a number")
-
-
-def require_gguf(path: Path) -> None:
-    """Raises ModelError if the file cannot be read, or is no GGUF file by its first bytes."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_POINTER))
-    except OSError as error:
-        raise unreadable(path, error) from error
-    require_no_pointer(path, start)
-    if not start.startswith(b"GGUF"):
-        raise ModelError(f"{path} is no GGUF file: it does not begin with the letters GGUF. Fetch it again.")
