@@ -23,8 +23,6 @@ from tests.hostile.single import Outcome, Single, peak_bytes
 
 FLOOD_SECONDS: Final = 3.0
 ANSWER_SECONDS: Final = 60.0
-LOOK_SECONDS: Final = 10.0
-"""Each attack takes at least that, as the calm part does: of a few calls the slowest would be the 99th percentile."""
 GOOD_SHARE: Final = 0.5
 """Of a core, that the good client's own calls may take of the gateway."""
 NUM_IDLE: Final = 1150
@@ -58,9 +56,8 @@ class _Cost:
         self._bytes, self._cpu = self._process.resident_bytes, self._process.cpu_seconds
         self._began_at = time.monotonic()
 
-    async def judge(self, outcome: Outcome) -> None:
+    def judge(self, outcome: Outcome) -> None:
         """Note what it was, and what of it is too much."""
-        await asyncio.sleep(self._began_at + LOOK_SECONDS - time.monotonic())
         if self._process.status is not None:
             return
         grown = (peak_bytes(self._process.pid) - self._bytes) >> 20
@@ -103,7 +100,7 @@ async def trailers_without_end(arena: Arena, outcome: Outcome) -> None:
     answers = await asyncio.gather(*(_flood(arena, head, piece) for piece in TRAILERS * 2))
     if not all(answer.startswith(b"HTTP/1.1 431") for answer in answers):
         outcome.problems.append(f"answered {[answer[:12] for answer in answers]}")
-    await cost.judge(outcome)
+    cost.judge(outcome)
 
 
 async def pipelined_without_end(arena: Arena, outcome: Outcome) -> None:
@@ -113,7 +110,7 @@ async def pipelined_without_end(arena: Arena, outcome: Outcome) -> None:
     answers = await asyncio.gather(*(_flood(arena, b"", asked) for _ in range(4)))
     if not all(b"HTTP/1.1 429" in answer for answer in answers):
         outcome.problems.append("requests wait on one connection without a bound")
-    await cost.judge(outcome)
+    cost.judge(outcome)
 
 
 async def bodies_of_wrong_types(arena: Arena, outcome: Outcome) -> None:
@@ -125,7 +122,7 @@ async def bodies_of_wrong_types(arena: Arena, outcome: Outcome) -> None:
             outcome.said.append(str(answer.status_code))
             if answer.status_code != 400 or len(answer.content) > 2000:
                 outcome.problems.append(f"answered {answer.status_code}: {answer.text[:200]}")
-    await cost.judge(outcome)
+    cost.judge(outcome)
 
 
 async def texts_of_16_mb(arena: Arena, outcome: Outcome) -> None:
@@ -141,7 +138,7 @@ async def texts_of_16_mb(arena: Arena, outcome: Outcome) -> None:
         # 408: this machine is too busy to send it within the second that the arena's gateway gives a body.
         if isinstance(answer, BaseException) or answer.status_code not in (400, 408, 503):
             outcome.problems.append(f"answered {answer!r}")
-    await cost.judge(outcome)
+    cost.judge(outcome)
 
 
 async def idle_at_the_limit_of_descriptors(arena: Arena, outcome: Outcome) -> None:

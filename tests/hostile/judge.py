@@ -91,8 +91,8 @@ class Judge:
         self.num_rebuilt = 0
         """How often an attack left a cluster that had to be replaced."""
         self._limit_seconds = limit_seconds
-        self._calm_seconds: float | None = None
-        """The 99th percentile of the good client's calls next to no attack."""
+        self._calm: Part | None = None
+        """What was measured next to no attack."""
         self._good: GoodClient | None = None
 
     async def __aenter__(self) -> Self:
@@ -127,15 +127,19 @@ class Judge:
         is_as_calm: bool = False,
     ) -> Part:
         """One attack. `patience`: seconds until the cluster must be as before. A cluster that is not is replaced. `is_calm`: there
-        is no attack; `is_as_calm`: the good client must not be twice as slow as then."""
+        is no attack; `is_as_calm`: the good client must not be twice as slow as then. It is looked at for as long then: of a few
+        calls the slowest would be the 99th percentile."""
         good = self._good
         assert good is not None
+        calm = self._calm if is_as_calm and self._limit_seconds is not None else None
         lines_before = self.logs.look()
         began = time.monotonic()
         outcome = Outcome()
         watching = asyncio.create_task(self._watch_logs())
         try:
             await attack(outcome)
+            if calm is not None:
+                await asyncio.sleep(began + calm.seconds - time.monotonic())
         finally:
             watching.cancel()
         found = await self.arena.problems(patience)
@@ -166,11 +170,10 @@ class Judge:
             await self._begin()
         part = Part(name, ", ".join(outcome.said), seconds, times, lines, found)
         if is_calm:
-            self._calm_seconds = part.quantile(0.99)
-        calm = None if self._limit_seconds is None or not is_as_calm else self._calm_seconds
-        if calm is not None and part.quantile(0.99) >= 2 * calm:
+            self._calm = part
+        if calm is not None and part.quantile(0.99) >= 2 * calm.quantile(0.99):
             part.problems.append(
-                f"good client: p99 {part.quantile(0.99) * 1000:.0f} ms, next to no attack {calm * 1000:.0f} ms"
+                f"good client: p99 {part.quantile(0.99) * 1000:.0f} ms, next to no attack {calm.quantile(0.99) * 1000:.0f} ms"
             )
         return part
 
