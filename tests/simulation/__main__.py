@@ -9,6 +9,7 @@ import time
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+from tests.simulation.chosen import choose
 from tests.simulation.runner import REPEAT_EVERY, run_all
 from tests.simulation.totals import Totals
 from tests.simulation.world import Result, World
@@ -36,9 +37,10 @@ def replay(seed: int, *, is_traced: bool, console: Console) -> int:
     return int(result.violation is not None)
 
 
-def simulate(seeds: range, jobs: int, *, strict: bool, console: Console) -> int:
+def simulate(seeds: range, jobs: int, *, strict: bool, is_choice: bool, console: Console) -> int:
     """Many seeds; returns the exit status."""
     totals = Totals()
+    reached: dict[int, set[str]] = {}
     began = time.monotonic()
     broken: list[Result] = []
     columns = MofNCompleteColumn(), TimeRemainingColumn()
@@ -46,6 +48,9 @@ def simulate(seeds: range, jobs: int, *, strict: bool, console: Console) -> int:
         for results in run_all(seeds, jobs):
             for result in results:
                 totals.add(result)
+                of_one = Totals()
+                of_one.add(result)
+                reached[result.seed] = of_one.reached()
                 totals.num_repeated += result.seed % REPEAT_EVERY == 0
                 if result.violation is not None:
                     broken.append(result)
@@ -75,6 +80,11 @@ def simulate(seeds: range, jobs: int, *, strict: bool, console: Console) -> int:
         console.print(f"[bold red]a seed has fewer than {MIN_OPERATIONS} operations or {MIN_FAULTS} faults[/]")
     if not (broken or never or too_few):
         console.print("[bold green]0 violations[/]")
+    if is_choice:
+        seeds_chosen = choose(reached)
+        console.print(
+            f"{len(seeds_chosen)} seeds reach all of it: {', '.join(map(str, seeds_chosen))}", highlight=False
+        )
     return int(bool(broken or never or too_few))
 
 
@@ -87,6 +97,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="the first of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes to run them in")
     parser.add_argument("--lenient", action="store_true", help="what was never reached is no failure: for few seeds")
+    parser.add_argument("--choose", action="store_true", help="print a few of the seeds that reach what all reach")
     arguments = parser.parse_args()
     console = Console()
     if arguments.seed is not None:
@@ -94,7 +105,8 @@ def main() -> int:
     if not arguments.seeds or arguments.seeds < 1 or arguments.jobs < 1:
         parser.error("needed a seed, or --seeds with the number of seeds to run")
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    return simulate(seeds, arguments.jobs, strict=not arguments.lenient, console=console)
+    strict, is_choice = not arguments.lenient, arguments.choose
+    return simulate(seeds, arguments.jobs, strict=strict, is_choice=is_choice, console=console)
 
 
 if __name__ == "__main__":

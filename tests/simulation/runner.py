@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 
 from tests.simulation.world import Result, World
@@ -28,7 +28,7 @@ def run(seed: int) -> Result:
     return result
 
 
-def run_some(seeds: range) -> list[Result]:
+def run_some(seeds: Sequence[int]) -> list[Result]:
     """Several seeds, up to the first that breaks a law."""
     results = []
     for seed in seeds:
@@ -45,11 +45,9 @@ def _begin_process() -> None:
     gc.freeze()
 
 
-def run_all(seeds: range, jobs: int) -> Iterator[list[Result]]:
+def run_all(seeds: Sequence[int], jobs: int) -> Iterator[list[Result]]:
     """In `jobs` processes, as they come in."""
-    tasks = iter(
-        range(at, min(at + _SEEDS_PER_TASK, seeds.stop)) for at in range(seeds.start, seeds.stop, _SEEDS_PER_TASK)
-    )
+    tasks = iter(seeds[at : at + _SEEDS_PER_TASK] for at in range(0, len(seeds), _SEEDS_PER_TASK))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_process) as pool:
         waiting: set[Future[list[Result]]] = set()

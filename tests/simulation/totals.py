@@ -138,6 +138,10 @@ class Totals(Tally):
         """What was not reached once."""
         return [f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if not count]
 
+    def reached(self) -> set[str]:
+        """What was."""
+        return {f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if count}
+
     def show(self, console: Console) -> None:
         """As a table; a zero stands out."""
         table = Table("", "reached", "times", title=f"{self.num_runs:,} seeds, {self.num_events:,} events", box=None)
