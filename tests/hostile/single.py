@@ -22,8 +22,9 @@ import grpc
 from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.watching.places import TURN_SECONDS
-from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 from tests import http2
+from tests.attacks import at_manager, at_worker
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import BLOCK_SIZE, CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
 from tests.hostile.fuzz import DEFECTS
@@ -129,46 +130,6 @@ async def path_at_worker(arena: Arena, outcome: Outcome) -> None:
     await _path(arena, outcome, VICTIM)
 
 
-async def not_protobuf(arena: Arena, outcome: Outcome) -> None:
-    """Bytes that no message type parses, to every method: each refused with a status of the table, and with one line at most."""
-    lines = {name: arena.cluster.processes[name].log.count("\n") for name in (MANAGER, VICTIM)}
-    num_sent = 0
-    defects: list[str] = []
-    for name, rpcs in ((MANAGER, manager_rpcs()), (VICTIM, worker_rpcs())):
-        async with arena.channel(name) as channel:
-            for rpc in rpcs:
-                # The second is cut off in the middle of a field, which is an error for every type.
-                for payload in (b"\x0a\x04\xff\xfe\xfd\xfc", b"\x0a\x7f\x01"):
-                    num_sent += 1
-                    code = await _status(rpc.call(channel, payload, CALL_SECONDS))
-                    if code in DEFECTS:
-                        defects.append(f"{rpc.name}: {code.name}")
-    if defects:
-        outcome.problems.append(
-            f"{len(defects)} of {num_sent} messages were answered no status of the table: {', '.join(defects[:4])}"
-        )
-    await asyncio.sleep(0.2)
-    for name, before in lines.items():
-        added = arena.cluster.processes[name].log.count("\n") - before
-        outcome.said.append(f"{name} logged {added} lines")
-        if added > num_sent:
-            outcome.problems.append(f"{name} logged {added} lines about {num_sent} messages")
-
-
-async def text_of_15_mb(arena: Arena, outcome: Outcome) -> None:
-    """Refused before it is tokenised: memory shows it, on a fast machine too."""
-    memory = _Memory(arena, VICTIM)
-    request = worker_pb2.GenerateRequest(sequence_id="long", attempt=1, text="hello world " * 1_300_000)
-    request.stop.max_tokens = 1
-    async with arena.channel(VICTIM) as channel:
-        stream = worker_pb2_grpc.WorkerServiceStub(channel).Generate(request, timeout=60.0)
-        code = await _status(anext(aiter(stream)))
-    outcome.said.append(code.name)
-    if code not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
-        outcome.problems.append(f"a text far beyond max_model_len was answered {code.name}")
-    memory.judge(outcome)
-
-
 async def oversize(arena: Arena, outcome: Outcome) -> None:
     """Messages over the transport's limit and at it, one that claims to be of 4 GiB, and one that is 48 MiB once unpacked."""
     for name, rpcs, method in ((MANAGER, manager_rpcs(), "Route"), (VICTIM, worker_rpcs(), "Generate")):
@@ -207,7 +168,7 @@ def _varint(value: int) -> bytes:
     return bytes((*encoded, value))
 
 
-# -- in the session of another
+# -- messages of the table, while a stream runs
 
 _LONG: Final = worker_pb2.StopConditions(max_tokens=300, ignore_eos=True)
 """Of a stream that Describe shows while it runs."""
@@ -220,101 +181,29 @@ async def _own(arena: Arena, channel: grpc.aio.Channel, **fields: Any) -> Strang
     return stranger
 
 
-def _foreign(stranger: Stranger, worker: cache_pb2.WorkerDescription, **fields: Any) -> cache_pb2.Uplink:
-    """The uplink of a call in that worker's session."""
-    uplink = stranger.uplink(**{"call_no": worker.totals.num_calls + 1, **fields})
-    uplink.session = worker.session
-    return uplink
-
-
-def _refused(outcome: Outcome, what: str, code: grpc.StatusCode) -> None:
-    outcome.said.append(f"{what}: {code.name}")
-    if code is grpc.StatusCode.OK:
-        outcome.problems.append(f"{what} in the session of another was taken")
-
-
 async def _seen_running(arena: Arena, sequence_id: str) -> cache_pb2.WorkerDescription | None:
-    """The victim, as soon as Describe shows that sequence there."""
+    """The victim, as soon as Describe shows that sequence there; that one alone, with its blocks."""
     deadline = time.monotonic() + LOOK_SECONDS
+    request = cache_pb2.DescribeRequest(worker_id=VICTIM, max_sequences=50, include_blocks=True)
     async with arena.channel() as channel:
         while time.monotonic() < deadline:
-            request = cache_pb2.DescribeRequest(worker_id=VICTIM, max_sequences=50)
             (worker,) = (await arena.stub(channel).Describe(request, timeout=CALL_SECONDS)).workers
-            if any(sequence.key.sequence_id == sequence_id for sequence in worker.sequences):
+            found = [sequence for sequence in worker.sequences if sequence.key.sequence_id == sequence_id]
+            if found:
+                del worker.sequences[:]
+                worker.sequences.extend(found)
                 return worker
     return None
 
 
-async def foreign_append(arena: Arena, outcome: Outcome) -> None:
-    """A block of a running sequence is sealed under invented tokens; then a prompt of these tokens is asked."""
-    async with arena.channel() as channel, arena.channel(VICTIM) as worker_channel:
-        stranger = await _own(arena, channel)
-        for attempt in range(12):
-            prompt = [(17 * at + 29 * attempt + 5) % 241 for at in range(BLOCK_SIZE * 3 // 2)]
-            invented = [(31 * at + attempt + 3) % 239 for at in range(BLOCK_SIZE // 2)]
-            sequence_id = f"append-{time.monotonic_ns()}"
-            stream = arena.open_stream(worker_channel, prompt, sequence_id=sequence_id, stop=_LONG)
-            reading = asyncio.create_task(_read(stream))
-            worker = await _seen_running(arena, sequence_id)
-            if worker is None:
-                await reading
-                continue
-            sequence = next(one for one in worker.sequences if one.key.sequence_id == sequence_id)
-            item = cache_pb2.AppendItem()
-            item.update.key.CopyFrom(sequence.key)
-            item.update.start = len(prompt)
-            item.update.tokens = b"".join(token.to_bytes(4, "little") for token in invented)
-            item.update.num_computed_tokens = len(prompt) + len(invented)
-            request = cache_pb2.AppendRequest(uplink=_foreign(stranger, worker), items=[item])
-            try:
-                reply = await stranger.stub.Append(request, timeout=CALL_SECONDS)
-                was_taken = reply.results[0].status.code == 0 and reply.results[0].num_sealed_tokens > len(prompt)
-                outcome.said.append("taken" if was_taken else f"{reply.results[0].status.message[:60]}")
-            except grpc.aio.AioRpcError as error:
-                # The call as a whole: the manager has not looked at the item, whose answer would depend on what the victim had
-                # reported by then. Another attempt would be refused for the same reason.
-                outcome.said.append(error.code().name)
-                await reading
-                return
-            await reading
-            if was_taken:
-                outcome.problems.append(
-                    "Append in the session of another was taken: a block is sealed under invented tokens"
-                )
-                await asyncio.sleep(1.2)
-                await _ask(arena, [*prompt, *invented, 7, 8, 9], outcome)
-                return
-        if not outcome.said:
-            outcome.problems.append("no stream ever showed in Describe")
-
-
-async def _read(stream: Any) -> str:
-    try:
-        return f"{len([token async for part in stream for token in part.token_ids])} tokens"
-    except grpc.aio.AioRpcError as error:
-        return error.code().name
-
-
-async def _ask(arena: Arena, prompt: Sequence[int], outcome: Outcome) -> None:
-    right = arena.right_answer(prompt)
-    try:
-        tokens = await arena.answer(VICTIM, prompt)
-    except grpc.aio.AioRpcError as error:
-        outcome.problems.append(f"no answer afterwards: {error.code().name}: {error.details()}")
-        return
-    if tokens != right:
-        outcome.problems.append(f"wrong text from the cache: {list(tokens)}, not {list(right)}")
-
-
 async def _during_a_stream(
-    arena: Arena, outcome: Outcome, attack: Callable[[Stranger, cache_pb2.WorkerDescription], Awaitable[None]]
+    arena: Arena, outcome: Outcome, attack: Callable[[cache_pb2.WorkerDescription], Awaitable[None]]
 ) -> None:
     """Attack while the victim generates; the stream must come to its end, and be right."""
-    async with arena.channel() as channel, arena.channel(VICTIM) as worker_channel:
-        stranger = await _own(arena, channel)
+    async with arena.channel(VICTIM) as channel:
         question = arena.questions[0]
         sequence_id = f"stream-{time.monotonic_ns()}"
-        stream = arena.open_stream(worker_channel, question.prompt, sequence_id=sequence_id, stop=_LONG)
+        stream = arena.open_stream(channel, question.prompt, sequence_id=sequence_id, stop=_LONG)
         tokens: list[int] = []
 
         async def read() -> None:
@@ -326,7 +215,7 @@ async def _during_a_stream(
         if worker is None:
             outcome.problems.append("the stream never showed in Describe")
         else:
-            await attack(stranger, worker)
+            await attack(worker)
         try:
             await reading
         except grpc.aio.AioRpcError as error:
@@ -336,70 +225,49 @@ async def _during_a_stream(
                 outcome.problems.append(f"the stream that ran gave {len(tokens)} tokens, or wrong ones")
 
 
-async def foreign_free(arena: Arena, outcome: Outcome) -> None:
-    """Free of a running sequence, with the largest call_no and downlink_ack that there are."""
-
-    async def attack(stranger: Stranger, worker: cache_pb2.WorkerDescription) -> None:
-        request = cache_pb2.FreeRequest(uplink=_foreign(stranger, worker, call_no=LARGEST, downlink_ack=LARGEST))
-        request.items.add().update.key.CopyFrom(worker.sequences[0].key)
-        _refused(outcome, "Free", await _status(stranger.stub.Free(request, timeout=CALL_SECONDS)))
-
-    await _during_a_stream(arena, outcome, attack)
+async def _judge_message(outcome: Outcome, name: str, wanted: grpc.StatusCode, call: Awaitable[object]) -> None:
+    code = await _status(call)
+    if code is not wanted:
+        outcome.problems.append(f"{name} was answered {code.name}, not {wanted.name}")
 
 
-async def foreign_keep_alive(arena: Arena, outcome: Outcome) -> None:
-    """A heartbeat that acknowledges what was never heard, reports a load without end and says that the worker leaves."""
+async def messages_to_the_manager(arena: Arena, outcome: Outcome) -> None:
+    """In the session of another, with impossible numbers, in another's name, and bytes: refused, with a line of the log at most."""
+    lines = arena.cluster.processes[MANAGER].log.count("\n")
 
-    async def attack(stranger: Stranger, worker: cache_pb2.WorkerDescription) -> None:
-        request = cache_pb2.KeepAliveRequest()
-        stranger.led(request)
-        request.session, request.downlink_ack, request.draining = worker.session, LARGEST, True
-        request.load.num_running = request.load.num_waiting = (1 << 32) - 1
-        request.load.num_uncomputed_tokens = LARGEST
-        _refused(outcome, "KeepAlive", await _status(stranger.stub.KeepAlive(request, timeout=CALL_SECONDS)))
-
-    await _during_a_stream(arena, outcome, attack)
-
-
-async def foreign_deregister(arena: Arena, outcome: Outcome) -> None:
-    """The victim's session is ended in its name."""
-
-    async def attack(stranger: Stranger, worker: cache_pb2.WorkerDescription) -> None:
-        request = cache_pb2.DeregisterRequest()
-        stranger.led(request)
-        request.session = worker.session
-        outcome.said.append(
-            f"Deregister: {(await _status(stranger.stub.Deregister(request, timeout=CALL_SECONDS))).name}"
-        )
-        sessions = [one.session for one in (await arena.describe()).workers if one.worker_id == VICTIM]
-        if sessions != [worker.session]:
-            outcome.problems.append("Deregister in the session of another ended it")
+    async def attack(worker: cache_pb2.WorkerDescription) -> None:
+        async with arena.channel() as channel:
+            own = await _own(arena, channel)
+            scene = at_manager.Scene(
+                channel, worker, own.registered.session, own.registered.session_key, registration("one more")
+            )
+            # Those that could end the stream first, so that they come while it runs.
+            for one in at_manager.ALL:
+                await _judge_message(outcome, one.name, one.code, one.send(scene))
+            await own.deregister()
 
     await _during_a_stream(arena, outcome, attack)
+    added = arena.cluster.processes[MANAGER].log.count("\n") - lines
+    outcome.said.append(f"{len(at_manager.ALL)} messages, {added} log lines")
+    if added > len(at_manager.ALL):
+        outcome.problems.append(f"the manager logged {added} lines")
 
 
-async def largest_call_no(arena: Arena, outcome: Outcome) -> None:
-    """In the attacker's own session: refused, and the session goes on with the numbers that it had."""
-    async with arena.channel() as channel:
-        stranger = await _own(arena, channel)
-        code = await _status(
-            stranger.stub.Free(cache_pb2.FreeRequest(uplink=stranger.uplink(call_no=LARGEST)), timeout=CALL_SECONDS)
-        )
-        outcome.said.append(code.name)
-        after = await _status(stranger.stub.Free(cache_pb2.FreeRequest(uplink=stranger.uplink()), timeout=CALL_SECONDS))
-        if code is grpc.StatusCode.OK or after is not grpc.StatusCode.OK:
-            outcome.problems.append(f"call_no 2^64 − 1 was answered {code.name}, the next call {after.name}")
-        await stranger.deregister()
+async def messages_to_a_worker(arena: Arena, outcome: Outcome) -> None:
+    """Bytes, and a text that it refuses before it is tokenised: memory shows it, on a fast machine too."""
+    memory, lines = _Memory(arena, VICTIM), arena.cluster.processes[VICTIM].log.count("\n")
+    async with arena.channel(VICTIM) as channel:
+        for one in at_worker.ALL:
+            call: Any = channel.unary_unary(one.path)
+            await _judge_message(outcome, one.name, one.code, call(one.payload(), timeout=COMMAND_SECONDS))
+    added = arena.cluster.processes[VICTIM].log.count("\n") - lines
+    outcome.said.append(f"{len(at_worker.ALL)} messages, {added} log lines")
+    if added > len(at_worker.ALL):
+        outcome.problems.append(f"the worker logged {added} lines")
+    memory.judge(outcome)
 
 
 # -- registrations
-
-
-async def largest_incarnation(arena: Arena, outcome: Outcome) -> None:
-    """The victim's name with the largest incarnation; the attacker then keeps silent."""
-    async with arena.channel() as channel:
-        request = registration(VICTIM, incarnation=LARGEST)
-        outcome.said.append((await _status(arena.stub(channel).Register(request, timeout=CALL_SECONDS))).name)
 
 
 async def own_epoch(arena: Arena, outcome: Outcome) -> None:
@@ -673,11 +541,11 @@ async def watches_over_many_connections(arena: Arena, outcome: Outcome) -> None:
 
 
 STRANGE_NAMES: Final = ("[/x]", "[bold red]x", "\x1b]0;PWN\x07\x1b[2J", "a\nb", "\u202ex")
-COMMANDS: Final = (("status",), ("blocks", "--worker", "NAME"), ("drain", "NAME-not-there"))
 
 
 async def strange_names(arena: Arena, outcome: Outcome) -> None:
-    """Workers named in markup and escapes: every command shows them without harm, and so does the manager's log."""
+    """Workers named in markup and escapes: a command shows them without harm, and so does the manager's log. For every command see
+    tests/client/test_cli_hostile_names.py."""
     log = arena.cluster.processes[MANAGER].log_path
     logged = log.stat().st_size
     async with arena.channel() as channel:
@@ -688,14 +556,11 @@ async def strange_names(arena: Arena, outcome: Outcome) -> None:
             outcome.said.append(code.name)
             if code is grpc.StatusCode.OK:
                 strangers.append(stranger)
-        commands = [[part.replace("NAME", f"{STRANGE_NAMES[2]}2") for part in command] for command in COMMANDS]
-        for command, shown in zip(
-            commands, await asyncio.gather(*(_kvpool(arena, one) for one in commands)), strict=True
-        ):
-            if b"Traceback" in shown:
-                outcome.problems.append(f"kvpool {command[0]} ended in a traceback: {shown.decode().splitlines()[-1]}")
-            if b"\x1b" in shown or b"\x07" in shown:
-                outcome.problems.append(f"kvpool {command[0]} let an escape through to the terminal")
+        shown = await _kvpool(arena, ("status",))
+        if b"Traceback" in shown:
+            outcome.problems.append(f"kvpool status ended in a traceback: {shown.decode().splitlines()[-1]}")
+        if b"\x1b" in shown or b"\x07" in shown:
+            outcome.problems.append("kvpool status let an escape through to the terminal")
         for stranger in strangers:
             await _status(stranger.deregister())
     if b"\x1b" in log.read_bytes()[logged:]:
@@ -717,15 +582,9 @@ async def _kvpool(arena: Arena, arguments: Sequence[str]) -> bytes:
 SINGLES: Final = (
     Single("path not UTF-8, manager", path_at_manager),
     Single("path not UTF-8, worker", path_at_worker),
-    Single("no protobuf", not_protobuf),
+    Single("messages to the manager", messages_to_the_manager),
+    Single("messages to a worker", messages_to_a_worker),
     Single("oversize", oversize),
-    Single("15 MB of text", text_of_15_mb),
-    Single("Append in another's session", foreign_append),
-    Single("Free in another's session, call_no 2^64-1", foreign_free),
-    Single("KeepAlive in another's session", foreign_keep_alive),
-    Single("Deregister of another's session", foreign_deregister),
-    Single("call_no 2^64-1", largest_call_no),
-    Single("incarnation 2^64-1", largest_incarnation, costs_a_session=True),
     Single("the manager's own epoch, claimed", own_epoch, costs_a_session=True),
     Single("epoch 2^23-1", largest_epoch, costs_a_session=True),
     Single("2^24 blocks", huge_pools),

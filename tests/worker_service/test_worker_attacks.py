@@ -21,6 +21,8 @@ from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.request_sizes import request_limits
 from kvpool.worker_service.server import SERVICE
 from tests import http2
+from tests.attacks import at_worker
+from tests.attacks.at_manager import NO_MESSAGE
 from tests.cluster.cluster import TAKES_TIME
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.models import make_endless_model
@@ -31,8 +33,6 @@ from tests.until import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GENERATE = f"/{SERVICE}/Generate".encode()
-NO_MESSAGE = b"\x0a\x04\xff\xfe"
-"""A field of four bytes, of which two are there: no message has it."""
 MAX_MODEL_LEN = 2048
 READER_SECONDS = 1.0
 
@@ -147,45 +147,37 @@ async def channel(cluster: InProcessCluster) -> AsyncIterator[Any]:
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Code and message of a stream that fails, which it must, with its rich status."""
+    """Code and message of a call that fails, which it must, with its rich status."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
+        await call
     assert details_of(caught.value).reason
     return caught.value.code(), caught.value.details() or ""
 
 
-@pytest.mark.parametrize("method", ["GetModel", "Generate"])
-async def test_bytes_that_are_no_message_are_invalid_and_one_line(
-    cluster: InProcessCluster, channel: Any, method: str
-) -> None:
+@pytest.mark.parametrize("attack", at_worker.ALL, ids=str)
+async def test_a_message_of_a_stranger_is_refused(channel: Any, attack: at_worker.Attack) -> None:
+    """What was sent, what is allowed, and which setting decides."""
+    code, message = await refusal(channel.unary_unary(attack.path)(attack.payload()))
+    assert code is attack.code
+    assert all(word in message for word in attack.words)
+
+
+async def test_bytes_that_are_no_message_are_counted_and_one_line(cluster: InProcessCluster, channel: Any) -> None:
+    """However many there are; a method that generates nothing counts no request."""
     cluster.worker._grpc._refused_line._quiet_until = 0.0
-    refused_before = cluster.worker.engine.stats.refused[ErrorKind.INVALID]
+    refused = cluster.worker.engine.stats.refused
+    before = refused[ErrorKind.INVALID]
     with structlog.testing.capture_logs() as logged:
-        for _ in range(10):
-            code, _message = await refusal(channel.unary_stream(f"/{SERVICE}/{method}")(NO_MESSAGE))
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
+        for method in ("Generate", "GetModel"):
+            for _ in range(10):
+                await refusal(channel.unary_unary(f"/{SERVICE}/{method}")(NO_MESSAGE[0]))
     assert len(logged) == 1
-    refused = cluster.worker.engine.stats.refused[ErrorKind.INVALID] - refused_before
-    assert refused == (10 if method == "Generate" else 0)
+    assert refused[ErrorKind.INVALID] == before + 10
 
 
 async def test_every_method_has_a_limit_of_its_own() -> None:
     """A new one is to be thought about: what is the largest request that is legal?"""
-    methods = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods
-    assert request_limits(2048, 264, TextBound(0)).keys() == {f"/{SERVICE}/{method.name}" for method in methods}
-
-
-async def test_a_prompt_that_no_model_can_take_is_refused_before_it_is_read(
-    cluster: InProcessCluster, channel: Any
-) -> None:
-    """15 MB, which the transport takes. What was sent, what is allowed, and which setting decides."""
-    asked = request("huge")
-    asked.text = "hello world " * 1_300_000
-    raw = asked.SerializeToString()
-    code, message = await refusal(channel.unary_stream(GENERATE.decode())(raw))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert str(len(raw)) in message
-    assert "--max-model-len" in message
+    assert request_limits(2048, 264, TextBound(0)).keys() == set(at_worker.PATHS)
 
 
 async def test_the_largest_legal_request_is_taken(cluster: InProcessCluster, channel: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a peer may send to a manager's port without harm to others: bad paths, bytes that are no message, too many of them."""
+"""What a peer may send to a manager's port without harm to others: bad paths, and the messages of tests/attacks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from google.rpc import error_details_pb2
 
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.request_sizes import request_limits
@@ -20,15 +21,15 @@ from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests import http2
+from tests.attacks import at_manager
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, prompt, refused, registration
 from tests.cache_service.edge.test_edge_process import manager
+from tests.cache_service.edge.victim import busy, goes_on, seen, state_of
+from tests.rich_status import detail, field_of
 from tests.until import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-NO_MESSAGE = b"\x0a\x04\xff\xfe"
-"""A field of four bytes, of which two are there: no message has it."""
-METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["CacheService"].methods)
 
 
 async def refused_paths(connection: http2.Connection, number: int = 3) -> None:
@@ -80,33 +81,44 @@ async def test_a_process_goes_on_and_ends_with_status_0(tmp_path: Path) -> None:
         assert [json.loads(line)["event"] for line in process.stderr] == ["stopped"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-async def test_bytes_that_are_no_message_are_refused_by_every_method(server: Server, channel: Any, method: str) -> None:
+@pytest.mark.parametrize("attack", at_manager.ALL, ids=str)
+async def test_a_message_of_a_stranger_is_refused_and_changes_nothing(
+    server: Server, stub: Stub, channel: grpc.aio.Channel, worker: Worker, attack: at_manager.Attack
+) -> None:
+    """Neither tokens nor blocks, nor a lease, a call_no, a downlink or the epoch; and the worker goes on as if nothing had been."""
+    await busy(worker)
+    other = await Worker.begin(stub, registration("stranger"))
+    scene = at_manager.Scene(channel, await seen(stub), other.session, other.session_key, registration("one more"))
+    before = state_of(server)
+    status = await refused(attack.send(scene), attack.code, attack.reason)
+    assert state_of(server) == before
+    assert not attack.field or field_of(status) == attack.field
+    assert all(word in status.message for word in attack.words)
+    if attack.reason in ("WORKER_ELSEWHERE", "STALE_INCARNATION"):
+        assert detail(status, error_details_pb2.RetryInfo).retry_delay.ToSeconds() > 0
+    await goes_on(worker)
+
+
+async def test_bytes_that_are_no_message_are_counted_and_one_line(server: Server, channel: Any) -> None:
+    """However many there are."""
     with structlog.testing.capture_logs() as logged:
         for _ in range(10):
-            await refused(channel.unary_unary(f"/{SERVICE}/{method}")(NO_MESSAGE), INVALID, "MALFORMED")
+            await refused(channel.unary_unary(f"/{SERVICE}/Check")(at_manager.NO_MESSAGE[0]), INVALID, "MALFORMED")
     assert len(logged) == 1
     assert server._servicer.counts.unread["MALFORMED"] == 10
-    assert server._servicer.counts.calls[method, "INVALID_ARGUMENT"] == 10
+    assert server._servicer.counts.calls["Check", "INVALID_ARGUMENT"] == 10
     assert server._servicer.counts.num_under_way == 0
 
 
 def test_every_method_has_a_limit_of_its_own() -> None:
-    """A new one is to be thought about: what is the largest request that is legal?"""
-    assert request_limits(Limits()).keys() == {f"/{SERVICE}/{name}" for name in METHODS}
-
-
-@pytest.mark.parametrize("method", METHODS)
-async def test_a_request_over_the_limit_of_its_method_is_refused(channel: Any, method: str) -> None:
-    """Bytes of an unknown field, which a parser would take. What is as long as the transport takes is refused there."""
-    path = f"/{SERVICE}/{method}"
-    limit = request_limits(Limits())[path].num_bytes
-    assert limit <= {"Register": 64 << 10, "Route": 5 << 20, "Explain": 5 << 20}.get(method, MAX_MESSAGE_BYTES)
-    if limit < MAX_MESSAGE_BYTES:
-        found = await refused(channel.unary_unary(path)(bytes(limit + 1)), INVALID, "TOO_LARGE")
-        assert str(limit) in found.message
-        assert str(limit + 1) in found.message
-    assert limit in (SMALL.num_bytes, MAX_MESSAGE_BYTES) or method in ("Register", "Route", "Explain")
+    """A new one is to be thought about: what is the largest request that is legal? What is longer than the transport takes is
+    refused there."""
+    limits = {path.rpartition("/")[2]: limit.num_bytes for path, limit in request_limits(Limits()).items()}
+    assert limits.keys() == {path.rpartition("/")[2] for path in at_manager.PATHS}
+    assert limits.pop("Register") <= 64 << 10
+    assert limits.pop("Route") <= 5 << 20
+    assert limits.pop("Explain") <= 5 << 20
+    assert set(limits.values()) == {SMALL.num_bytes, MAX_MESSAGE_BYTES}
 
 
 async def test_the_largest_legal_requests_are_taken(stub: Stub) -> None:

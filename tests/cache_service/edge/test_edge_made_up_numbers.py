@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
@@ -13,11 +12,9 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
 from kvpool.cache_service.election.file import FileEpochs, encode
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
-from kvpool.cache_service.server import Server
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import Worker, item, prompt, refused, registration
+from tests.cache_service.edge.peer import registration
 from tests.rich_status import detail
 from tests.simulation.rpc import Context
 
@@ -87,28 +84,6 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
 
 
 # -- incarnations
-
-
-async def test_the_largest_incarnation_does_not_take_a_live_worker_s_place(
-    server: Server, stub: cache_pb2_grpc.CacheServiceStub, worker: Worker
-) -> None:
-    """One message of anybody, all it needs taken from Describe: the worker goes on in its session."""
-    await worker.allocate(item("a", prompt(9)))
-    (described,) = (await stub.Describe(pb.DescribeRequest())).workers
-    assert not hasattr(described, "process_key")
-    for incarnation in (LARGEST, described.incarnation + 1, described.incarnation):
-        made_up = registration(described.worker_id, register_no=LARGEST)
-        made_up.incarnation, made_up.process_key, made_up.predecessor_key = incarnation, b"made up", b"made up"
-        reason = "WORKER_ELSEWHERE" if incarnation > described.incarnation else "STALE_INCARNATION"
-        code = (
-            grpc.StatusCode.ALREADY_EXISTS
-            if incarnation > described.incarnation
-            else grpc.StatusCode.FAILED_PRECONDITION
-        )
-        status = await refused(stub.Register(made_up), code, reason)
-        assert detail(status, error_details_pb2.RetryInfo).retry_delay.ToSeconds() > 0
-    assert (await worker.keep_alive()).downlink.counts[0].held == 3
-    await worker.register()
 
 
 async def test_a_worker_that_was_away_returns_after_the_largest_incarnation(begin: Callable[..., Life]) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kvpool.cache_service import status
@@ -22,6 +20,7 @@ from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.status import MAX_TEXT_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
+from tests.attacks.spoil import spoil
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration, run, tokens
 from tests.rich_status import detail, field_of, position_of, reason_of
 
@@ -31,48 +30,6 @@ _CODES = frozenset(code_pb2.Code.keys())
 CODE_COLUMN = 48
 """Where the published table has its codes."""
 HOST = common_pb2.TIER_HOST
-
-
-def spoil(message: Any, path: str, value: object) -> None:
-    """Set the field at a path like "pools[0].tier"; None clears it, a message is appended to it."""
-    *parents, name = re.findall(r"\w+", path)
-    for part in parents:
-        message = message[int(part)] if part.isdigit() else getattr(message, part)
-    if value is None:
-        message.ClearField(name)
-    elif isinstance(value, Message):
-        getattr(message, name).append(value)
-    else:
-        setattr(message, name, value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("worker_id", ""),
-        ("worker_id", "w" * 129),
-        ("address", "a" * 257),
-        ("model_fingerprint", "é" * 65),
-        ("model_name", "m" * 10_000),
-        ("kv_cache_config.block_size", 24),
-        ("kv_cache_config.pools[0].num_blocks", 1),
-        ("kv_cache_config.pools[0].num_blocks", (1 << 32) - 1),
-        ("kv_cache_config.pools", common_pb2.KVCachePool(tier=HOST, num_blocks=9)),
-        ("kv_cache_config.groups", None),
-        ("kv_cache_config.groups[0].group", 1),
-        ("kv_cache_config.pools[0].group", 1),
-        ("kv_cache_config.pools[0].tier", HOST),
-        ("highest_epoch_seen", 1 << 40),
-        ("highest_epoch_seen", (1 << 64) - 1),
-    ],
-)
-async def test_a_malformed_registration_names_its_field(server: Server, stub: Stub, field: str, value: object) -> None:
-    request = registration()
-    spoil(request, field, value)
-    found = await refused(stub.Register(request), INVALID, "BAD_FIELD")
-    assert field_of(found) == field.removesuffix(".num_blocks")
-    assert not (await stub.Describe(pb.DescribeRequest())).workers
-    assert server.manager.epoch == 1
 
 
 async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:

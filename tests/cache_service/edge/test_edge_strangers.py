@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import grpc
 import pytest
@@ -16,8 +14,10 @@ from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.server import Server
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
+from tests.attacks import at_manager
 from tests.cache_service.core.lockstep import snapshot
-from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, refused, registration, run, tokens
+from tests.cache_service.edge.peer import Worker, prompt, refused, registration
+from tests.cache_service.edge.victim import busy, seen, state_of
 from tests.rich_status import detail, field_of
 from tests.scrape import scrape
 
@@ -27,118 +27,25 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 LARGEST = 2**64 - 1
 
 
-class Stranger:
-    """Speaks in a session that Describe shows, with a key that is not the session's."""
-
-    def __init__(self, stub: Stub, victim: pb.WorkerDescription, session_key: bytes) -> None:
-        self.stub = stub
-        self.victim = victim
-        self.session_key = session_key
-
-    def uplink(self, **fields: Any) -> pb.Uplink:
-        """All that it needs but the key is in Describe."""
-        head = {"call_no": self.victim.totals.num_calls + 1, "session_key": self.session_key, **fields}
-        return pb.Uplink(session=self.victim.session, **head)
-
-    def update(self) -> pb.SequenceUpdate:
-        """Invented tokens after those of the victim's first sequence, as if they were computed."""
-        victim = self.victim.sequences[0]
-        return pb.SequenceUpdate(
-            key=victim.key,
-            start=victim.num_tokens,
-            tokens=tokens(*range(900, 900 + BLOCK_SIZE)),
-            num_computed_tokens=victim.num_tokens + BLOCK_SIZE,
-        )
-
-    def allocate(self) -> Awaitable[Any]:
-        wish = pb.ReserveWish(tier=common_pb2.TIER_DEVICE, num_blocks=9)
-        uplink = self.uplink(reserve_wishes=[wish])
-        return self.stub.Allocate(pb.AllocateRequest(uplink=uplink, items=[item("stranger", prompt(9))]))
-
-    def append(self) -> Awaitable[Any]:
-        return self.stub.Append(pb.AppendRequest(uplink=self.uplink(), items=[pb.AppendItem(update=self.update())]))
-
-    def fork(self) -> Awaitable[Any]:
-        fork = pb.ForkItem(parent=key("a"), update=pb.SequenceUpdate(key=key("stranger"), tokens=tokens(1)))
-        return self.stub.Fork(pb.ForkRequest(uplink=self.uplink(), items=[fork]))
-
-    def free(self) -> Awaitable[Any]:
-        uplink = self.uplink(call_no=LARGEST, downlink_ack=LARGEST)
-        return self.stub.Free(pb.FreeRequest(uplink=uplink, items=[pb.FreeItem(update=self.update())]))
-
-    def return_the_reserve(self) -> Awaitable[Any]:
-        blocks = [block for block in self.victim.blocks if block.state == pb.BLOCK_STATE_RESERVED]
-        assert blocks
-        returned = run(0, [block.block_id for block in blocks], [block.generation for block in blocks])
-        return self.stub.Free(pb.FreeRequest(uplink=self.uplink(returned=[returned])))
-
-    def report(self) -> Awaitable[Any]:
-        return self.stub.Report(pb.ReportRequest(uplink=self.uplink(), part=0, last=True))
-
-    def keep_alive(self) -> Awaitable[Any]:
-        """Renews the lease of a dead worker, and makes the manager forget what the living one has not heard."""
-        return self.stub.KeepAlive(
-            pb.KeepAliveRequest(
-                session=self.victim.session, session_key=self.session_key, downlink_ack=LARGEST, draining=True
-            )
-        )
-
-    def deregister(self) -> Awaitable[Any]:
-        return self.stub.Deregister(pb.DeregisterRequest(session=self.victim.session, session_key=self.session_key))
-
-
-CALLS: dict[str, Callable[[Stranger], Awaitable[Any]]] = {
-    "Allocate": Stranger.allocate,
-    "Append": Stranger.append,
-    "Fork": Stranger.fork,
-    "Free": Stranger.free,
-    "Free with the reserve": Stranger.return_the_reserve,
-    "Report": Stranger.report,
-    "KeepAlive": Stranger.keep_alive,
-    "Deregister": Stranger.deregister,
-}
-
-
-async def seen(stub: Stub, worker_id: str = "w") -> pb.WorkerDescription:
-    """All that anybody can see of a worker."""
-    request = pb.DescribeRequest(worker_id=worker_id, include_blocks=True, max_sequences=50)
-    return (await stub.Describe(request)).workers[0]
-
-
-async def busy(worker: Worker) -> None:
-    """A sequence that decodes, and a reserve of which the worker has not heard yet."""
-    await worker.allocate(item("a", prompt(2 * BLOCK_SIZE)), wish=3)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kind", ["none", "zeros", "its own", "one byte less", "one byte more", "one bit wrong"])
+@pytest.mark.parametrize("attack", at_manager.FOREIGN, ids=str)
+@pytest.mark.parametrize("kind", ["none", "zeros", "one byte less", "one byte more", "one bit wrong"])
 async def test_without_its_key_a_session_cannot_be_changed(
-    server: Server, stub: Stub, worker: Worker, call: str, kind: str
+    server: Server, stub: Stub, channel: grpc.aio.Channel, worker: Worker, attack: at_manager.Attack, kind: str
 ) -> None:
-    """Neither tokens nor blocks, nor lease, call_no or downlink; and the worker goes on as if nothing had been."""
+    """test_edge_attacks.py has the key of the stranger's own session."""
     await busy(worker)
-    other = await Worker.begin(stub, registration("stranger"))
     right = worker.session_key
     wrong = {
         "none": b"",
         "zeros": bytes(SESSION_KEY_BYTES),
-        "its own": other.session_key,
         "one byte less": right[:-1],
         "one byte more": right + b"\0",
         "one bit wrong": right[:-1] + bytes([right[-1] ^ 1]),
     }[kind]
-    stranger = Stranger(stub, await seen(stub), wrong)
-    before = snapshot(server.manager), server.manager.worker("w").draining
-    status = await refused(CALLS[call](stranger), DENIED, "WRONG_KEY")
-    assert "session_key" in status.message
-    assert (snapshot(server.manager), server.manager.worker("w").draining) == before
-    worker.downlink_ack = (await worker.keep_alive()).downlink.entries[-1].number
-    update = pb.SequenceUpdate(key=key("a"), start=2 * BLOCK_SIZE, tokens=tokens(7), num_computed_tokens=2 * BLOCK_SIZE)
-    appended = await worker.append(update)
-    assert appended.results[0].num_sealed_tokens == 2 * BLOCK_SIZE
-    await worker.free(pb.SequenceUpdate(key=key("a")))
-    again = await worker.allocate(item("b", prompt(2 * BLOCK_SIZE) + tokens(7)))
-    assert again.results[0].granted.num_cached_tokens == 2 * BLOCK_SIZE
+    before = state_of(server)
+    scene = at_manager.Scene(channel, await seen(stub), 0, wrong, registration("stranger"))
+    await refused(attack.send(scene), attack.code, attack.reason)
+    assert state_of(server) == before
 
 
 async def test_the_report_of_another_worker_cannot_be_told(server: Server, stub: Stub) -> None:
@@ -206,25 +113,17 @@ async def test_a_key_is_never_shown(server: Server, stub: Stub) -> None:
 # -- the second line: numbers have bounds
 
 
-async def test_a_call_no_far_ahead_is_refused_and_uses_up_nothing(server: Server, stub: Stub, worker: Worker) -> None:
-    """Even with the key: the next number is taken as if nothing had been said."""
+async def test_the_furthest_call_no_that_is_taken(server: Server, stub: Stub, worker: Worker) -> None:
+    """One further is refused even with the key, and uses up nothing."""
     await busy(worker)
     before = snapshot(server.manager)
-    for call_no in (LARGEST, worker.call_no + (1 << 20) + 1):
-        uplink = pb.Uplink(session=worker.session, session_key=worker.session_key, call_no=call_no)
-        for call in (
-            stub.Allocate(pb.AllocateRequest(uplink=uplink)),
-            stub.Append(pb.AppendRequest(uplink=uplink)),
-            stub.Fork(pb.ForkRequest(uplink=uplink)),
-            stub.Free(pb.FreeRequest(uplink=uplink)),
-            stub.Report(pb.ReportRequest(uplink=uplink)),
-        ):
-            status = await refused(call, INVALID, "BAD_FIELD")
-            assert field_of(status) == "uplink.call_no"
-            assert str(worker.call_no + (1 << 20)) in status.message
+    furthest = worker.call_no + (1 << 20)
+    uplink = pb.Uplink(session=worker.session, session_key=worker.session_key, call_no=furthest + 1)
+    status = await refused(stub.Append(pb.AppendRequest(uplink=uplink)), INVALID, "BAD_FIELD")
+    assert str(furthest) in status.message
     assert snapshot(server.manager) == before
-    worker.call_no += (1 << 20) - 1
-    assert (await worker.append()).downlink.counts  # the furthest that is taken
+    worker.call_no = furthest - 1
+    assert (await worker.append()).downlink.counts
 
 
 async def test_entries_that_were_never_sent_cannot_be_acknowledged(server: Server, stub: Stub, worker: Worker) -> None:
