@@ -104,6 +104,8 @@ class Request:
     """Positions below are in the table's blocks already."""
     sampling: SamplingParams = GREEDY
     sampled: list[SampledToken] = field(default_factory=list)
+    chunk: int = NEVER
+    """Tokens of its prompt that a step computes, at most."""
     computed: int = -1
     running: int = 0
     """Block of its running state, if the model has recurrent layers."""
@@ -193,7 +195,9 @@ class PagedModel:
 
     def _next_part(self, request: Request, chunk: int) -> SequencePart:
         start, known = request.computed, [*request.prompt, *request.token_ids]
-        end = min([start + chunk, len(known), *(place for place in request.snapshots if place > start)])
+        end = min(
+            [start + min(chunk, request.chunk), len(known), *(place for place in request.snapshots if place > start)]
+        )
         tables = (request.table,) * len(self.runner.kv_cache.plan.groups)
         sampling = request.sampling if end == len(known) else None
         state = None

@@ -67,6 +67,8 @@ class Request:
     """Positions below are in the table's blocks already."""
     sampling: SamplingParams = GREEDY
     sampled: list[SampledToken] = field(default_factory=list)
+    chunk: int = NEVER
+    """Tokens of its prompt that a step computes, at most."""
     computed: int = 0
 
     @property
@@ -127,7 +129,7 @@ class PagedSeq2Seq:
 
 def _next_part(request: Request, chunk: int) -> SequencePart:
     known = [*request.prompt, *request.token_ids]
-    tokens = known[request.computed : request.computed + chunk]
+    tokens = known[request.computed : request.computed + min(chunk, request.chunk)]
     reaches_end = request.computed + len(tokens) == len(known)
     is_first = request.computed == request.start
     return SequencePart(

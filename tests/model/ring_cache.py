@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import cycle
 
 import torch
 
@@ -37,6 +38,9 @@ class Text:
     tables: tuple[list[int], ...]
     num_gone: list[int]
     """Leading entries of each table whose blocks have left the window."""
+    form: Form
+    chunk: int = NEVER
+    """Tokens of its prompt that a step of generate() computes, at most."""
     computed: int = 0
     spare: dict[int, int] = field(default_factory=dict)
     """By group: a block that has left, and that its next tokens get. Others go to any text."""
@@ -81,8 +85,10 @@ class RingCache:
             for cache in caches:
                 cache[0] = NAN
 
-    def text(self, tokens: Sequence[int]) -> Text:
-        return Text(list(tokens), tuple([] for _ in self.plan.groups), [0] * len(self.plan.groups))
+    def text(self, tokens: Sequence[int], form: Form | None = None, chunk: int = NEVER) -> Text:
+        """form: None: the cache's."""
+        tables: tuple[list[int], ...] = tuple([] for _ in self.plan.groups)
+        return Text(list(tokens), tables, [0] * len(self.plan.groups), form or self.form, chunk)
 
     def part(self, text: Text, length: int, *, samples: bool = False) -> SequencePart:
         """The next tokens of a text. Its blocks before their window are gone from now on."""
@@ -104,7 +110,7 @@ class RingCache:
         left = table[gone:first]
         for cache in self._kv[group]:
             cache[left] = NAN
-        if self.form is Form.HOLES:
+        if text.form is Form.HOLES:
             table[gone:first] = [0] * len(left)
         text.num_gone[group] = max(gone, first)
         if left and group not in text.spare:
@@ -112,11 +118,18 @@ class RingCache:
         self._free[group] += left
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int = NEVER, stagger: int = 0
+        self, prompts: Sequence[Sequence[int]], num_new: int, chunks: Sequence[int], stagger: int | None
     ) -> list[list[SampledToken]]:
-        """Greedy tokens after each prompt: prompts in chunks of at most `chunk`, text i joining at step i · stagger."""
-        texts = [self.text(prompt) for prompt in prompts]
-        ends = [len(prompt) + num_new for prompt in prompts]
+        """Greedy tokens after each prompt. Texts take the forms of tables in turn, and these sizes of their prompts' chunks. Text i
+        joins at step i · stagger; None: when the one before has ended."""
+        texts = [self.text(*each) for each in zip(prompts, cycle(Form), cycle(chunks), strict=False)]
+        for some in [[text] for text in texts] if stagger is None else [texts]:
+            self._generate(some, num_new, stagger or 0)
+        self.num_turned = sum(text.num_turned for text in texts)
+        return [text.sampled for text in texts]
+
+    def _generate(self, texts: Sequence[Text], num_new: int, stagger: int) -> None:
+        ends = [len(text.tokens) + num_new for text in texts]
         step = 0
         while any(len(text.tokens) < end for text, end in zip(texts, ends, strict=True)):
             running = [
@@ -126,7 +139,7 @@ class RingCache:
             ]
             parts = []
             for text in running:
-                length = min(chunk, len(text.tokens) - text.computed)
+                length = min(text.chunk, len(text.tokens) - text.computed)
                 parts.append(self.part(text, length, samples=text.computed + length == len(text.tokens)))
             for text, result in zip(running, self.runner.execute(Step(parts)), strict=True):
                 assert result.bad_logits is None, "a slot without a token was read"
@@ -134,8 +147,6 @@ class RingCache:
                     text.tokens.append(result.token.token_id)
                     text.sampled.append(result.token)
             step += 1
-        self.num_turned = sum(text.num_turned for text in texts)
-        return [text.sampled for text in texts]
 
     def logits(self, tokens: Sequence[int], cuts: Sequence[int], others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """[T, vocab_size] of a text, computed in chunks that end at the cuts and its end, each in a step with as many tokens of the

@@ -14,6 +14,7 @@ from kvpool.worker_service.model.load import LoadedModel
 from tests.model.paged import BLOCK_SIZE, GREEDY, PagedModel, load, quiet
 from tests.model.truth.dense import LONG
 from tests.model.truth.states import SHARED, States, make, states_of
+from tests.model.truth.subject import Models
 from tests.tiny_models import MAX_MODEL_LEN, STATE_ARCHITECTURES, make_tiny_model
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
@@ -25,7 +26,7 @@ FORGETFUL = {"jamba", "mamba"}
 
 @pytest.fixture(scope="module", params=STATE_ARCHITECTURES)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> States:
-    return make(request.param, False, tmp_path_factory.mktemp(request.param))
+    return make(request.param, False, Models(tmp_path_factory.mktemp))
 
 
 def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:

@@ -6,12 +6,14 @@ test_seq2seq_truth.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from tests.model.paged import NEVER
 from tests.model.truth import dense, encoders, states, windows
-from tests.model.truth.subject import SharingSubject, Subject
+from tests.model.truth.subject import Models, SharingSubject, Subject
 
 # transformers' own modules, imported by some models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -19,15 +21,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers
 SHARING = [*dense.subjects(), *states.subjects(), *encoders.subjects()]
 """Each with its own marks, pytest.mark.gpu among them."""
 ALL = [*SHARING, *windows.subjects()]
-WAYS = [(NEVER, None), (7, None), (NEVER, 0), (16, 2), (1, 3)]
-"""(chunk, stagger): alone, whole and in chunks shorter than a window, of which only the last samples; together, whole, in chunks
-longer than a window, and token by token next to texts that decode."""
+WAYS = [((NEVER, 7), None), ((NEVER,), 0), ((16, 1, 7), 2)]
+"""(chunks, stagger): alone, whole and in chunks shorter than a window, of which only the last samples; together, whole; in chunks
+longer than a window, token by token, and in shorter chunks, next to texts that decode."""
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="module")
+def subject(request: pytest.FixtureRequest, models: Models) -> Subject:
     make, *arguments = request.param
-    made: Subject = make(*arguments, tmp_path_factory.mktemp("model"))
+    made: Subject = make(*arguments, models)
     return made
 
 
@@ -41,10 +48,10 @@ def test_equality_proves_something(subject: Subject) -> None:
 
 
 @of_each
-@pytest.mark.parametrize(("chunk", "stagger"), WAYS)
-def test_texts_are_those_of_generate(subject: Subject, chunk: int, stagger: int | None) -> None:
+@pytest.mark.parametrize(("chunks", "stagger"), WAYS, ids=["alone", "together", "staggered"])
+def test_texts_are_those_of_generate(subject: Subject, chunks: Sequence[int], stagger: int | None) -> None:
     """Neighbours, chunk borders, and prefill next to decode change nothing."""
-    subject.check(subject.compute(chunk, stagger))
+    subject.check(subject.compute(chunks, stagger))
 
 
 @of_each_that_shares

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -12,10 +12,10 @@ import pytest
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import LoadedModel
-from tests.model.paged import BLOCK_SIZE, NATIVE, NEVER, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request, load
-from tests.model.truth.subject import Hit, SharingSubject, Truth
+from tests.model.paged import BLOCK_SIZE, NATIVE, NEVER, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request
+from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth
 from tests.refused import refused
-from tests.tiny_models import ARCHITECTURES, Oracle, TinyModel, make_tiny_model
+from tests.tiny_models import ARCHITECTURES, TinyModel, make_tiny_model
 
 NATIVE_ARCHITECTURES = frozenset(
     {"llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma2", "granite", "mistral", "olmo2", "opt", "gpt_neox"}
@@ -25,10 +25,10 @@ LONG = 2
 """The prompt of 41 tokens; the next one shares its first 20."""
 
 
-def truths_of(tiny: TinyModel) -> list[Truth]:
-    """By prompt."""
-    oracle = Oracle.of(tiny.path)
-    return [Truth(*oracle.logits(prompt, tiny.num_new_tokens)) for prompt in tiny.prompts]
+def tiny_model(architecture: str, models: Models) -> tuple[TinyModel, list[Truth]]:
+    """With as many new tokens as the truths have."""
+    made = models.made(architecture, lambda folder: make_tiny_model(architecture, folder).prompts)
+    return TinyModel(architecture, made.path, tuple(map(tuple, made.prompts)), NUM_NEW), made.truths
 
 
 @dataclass
@@ -47,11 +47,13 @@ class Paged(SharingSubject):
         """One for each prompt."""
         return [paged.request(prompt, self.tiny.num_new_tokens) for prompt in self.tiny.prompts]
 
-    def compute(self, chunk: int, stagger: int | None) -> list[list[SampledToken]]:
+    def compute(self, chunks: Sequence[int], stagger: int | None) -> list[list[SampledToken]]:
         paged = self.paged()
         requests = self.requests(paged)
+        for request, chunk in zip(requests, cycle(chunks), strict=False):
+            request.chunk = chunk
         for some in [requests] if stagger is not None else [[request] for request in requests]:
-            paged.run(some, chunk, stagger or 0)
+            paged.run(some, stagger=stagger or 0)
         return [request.sampled for request in requests]
 
 
@@ -78,7 +80,7 @@ class Dense(Paged):
         """The same prompt again, of which all but the last token is cached; the prompt that shares 20 tokens; a stranger."""
         paged = self.paged(min_shared_tokens=1 if once else NEVER, shapes=SHORT_SEGMENTS)
         prompts, num_new = self.tiny.prompts, self.tiny.num_new_tokens
-        first = paged.request(prompts[LONG], num_new)
+        first = paged.request(prompts[LONG], 1)
         paged.run([first])
         sealed = first.table[: len(prompts[LONG]) // BLOCK_SIZE]
         before = paged.block_bytes(sealed)
@@ -95,13 +97,13 @@ class Dense(Paged):
     def spoil(self) -> tuple[SampledToken, SampledToken]:
         """The last full block changes, which is inside every window of the first token computed."""
         paged = self.paged()
-        prompt, num_new = self.tiny.prompts[LONG], self.tiny.num_new_tokens
-        first = paged.request(prompt, num_new)
+        prompt = self.tiny.prompts[LONG]
+        first = paged.request(prompt, 1)
         paged.run([first])
         sealed = first.table[: len(prompt) // BLOCK_SIZE]
         for layer in paged.runner.kv_cache.layers:
             layer.v_cache[sealed[-1]] += 3.0
-        sharer = paged.request(prompt, num_new, shared=sealed)
+        sharer = paged.request(prompt, 1, shared=sealed)
         paged.run([sharer])
         return first.sampled[0], sharer.sampled[0]
 
@@ -109,10 +111,10 @@ class Dense(Paged):
 def subjects() -> Iterator[Any]:
     """Every architecture at every place, natively those that run so."""
 
-    def make(place: Place, architecture: str, folder: Path) -> Dense:
-        tiny = make_tiny_model(architecture, folder)
-        loaded = load(tiny.path, place.device, runtime=place.runtime)
-        subject = Dense(tiny, loaded, truths_of(tiny), place)
+    def make(place: Place, architecture: str, models: Models) -> Dense:
+        tiny, truths = tiny_model(architecture, models)
+        loaded = models.loaded(architecture, device=place.device, runtime=place.runtime)
+        subject = Dense(tiny, loaded, truths, place)
         try:
             subject.paged().runner.close()
         except ModelError as refusal:

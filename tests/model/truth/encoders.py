@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,9 +19,8 @@ from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
 from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, load
 from tests.model.paged_seq2seq import Oracle, PagedSeq2Seq
-from tests.model.truth.subject import Hit, SharingSubject, Truth
+from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth
 
-NUM_NEW = 10
 LONGEST = 128
 INPUT_LENGTHS = (5, 19, 41, 26)
 PROMPT_LENGTHS = (1, 12, 1, 6)
@@ -42,6 +42,7 @@ class Encoders(SharingSubject):
     tolerance: ClassVar[float] = 2e-4
     loaded: LoadedModel
     path: Path
+    _answers: dict[tuple[tuple[int, ...], ...], Truth] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
@@ -65,7 +66,11 @@ class Encoders(SharingSubject):
         return [self.answer(given, prompt) for given, prompt in zip(self.inputs, self.prompts, strict=True)]
 
     def answer(self, given: Sequence[int], prompt: Sequence[int]) -> Truth:
-        return Truth(*self.oracle.logits(given, NUM_NEW, prompt))
+        """Computed once."""
+        key = (tuple(given), tuple(prompt))
+        if key not in self._answers:
+            self._answers[key] = Truth(*self.oracle.logits(given, NUM_NEW, prompt))
+        return self._answers[key]
 
     def prove(self) -> None:
         """The truth depends on the input, and on the order of the decoder's prompt."""
@@ -76,12 +81,14 @@ class Encoders(SharingSubject):
         ):
             assert float((other.logits[0] - truth.logits[0]).abs().max()) > 100 * self.tolerance
 
-    def compute(self, chunk: int, stagger: int | None) -> list[list[SampledToken]]:
+    def compute(self, chunks: Sequence[int], stagger: int | None) -> list[list[SampledToken]]:
         paged = PagedSeq2Seq(self.loaded)
         pairs = zip(self.prompts, self.inputs, strict=True)
         requests = [paged.request(prompt, paged.encoder(given), NUM_NEW) for prompt, given in pairs]
+        for request, chunk in zip(requests, cycle(chunks), strict=False):
+            request.chunk = chunk
         for some in [requests] if stagger is not None else [[request] for request in requests]:
-            paged.run(some, chunk, stagger or 0)
+            paged.run(some, stagger=stagger or 0)
         return [request.sampled for request in requests]
 
     def hit(self, *, once: bool) -> Hit:
@@ -90,7 +97,7 @@ class Encoders(SharingSubject):
         prompt = [self.start, *tokens(23, 5)]
         prompts = [prompt, [*prompt, *tokens(4, 6)], [*prompt, *tokens(1, 7)]]
         encoder = paged.encoder(self.inputs[3])
-        first = paged.request(prompt, encoder, NUM_NEW)
+        first = paged.request(prompt, encoder, 1)
         paged.run([first])
         sealed, computed = first.table[: len(prompt) // BLOCK_SIZE - 1], encoder._replace(token_ids=())
         before = paged.block_bytes(sealed, encoder)
@@ -103,12 +110,12 @@ class Encoders(SharingSubject):
         """A block of the encoder's output changes."""
         paged = PagedSeq2Seq(self.loaded)
         encoder = paged.encoder(self.inputs[1])
-        first = paged.request(self.prompts[1], encoder, NUM_NEW)
+        first = paged.request(self.prompts[1], encoder, 1)
         paged.run([first])
         for layer in paged.runner.kv_cache.layers:
             if layer.is_cross:
                 layer.v_cache[encoder.table[-1]] += 3.0
-        second = paged.request(self.prompts[1], encoder._replace(token_ids=()), NUM_NEW)
+        second = paged.request(self.prompts[1], encoder._replace(token_ids=()), 1)
         paged.run([second])
         return first.sampled[0], second.sampled[0]
 
@@ -120,5 +127,9 @@ def make(kind: str, folder: Path) -> Encoders:
 
 def subjects() -> Iterator[Any]:
     """One of each kind of positions and masks."""
+
+    def make_one(kind: str, models: Models) -> Encoders:
+        return make(kind, models.new_folder(kind))
+
     for kind in KINDS:
-        yield pytest.param((make, kind), id=kind)
+        yield pytest.param((make_one, kind), id=kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
-from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel, load
-from tests.model.truth.dense import LONG, Paged, truths_of
-from tests.model.truth.subject import Hit
-from tests.tiny_models import MAX_MODEL_LEN, STATE_ARCHITECTURES, make_tiny_model
+from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel
+from tests.model.truth.dense import LONG, Paged, tiny_model
+from tests.model.truth.subject import Hit, Models
+from tests.tiny_models import MAX_MODEL_LEN, STATE_ARCHITECTURES
 
 SHARED = 20
 """Tokens that the prompts LONG and LONG + 1 begin with."""
@@ -47,8 +46,8 @@ class States(Paged):
         return Hit(texts, truths, before, states_of(paged, snapshot))
 
     def spoil(self) -> tuple[SampledToken, SampledToken]:
-        paged, prompt, num_new = self.paged(), self.tiny.prompts[LONG], self.tiny.num_new_tokens
-        first = paged.request(prompt, num_new)
+        paged, prompt = self.paged(), self.tiny.prompts[LONG]
+        first = paged.request(prompt, 1)
         snapshot = first.snapshots[SHARED] = paged.state_block()
         paged.run([first])
         assert paged.runner.kv_cache.states is not None
@@ -59,16 +58,16 @@ class States(Paged):
         return first.sampled[0], sharer.sampled[0]
 
 
-def make(architecture: str, is_serial: bool, folder: Path) -> States:
+def make(architecture: str, is_serial: bool, models: Models) -> States:
     """`is_serial`: its recurrent layers have no scan, so several tokens are computed one after the other."""
-    tiny = make_tiny_model(architecture, folder)
-    loaded = load(tiny.path, max_model_len=MAX_MODEL_LEN)
+    tiny, truths = tiny_model(architecture, models)
+    loaded = models.loaded(architecture, max_model_len=MAX_MODEL_LEN)
     if is_serial:
         assert isinstance(loaded.runtime, ModulesRuntime)
         mixers = [mixer._replace(scan=None) for mixer in loaded.runtime.mixers]
         assert all(mixer.is_serial for mixer in mixers)
         loaded = replace(loaded, runtime=replace(loaded.runtime, mixers=mixers))
-    return States(tiny, loaded, truths_of(tiny))
+    return States(tiny, loaded, truths)
 
 
 def subjects() -> Iterator[Any]:

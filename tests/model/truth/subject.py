@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 
 from kvpool.worker_service.engine.step import SampledToken
-from tests.tiny_models import MIN_MARGIN
+from kvpool.worker_service.model.load import LoadedModel
+from tests.model.paged import load
+from tests.tiny_models import MIN_MARGIN, Oracle
 
 LOGPROB_TOLERANCE = 1e-4
+NUM_NEW = 10
+"""Tokens behind each prompt: more than a window, and blocks that are begun and filled."""
 
 
 class Truth(NamedTuple):
@@ -40,6 +45,41 @@ class Truth(NamedTuple):
             )
 
 
+class Made(NamedTuple):
+    """A model on disk."""
+
+    path: Path
+    prompts: list[Sequence[int]]
+    truths: list[Truth]
+    """By prompt."""
+
+
+class Models:
+    """Models by name. Each is made, and loaded for each way to compute it, once for all subjects."""
+
+    def __init__(self, new_folder: Callable[[str], Path]) -> None:
+        self.new_folder = new_folder
+        self._made: dict[str, Made] = {}
+        self._loaded: dict[str, LoadedModel] = {}
+
+    def made(self, name: str, save: Callable[[Path], Iterable[Sequence[int]]]) -> Made:
+        """`save` puts the model into a folder, and returns its prompts."""
+        if name not in self._made:
+            path = self.new_folder(name)
+            prompts = list(save(path))
+            oracle = Oracle.of(path)
+            truths = [Truth(*oracle.logits(tuple(prompt), NUM_NEW)) for prompt in prompts]
+            self._made[name] = Made(path, prompts, truths)
+        return self._made[name]
+
+    def loaded(self, name: str, **how: Any) -> LoadedModel:
+        """One that was made. `how`: as for tests.model.paged.load."""
+        key = f"{name} {how}"
+        if key not in self._loaded:
+            self._loaded[key] = load(self._made[name].path, **how)
+        return self._loaded[key]
+
+
 class Hit(NamedTuple):
     """Texts that began with what the cache had."""
 
@@ -58,9 +98,9 @@ class Subject(ABC):
     """By prompt."""
 
     @abstractmethod
-    def compute(self, chunk: int, stagger: int | None) -> list[list[SampledToken]]:
-        """The text after each prompt, over a new cache. Prompts are cut into chunks of at most `chunk` tokens. Text i joins the
-        others at step i · stagger; None: each text runs after the one before has ended."""
+    def compute(self, chunks: Sequence[int], stagger: int | None) -> list[list[SampledToken]]:
+        """The text after each prompt, over a new cache. The prompts are cut into chunks of at most these sizes, which texts take in
+        turn. Text i joins the others at step i · stagger; None: each text runs after the one before has ended."""
 
     def prove(self) -> None:
         """Raises AssertionError if a wrong computation might give the truth too: where the two best logits are close, or all texts
