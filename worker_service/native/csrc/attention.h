@@ -105,8 +105,8 @@ INLINE void score_keys(int num_rows, int vectors, int is_cold, int64_t begin, co
 }
 
 /* Products q·k of a row become weights 2^(score − m), those of keys that it does not see 0; their m and l. */
-INLINE void soften(const struct kvpool_layer *layer, int32_t lower, int32_t limit, int64_t first, int64_t end, float *scores,
-                   number *weights, float *m, float *l) {
+static __attribute__((noinline)) void soften(const struct kvpool_layer *layer, int32_t lower, int32_t limit, int64_t first, int64_t end,
+                                             float *scores, number *weights, float *m, float *l) {
     int64_t count = end - first;
     float factor = layer->scaling * 1.44269504088896341f; /* log2 e */
     if (layer->softcap != 0) {
@@ -213,17 +213,36 @@ INLINE void attend_partition(int num_rows, int is_cut, const struct kvpool_layer
     if (at < d) weigh(num_rows, 1, d - at, heads, first, skipped, count, rows->last, at, weights, found->o);
 }
 
-/* A partition, in code of its own if keys before the windows of all rows are left out. */
-INLINE void attend_one(int num_rows, const struct kvpool_layer *layer, const struct rows *rows, const struct heads *heads,
-                       int64_t first, int64_t end, struct sums *found) {
-    if (rows->begin > first)
-        attend_partition(num_rows, 1, layer, rows, heads, first, end, found);
-    else
-        attend_partition(num_rows, 0, layer, rows, heads, first, end, found);
-}
+/* Each number of rows, with and without keys that are left out, is a function of its own: compilers take more than twice as long for
+ * one function with all of them. */
+typedef void attend(const struct kvpool_layer *layer, const struct rows *rows, const struct heads *heads, int64_t first, int64_t end,
+                    struct sums *found);
+#define ATTEND(name, num_rows, is_cut)                                                                                       \
+    static __attribute__((noinline)) void name(const struct kvpool_layer *layer, const struct rows *rows,                    \
+                                               const struct heads *heads, int64_t first, int64_t end, struct sums *found) {  \
+        attend_partition(num_rows, is_cut, layer, rows, heads, first, end, found);                                           \
+    }
+ATTEND(attend_1, 1, 0)
+ATTEND(attend_2, 2, 0)
+ATTEND(attend_3, 3, 0)
+ATTEND(attend_cut_1, 1, 1)
+ATTEND(attend_cut_2, 2, 1)
+ATTEND(attend_cut_3, 3, 1)
+#if ROWS > 3
+ATTEND(attend_4, 4, 0)
+ATTEND(attend_5, 5, 0)
+ATTEND(attend_6, 6, 0)
+ATTEND(attend_cut_4, 4, 1)
+ATTEND(attend_cut_5, 5, 1)
+ATTEND(attend_cut_6, 6, 1)
+static attend *const attends[2][ROWS] = {{attend_1, attend_2, attend_3, attend_4, attend_5, attend_6},
+                                         {attend_cut_1, attend_cut_2, attend_cut_3, attend_cut_4, attend_cut_5, attend_cut_6}};
+#else
+static attend *const attends[2][ROWS] = {{attend_1, attend_2, attend_3}, {attend_cut_1, attend_cut_2, attend_cut_3}};
+#endif
 
 /* All partitions of an item, folded. */
-static __attribute__((noinline)) void attend_rows(int num_rows, const struct kvpool_layer *layer, const struct rows *rows,
+static void attend_rows(int num_rows, const struct kvpool_layer *layer, const struct rows *rows,
                                                   const struct heads *heads, const struct item *item, struct sums *total) {
     struct sums others, *found = total;
     for (int r = 0; r < LANES; r++) {
@@ -234,16 +253,7 @@ static __attribute__((noinline)) void attend_rows(int num_rows, const struct kvp
         int64_t first = partition * PARTITION, end = first + PARTITION < rows->last ? first + PARTITION : rows->last;
         if (end <= first) break;
         if (end <= rows->begin) continue;
-        switch (num_rows) {
-        case 1: attend_one(1, layer, rows, heads, first, end, found); break;
-        case 2: attend_one(2, layer, rows, heads, first, end, found); break;
-        case 3: attend_one(3, layer, rows, heads, first, end, found); break;
-#if ROWS > 3
-        case 4: attend_one(4, layer, rows, heads, first, end, found); break;
-        case 5: attend_one(5, layer, rows, heads, first, end, found); break;
-        default: attend_one(6, layer, rows, heads, first, end, found); break;
-#endif
-        }
+        attends[rows->begin > first][num_rows - 1](layer, rows, heads, first, end, found);
         if (found == total) { /* the first one: there is nothing to fold */
             found = &others;
             continue;
