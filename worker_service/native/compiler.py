@@ -21,7 +21,16 @@ NumberType = Literal["float32", "bfloat16"]
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 _NAMES = ("cc", "gcc", "clang")
-_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-strict-aliasing", "-shared", "-fPIC", "-pthread")
+_FLAGS = (
+    "-std=gnu11",
+    "-O2",
+    "-ftree-vectorize",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
 _COMPILE_LIMIT_S = 120.0
 _VERSION_LIMIT_S = 30.0
 
