@@ -13,7 +13,10 @@ from kvpool.worker_service.engine.step import SequencePart
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import ModelSettings
 from tests.model.paged import BLOCK_SIZE, NEVER, NUM_THREADS, PagedModel, load, quiet
-from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
+from tests.tiny_models import VOCAB_SIZE, make_tiny_model
+
+ARCHITECTURES = ("llama", "qwen3", "gpt2", "opt", "gpt_neox", "mixtral", "gemma2", "gpt_oss", "deepseek_v3")
+"""Of each norm, activation and product that models compute, and each kind of attention, one at least."""
 
 NUM_BLOCKS = 1024
 SHARED = 268
@@ -114,9 +117,7 @@ def assert_same_bits(ours: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "lengths", [(NEVER,), (64,), (7,), (1, 40, 3, 16, 17, 100, 2)], ids=["at_once", "64", "7", "mixed"]
-)
+@pytest.mark.parametrize("lengths", [(NEVER,), (7,), (1, 40, 3, 16, 17, 100, 2)], ids=["at_once", "7", "mixed"])
 def test_neighbours_order_offset_and_chunks_change_no_bit(subject: Subject, lengths: tuple[int, ...]) -> None:
     paged = subject.paged()
     together = compute(paged, [fresh(paged, text) for text in TEXTS], chunks_of(*lengths))
@@ -136,7 +137,7 @@ def test_a_row_decoded_alone_has_the_bits_of_prefill(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
-@pytest.mark.parametrize("chunk", [NEVER, 7, 1])
+@pytest.mark.parametrize("chunk", [NEVER, 1])
 def test_a_cached_prefix_changes_no_bit(subject: Subject, min_shared_tokens: int, chunk: int) -> None:
     """Whether it is computed or found, read for each sharer or once for all of them."""
     paged = subject.paged(min_shared_tokens)
@@ -186,16 +187,11 @@ def test_smollm2_too() -> None:
     common, *rest = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens, 40, 30, 5))
     texts = [common + rest[0], common + rest[1], rest[2]]
     by_itself = alone(PagedModel(loaded, NUM_BLOCKS), texts)
-    for min_shared_tokens in (NEVER, 1):  # gathered, and attended once
-        paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens)
-        runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
-        first = compute(paged, runs, chunks_of(64, 100))
-        shared = runs[0].table[: len(common) // BLOCK_SIZE]
-        sharers = [fresh(paged, text, shared) for text in texts[:2]]
-        found = compute(paged, sharers, chunks_of(1, 7, 3))
-        for ours, expected in zip(
-            [*first, *found],
-            [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])],
-            strict=True,
-        ):
-            assert_same_bits(ours, expected)
+    paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens=1)
+    runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
+    first = compute(paged, runs, chunks_of(64, 100))  # gathered
+    shared = runs[0].table[: len(common) // BLOCK_SIZE]
+    found = compute(paged, [fresh(paged, text, shared) for text in texts[:2]], chunks_of(1, 7, 3))  # attended once
+    expected = [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])]
+    for ours, truth in zip([*first, *found], expected, strict=True):
+        assert_same_bits(ours, truth)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from kvpool.worker_service.model.forward.layers import PagedTarget
-from scripts.models import document, trial
+from scripts.models import document, seq2seq_trial, trial
 from scripts.models.outcome import Outcome, Result
 from scripts.models.published import PUBLISHED
 from scripts.models.subjects import (
@@ -47,6 +47,13 @@ SEQ2SEQ_HANDFUL = (
 
 LEAST_RUNNING = (136, 19, 48, 58)
 """Of each part of the document."""
+
+
+@pytest.fixture(autouse=True)
+def one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks, which for a while are next to decodes; `make models` tries the other ways too."""
+    for module in (trial, seq2seq_trial):
+        monkeypatch.setattr(module, "WAYS", ((7, 0),))
 
 
 @pytest.fixture(scope="module")
