@@ -94,7 +94,7 @@ def is_invariant(needs: LayerNeeds, shapes: Shapes) -> bool:
     """Rows at once, in chunks, one by one and with a neighbour have the same bits."""
     text = Text(needs)
     at_once = text.rows(shapes, [NUM_TOKENS])
-    ways = (([64, 64, 10], False), ([33, 1, 5], True), ([NUM_TOKENS], True))
+    ways = (([64, 64, 10], False), ([50, 1, 9], True), ([NUM_TOKENS], True))
     return all(torch.equal(text.rows(shapes, chunks, neighbour), at_once) for chunks, neighbour in ways)
 
 
@@ -106,14 +106,10 @@ EACH_PATH = pytest.mark.parametrize("needs", [NEEDS, CAPPED], ids=["fused", "pla
     ("cuts", "partition"),
     [
         pytest.param(in_halves(192), 192, id="halves_192"),
-        pytest.param(in_halves(128), 128, id="halves_128"),
         pytest.param(in_halves(96), 128, id="halves_96"),
-        pytest.param(rest_first(192), 192, id="rest_first_192"),
-        pytest.param(rest_first(128), 128, id="rest_first_128"),
         pytest.param(rest_first(96), 96, id="rest_first_96"),
         pytest.param(rest_first(48), 64, id="rest_first_48"),
         pytest.param(fixed(192), 256, id="fixed_192"),
-        pytest.param(fixed(96), 256, id="fixed_96"),
         pytest.param(fixed(32), 256, id="fixed_32"),
     ],
 )

@@ -22,9 +22,10 @@ from kvpool.worker_service.model.outline import outline_model
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native import cpu_info
 from kvpool.worker_service.settings import WorkerSettings
+from tests.model.gguf_files import write_gguf
 from tests.model.hub_server import HubServer, hub_server, repo_of
 from tests.model.paged import load, quiet
-from tests.tiny_models import MAX_MODEL_LEN, make_tiny_model
+from tests.tiny_models import MAX_MODEL_LEN, build_model, make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -133,14 +134,16 @@ def test_the_plan_is_the_one_of_a_real_start(architecture: str, tmp_path: Path) 
 
 
 def test_a_gguf_is_not_converted(tmp_path: Path) -> None:
-    """SmolLM2 by its file's head: 134.5 million parameters, 30 layers of 3 KV heads of 64."""
-    text = printed(settings("smollm2", cache_dir=tmp_path))
-    assert re.match(r"smollm2: \S+\.gguf\n", text)
+    """Its head is enough."""
+    file, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
+    write_gguf(file, build_model("llama", seed=0), "llama")
+    text = printed(settings(file, cache_dir=cache, num_blocks=101))
+    assert re.match(r"tiny: \S+tiny.gguf\n", text)
     found = rows(text)
-    assert found["parameters"] == "134,515,008"
-    assert found["bytes per token"] == f"{30 * 2 * 3 * 64 * 4:,}"
-    assert found["longest sequence"] == "8,192 tokens"
-    assert not list(tmp_path.iterdir())
+    assert found["parameters"] == "32,416"
+    assert found["bytes per token"] == "256"
+    assert found["longest sequence"] == "512 tokens"
+    assert not list(cache.iterdir())
 
 
 @pytest.mark.parametrize(
