@@ -23,23 +23,45 @@ MODELS = ("llama", "gemma2", "mistral", "deepseek_v3", "lfm2", "mamba2")
 """Full attention, windows beside it, windows only, K and V of different sizes, states beside attention and alone."""
 
 
+PROMPTS = slice(1, 4)
+"""Three of the model's, two of which begin alike; the others differ from them in length only."""
+
+
 async def all_answers(cluster: InProcessCluster, prompt: tuple[int, ...], **options: Any) -> list[Completion]:
     """The answers to one request."""
     return await cluster.client.generate(prompt, **options).collect_all()
 
 
-async def check_answers(cluster: InProcessCluster, tiny: TinyModel, n: int, *, salt: str = "") -> None:
-    """Those of all prompts at once are those of requests alone."""
-    common = {**SAMPLED, "max_tokens": tiny.num_new_tokens, "ignore_eos": True}
+async def single_answers(
+    cluster: InProcessCluster, tiny: TinyModel, n: int, **options: Any
+) -> list[list[tuple[int, ...]]]:
+    """The tokens of n requests for each prompt, the seed of each one more than that of the one before. All at once, which changes
+    none (`test_truth_in_process`), and with nothing from the cache of others."""
+    seeds = [(SEED + index) % 2**64 for index in range(n)]
     found = await asyncio.gather(
-        *(all_answers(cluster, prompt, n=n, seed=SEED, tenant_salt=salt, **common) for prompt in tiny.prompts)
+        *(
+            cluster.complete(prompt, seed=seed, tenant_salt=f"alone {seed}", **options)
+            for prompt in tiny.prompts[PROMPTS]
+            for seed in seeds
+        )
     )
-    for prompt, answers in zip(tiny.prompts, found, strict=True):
-        for index, answer in enumerate(answers):
-            seed = (SEED + index) % 2**64
-            alone = await cluster.complete(prompt, seed=seed, tenant_salt="alone", **common)
-            assert answer.token_ids == alone.token_ids
-            assert answer.num_prompt_tokens == len(prompt)
+    return [[one.token_ids for one in found[start : start + n]] for start in range(0, len(found), n)]
+
+
+async def check_answers(cluster: InProcessCluster, tiny: TinyModel, expected: list[list[tuple[int, ...]]]) -> None:
+    """Those of all prompts at once are those of requests alone."""
+    n = len(expected[0])
+    found = await asyncio.gather(
+        *(all_answers(cluster, prompt, n=n, seed=SEED, **common_options(tiny)) for prompt in tiny.prompts[PROMPTS])
+    )
+    assert [[answer.token_ids for answer in answers] for answers in found] == expected
+    for prompt, answers in zip(tiny.prompts[PROMPTS], found, strict=True):
+        assert {answer.num_prompt_tokens for answer in answers} == {len(prompt)}
+
+
+def common_options(tiny: TinyModel) -> dict[str, Any]:
+    """Of answers that are drawn."""
+    return {**SAMPLED, "max_tokens": tiny.num_new_tokens, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(("architecture", "runtime"), [*((name, "auto") for name in MODELS), ("llama", "torch")])
@@ -47,12 +69,12 @@ async def test_answers_are_those_of_single_requests(architecture: str, runtime: 
     """Cold and warm, in a pool with room and in a tight one, and with the cache switched off."""
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST) as cluster:
-        await check_answers(cluster, tiny, 4)
-        await check_answers(cluster, tiny, 4)
+        await check_answers(cluster, tiny, expected := await single_answers(cluster, tiny, 4, **common_options(tiny)))
+        await check_answers(cluster, tiny, expected)
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST, **TIGHT) as cluster:
-        await check_answers(cluster, tiny, 4)
+        await check_answers(cluster, tiny, expected)
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST, prefix_caching=False) as cluster:
-        await check_answers(cluster, tiny, 4)
+        await check_answers(cluster, tiny, expected)
 
 
 def found_beams(answers: list[Completion]) -> list[Beam]:
@@ -73,16 +95,17 @@ async def test_beams_are_those_of_generate(architecture: str, runtime: str, tmp_
     oracle = Oracle.of(tiny.path)
     count = tiny.num_new_tokens
     common: dict[str, Any] = {"n": NUM_BEAMS, "num_beams": NUM_BEAMS, "max_tokens": count}
-    expected = [oracle.beams(prompt, count, num_beams=NUM_BEAMS) for prompt in tiny.prompts]
+    expected = [oracle.beams(prompt, count, num_beams=NUM_BEAMS) for prompt in tiny.prompts[PROMPTS]]
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **LONGEST, num_blocks=257) as cluster:
+        singles = await single_answers(cluster, tiny, 2, **common_options(tiny))
         for _ in range(2):
-            beside = asyncio.create_task(check_answers(cluster, tiny, 2))
-            found = await asyncio.gather(*(all_answers(cluster, prompt, **common) for prompt in tiny.prompts))
+            beside = asyncio.create_task(check_answers(cluster, tiny, singles))
+            found = await asyncio.gather(*(all_answers(cluster, prompt, **common) for prompt in tiny.prompts[PROMPTS]))
             await beside
             for one, other in zip(found, expected, strict=True):
                 check_beams(found_beams(one), other)
         prompt = tiny.prompts[1]
-        ending_ids = [expected[1][0].tokens[4], expected[1][-1].tokens[6]]
+        ending_ids = [expected[0][0].tokens[4], expected[0][-1].tokens[6]]
         for options in (
             {"early_stopping": True},
             {"early_stopping": "never", "length_penalty": 0.0},
@@ -95,7 +118,7 @@ async def test_beams_are_those_of_generate(architecture: str, runtime: str, tmp_
             answers = await all_answers(cluster, prompt, **common, **asked, stop_token_ids=ending_ids)
             check_beams(found_beams(answers), others)
         best = await cluster.client.generate(prompt, num_beams=NUM_BEAMS, max_tokens=count).collect()
-        assert list(best.token_ids) == expected[1][0].tokens
+        assert list(best.token_ids) == expected[0][0].tokens
 
 
 @pytest.mark.parametrize("runtime", ["native", "torch"])

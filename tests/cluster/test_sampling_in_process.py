@@ -14,7 +14,7 @@ import torch
 
 from kvpool.client import Completion, GenerateOptions
 from kvpool.client.request import attempt_request, build_request
-from kvpool.v1 import worker_pb2_grpc
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from tests.cluster.in_process import TIGHT, in_process_cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE
 from tests.lockstep import in_lockstep
@@ -104,8 +104,8 @@ async def test_a_continuation_counts_what_was_delivered_as_generated(
         grpc.aio.insecure_channel(cluster.worker.address) as channel,
     ):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        whole_text = ""
-        for cut in range(NUM_NEW):
+
+        async def told_after(cut: int) -> list[worker_pb2.GenerateResponse]:
             request = attempt_request(
                 asked,
                 token_ids=[*prompt, *right[:cut]],
@@ -115,11 +115,15 @@ async def test_a_continuation_counts_what_was_delivered_as_generated(
                 model_fingerprint="",
             )
             request.stop.ignore_eos = True
-            told = [message async for message in stub.Generate(request)]
+            return [message async for message in stub.Generate(request)]
+
+        # The whole text first: the others find its prompt in the cache.
+        whole = await told_after(0)
+        continuations = await asyncio.gather(*(told_after(cut) for cut in range(1, NUM_NEW)))
+        whole_text = "".join(message.text for message in whole)
+        for cut, told in enumerate([whole, *continuations]):
             assert [token for message in told for token in message.token_ids] == right[cut:]
-            text = "".join(message.text for message in told)
-            whole_text = whole_text or text
-            assert whole_text.endswith(text)
+            assert whole_text.endswith("".join(message.text for message in told))
             num_told = sum(len(message.prompt_logprobs) for message in told)
             assert (num_told, told[0].usage.num_cached_tokens > 0) == ((len(prompt), False) if cut == 0 else (0, True))
 
