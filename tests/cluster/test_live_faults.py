@@ -12,39 +12,47 @@ import pytest
 from kvpool.client import Completion
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
+from tests.live.faults import Fault
 from tests.live.proof import Settings, prove
 from tests.live.workload import STATES, TINY, WINDOWS
+from tests.model.plain_loop import PlainLoop
 
 SETTINGS = Settings(
     model=TINY,
     kills=1,
-    worker_faults=5,
+    worker_faults=len(Fault),
     outage_seconds=0.0,
     reserve_seconds=15.0,
     workers=2,
     streams=4,
     requests=4,
     seed=2,
-    lease_seconds=2.0,
-    keep_alive_seconds=0.2,
-    num_new=240,
-    pause_seconds=0.3,
+    lease_seconds=1.0,
+    keep_alive_seconds=0.1,
+    num_new=40,
+    pause_seconds=0.1,
+    step_seconds=0.01,
 )
+OF_THE_CACHE = (Fault.KILLED, Fault.FROZEN_LONG)
+"""What is in the groups of a cache comes into play: texts are computed anew, or a new session is told what is held."""
 NUM_NEW = 200
 STEP_SECONDS = 0.01
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [TINY, WINDOWS, STATES])
-async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(model: str, tmp_path: Path) -> None:
-    """A kill of the manager and each fault of a worker once, under load."""
-    result = await prove(replace(SETTINGS, model=model), tmp_path, lambda what, done, of: None)
+@pytest.mark.parametrize(("model", "kinds"), [(TINY, tuple(Fault)), (WINDOWS, OF_THE_CACHE), (STATES, OF_THE_CACHE)])
+async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(
+    model: str, kinds: tuple[Fault, ...], tmp_path: Path
+) -> None:
+    """A kill of the manager and faults of workers, each once, under load."""
+    settings = replace(SETTINGS, model=model, fault_kinds=kinds, worker_faults=len(kinds))
+    result = await prove(settings, tmp_path, lambda what, done, of: None)
     assert json.loads(json.dumps(result.as_json()))["violations"] == []
-    assert [phase.faults for phase in result.phases] == [1, 5]
+    assert [phase.faults for phase in result.phases] == [1, len(kinds)]
     for phase in result.phases:
-        assert phase.hit > 0
+        assert phase.hit >= phase.faults  # each waits for a stream that it hits
         assert phase.streams.num_streams >= SETTINGS.streams
-    assert set(result.worker_faults.values()) == {1}
+    assert result.worker_faults == dict.fromkeys(kinds, 1)
 
 
 @pytest.mark.slow
@@ -57,7 +65,6 @@ async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path:
         # A reserve for longer than a manager takes to start, however busy the machine is.
         settings = {"block_size": 4, "num_blocks": 8193, "reserve_seconds": 60, "step_seconds": STEP_SECONDS}
         await cluster.start({"a": {"model": model.path, **settings}})
-        undisturbed = await cluster.all_at_once(prompts, max_tokens=NUM_NEW, tenant_salt="undisturbed")
         async with cluster.client() as client:
             streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in prompts]
             for stream in streams:
@@ -73,12 +80,14 @@ async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path:
         worker = cluster.processes["a"]
         worker.send(signal.SIGTERM)
         assert await worker.ended() == 0
-    for right, outlived, later in zip(undisturbed, disturbed, again, strict=True):
-        assert outlived.token_ids == right.token_ids
+    loop = PlainLoop(model.path)
+    for prompt, outlived, later in zip(prompts, disturbed, again, strict=True):
+        assert len(outlived.token_ids) == NUM_NEW
+        assert all(is_tie for _, is_tie in loop.differences(prompt, {}, outlived.token_ids))
         assert (outlived.num_attempts, outlived.num_preemptions) == (1, 0)
-        assert later.token_ids == right.token_ids[:5]
+        assert later.token_ids == outlived.token_ids[:5]
         assert later.num_cached_tokens == 20
-    expected = sum(num_forwarded(answer) for answer in (*undisturbed, *disturbed, *again))
+    expected = sum(num_forwarded(answer) for answer in (*disturbed, *again))
     assert f" forwarded_tokens={expected} " in worker.log
 
 

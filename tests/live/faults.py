@@ -134,7 +134,7 @@ class Faults:
             if fault is Fault.TERMINATED:
                 process.send(signal.SIGTERM)
             else:
-                await self.client.drain(name, grace=self.draw.uniform(0.0, 3.0))
+                await self.client.drain(name, grace=self.draw.uniform(0.0, 0.5) * self.lease_seconds)
             status = await process.ended(RECOVERED_SECONDS)
             if status != 0:
                 self.violations.append(f"{name} was told to leave and exited with status {status}")

@@ -50,6 +50,10 @@ class Settings:
     """Tokens of each answer; None: at random, as the model has them."""
     pause_seconds: float = 1.5
     """Between two faults at most."""
+    fault_kinds: tuple[Fault, ...] = tuple(Fault)
+    """Of workers, each as often as the others."""
+    step_seconds: float | None = None
+    """What each step takes longer, as on a slow device; None: as fast as it is."""
     minutes: float | None = None
     """No fault begins later than that; None: all are done."""
 
@@ -129,9 +133,15 @@ async def _faults_under_load(settings: Settings, model: Model, folder: Path, res
     async with Cluster(
         place, lease_seconds=settings.lease_seconds, keep_alive_seconds=settings.keep_alive_seconds
     ) as cluster:
-        worker = {"model": model.path, "block_size": model.block_size, "num_blocks": 16_385, "grace_seconds": 2.0}
+        worker = {
+            "model": model.path,
+            "block_size": model.block_size,
+            "num_blocks": 16_385,
+            "grace_seconds": settings.lease_seconds / 3,
+            **({} if settings.step_seconds is None else {"step_seconds": settings.step_seconds}),
+        }
         await cluster.start(dict.fromkeys(names, worker))
-        async with cluster.client() as client:
+        async with cluster.client(liveness_interval=settings.lease_seconds / 3) as client:
             workload = await ask_undisturbed(
                 client, requests, lambda done: progress("undisturbed answers", done, len(requests))
             )
@@ -160,7 +170,7 @@ async def _faults_under_load(settings: Settings, model: Model, folder: Path, res
             try:
                 kills = [partial(faults.kill_manager, request=draw.choice(requests)) for _ in range(settings.kills)]
                 await under_load(MANAGER_KILLED, kills)
-                harms = [partial(faults.harm_worker, fault=fault) for fault in _in_turn(settings.worker_faults, draw)]
+                harms = [partial(faults.harm_worker, fault=fault) for fault in _in_turn(settings, draw)]
                 await under_load(WORKER_HARMED, harms)
                 await cluster.until_clean()
             except (AssertionError, TimeoutError) as error:
@@ -168,14 +178,14 @@ async def _faults_under_load(settings: Settings, model: Model, folder: Path, res
                 result.violations.append(f"broke off: {type(error).__name__}: {error}")
         result.violations += faults.violations + bad_log_lines(cluster)
     result.recoveries = faults.recoveries
-    result.worker_faults = {fault: faults.done[fault] for fault in Fault}
+    result.worker_faults = {fault: faults.done[fault] for fault in settings.fault_kinds}
     judge_answers(result, PlainLoop(model.path), workload)
 
 
-def _in_turn(count: int, draw: random.Random) -> list[Fault]:
+def _in_turn(settings: Settings, draw: random.Random) -> list[Fault]:
     """So many faults, each kind as often as the others, in random order."""
-    kinds = list(Fault)
-    faults = [kinds[number % len(kinds)] for number in range(count)]
+    kinds = settings.fault_kinds
+    faults = [kinds[number % len(kinds)] for number in range(settings.worker_faults)]
     draw.shuffle(faults)
     return faults
 
