@@ -19,7 +19,7 @@ from tests.tiny_models import MIN_MARGIN
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")]
 
-NUM_NEW = 120
+NUM_NEW = 60
 NUM_TEXTS = 3
 STEP_SECONDS = 0.02
 WORKER = {

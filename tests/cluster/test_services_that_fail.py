@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 1.0
 SERVED_WITHIN_SECONDS = 20.0
 """Counted from the restarted process listening."""
 ENDLESS_TOKENS = 30_000
