@@ -6,10 +6,11 @@ import asyncio
 import json
 import re
 import signal
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.client.commands import start_kvpool
 from tests.cluster.cluster import Cluster
@@ -18,6 +19,7 @@ from tests.cluster.polling import eventually
 from tests.cluster.tiny_cluster import TinyCluster
 
 BLOCK_SIZE = 4
+SLOW_MODEL = "slow"
 
 
 async def start(cluster: Cluster, *arguments: str) -> asyncio.subprocess.Process:
@@ -32,21 +34,37 @@ async def bench_serve(cluster: Cluster, *arguments: str) -> tuple[int | None, st
     return process.returncode, out.decode(), err.decode()
 
 
-async def measured(tiny: TinyCluster, *arguments: str) -> Any:
-    """Its JSON, after a good end. The shared cluster serves several models, so one is named."""
-    status, out, err = await bench_serve(tiny.cluster, "--model", TinyCluster.ROOMY, "--json", *arguments)
+async def measured(cluster: Cluster, model: str, *arguments: str) -> Any:
+    """Its JSON, after a good end."""
+    status, out, err = await bench_serve(cluster, "--model", model, "--json", *arguments)
     assert status == 0, err
     found = json.loads(out)
     assert found["error"] is None
-    assert found["model"] == TinyCluster.ROOMY
+    assert found["model"] == model
     return found["cases"]
+
+
+async def measured_on(tiny: TinyCluster, *arguments: str) -> Any:
+    """Of one of the models of the shared cluster."""
+    return await measured(tiny.cluster, TinyCluster.ROOMY, *arguments)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Its only worker has a slow device: a stream lasts as long as it has tokens, however fast the machine is."""
+    folder = tmp_path_factory.mktemp("slow")
+    model = make_endless_model(folder / SLOW_MODEL, tokenizer=True)
+    settings = {"model": model.path, "block_size": BLOCK_SIZE, "num_blocks": 4097, "step_seconds": 0.01}
+    async with Cluster(folder, lease_seconds=1.0, keep_alive_seconds=0.2) as cluster:
+        await cluster.start({"only": settings})
+        yield cluster
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_shared_prefixes_are_computed_once(tiny: TinyCluster) -> None:
-    cases = await measured(
+    cases = await measured_on(
         tiny, "--workload", "shared", "--requests", "5", "--prefix-tokens", "32", "--own-tokens", "6",
         "--generated-tokens", "5", "--repetitions", "2", "--warm",
     )  # fmt: skip
@@ -64,7 +82,7 @@ async def test_shared_prefixes_are_computed_once(tiny: TinyCluster) -> None:
 
 
 async def test_unshared_requests_find_nothing_also_in_an_open_loop(tiny: TinyCluster) -> None:
-    cases = await measured(
+    cases = await measured_on(
         tiny, "--workload", "unshared", "--requests", "6", "--own-tokens", "21", "--generated-tokens", "3",
         "--rate", "200", "--arrivals", "constant", "--max-in-flight", "2",
     )  # fmt: skip
@@ -73,7 +91,7 @@ async def test_unshared_requests_find_nothing_also_in_an_open_loop(tiny: TinyClu
 
 
 async def test_a_document_is_read_once(tiny: TinyCluster) -> None:
-    cases = await measured(
+    cases = await measured_on(
         tiny, "--workload", "document", "--requests", "3", "--users", "1", "--prefix-tokens", "400",
         "--own-tokens", "5", "--generated-tokens", "2", "--no-warm-up",
     )  # fmt: skip
@@ -82,7 +100,7 @@ async def test_a_document_is_read_once(tiny: TinyCluster) -> None:
 
 
 async def test_turns_of_chats_find_what_was_before(tiny: TinyCluster) -> None:
-    cases = await measured(
+    cases = await measured_on(
         tiny, "--workload", "chats", "--requests", "2", "--turns", "3", "--own-tokens", "12", "--generated-tokens", "5",
     )  # fmt: skip
     (run,) = cases["cold"]["runs"]
@@ -93,14 +111,14 @@ async def test_turns_of_chats_find_what_was_before(tiny: TinyCluster) -> None:
     assert list(cases["cold"]["time_to_first_token_by_turn"]) == ["1", "2", "3"]
 
 
-async def test_mixed_lengths_tell_their_waste(tiny: TinyCluster) -> None:
-    # So many that it is looked at the blocks several times, however fast they are served.
+async def test_mixed_lengths_tell_their_waste(slow: Cluster) -> None:
+    """It is looked at the blocks four times a second; each answer takes longer than that."""
     cases = await measured(
-        tiny, "--workload", "mixed", "--requests", "96", "--users", "4", "--prefix-tokens", "16", "--own-tokens", "60",
-        "--generated-tokens", "120", "--seed", "7",
+        slow, SLOW_MODEL, "--workload", "mixed", "--requests", "8", "--users", "4", "--prefix-tokens", "16", "--own-tokens",
+        "60", "--generated-tokens", "60", "--seed", "7", "--no-warm-up",
     )  # fmt: skip
     (run,) = cases["cold"]["runs"]
-    assert run["num_complete"] == 96
+    assert run["num_complete"] == 8
     waste = cases["cold"]["waste"]
     assert waste["num_samples"] >= 1
     # At most the rest of one block of each sequence is without a token, and every sequence here holds several.
@@ -126,23 +144,21 @@ async def test_a_workload_that_no_worker_has_room_for_is_one_line(tiny: TinyClus
     assert "the longest conversation has 65600 tokens with its answers, its workers take 4097" in err.splitlines()[-1]
 
 
-async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(tmp_path: Path) -> None:
-    """An engine that falls silent: tests/client/test_bench_load.py."""
-    model = make_endless_model(tmp_path / "model", tokenizer=True)
-    async with Cluster(tmp_path) as cluster:
-        await cluster.start({"only": {"model": model.path, "block_size": BLOCK_SIZE, "num_blocks": 4097}})
-        process = await start(
-            cluster, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
-            "--generated-tokens", "20", "--no-warm-up",
-        )  # fmt: skip
+async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(slow: Cluster) -> None:
+    """The last on that cluster. An engine that falls silent: tests/client/test_bench_load.py."""
+    before = (await slow.describe())[0].totals.num_prompt_tokens
+    process = await start(
+        slow, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
+        "--generated-tokens", "20", "--no-warm-up",
+    )  # fmt: skip
 
-        async def has_served() -> bool:
-            (worker,) = await cluster.describe()
-            return worker.totals.num_prompt_tokens > 400
+    async def has_served() -> bool:
+        (worker,) = await slow.describe()
+        return worker.totals.num_prompt_tokens - before > 400
 
-        await eventually(has_served, "twenty requests begin")
-        cluster.kill("only")
-        out, err = await asyncio.wait_for(process.communicate(), 90)
+    await eventually(has_served, "twenty requests begin")
+    slow.kill("only")
+    out, err = await asyncio.wait_for(process.communicate(), 90)
     assert process.returncode == 1
     found = json.loads(out)
     (run,) = found["cases"]["cold"]["runs"]

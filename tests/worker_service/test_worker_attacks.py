@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GENERATE = f"/{SERVICE}/Generate".encode()
 MAX_MODEL_LEN = 2048
-READER_SECONDS = 1.0
+READER_SECONDS = 0.5
 
 
 @pytest.fixture(scope="module")
