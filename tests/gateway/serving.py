@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+
+import httpx
 
 from kvpool.gateway.server import GatewayServer
 from kvpool.gateway.settings import GatewaySettings
 
 NOBODY = "127.0.0.1:1"
 """Where no manager is."""
+_NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""A client reads those of all authorities, which takes longer than most tests here."""
+
+
+def http_client(base_url: str, **options: Any) -> httpx.AsyncClient:
+    """Of a gateway without TLS."""
+    return httpx.AsyncClient(base_url=base_url, verify=_NO_CERTIFICATES, **options)
 
 
 @asynccontextmanager

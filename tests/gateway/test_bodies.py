@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from kvpool.gateway.errors import ApiError
 from kvpool.gateway.openai import bodies
 from kvpool.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from kvpool.gateway.pages.explain import ExplainBody
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 KINDS = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ExplainBody)
 
@@ -116,7 +115,7 @@ async def test_others_are_served_while_a_body_is_counted(monkeypatch: pytest.Mon
     ],
 )
 async def test_an_error_repeats_nothing_long(body: dict[str, Any]) -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 400
         assert len(answer.content) < 1500
@@ -126,7 +125,7 @@ async def test_bodies_that_wait_for_their_answers_are_bounded_together(monkeypat
     """A small one is always read. What was held is free when its request ends."""
     monkeypatch.setattr(observation, "_SMALL_BODY_BYTES", 100)
     monkeypatch.setattr(observation, "_LARGE_BODIES", 2)
-    async with serving(max_body_bytes=1024) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(max_body_bytes=1024) as server, http_client(server.url) as client:
         held = []
         for _ in range(2):
             held.append(await asyncio.open_connection("127.0.0.1", server.port))

@@ -12,14 +12,14 @@ from starlette.responses import PlainTextResponse
 from kvpool.gateway.access import COOKIE, SESSION_SECONDS, Access, Keys, session_cookie, session_of
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import SettingsProblem, load_settings
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 KEY = "a-key-of-this-test"
 OTHER = "another-key-of-it"
 
 
 async def test_without_a_key_only_health_and_version_answer() -> None:
-    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
         assert (await client.get("/version")).status_code == 200
         assert (await client.get("/health")).status_code == 503, "there is no manager"
         for path in ("/load", "/metrics", "/server_info", "/v1/models", "/nothing"):
@@ -32,7 +32,7 @@ async def test_without_a_key_only_health_and_version_answer() -> None:
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
 async def test_each_key_opens_the_gateway_and_no_other_word_does(key: str) -> None:
-    async with serving(api_key=[KEY, OTHER]) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(api_key=[KEY, OTHER]) as server, http_client(server.url) as client:
         assert (await client.get("/load", headers={"Authorization": f"Bearer {key}"})).status_code == 200
         for wrong in (f"Bearer {key}x", f"Bearer {key[:-1]}", f"Basic {key}", key, "Bearer", "Bearer é"):
             headers = {b"authorization": wrong.encode("latin-1")}
@@ -41,7 +41,7 @@ async def test_each_key_opens_the_gateway_and_no_other_word_does(key: str) -> No
 
 async def test_the_page_logs_in_once_and_then_needs_no_key() -> None:
     """The cookie is kept from scripts and other sites, is not the key, and opens the gateway until it is taken away."""
-    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
         assert "API key" in (await client.get("/login")).text
         wrong = await client.post("/login", data={"key": "x" * 20})
         assert (wrong.status_code, COOKIE in wrong.cookies) == (401, False)
@@ -96,14 +96,14 @@ def test_a_session_is_of_its_key_and_ends() -> None:
 )
 async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
     """A page that has made its own name point here (DNS rebinding) reaches nothing."""
-    async with serving(allowed_host=["pool.example"]) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(allowed_host=["pool.example"]) as server, http_client(server.url) as client:
         assert (await client.get("/version", headers={"Host": host})).status_code == status
 
 
 async def test_pages_of_other_origins_write_only_if_allowed() -> None:
     async with (
         serving(cors_origin=["https://chat.example"]) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        http_client(server.url) as client,
     ):
         allowed = await client.post("/tokenize", content=b"{", headers={"Origin": "https://chat.example"})
         assert allowed.status_code == 400, "it reached the route"
@@ -139,7 +139,7 @@ async def test_a_browsers_own_word_decides_over_a_write_and_else_its_origin(
     origin: str | None, site: str | None, is_own: bool
 ) -> None:
     """Sec-Fetch-Site holds for a page that hides its origin, and before a proxy that changes Host; a page cannot set it."""
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         headers = {} if origin is None else {"Origin": origin.replace("PORT", str(server.port))}
         headers |= {} if site is None else {"Sec-Fetch-Site": site}
         answer = await client.post("/tokenize", content=b"{", headers=headers)
@@ -148,13 +148,13 @@ async def test_a_browsers_own_word_decides_over_a_write_and_else_its_origin(
 
 async def test_the_pages_own_forms_come_with_an_origin() -> None:
     """Under no-referrer a browser sends null, and over http there is nothing else that it sends."""
-    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
         for path in ("/login", "/static/login.css"):
             assert (await client.get(path)).headers["referrer-policy"] == "same-origin"
 
 
 async def test_a_redirect_is_logged_by_its_number(capfd: pytest.CaptureFixture[str]) -> None:
-    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
         await client.get("/")
     assert "status=303" in "".join(capfd.readouterr())
 
@@ -163,7 +163,7 @@ async def test_a_redirect_is_logged_by_its_number(capfd: pytest.CaptureFixture[s
 async def test_only_a_gateway_with_a_key_shows_who_looks_how_to_log_out(has_key: bool) -> None:
     async with (
         serving(api_key=[KEY] if has_key else []) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        http_client(server.url) as client,
     ):
         page = (await client.get("/", headers={"Authorization": f"Bearer {KEY}"})).text
         assert ('action="/logout"' in page, 'id="log-out" hidden' in page) == (True, not has_key)
@@ -171,7 +171,7 @@ async def test_only_a_gateway_with_a_key_shows_who_looks_how_to_log_out(has_key:
 
 async def test_a_link_of_another_site_lets_the_page_ask_with_its_session_once() -> None:
     """Such a link comes without the cookie. If our own page asks without one, there is no session."""
-    async with serving(api_key=[KEY]) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
         linked = await client.get("/", headers={"Sec-Fetch-Site": "cross-site"})
         assert (linked.status_code, 'content="0; url=/"' in linked.text) == (200, True)
         for site in ("same-origin", "none"):

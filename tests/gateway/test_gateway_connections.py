@@ -7,13 +7,12 @@ import contextlib
 import errno
 import json
 
-import httpx
 import pytest
 
 from kvpool.gateway import connection
 from kvpool.gateway import server as gateway_server
 from kvpool.gateway.connection import MAX_HEAD_BYTES, MAX_PIPELINED, MAX_TRAILER_BYTES
-from tests.gateway.serving import exchange, serving
+from tests.gateway.serving import exchange, http_client, serving
 
 WHOLE = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -69,7 +68,7 @@ async def test_an_idle_connection_is_closed_and_a_line_end_is_no_request() -> No
     ],
 )  # fmt: skip
 async def test_what_is_too_large_or_no_request_is_refused_in_openais_form(raw: bytes, status: int) -> None:
-    async with serving(max_body_bytes=4096, idle_seconds=1, body_seconds=1) as server:
+    async with serving(max_body_bytes=4096, idle_seconds=0.3, body_seconds=0.3) as server:
         answer = await exchange(server.port, raw)
         assert status_of(answer) == status
         assert "message" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
@@ -91,7 +90,7 @@ async def test_more_connections_than_allowed_are_turned_away_and_the_next_is_ser
 
 
 async def test_an_unknown_path_or_method_is_answered_in_openais_form() -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405)):
             answer = await client.request(method, path)
             assert answer.status_code == status
@@ -99,7 +98,7 @@ async def test_an_unknown_path_or_method_is_answered_in_openais_form() -> None:
 
 
 async def test_a_request_keeps_its_id_and_one_without_gets_one() -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         assert (await client.get("/version", headers={"X-Request-Id": "mine-1"})).headers["x-request-id"] == "mine-1"
         for strange in ("", "a b", "x" * 200):
             given = (await client.get("/version", headers={"X-Request-Id": strange})).headers["x-request-id"]
@@ -107,7 +106,7 @@ async def test_a_request_keeps_its_id_and_one_without_gets_one() -> None:
 
 
 async def test_metrics_count_routes_and_never_what_a_caller_invents() -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         for path in ("/version", "/version", "/made-up/x", "/made-up/y"):
             await client.get(path)
         page = (await client.get("/metrics")).text
@@ -139,7 +138,7 @@ async def test_a_body_that_was_refused_and_does_not_come_gets_no_second_answer()
 
 
 async def test_an_error_repeats_no_long_path() -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         for method in ("GET", "POST"):
             assert len((await client.request(method, "/" + "x" * 5000)).content) < 1000
 
@@ -253,7 +252,7 @@ async def test_a_gateway_takes_as_many_connections_as_it_has_descriptors(monkeyp
     raised: list[int] = []
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1100))
     monkeypatch.setattr("resource.setrlimit", lambda _, to: raised.append(to[0]))
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         assert raised == [1100]
         assert "kvpool_gateway_max_connections 972.0" in (await client.get("/metrics")).text
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import monotonic
 
-import httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -19,7 +18,7 @@ from kvpool.gateway.app import connection_limits
 from kvpool.gateway.connection import ENDLESS_PATHS, MAX_HEAD_BYTES, BoundedConnection, ConnectionLimits, bounded
 from kvpool.gateway.server import listen
 from kvpool.gateway.settings import GatewaySettings
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 from tests.until import until
 
 HEAD = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -66,7 +65,7 @@ async def test_who_sends_a_body_that_is_too_large_reads_why(declared: bool) -> N
         for _ in range(size >> 16):
             yield b"x" * (1 << 16)
 
-    async with serving(max_body_bytes=1 << 20) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(max_body_bytes=1 << 20) as server, http_client(server.url) as client:
         headers = {"Content-Length": str(size)} if declared else {}
         answer = await client.post("/tokenize", content=body(), headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
@@ -74,7 +73,7 @@ async def test_who_sends_a_body_that_is_too_large_reads_why(declared: bool) -> N
 
 
 async def test_a_caller_that_leaves_in_its_body_is_no_failure_of_the_gateway() -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         await writer.drain()

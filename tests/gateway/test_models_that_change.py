@@ -17,7 +17,7 @@ from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.polling import eventually
 from tests.gateway.conftest import make_chat_model
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 MESSAGES = [{"role": "user", "content": "ab"}]
 LONG = {"prompt": "a" * 100, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -88,7 +88,7 @@ async def test_a_gateway_shows_and_uses_what_the_workers_serve_now(tmp_path: Pat
     async with (
         in_process_cluster(tmp_path / "model", tmp_path, max_model_len=64) as cluster,
         serving(f"127.0.0.1:{cluster.manager.port}") as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+        http_client(gateway.url, timeout=60) as client,
     ):
         before = await seen(client)
         assert (before["limits"], before["prompt"], before["long"]) == ({64}, "<user>ab<assistant>", 400)

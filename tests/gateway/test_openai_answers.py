@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-import httpx
 import openai
 import pytest
 
 from kvpool.client import GenerateOptions
 from kvpool.gateway.openai.token_bytes import shown
 from tests.gateway.conftest import Front
+from tests.gateway.serving import http_client
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -292,7 +292,7 @@ async def test_max_tokens_0_with_echo_is_the_prompt_alone(front: Front) -> None:
 
 
 async def test_texts_become_tokens_and_come_back(front: Front) -> None:
-    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+    async with http_client(front.gateway.url) as client:
         found = (await client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True})).json()
         assert found["count"] == len(found["tokens"]) == len(PROMPT)
         assert found["token_strs"] == list(PROMPT)
@@ -311,7 +311,7 @@ async def test_models_are_listed_once_and_shown_by_name(front: Front) -> None:
 
 
 async def test_the_state_routes_tell_of_the_cluster(front: Front) -> None:
-    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+    async with http_client(front.gateway.url) as client:
         assert (await client.get("/health")).json() == {"status": "ok", "workers": 1}
         (worker,) = (await client.get("/server_info")).json()["workers"]
         assert worker["serving"]
@@ -333,7 +333,7 @@ async def test_readers_that_leave_hold_nothing(front: Front) -> None:
             model=front.model, prompt=PROMPT, max_tokens=4000, temperature=0, extra_body={"ignore_eos": True}
         )
     )
-    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+    async with http_client(front.gateway.url) as client:
         while not (await client.get("/load")).json()["server_load"]:
             await asyncio.sleep(0.01)
         waiting.cancel()

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
@@ -15,7 +14,7 @@ from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.two_workers import WORKERS, TwoWorkers
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -47,7 +46,7 @@ class Served(TwoWorkers):
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("faults")
     model = make_endless_model(folder / "model", tokenizer=True)
-    async with Cluster(folder, lease_seconds=2.0, keep_alive_seconds=0.2) as cluster:
+    async with Cluster(folder, lease_seconds=1.0, keep_alive_seconds=0.2) as cluster:
         settings = {"model": model.path, "block_size": 4, "num_blocks": 257, "step_seconds": 0.005}
         await cluster.start(dict.fromkeys(WORKERS, settings))
         async with cluster.client() as client, serving(cluster.address()) as gateway:
@@ -73,7 +72,7 @@ async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
                 killed = await holder(served)
                 served.cluster.kill(killed)
         assert ids == served.expected
-        async with httpx.AsyncClient(base_url=served.url) as client:
+        async with http_client(served.url) as client:
             *_, last = (await client.get("/api/requests")).json()["requests"]
     (other,) = set(WORKERS) - {killed}
     parts = [(part["state"], part["worker_id"]) for part in last["parts"]]
@@ -95,7 +94,7 @@ async def test_a_manager_that_is_killed_and_comes_back_ends_no_answer(served: Se
 
 
 async def test_without_a_worker_requests_are_503_and_health_says_why(served: Served) -> None:
-    async with served.lent(), httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+    async with served.lent(), http_client(served.url, timeout=60) as client:
         for name in WORKERS:
             served.cluster.kill(name)
 

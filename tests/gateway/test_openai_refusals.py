@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.gateway.openai.fields import IGNORED_HEADER
 from tests.gateway.conftest import Front
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -21,7 +21,7 @@ COMPLETION_BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, "temperatur
 
 
 async def post(front: Front, path: str, body: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=front.gateway.url, timeout=60) as client:
+    async with http_client(front.gateway.url, timeout=60) as client:
         return await client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
 
 
@@ -106,7 +106,7 @@ async def test_a_prompt_that_is_none_is_named(front: Front, path: str, body: dic
 
 
 async def test_a_prompt_that_is_too_long_exceeds_the_context(front: Front) -> None:
-    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+    async with http_client(front.gateway.url) as client:
         longest = (await client.post("/tokenize", json={"prompt": "a"})).json()["max_model_len"]
     for path, body in (
         (COMPLETION, COMPLETION_BODY | {"prompt": "a" * (longest + 1)}),
@@ -151,7 +151,7 @@ async def test_unknown_fields_are_ignored_only_if_wanted_and_then_listed(front: 
     address = f"127.0.0.1:{front.cluster.manager.port}"
     async with (
         serving(address, ignore_unknown_fields=True) as gateway,
-        httpx.AsyncClient(base_url=gateway.url) as client,
+        http_client(gateway.url) as client,
     ):
         answer = await client.post(COMPLETION, json=COMPLETION_BODY | {"made_up": 1, "tools": [1], "bad\r\nname": 1})
         assert answer.status_code == 200
@@ -167,7 +167,7 @@ async def test_unknown_fields_are_ignored_only_if_wanted_and_then_listed(front: 
 
 async def test_more_answers_than_allowed_are_429_with_a_time(front: Front) -> None:
     address = f"127.0.0.1:{front.cluster.manager.port}"
-    async with serving(address, max_streams=1) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+    async with serving(address, max_streams=1) as gateway, http_client(gateway.url) as client:
         body = COMPLETION_BODY | {"stream": True, "max_tokens": 4000, "ignore_eos": True}
         async with client.stream("POST", COMPLETION, json=body) as first:
             assert first.status_code == 200

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import httpx
-
 from scripts.stories import committed, stories
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 
 def test_the_stories_are_what_the_core_tells() -> None:
@@ -13,7 +11,7 @@ def test_the_stories_are_what_the_core_tells() -> None:
 
 
 async def test_the_page_lists_each_story_and_serves_it() -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         listed = (await client.get("/api/stories")).json()["stories"]
         assert {f"{story['name']}.json" for story in listed} == stories().keys()
         assert [story["name"] for story in listed[:2]] == ["pool", "sharing"]

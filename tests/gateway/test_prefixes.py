@@ -6,7 +6,6 @@ import asyncio
 import struct
 from collections.abc import AsyncGenerator
 
-import httpx
 import pytest
 
 from kvpool.client.watch import WatchUpdate
@@ -14,7 +13,7 @@ from kvpool.gateway.pages.prefix_follower import Prefixes
 from kvpool.gateway.pages.prefix_tree import MAX_CHAIN_BLOCKS, PrefixTree
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import common_pb2
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 
 def stored(node: int, parent: int, session: int = 1) -> pb.ContentEvent:
@@ -120,5 +119,5 @@ async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
 
 @pytest.mark.parametrize("query", ["node=x", "node=-1", "limit=100000", "node=" + "9" * 30])
 async def test_what_is_no_number_is_refused(query: str) -> None:
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving() as server, http_client(server.url) as client:
         assert (await client.get(f"/api/prefixes?{query}")).status_code == 400

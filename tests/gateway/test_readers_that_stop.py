@@ -7,13 +7,12 @@ import json
 import socket
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.polling import eventually
 from tests.gateway.conftest import make_chat_model
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +23,7 @@ async def test_a_reader_that_takes_nothing_loses_its_answers_and_no_other_does(t
     async with (
         in_process_cluster(tmp_path / "model", tmp_path, num_blocks=16_385, max_num_seqs=64) as cluster,
         serving(f"127.0.0.1:{cluster.manager.port}", reader_seconds=0.3) as gateway,
-        httpx.AsyncClient(base_url=gateway.url) as client,
+        http_client(gateway.url) as client,
     ):
         body = json.dumps(
             {"prompt": "abc", "max_tokens": 6000, "n": 8, "ignore_eos": True, "logprobs": 20, "stream": True}

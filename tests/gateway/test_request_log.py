@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import httpx
 import pytest
 
 from kvpool.client import Chunk, FinishReason, KvpoolError
@@ -18,14 +17,14 @@ from kvpool.gateway.request_log import RequestLog
 from tests.cluster.polling import eventually
 from tests.gateway.conftest import Front
 from tests.gateway.scripted_pictures import ScriptedPictures
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def listed(front: Front, **query: Any) -> Any:
     """What the page is given."""
-    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+    async with http_client(front.gateway.url) as client:
         return (await client.get("/api/requests", params=query)).json()
 
 
@@ -91,7 +90,7 @@ async def test_a_reader_that_leaves_and_a_request_that_fails_are_listed_as_such(
         return bool((await last_of(front))["outcome"] == "left")
 
     await eventually(has_left, "the reader is gone")
-    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+    async with http_client(front.gateway.url) as client:
         refused = await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1 << 20})
     assert refused.status_code == 400
     found = await last_of(front)
@@ -103,7 +102,7 @@ async def test_as_many_as_were_asked_for_are_kept(front: Front) -> None:
     """And with none of them the manager is not asked why."""
     address = f"127.0.0.1:{front.cluster.manager.port}"
     for most in (0, 2):
-        async with serving(address, kept_requests=most) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
+        async with serving(address, kept_requests=most) as gateway, http_client(gateway.url) as client:
             for _ in range(4):
                 await client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 1})
             found = (await client.get("/api/requests")).json()["requests"]
@@ -115,7 +114,7 @@ async def test_as_many_as_were_asked_for_are_kept(front: Front) -> None:
 
 @pytest.mark.parametrize("number", ["", "0x1", "-1", "1" * 16])
 async def test_a_number_that_is_none_is_refused(front: Front, number: str) -> None:
-    async with httpx.AsyncClient(base_url=front.gateway.url) as client:
+    async with http_client(front.gateway.url) as client:
         assert (await client.get("/api/requests", params={"number": number})).status_code == 400
 
 
