@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from kvpool.client import ClientConfig
+from kvpool.gateway import app
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
@@ -44,12 +48,16 @@ class Served(TwoWorkers):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """Its gateway waits half a second for a worker when there is none, not five."""
     folder = tmp_path_factory.mktemp("faults")
     model = make_endless_model(folder / "model", tokenizer=True)
-    async with Cluster(folder, lease_seconds=1.0, keep_alive_seconds=0.2) as cluster:
+    async with Cluster(folder, lease_seconds=1.0, keep_alive_seconds=0.2) as cluster, AsyncExitStack() as served_by:
         settings = {"model": model.path, "block_size": 4, "num_blocks": 257, "step_seconds": 0.005}
         await cluster.start(dict.fromkeys(WORKERS, settings))
-        async with cluster.client() as client, serving(cluster.address()) as gateway:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(app, "ClientConfig", partial(ClientConfig, worker_wait=0.5))
+            gateway = await served_by.enter_async_context(serving(cluster.address()))
+        async with cluster.client() as client:
             own = await client.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True).collect()
             async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as openai:
                 yield Served(cluster, openai, gateway.url, list(own.token_ids))

@@ -20,6 +20,8 @@ from tests.tracer import VOCAB_SIZE, expected_text
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed, read, read_right
 
+pytestmark = pytest.mark.usefixtures("brief_backoff")
+
 
 def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:
     """Prompts of which many begin alike, some are equal, some unrelated."""

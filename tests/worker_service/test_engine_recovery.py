@@ -19,6 +19,8 @@ from tests.until import until
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.world import Wire, World, failed, read, read_right
 
+pytestmark = pytest.mark.usefixtures("brief_backoff")
+
 
 def restart(world: World) -> None:
     """The manager dies with all it knows; another one stands in its place."""
@@ -78,7 +80,7 @@ async def test_restarts_at_any_moment_on_a_bad_wire_change_no_text(seed: int) ->
         requests = [world.submit(prompt, 20) for prompt in prompts]
         reading = asyncio.create_task(read_right(*requests))
         for _ in range(6):
-            await asyncio.sleep(rng.random() * 0.1)
+            await asyncio.sleep(rng.random() * 0.05)
             restart(world)
             assert world.manager.check().violations == []
         await reading

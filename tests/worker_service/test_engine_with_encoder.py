@@ -25,6 +25,8 @@ from tests.until import until
 from tests.worker_service.test_forks_over_core import read_all
 from tests.worker_service.world import Wire, World, failed, read
 
+pytestmark = pytest.mark.usefixtures("brief_backoff")
+
 START = 2
 ENCODER = EncoderSettings(max_tokens=256, vocab_size=1000, decoder_prompt=(START,))
 

@@ -25,6 +25,8 @@ from tests.tracer_beams import expected_beams
 from tests.until import until
 from tests.worker_service.world import Wire, World
 
+pytestmark = pytest.mark.usefixtures("brief_backoff")
+
 SEED = 40
 
 

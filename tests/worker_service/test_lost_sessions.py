@@ -20,6 +20,8 @@ from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import FINGERPRINT, Wire, World, read, rpc_error
 
+pytestmark = pytest.mark.usefixtures("brief_backoff")
+
 PROMPT = list(range(20))
 
 

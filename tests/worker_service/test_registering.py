@@ -22,7 +22,7 @@ from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed
 
-LEASE_SECONDS = 0.4
+LEASE_SECONDS = 0.2
 
 
 # -- patience

@@ -11,6 +11,8 @@ from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import World, read
 
+pytestmark = pytest.mark.usefixtures("brief_backoff")
+
 
 def rate_behind(*steps: tuple[int, float]) -> float:
     """What is taken for the rate behind so many steps of so many seconds, each of which samples 4 tokens."""

@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine: Any = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=75, stateful_step_count=40)
 
 
 @settings(max_examples=40)
