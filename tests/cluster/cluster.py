@@ -19,7 +19,7 @@ from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
 from kvpool.client.cli.launch.cluster import free_port as any_free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from tests.cluster.fork_server import MANAGER_MODULE, SLOW_WORKER_MODULE, WORKER_MODULE
+from tests.cluster.fork_server import HURRIED_MANAGER_MODULE, MANAGER_MODULE, SLOW_WORKER_MODULE, WORKER_MODULE
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process, computing
 
@@ -55,6 +55,8 @@ def _flags(settings: Mapping[str, Any]) -> list[str]:
     return flags
 
 
+_OF_TESTS: Final = {"step_seconds": SLOW_WORKER_MODULE, "turn_seconds": HURRIED_MANAGER_MODULE}
+"""Settings that no service has, and the modules that have them."""
 TAKES_TIME: Final = {"runtime": "torch"}
 """Settings of a worker whose steps take milliseconds, so that a fault comes in the middle of a stream."""
 
@@ -74,12 +76,16 @@ class Cluster:
         *,
         lease_seconds: float = 6.0,
         keep_alive_seconds: float = 1.0,
+        turn_seconds: float | None = None,
         may_fork: bool = True,
     ) -> None:
-        """`folder`: for logs and states. `may_fork`: False if every service must be started by its command."""
+        """`folder`: for logs and states. `turn_seconds`: how long a stream of Watch keeps its place; None: as usual. `may_fork`:
+        False if every service must be started by its command."""
         self._folder = folder
         self._may_fork = may_fork
         self._manager_settings = {"lease_seconds": lease_seconds, "keep_alive_seconds": keep_alive_seconds}
+        if turn_seconds is not None:
+            self._manager_settings["turn_seconds"] = turn_seconds
         self._ports: dict[str, int] = {MANAGER: free_port()}
         self._worker_settings: dict[str, dict[str, Any]] = {}
         self.processes: dict[str, Process] = {}
@@ -184,9 +190,10 @@ class Cluster:
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
         assert name not in self.processes or self.processes[name].status is not None, f"{name} still runs"
-        arguments = [module, *_flags({key: value for key, value in settings.items() if key != "step_seconds"})]
-        if "step_seconds" in settings:
-            arguments[:1] = [SLOW_WORKER_MODULE, str(settings["step_seconds"])]
+        arguments = [module, *_flags({key: value for key, value in settings.items() if key not in _OF_TESTS})]
+        for setting, instead in _OF_TESTS.items():
+            if setting in settings:
+                arguments[:1] = [instead, str(settings[setting])]
         process = Process(
             name,
             ["-m", *arguments],

@@ -34,6 +34,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 MANAGER_MODULE = "kvpool.cache_service"
 WORKER_MODULE = "kvpool.worker_service"
 SLOW_WORKER_MODULE = "tests.slow_worker"
+HURRIED_MANAGER_MODULE = "tests.hurried_manager"
 _IMPORTED_LATER = {WORKER_MODULE: ("kvpool.worker_service.server", "transformers.models.llama.modeling_llama")}
 """What a service imports after its settings are read."""
 
@@ -49,7 +50,7 @@ class ForkServer:
         self,
         environment: Mapping[str, str],
         *,
-        modules: Sequence[str] = (MANAGER_MODULE, WORKER_MODULE, SLOW_WORKER_MODULE),
+        modules: Sequence[str] = (MANAGER_MODULE, WORKER_MODULE, SLOW_WORKER_MODULE, HURRIED_MANAGER_MODULE),
     ) -> None:
         """`environment`: of all services. `modules`: the services that it can start."""
         self._environment = _lasting(environment)

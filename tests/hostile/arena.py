@@ -15,7 +15,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
-from tests.cluster.cluster import GATEWAY, MANAGER, TAKES_TIME, Cluster
+from tests.cluster.cluster import GATEWAY, MANAGER, Cluster
 from tests.cluster.truth import Truth
 from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question, ask_over_http
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model, prompts
@@ -27,7 +27,11 @@ BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 512
 NUM_QUESTIONS: Final = 12
 NUM_TOKENS: Final = 8
+STEP_SECONDS: Final = 0.005
+"""A stream that is attacked lasts, and leaves the processor to others."""
 CALL_SECONDS: Final = 10.0
+KEEP_ALIVE_SECONDS: Final = 1.0
+"""At most, and four in a lease."""
 GATEWAY_SETTINGS: Final[dict[str, Any]] = {
     # So that the waits are short, and that lines in the log are complaints.
     "head_seconds": 1,
@@ -57,10 +61,12 @@ class Arena:
         lease_seconds: float = 6.0,
         worker_settings: dict[str, Any] | None = None,
         pause_seconds: float = PAUSE_SECONDS,
+        turn_seconds: float | None = None,
     ) -> None:
-        """`pause_seconds`: of good clients."""
+        """`pause_seconds`: of good clients. `turn_seconds`: of streams of Watch."""
         self._folder = folder
         self._pause_seconds = pause_seconds
+        self._turn_seconds = turn_seconds
         self.lease_seconds = lease_seconds
         self._worker_settings = worker_settings or {}
         self._numbers = itertools.count(1)
@@ -100,12 +106,18 @@ class Arena:
     async def _start(self) -> None:
         folder = self._folder / f"cluster-{next(self._numbers)}"
         folder.mkdir()
-        self.cluster = await Cluster(folder, lease_seconds=self.lease_seconds).__aenter__()
+        cluster = Cluster(
+            folder,
+            lease_seconds=self.lease_seconds,
+            keep_alive_seconds=min(self.lease_seconds / 4, KEEP_ALIVE_SECONDS),
+            turn_seconds=self._turn_seconds,
+        )
+        self.cluster = await cluster.__aenter__()
         worker = {
             "model": self.model.path,
             "block_size": BLOCK_SIZE,
             "num_blocks": NUM_BLOCKS,
-            **TAKES_TIME,
+            "step_seconds": STEP_SECONDS,
             **self._worker_settings,
         }
         await self.cluster.start(dict.fromkeys(WORKERS, worker))

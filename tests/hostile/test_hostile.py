@@ -37,8 +37,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATIENCE = 60.0
 """Seconds for whatever must be as before; on a machine that is busy with other things too."""
-LEASE_SECONDS = 4.0
-PAUSE_SECONDS = 0.1
+LEASE_SECONDS = 2.0
+TURN_SECONDS = 1.0
+PAUSE_SECONDS = 0.2
 """Of the good client: its times are not judged here, so it need not keep a core busy."""
 
 
@@ -49,7 +50,13 @@ async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge
     torch.set_num_threads(1)
     allow_files()
     folder = tmp_path_factory.mktemp("hostile")
-    arena = Arena(folder, lease_seconds=LEASE_SECONDS, worker_settings=worker_settings(), pause_seconds=PAUSE_SECONDS)
+    arena = Arena(
+        folder,
+        lease_seconds=LEASE_SECONDS,
+        worker_settings=worker_settings(),
+        pause_seconds=PAUSE_SECONDS,
+        turn_seconds=TURN_SECONDS,
+    )
     async with Judge(arena, limit_seconds=None) as started:
         yield started
     torch.set_num_threads(num_threads)
