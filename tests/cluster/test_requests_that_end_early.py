@@ -316,13 +316,13 @@ async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluste
 
 async def test_a_deadline_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
     """For the wire and for the library."""
-    call = caller.generate("a", good(), timeout=4.0)
+    call = caller.generate("a", good(), timeout=2.0)
     await first_token(call)
     assert (await failure(call)).code() is Status.DEADLINE_EXCEEDED
     await cluster.until_clean()
     async with cluster.client() as client:
         with pytest.raises(DeadlineExceeded):
-            await client.generate([1, 2, 3], max_tokens=12_000, timeout=1.0).collect()
+            await client.generate([1, 2, 3], max_tokens=12_000, timeout=0.5).collect()
 
 
 CLIENT_SCRIPT = """
