@@ -57,8 +57,8 @@ class Subject:
 
     @property
     def cases(self) -> Iterator[tuple[tuple[int, ...], GenerateOptions]]:
-        """All prompts with all options."""
-        return ((prompt, options) for options in OPTIONS.values() for prompt in self.tiny.prompts)
+        """All options with three prompts, two of which begin alike."""
+        return ((prompt, options) for options in OPTIONS.values() for prompt in self.tiny.prompts[1:4])
 
     def check(self, prompt: Sequence[int], options: GenerateOptions, completion: Completion) -> None:
         """The answer is NUM_NEW tokens of the plain loop. One forward pass, where `PlainLoop.text` makes one for each token."""
@@ -76,7 +76,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 async def test_every_option_is_the_plain_loop_in_a_tight_pool(subject: Subject, tmp_path: Path) -> None:
-    """Seventy requests with other options each, five at a time, in chunks, with hits, evictions and preemptions on the way."""
+    """Forty-two requests with all options, five at a time, in chunks, with hits, evictions and preemptions on the way."""
     cases = list(subject.cases)
     async with in_process_cluster(subject.tiny.path, tmp_path, **TIGHT) as cluster:
         async with in_lockstep(cluster.worker.engine, len(cases)):
