@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.clients.environments import NAMES, PINS, ROOT, NoEnvironment, make
+from tests.clients.__main__ import main
+from tests.clients.environments import NAMES, PINS, NoEnvironment, make
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +39,6 @@ def test_an_environment_that_could_not_be_made_is_an_error_each_time(tmp_path: P
             make(folder, pins)
 
 
-def test_a_client_that_does_not_exist_is_an_error() -> None:
-    command = [sys.executable, "-m", "tests.clients", "no-such-client"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'common'}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "litellm" in done.stderr
+def test_a_client_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no-such-client"]) == 2
+    assert "litellm" in capsys.readouterr().err
