@@ -10,7 +10,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +22,7 @@ from packaging.utils import canonicalize_name
 from pydantic import BaseModel, ConfigDict
 
 from bench.floors import ModelSizes
+from scripts.gpu import cases
 from scripts.gpu.__main__ import main
 from scripts.gpu.carried import NoWheels, install, link_packages
 from scripts.gpu.facts import cases as facts_cases
@@ -69,12 +73,24 @@ def gpu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     signal.signal(signal.SIGTERM, handler)
 
 
+class ChildThread:
+    """In place of a child process, which would import torch once more: tests/gpu/test_gpu_cases.py has what needs processes."""
+
+    def __init__(self, serve: Callable[[Connection[Any, Any]], None]) -> None:
+        self.connection, theirs = Pipe()
+        Thread(target=serve, args=(theirs,), daemon=True).start()
+
+    def close(self) -> None:
+        """The thread ends when it has nothing more to do."""
+        self.connection.close()
+
+
 def read(folder: Path) -> dict[str, PartFile]:
     return {path.stem: PartFile.model_validate_json(path.read_text()) for path in folder.glob("*.json")}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # many processes that import torch: under a minute on idle cores, but the cores may be busy
+@pytest.mark.timeout(900)  # several processes: under half a minute on idle cores, but the cores may be busy
 def test_all_parts_run_in_miniature_and_leave_files_that_keep_their_schema(
     gpu_here: Callable[..., int],
     tmp_path: Path,
@@ -83,8 +99,9 @@ def test_all_parts_run_in_miniature_and_leave_files_that_keep_their_schema(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))  # of the child processes
-    monkeypatch.setattr(tempfile, "tempdir", None)  # of this one: read the variable again
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(cases, "ChildProcess", ChildThread)
+    monkeypatch.setattr(cases, "be_quiet", lambda: None)
     status = gpu_here("--tiny", "--out", str(tmp_path / "out"))
     printed = capsys.readouterr()
     assert status == 0, printed.out + printed.err
