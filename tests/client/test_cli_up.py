@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -13,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvpool.client.cli.launch.cluster import free_port, require_free_port
@@ -97,20 +97,27 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", tmp_path_factory.mktemp("tiny"), tokenizer=True).path
 
 
-async def until_registered(cluster: Up, worker: str) -> None:
-    """Read on until the worker's own log, in JSON, says that it is registered."""
-    while json.loads(await cluster.read_until('"event": "registered"'))["worker_id"] != worker:
-        pass
+async def until_registered(cluster: Up, *workers: str) -> None:
+    """Read on until the workers' own logs, in JSON, say that they are registered, in any order."""
+    waited_for = set(workers)
+    while waited_for:
+        waited_for.discard(json.loads(await cluster.read_until('"event": "registered"'))["worker_id"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_path: Path) -> None:
-    """Two workers; every command works against them; what dies is started again, also a worker whose state folder another process
-    holds for a while; drained workers leave, the cluster with the last one; every line of its output is JSON."""
-    metrics_port = free_ports(3)
-    flags = ["--model", str(tiny_model), "--num-blocks", "64", "--", "--block-size", "4", "--log-format", "json"]
-    async with up(tmp_path, "--workers", "2", "--metrics-port", str(metrics_port), *flags) as cluster:
+    """Two workers and a gateway, with settings from a file. Every command works; workers of another `up` join and leave;
+    what dies is started again; drained workers leave, the cluster with the last one; every line of its output is JSON."""
+    config = tmp_path / "kvpool.toml"
+    config.write_text(f'[worker]\nmodel = "{tiny_model}"\nnum_blocks = 64\nblock_size = 4\n[up]\nworkers = 2\n')
+    http_port = free_ports(4)
+    metrics_port = http_port + 1
+    ports = ["--http", str(http_port), "--metrics-port", str(metrics_port)]
+    async with (
+        up(tmp_path / "state", "--config", str(config), *ports, "--log-format", "json") as cluster,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=60) as http,
+    ):
         names = ["manager", "worker-0", "worker-1"]
         urls = [f"http://127.0.0.1:{metrics_port + index}/metrics" for index in range(3)]
         said = {}
@@ -118,29 +125,20 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
             said[name] = json.loads(await cluster.read_until(f"{name} (pid "))["pid"]
         for name, url in zip(names, urls, strict=True):
             assert url in await cluster.read_until(f"metrics of {name}")
+        line = await cluster.read_until("gateway (pid ")
+        assert f"http://127.0.0.1:{http_port}/v1" in line
+        said["gateway"] = json.loads(line)["pid"]
         await cluster.read_until("ready: in")
         pids = descendants(cluster.process.pid)
         assert list(said.values()) == pids
         await every_command_works(cluster, urls)
+        await workers_of_another_up_join(cluster, config)
+        pids.append(await the_gateway_is_started_again(cluster, http, said["gateway"]))
 
-        # Another process holds worker-1's folder; the running one keeps the lock that it has, the next one finds this.
-        lock = tmp_path / "workers" / "worker-1" / "lock"
-        lock.unlink()
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            os.kill(said["worker-1"], signal.SIGKILL)
-            await cluster.read_until("worker-1 was ended by SIGKILL; starting it again")
-            os.kill(said["manager"], signal.SIGKILL)
-            await cluster.read_until("manager was ended by SIGKILL; starting it again")
-            await until_registered(cluster, "worker-0")
-            await cluster.read_until("another process runs this worker already")
-            await cluster.read_until("worker-1 ended with exit status 1; starting it again")
-            answer = json.loads(await cluster.run("generate", "Hello", "--max-tokens", "4", "--json"))
-            assert answer["worker_id"] == "worker-0"
-        finally:
-            os.close(descriptor)
-        await until_registered(cluster, "worker-1")
+        for name in ("worker-1", "manager"):
+            os.kill(said[name], signal.SIGKILL)
+            await cluster.read_until(f"{name} was ended by SIGKILL; starting it again")
+        await until_registered(cluster, "worker-0", "worker-1")
         status = json.loads(await cluster.run("status", "--json"))
         assert status["epoch"] == 2
         assert [worker["worker_id"] for worker in status["workers"]] == ["worker-0", "worker-1"]
@@ -148,13 +146,13 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
 
         assert await cluster.run("drain", "worker-0") == "worker-0 has left\n"
         await cluster.read_until("worker-0 has left")
-        assert (
-            json.loads(await cluster.run("generate", "Hello", "--max-tokens", "4", "--json"))["worker_id"] == "worker-1"
-        )
-        # The manager ends with the last worker.
+        answer = json.loads(await cluster.run("generate", "Hello", "--max-tokens", "4", "--json"))
+        assert answer["worker_id"] == "worker-1"
+        # Manager and gateway end with the last worker.
         assert await cluster.run("drain", "worker-1") == "worker-1 has left\n"
         await cluster.read_until("every worker has left")
         assert await cluster.wait() == 0
+        assert not await listens(http)
     assert not [pid for pid in pids if is_alive(pid)]
     entries = [json.loads(line) for line in "".join(cluster.lines).splitlines()]
     assert {(entry["service"], entry.get("worker_id")) for entry in entries if entry["service"] != "manager"} >= {
@@ -163,6 +161,45 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
         ("worker", "worker-1"),
     }
     assert all(entry["event"] and entry["level"] for entry in entries)
+
+
+async def workers_of_another_up_join(cluster: Up, config: Path) -> None:
+    """As on a second machine: no manager of its own, other names. Ctrl-C ends with status 130."""
+    async with up(
+        None, "--config", str(config), "--workers", "1", "--join", cluster.manager, "--name", "far"
+    ) as second:
+        assert "63 blocks of 4 tokens" in await second.read_until("far-0 (pid ")
+        await second.read_until("ready: in")
+        assert len(descendants(second.process.pid)) == 1
+        workers = json.loads(await cluster.run("status", "--json"))["workers"]
+        assert [worker["worker_id"] for worker in workers] == ["far-0", "worker-0", "worker-1"]
+        second.process.send_signal(signal.SIGINT)
+        assert await second.wait() == 130
+    workers = json.loads(await cluster.run("status", "--json"))["workers"]
+    assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
+
+
+async def the_gateway_is_started_again(cluster: Up, http: httpx.AsyncClient, pid: int) -> int:
+    """Also after status 0, which for a worker means that it has left. Returns the id of the last process."""
+    for number, ended in ((signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGTERM, "ended with exit status 0")):
+        answer = await http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4})
+        assert answer.json()["usage"]["completion_tokens"] > 0, answer.text
+        os.kill(pid, number)
+        await cluster.read_until(f"gateway {ended}; starting it again")
+        line = await cluster.read_until("gateway was started again (pid ")
+        pid = int(line.partition("(pid ")[2].partition(")")[0])
+        async with asyncio.timeout(60):
+            while not await listens(http):
+                await asyncio.sleep(0.05)
+    return pid
+
+
+async def listens(http: httpx.AsyncClient) -> bool:
+    """Whether the gateway answers."""
+    try:
+        return (await http.get("/version")).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 async def every_command_works(cluster: Up, urls: list[str]) -> None:
@@ -186,37 +223,3 @@ async def every_command_works(cluster: Up, urls: list[str]) -> None:
     assert manager.labelled("kvpool_manager_capacity_blocks", "worker") == {"worker-0": 63, "worker-1": 63}
     hits = [page.value("kvpool_worker_cached_tokens_total") for page in pages]
     assert sum(hits) == sum(manager.labelled("kvpool_manager_cached_tokens_total", "worker").values()) >= 8
-
-
-@pytest.mark.slow
-async def test_workers_join_the_manager_of_another_up_and_settings_come_from_files(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """As on a second machine: no manager of its own, other names; both read one settings file. A worker that cannot start is left
-    out. SIGTERM ends with status 0, Ctrl-C with 130."""
-    config = tmp_path / "kvpool.toml"
-    config.write_text(f'[worker]\nmodel = "{tiny_model}"\nnum_blocks = 33\nblock_size = 4\n[up]\nworkers = 2\n')
-    (tmp_path / "workers").mkdir()
-    (tmp_path / "workers" / "worker-1").write_text("no folder")
-    async with up(tmp_path, "--config", str(config)) as first:
-        await first.read_until(
-            "worker-1 ended with exit status 1; its log above says why. The cluster continues without it"
-        )
-        assert "state folder" in "".join(first.lines)
-        await first.read_until("manager (pid ")
-        await first.read_until("worker-0 (pid ")
-        await first.read_until("ready: in")
-        async with up(
-            None, "--config", str(config), "--workers", "1", "--join", first.manager, "--name", "far"
-        ) as second:
-            assert "32 blocks of 4 tokens" in await second.read_until("far-0 (pid ")
-            await second.read_until("ready: in")
-            assert len(descendants(second.process.pid)) == 1
-            workers = json.loads(await first.run("status", "--json"))["workers"]
-            assert [worker["worker_id"] for worker in workers] == ["far-0", "worker-0"]
-            second.process.send_signal(signal.SIGTERM)
-            assert await second.wait() == 0
-        workers = json.loads(await first.run("status", "--json"))["workers"]
-        assert [worker["worker_id"] for worker in workers] == ["worker-0"]
-        first.process.send_signal(signal.SIGINT)
-        assert await first.wait() == 130

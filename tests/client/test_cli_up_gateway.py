@@ -1,24 +1,18 @@
-"""`kvpool up --http`: a gateway with the cluster."""
+"""`kvpool up --http`: a gateway with the cluster. tests/client/test_cli_up.py has one that answers and is killed."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-import os
-import signal
 import socket
-from pathlib import Path
 
-import httpx
 import pytest
 
 from kvpool.client.cli.launch import services
 from kvpool.client.errors import Unavailable
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import SettingsProblem, load_settings
-from tests.client.test_cli_up import free_ports, up
+from tests.client.test_cli_up import free_ports
 from tests.client.test_cli_up_workers import spec
-from tests.tiny_models import make_tiny_model
 
 
 def test_the_gateway_comes_last_and_knows_its_manager() -> None:
@@ -58,38 +52,3 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr(services, "find_spec", lambda name: None if name == "starlette" else real(name))
     with pytest.raises(SettingsProblem, match=r"starlette is not installed.*kvpool\[gateway\]"):
         spec("--http", "8099")
-
-
-@pytest.mark.slow
-async def test_the_gateway_answers_and_is_started_again_when_it_ends(tmp_path: Path) -> None:
-    """Also after status 0, which for a worker means that it has left. A cluster whose workers have left ends."""
-    port = free_ports(1)
-    model = make_tiny_model("llama", tmp_path / "model", tokenizer=True)
-    flags = ["--model", str(model.path), "--num-blocks", "64", "--http", str(port)]
-    async with up(tmp_path, "--workers", "1", *flags) as cluster, httpx.AsyncClient(timeout=60) as client:
-        line = await cluster.read_until("gateway (pid ")
-        assert f"http://127.0.0.1:{port}/v1" in line
-        await cluster.read_until("ready: in")
-        pid = int(line.partition("gateway (pid ")[2].partition(")")[0])
-        for number, ended in ((signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGTERM, "ended with exit status 0")):
-            body = {"prompt": "Hello", "max_tokens": 4}
-            answer = await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
-            assert answer.json()["usage"]["completion_tokens"] > 0, answer.text
-            os.kill(pid, number)
-            await cluster.read_until(f"gateway {ended}; starting it again")
-            line = await cluster.read_until("gateway was started again (pid ")
-            pid = int(line.partition("(pid ")[2].partition(")")[0])
-            async with asyncio.timeout(60):
-                while not await listens(client, port):
-                    await asyncio.sleep(0.05)
-        await cluster.run("drain", "worker-0")
-        assert await cluster.wait() == 0
-        assert not await listens(client, port)
-
-
-async def listens(client: httpx.AsyncClient, port: int) -> bool:
-    """Whether the gateway answers."""
-    try:
-        return (await client.get(f"http://127.0.0.1:{port}/version")).status_code == 200
-    except httpx.TransportError:
-        return False

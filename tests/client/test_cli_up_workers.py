@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.cli.commands.up import FLAGS, UpSettings
-from kvpool.client.cli.launch.children import ChildSpec
-from kvpool.client.cli.launch.cluster import ClusterSpec, free_port
+from kvpool.client.cli.launch.children import Children, ChildSpec
+from kvpool.client.cli.launch.cluster import Cluster, ClusterSpec, free_port
 from kvpool.client.cli.launch.trial import try_settings
 from kvpool.process.settings import SettingsProblem, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 from tests.client.commands import run_kvpool
+from tests.client.fakes import FakeWorker, fake_cluster
 from tests.client.processes import is_alive
 
 
@@ -121,6 +123,31 @@ async def test_a_dry_run_without_an_answer_is_ended(tmp_path: Path) -> None:
     script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     await try_settings(ChildSpec("worker-0", [sys.executable, "-I", "-S", "-c", script], {}), longest_seconds=1.0)
     assert not pid_file.exists() or not is_alive(int(pid_file.read_text()))
+
+
+async def test_a_worker_that_ends_while_the_others_start_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one whose settings are refused: those are the same for all."""
+    fails, lives = "sys.exit('--dry-run' not in sys.argv)", "time.sleep(0 if '--dry-run' in sys.argv else 600)"
+    children = [
+        ChildSpec(name, [sys.executable, "-I", "-S", "-c", f"import sys, time; print('fine', flush=True); {rest}"])
+        for name, rest in (("worker-0", lives), ("worker-1", fails))
+    ]
+    monkeypatch.setattr(ClusterSpec, "children", lambda self: children)
+    worker, events = FakeWorker("worker-0"), asyncio.Queue[str]()
+    async with fake_cluster(worker) as manager, Children(lambda name, line: None) as started:
+        manager.workers = []
+
+        async def serve_when_the_other_has_ended() -> None:
+            told.append(await events.get())
+            manager.workers = [worker]
+
+        told: list[str] = []
+        waiting = asyncio.create_task(serve_when_the_other_has_ended())
+        cluster = Cluster(ClusterSpec(num_workers=2, join=manager.address), started)
+        workers = await cluster.start(lambda line: None, events.put_nowait)
+        await waiting
+    assert [worker.worker_id for worker in workers] == ["worker-0"]
+    assert told == ["worker-1 ended with exit status 1; its log above says why. The cluster continues without it"]
 
 
 async def test_help_after_the_dashes_is_the_worker_s(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 from scripts.protos import SITE
 from tests.docs.blocks import ROOT, Block, blocks, here, inline_code
+from tests.docs.programs import run_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -98,6 +99,8 @@ class Shell:
 
     def run(self, command: str) -> str:
         """Run a command to its good end; returns what it printed."""
+        if (printed := run_here(command, self._environment)) is not None:
+            return printed
         done = subprocess.run(
             ["bash", "-c", self._here(command)],
             cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=300, check=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 
@@ -24,6 +25,7 @@ from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk
 from tests.docs.blocks import ROOT, here
+from tests.docs.programs import run_here
 from tests.worker_service.windowed import Worker as CacheWorker
 
 TEXT = (ROOT / "docs" / "LEARN.md").read_text()
@@ -261,6 +263,8 @@ _SHOWN = re.findall(r"```sh\n([^`]*)```\n\n```text\n([^`]*)```", TEXT)
 @functools.cache
 def _run(command: str) -> str:
     """Run a block as a reader does; each prints the same every time."""
+    if (printed := run_here(command, os.environ)) is not None:
+        return printed
     done = subprocess.run(["bash", "-ec", here(command)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,0 +1,62 @@
+"""Commands of documents, run in this process where it has imported what they need: a process of its own takes a second for each."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Final, NoReturn
+from unittest import mock
+
+from kvpool.cache_service.settings import ManagerSettings
+from kvpool.cache_service.walkthrough.__main__ import main as walkthrough
+from kvpool.client.cli.app import main
+from kvpool.client.cli.commands.walkthrough import WALKTHROUGH_MODULE
+from kvpool.client.cli.launch.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE
+from kvpool.gateway.settings import GatewaySettings
+from kvpool.process.settings import ProcessSettings, load_settings
+from kvpool.worker_service.settings import WorkerSettings
+
+_KVPOOL: Final = ".venv/bin/kvpool"
+_SETTINGS: Final[Mapping[str, type[ProcessSettings]]] = {
+    MANAGER_MODULE: ManagerSettings,
+    WORKER_MODULE: WorkerSettings,
+    GATEWAY_MODULE: GatewaySettings,
+}
+
+
+def run_here(command: str, environment: Mapping[str, str]) -> str | None:
+    """What a command of `kvpool` prints on stdout, and its good end; None if it is not one, or needs a shell or a process."""
+    words = shlex.split(command, comments=True)
+    if words[0] != _KVPOOL or re.search(r"[|<>&;$`]", re.sub(r"'[^']*'|\"[^\"$`]*\"", "", command)):
+        return None
+    if words[1] in ("up", "manager", "worker", "gateway") and words[2:] != ["--help"]:
+        return None
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    stderr = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(os, "execv", _become),
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+    ):
+        try:
+            main(words[1:])
+            status: object = 0
+        except SystemExit as end:
+            status = end.code or 0
+    printed = stdout.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert status == 0, f"{command}\n{printed}\n{stderr.getvalue()}"
+    return printed
+
+
+def _become(program: str, command: Sequence[str]) -> NoReturn:
+    """In place of os.execv, which would end the tests: what that program does with its arguments."""
+    module, *arguments = command[command.index("-m") + 1 :]
+    if module == WALKTHROUGH_MODULE:
+        raise SystemExit(walkthrough(arguments))
+    load_settings(_SETTINGS[module], arguments)
+    raise AssertionError("--help ends it")
