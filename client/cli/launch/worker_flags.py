@@ -61,12 +61,12 @@ class WorkerFlags(Generic[S]):
         return [f"{self.command}: {line}" for line in lines] or refused.lines
 
     def _explain(self, arguments: Sequence[str]) -> list[str]:
-        """A line for each flag that neither the command nor a worker has. Asks both services for their help."""
-        of_worker, of_manager = _flags_of(WORKER_MODULE), _flags_of(MANAGER_MODULE)
+        """A line for each flag that neither the command nor a worker has. Asks the services for their help."""
+        of_worker = _flags_of(WORKER_MODULE)
+        unknown = [flag for flag in flags_in(arguments) if flag not in of_worker]
+        of_manager = _flags_of(MANAGER_MODULE) if unknown else set()
         lines = []
-        for flag in flags_in(arguments):
-            if flag in of_worker:
-                continue
+        for flag in unknown:
             if flag in of_manager:
                 field = flag.removeprefix("--").replace("-", "_")
                 lines.append(
