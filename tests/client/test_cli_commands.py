@@ -277,6 +277,7 @@ async def test_a_worker_s_port_as_manager_is_recognised(capsys: pytest.CaptureFi
         assert "the address of another service" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_manager_comes")
 async def test_a_host_that_does_not_resolve_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert await kvpool("check", "--manager", "no.such.host.invalid:50051") == 1
     assert "the host name 'no.such.host.invalid' of the manager does not resolve" in capsys.readouterr().err
@@ -367,6 +368,7 @@ def manager_violation() -> cache_pb2.Violation:
     return violation
 
 
+@pytest.mark.usefixtures("no_manager_comes")
 @pytest.mark.parametrize(
     "command", [["generate", "the"], ["chat", "the"], ["chat"], ["status"], ["blocks"], ["check"], ["status", "--json"]]
 )

@@ -56,8 +56,11 @@ async def test_a_worker_that_stays_is_an_error(
     assert "w has not left after 0.3 s" in capsys.readouterr().err
 
 
-async def test_the_manager_may_end_with_its_last_worker(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_manager_may_end_with_its_last_worker(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As that of `kvpool up` does: the worker's address refuses connections, so it has left."""
+    monkeypatch.setattr(drain_module, "_LOOK_SECONDS", 0.5)
     worker = FakeWorker("w")
     manager = FakeManager([worker])
     manager.num_describes_until_left = 1_000_000

@@ -202,7 +202,7 @@ async def test_the_deadline_holds_while_the_stream_moves() -> None:
     """One time-out for the whole answer; the error tells why it took so long."""
     worker = Storyteller("w1", STORY, Telling(3))
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=60.0) as client:
-        stream = client.generate(PROMPT, timeout=3.0)
+        stream = client.generate(PROMPT, timeout=1.5)
         for _ in range(4):
             await anext(stream)
         manager.workers = []

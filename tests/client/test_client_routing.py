@@ -89,7 +89,7 @@ async def test_an_answer_that_comes_while_the_manager_is_asked_is_taken() -> Non
                 await asyncio.sleep(0.2)
 
     manager.before_describe = look
-    async with serving(slow, other, manager), quick(manager, liveness_interval=0.5) as client:
+    async with serving(slow, other, manager), quick(manager, liveness_interval=0.2) as client:
         task = asyncio.create_task(client.generate("the").collect())
         await slow.asked.wait()
         manager.workers = [other]

