@@ -15,6 +15,7 @@ from kvpool.client.bench.workload import Conversation, Turn
 from kvpool.client.config import ClientConfig
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from tests.cluster.forked_children import forked_children
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -40,13 +41,14 @@ async def test_counts_are_of_the_requests_in_between(tmp_path: Path) -> None:
         *("--dtype", "float32", "--device", "cpu", "--block-size", "4", "--num-blocks", "257"),
         *("--model", str(model.path), "--cache-dir", str(default_cache_dir())),
     ]
-    async with OurCluster(arguments, {"OMP_NUM_THREADS": "1"}) as cluster:
-        engine = KvpoolEngine(ClientConfig(manager=cluster.address))
-        try:
-            cold, warm = await run_all(cluster, engine), await run_all(cluster, engine)
-        finally:
-            await engine.close()
-        assert await cluster.manager_cpu_seconds() > 0
+    with forked_children():
+        async with OurCluster(arguments) as cluster:
+            engine = KvpoolEngine(ClientConfig(manager=cluster.address))
+            try:
+                cold, warm = await run_all(cluster, engine), await run_all(cluster, engine)
+            finally:
+                await engine.close()
+            assert await cluster.manager_cpu_seconds() > 0
     for counts in (cold, warm):
         assert counts.rpcs["Route"] == 3
         assert counts.rpcs["Allocate"] >= 3

@@ -43,6 +43,7 @@ RUN_HERE = [document for document in DOCUMENTS if document.name != "PROTOCOL.md"
 """tests/docs/test_protocol.py runs the calls of that one."""
 
 NOT_RUN = {
+    "make demo": "starts a cluster of its own; tests/examples/test_demo.py does it, with processes that are forked",
     "make test": "is what runs this",
     "make check": "CI runs it before this",
     "make format": "would write into the checkout",
