@@ -205,8 +205,11 @@ async def test_a_loop_that_is_not_known_is_reported(monkeypatch: pytest.MonkeyPa
 # -- servers that end
 
 
-async def test_an_end_costs_neither_new_calls_nor_those_in_flight(mortal: Served) -> None:
+async def test_an_end_costs_neither_new_calls_nor_those_in_flight(
+    mortal: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The call in flight goes on to its end, on the connection that it is on, and new calls are served on the same port."""
+    monkeypatch.setattr(grpc_server, "LAST_WORDS_SECONDS", 0.2)
     call = await mortal.begin_counting(5)
     async with await mortal.attack():
         assert await mortal.echo() == b"here"
@@ -290,6 +293,7 @@ async def test_a_listener_that_is_gone_is_noticed_though_grpc_says_nothing(
             await asyncio.sleep(timeout or 0)
         return True
 
+    monkeypatch.setattr(grpc_server, "CONNECT_SECONDS", 0.2)
     monkeypatch.setattr(type(mortal.server._life.server), "wait_for_termination", says_nothing)  # type: ignore[union-attr]
     async with await mortal.attack():
         assert await mortal.echo() == b"here"
