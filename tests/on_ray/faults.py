@@ -12,7 +12,7 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +21,9 @@ import pytest
 from kvpool.client import Client, ClientConfig, KvpoolError
 from tests.client.processes import parent
 from tests.cluster.cluster import free_port
-from tests.live.workload import TINY, Model, ask_undisturbed, make_call, make_requests
+from tests.live.workload import TINY, Model, make_call, make_requests
 from tests.load.load import Load
-from tests.load.workload import Reference
+from tests.load.workload import Reference, Request
 from tests.model.plain_loop import PlainLoop
 from tests.on_ray.nodes import HOST, Nodes, Service, flags
 from tests.until import until
@@ -32,20 +32,27 @@ pytestmark = pytest.mark.timeout(600)
 
 NUM_REQUESTS: Final = 8
 NUM_STREAMS: Final = 6
-NUM_NEW: Final = 600
+NUM_NEW: Final = 300
+"""Tokens of a stream, which lasts six seconds at least."""
 VICTIM_SECONDS: Final = 30.0
 """Until a stream runs on the worker that is to die."""
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    started = Nodes(tmp_path)
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Ray with no node but its head: to start and stop it takes as long as a test."""
+    started = Nodes(tmp_path_factory.mktemp("nodes"))
     try:
         yield started
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            started.kvpool("down")
     finally:
         started.close()
+
+
+@pytest.fixture
+def nodes(head: Nodes) -> Iterator[Nodes]:
+    """Nothing runs, and there is no node, before a test and after it."""
+    yield head
+    head.clear()
 
 
 @pytest.fixture(scope="module")
@@ -89,26 +96,31 @@ async def until_in_the_middle(load: Load, worker: str) -> None:
 
 async def undisturbed(client: Client, model: Model) -> list[Reference]:
     """Half greedy, half drawn; each is what the model alone says."""
-    requests = make_requests(model, NUM_REQUESTS, random.Random(1), NUM_NEW)
-    workload = await ask_undisturbed(client, requests, lambda _: None)
     loop = PlainLoop(model.path)
-    for reference in workload:
-        request = reference.request
-        differences = loop.differences(request.prompt, request.sampling, reference.token_ids)
+
+    async def ask(request: Request) -> Reference:
+        answer = await client.generate(request.prompt, **request.options(f"undisturbed {request.number}")).collect()
+        assert len(answer.token_ids) == request.max_tokens
+        differences = loop.differences(request.prompt, request.sampling, answer.token_ids)
         assert [index for index, is_tie in differences if not is_tie] == []
-    return workload
+        return Reference(request, answer.token_ids, answer.text)
+
+    return await asyncio.gather(*map(ask, make_requests(model, NUM_REQUESTS, random.Random(1), NUM_NEW)))
 
 
-async def registered(client: Client) -> set[str]:
+async def sessions(client: Client) -> dict[str, int]:
+    """Of the registered workers, by name."""
     try:
-        return {worker.worker_id for worker in (await client.describe(timeout=2)).workers}
+        return {worker.worker_id: worker.session for worker in (await client.describe(timeout=2)).workers}
     except KvpoolError:
-        return set()
+        return {}
 
 
-async def until_registered(client: Client, *names: str) -> None:
+async def until_registered(client: Client, *names: str, anew: Mapping[str, int] | None = None) -> None:
+    """Wait until these workers are registered, and those of `anew` in another session than there."""
+    before = (anew or {}).items()
     async with asyncio.timeout(60):
-        while await registered(client) != set(names):
+        while set(found := await sessions(client)) != set(names) or before & found.items():
             await asyncio.sleep(0.1)
 
 
@@ -172,13 +184,15 @@ async def test_each_kind_of_process_and_a_node_are_killed_under_load(
                 (await who_leads(services), Service.kill),
                 ("worker-1", kill_actor),
             ):
+                killed = {}
                 if victim.startswith("worker"):
                     await until_in_the_middle(load, victim)
+                    killed[victim] = (await sessions(client))[victim]
                 fault(services[victim])
                 again = await until_another(nodes, services[victim])
                 assert again.node == services[victim].node  # its place is kept for it
                 services = await managers.write()
-                await until_registered(client, *names)
+                await until_registered(client, *names, anew=killed)
             with socket.create_connection((HOST, http), timeout=10):
                 pass
             lost = services[await who_leads(services)].node
@@ -235,10 +249,10 @@ async def test_it_grows_shrinks_and_leaves_in_order(nodes: Nodes, model: Model, 
         workload = await undisturbed(client, model)
         async with under_load(client, workload) as load:
             await asyncio.to_thread(nodes.kvpool, "up", "--detach", *flags(model, workers=3))
-            assert await registered(client) == {"worker-0", "worker-1", "worker-2"}
+            assert set(await sessions(client)) == {"worker-0", "worker-1", "worker-2"}
             await until_in_the_middle(load, "worker-2")
             await asyncio.to_thread(nodes.kvpool, "up", "--detach", *flags(model, workers=2))
-            assert await registered(client) == {"worker-0", "worker-1"}
+            assert set(await sessions(client)) == {"worker-0", "worker-1"}
             await client.drain("worker-1")
             await until_registered(client, "worker-0")
             while "worker-1" in await asyncio.to_thread(nodes.services):  # it is not started again

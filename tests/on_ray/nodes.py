@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from tests.client.processes import parent
 from tests.live.workload import Model
 
 HOST: Final = "127.0.0.1"
+_ROOT: Final = Path(__file__).parents[2]
+_SLOW_DEVICE: Final = Path(__file__).with_name("slow_device")
 COMMAND: Final = (sys.executable, "-m", "kvpool.client.cli", "ray")
-COMMAND_SECONDS: Final = 240.0
 
 
 @dataclass(frozen=True)
@@ -41,68 +43,88 @@ class Service:
         return began
 
 
+class _Answering:
+    """A process that answers each line of JSON with one."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, question: object) -> Any:
+        """The answer; one question at a time."""
+        assert self._process.stdin is not None
+        with self._lock:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+            return self.answer()
+
+    def answer(self) -> Any:
+        """The next line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"{self._process.args} has ended with {self._process.wait()}: see the log"
+        return json.loads(line)
+
+    def close(self) -> None:
+        """It ends with its stdin."""
+        self._process.communicate(timeout=30)
+
+
 class Nodes:
     """A head that has room for nothing, and nodes that are added and lost."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._num_added = 0
         self._nodes: list[str] = []
-        self._statuses: subprocess.Popen[str] | None = None
-        self._ray = subprocess.Popen(
-            [sys.executable, "-m", "tests.on_ray.ray_nodes", HOST],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
-        self._environment = {**os.environ, "RAY_ADDRESS": str(self._ask("address"))}
-
-    def _ask(self, method: str, *arguments: object) -> Any:
-        assert self._ray.stdin is not None
-        self._ray.stdin.write(json.dumps([method, *arguments]) + "\n")
-        self._ray.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._ray.stdout is not None
-        line = self._ray.stdout.readline()
-        assert line, f"Ray's nodes have ended with {self._ray.wait()}: see the log"
-        return json.loads(line)
+        """Those that are there."""
+        self._ray = _Answering("tests.on_ray.ray_nodes", [HOST], os.environ)
+        assert self._ray.answer() == "ready"
+        self._environment = {**os.environ, "RAY_ADDRESS": str(self._ray.ask(["address"]))}
+        self._commands = _Answering("tests.on_ray.commands", [], self._environment)
 
     def close(self) -> None:
-        if self._statuses is not None:
-            self._statuses.communicate(timeout=30)
+        self._commands.close()
         try:
-            self._ask("close")
+            self._ray.ask(["close"])
         finally:
-            self._ray.communicate(timeout=30)
+            self._ray.close()
 
     def add(self, num_cpus: int) -> str:
-        """Returns the id of the new node. It has a disk of its own: what a process keeps there is lost with the node."""
-        state = self._folder / f"node-{len(self._nodes)}"
+        """Returns the id of the new node. It has a disk of its own: what a process keeps there is lost with the node. Workers on it
+        have slow devices."""
+        state = self._folder / f"node-{self._num_added}"
+        self._num_added += 1
         state.mkdir()
-        node: str = self._ask("add", num_cpus, {"XDG_STATE_HOME": str(state), "OMP_WAIT_POLICY": "PASSIVE"})
+        path = [str(_SLOW_DEVICE), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONPATH": os.pathsep.join(path),
+            "XDG_STATE_HOME": str(state),
+        }
+        node: str = self._ray.ask(["add", num_cpus, variables])
         self._nodes.append(node)
         return node
 
+    def clear(self) -> None:
+        """End what runs, and remove all nodes but the head."""
+        if self.services():
+            self.kvpool("down")
+        for node in self._nodes:
+            self._ray.ask(["leave", node])
+        self._nodes.clear()
+
     def kvpool(self, *arguments: str, status: int = 0, **variables: str) -> str:
         """Run `kvpool ray …`; returns what it has written."""
-        done = self._run(arguments, status, variables)
-        return done.stdout + done.stderr
-
-    def _run(
-        self, arguments: Sequence[str], status: int = 0, variables: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [*COMMAND, *arguments],
-            env={**self._environment, **(variables or {})},
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
-        assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+        done = self._commands.ask({"arguments": arguments, "variables": variables})
+        written: str = done["stdout"] + done["stderr"]
+        assert done["status"] == status, f"{arguments}: {done['status']}\n{written}"
+        return written
 
     @contextlib.contextmanager
     def in_the_foreground(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
@@ -122,22 +144,12 @@ class Nodes:
 
     def services(self) -> dict[str, Service]:
         """All processes of kvpool, by name."""
-        if self._statuses is None:
-            self._statuses = subprocess.Popen(
-                [sys.executable, "-m", "tests.on_ray.statuses"],
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        assert self._statuses.stdin is not None
-        assert self._statuses.stdout is not None
-        print(file=self._statuses.stdin, flush=True)
-        line = self._statuses.stdout.readline()
-        assert line, "`kvpool ray status` has failed: see the log"
+        done = self._commands.ask({"arguments": ["status", "--json"], "variables": {}})
+        assert done["status"] == 0, done
         fields = Service.__dataclass_fields__
         return {
-            entry["name"]: Service(**{name: entry[name] for name in fields}) for entry in json.loads(line)["services"]
+            entry["name"]: Service(**{name: entry[name] for name in fields})
+            for entry in json.loads(done["stdout"])["services"]
         }
 
     def until_all_run(self, *but: str, seconds: float = 90.0) -> dict[str, Service]:
@@ -156,14 +168,15 @@ class Nodes:
         children = [
             service.pid for service in self.services().values() if service.node == node and service.pid is not None
         ]
-        raylet = self._ask("raylet", node)
+        raylet = self._ray.ask(["raylet", node])
         actors = [parent(child) for child in children]
         began = time.monotonic()
         for pid in (raylet, *actors):
             os.kill(pid, signal.SIGSTOP)
         for pid in (*children, *actors):
             os.kill(pid, signal.SIGKILL)
-        self._ask("remove", node)
+        self._ray.ask(["remove", node])
+        self._nodes.remove(node)
         return began
 
 

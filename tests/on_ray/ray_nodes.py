@@ -43,8 +43,12 @@ class RayNodes:
         return int(self._nodes[node].all_processes["raylet"][0].process.pid)
 
     def remove(self, node: str) -> None:
-        """Kill what Ray has started on the node."""
+        """Kill what Ray has started on the node. Ray notices after a while."""
         self._cluster.remove_node(self._nodes[node], allow_graceful=False)
+
+    def leave(self, node: str) -> None:
+        """End what Ray has started on the node, in order, so that nothing more is placed there."""
+        self._cluster.remove_node(self._nodes[node], allow_graceful=True)
 
     def close(self) -> None:
         """End all of it."""
