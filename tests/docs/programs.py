@@ -48,7 +48,7 @@ def run_here(command: str, environment: Mapping[str, str]) -> str | None:
             status: object = 0
         except SystemExit as end:
             status = end.code or 0
-    printed = stdout.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    printed = stdout.buffer.getvalue().decode()
     assert status == 0, f"{command}\n{printed}\n{stderr.getvalue()}"
     return printed
 

@@ -47,6 +47,7 @@ class _Answering:
     """A process that answers each line of JSON with one."""
 
     def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._module = module
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -67,7 +68,7 @@ class _Answering:
         """The next line."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"{self._process.args} has ended with {self._process.wait()}: see the log"
+        assert line, f"{self._module} has ended with {self._process.wait()}: see the log"
         return json.loads(line)
 
     def close(self) -> None:
