@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.load import load_model
+from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 from tests.cluster import smollm2
 from tests.cluster.truth import LOGPROB_TOLERANCE, Truth
-from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, PagedModel, quiet
+from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, PagedModel, quiet
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,18 +24,15 @@ NUM_SHARERS = 3
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1), quiet)
-
-
-@pytest.fixture(scope="module")
 def truths() -> list[Truth]:
     return smollm2.stored()[:-NUM_LONG]
 
 
-@pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
-def test_smollm2_equals_generate(loaded: LoadedModel, truths: list[Truth], min_shared_tokens: int) -> None:
-    paged = PagedModel(loaded, min_shared_tokens=min_shared_tokens, shapes=SHORT_SEGMENTS)
+@pytest.mark.parametrize("runtime", ["auto", "torch"])
+def test_smollm2_equals_generate(truths: list[Truth], runtime: RuntimeName) -> None:
+    """In the step that a worker takes here, and in torch's modules, which attend the beginning that texts share once for all."""
+    settings = ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1, runtime=runtime)
+    paged = PagedModel(load_model(settings, quiet), min_shared_tokens=1, shapes=SHORT_SEGMENTS)
     num_new, num_shared = smollm2.NUM_NEW, len(smollm2.tokenizer().encode(smollm2.SYSTEM).ids)
     others, sharers = truths[:-NUM_SHARERS], truths[-NUM_SHARERS:]
     first = paged.request(sharers[0].prompt, num_new)

@@ -244,3 +244,27 @@ def test_an_address_that_nobody_can_dial_is_refused(advertise: str) -> None:
 def test_listening_everywhere_needs_a_name_to_be_called_by() -> None:
     with pytest.raises(SettingsProblem, match="needs --advertise"):
         load_settings(WorkerSettings, ["--host", "0.0.0.0"])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"quantize": "int8", "runtime": "torch"},
+            "--quantize int8 is for the native step: leave --runtime torch out, or --quantize",
+        ),
+        (
+            {"quantize": "int8", "attention_backend": "torch"},
+            "--quantize int8 is for the native step: leave --attention-backend, which is for torch, out, or --quantize",
+        ),
+        (
+            {"max_num_batched_tokens": 7, "max_num_seqs": 8},
+            "--max-num-batched-tokens (7) must be at least --max-num-seqs (8)",
+        ),
+        ({"block_size": 24}, "--block-size must be a power of two, got 24: use 16 or 32"),
+    ],
+)
+def test_settings_of_a_worker_that_do_not_fit_together_are_refused(given: Mapping[str, object], says: str) -> None:
+    """With those that are to be changed."""
+    with pytest.raises(ValueError, match=re.escape(says)):
+        WorkerSettings(model="m", **given)  # type: ignore[arg-type]
