@@ -8,6 +8,8 @@ CODE := cache_service worker_service client gateway common tests bench examples 
 SEEDS ?= 10000
 FIRST_SEED ?= 1
 JOBS ?= 2
+# Of make test: one more than two cores, since many tests wait.
+TEST_JOBS ?= 3
 
 # make gpu: all parts or GPU_PARTS, GPU_SECONDS for each two of them; results as JSON in OUT.
 GPU_PARTS ?=
@@ -20,7 +22,7 @@ WHEELS ?=
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
-	@echo "make test         all tests, in JOBS=2 processes; ARGUMENTS= are those of pytest"
+	@echo "make test         all tests, in TEST_JOBS=3 processes; ARGUMENTS= are those of pytest"
 	@echo "make test-browser the page in a real Chromium, before a real cluster; a few minutes"
 	@echo "make test-clients clients of OpenAI's API and routers before a real cluster; ONLY=litellm: one; makes .venv-clients-*, 2 GB"
 	@echo "make test-compose the cluster of docker-compose.yml in containers, end to end; needs Docker"
@@ -65,7 +67,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGUMENTS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGUMENTS)
 
 # A third of a gigabyte that nothing else needs.
 test-helm: $(READY)
