@@ -6,7 +6,7 @@ its state; `tests/hostile` sends all of them to a running cluster, and looks at 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
@@ -17,6 +17,7 @@ from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.request_sizes import request_limits
 from kvpool.cache_service.server import SERVICE
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.attacks.spoil import spoil
@@ -88,7 +89,7 @@ def _allocate(scene: Scene) -> Awaitable[Any]:
     item = pb.AllocateItem(
         key=common_pb2.SequenceKey(sequence_id="stranger", attempt=1),
         root=common_pb2.Root(model_fingerprint=scene.victim.model_fingerprint),
-        tokens=_tokens(range(9)),
+        tokens=pack_tokens(range(9)),
         max_new_tokens=1,
         no_wait=True,
     )
@@ -101,7 +102,7 @@ def _invented(scene: Scene) -> pb.SequenceUpdate:
     return pb.SequenceUpdate(
         key=victim.key,
         start=victim.num_tokens,
-        tokens=_tokens(range(900, 900 + num_tokens)),
+        tokens=pack_tokens(range(900, 900 + num_tokens)),
         num_computed_tokens=victim.num_tokens + num_tokens,
     )
 
@@ -111,7 +112,7 @@ def _append(scene: Scene) -> Awaitable[Any]:
 
 
 def _fork(scene: Scene) -> Awaitable[Any]:
-    update = pb.SequenceUpdate(key=common_pb2.SequenceKey(sequence_id="stranger", attempt=1), tokens=_tokens([1]))
+    update = pb.SequenceUpdate(key=common_pb2.SequenceKey(sequence_id="stranger", attempt=1), tokens=pack_tokens([1]))
     fork = pb.ForkItem(parent=scene.victim.sequences[0].key, update=update)
     return scene.stub.Fork(pb.ForkRequest(uplink=scene.foreign(), items=[fork]))
 
@@ -300,8 +301,3 @@ def _of_bytes() -> Iterator[Attack]:
 
 BYTES: Final = tuple(_of_bytes())
 ALL: Final = (*FOREIGN, *NUMBERS, *REGISTRATIONS, *BYTES)
-
-
-def _tokens(ids: Iterable[int]) -> bytes:
-    """As they travel."""
-    return b"".join(token.to_bytes(4, "little") for token in ids)

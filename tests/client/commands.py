@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from kvpool.client.cli.app import main
@@ -16,17 +17,18 @@ END_SECONDS: Final = 60.0
 """For a command to end."""
 
 
+def exit_status(arguments: Sequence[str]) -> int:
+    """Run a command in this thread, as if it had a process of its own; returns its exit status."""
+    try:
+        main(arguments)
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0
+
+
 async def kvpool(*arguments: str) -> int:
     """Run a command in a thread next to the fakes' event loop; returns its exit status."""
-
-    def run() -> int:
-        try:
-            main(arguments)
-        except SystemExit as exit_:
-            return int(exit_.code or 0)
-        return 0
-
-    return await asyncio.to_thread(run)
+    return await asyncio.to_thread(exit_status, arguments)
 
 
 async def run_kvpool(*arguments: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,12 +13,12 @@ from unittest import mock
 
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cache_service.walkthrough.__main__ import main as walkthrough
-from kvpool.client.cli.app import main
 from kvpool.client.cli.commands.walkthrough import WALKTHROUGH_MODULE
 from kvpool.client.cli.launch.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
+from tests.client.commands import exit_status
 
 _KVPOOL: Final = ".venv/bin/kvpool"
 _SETTINGS: Final[Mapping[str, type[ProcessSettings]]] = {
@@ -43,11 +43,7 @@ def run_here(command: str, environment: Mapping[str, str]) -> str | None:
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
     ):
-        try:
-            main(words[1:])
-            status: object = 0
-        except SystemExit as end:
-            status = end.code or 0
+        status = exit_status(words[1:])
     printed = stdout.buffer.getvalue().decode()
     assert status == 0, f"{command}\n{printed}\n{stderr.getvalue()}"
     return printed

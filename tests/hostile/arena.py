@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from tests.cluster.cluster import GATEWAY, MANAGER, Cluster
-from tests.cluster.truth import Truth
 from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question, ask_over_http
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model, prompts
 
@@ -87,10 +86,6 @@ class Arena:
         ]
         assert len(found) >= NUM_QUESTIONS, "too few prompts prove something"
         return found[:NUM_QUESTIONS]
-
-    def right_answer(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Greedy, of NUM_TOKENS tokens. AssertionError if it hangs on rounding."""
-        return tuple(Truth.of(self.oracle, prompt, NUM_TOKENS).tokens)
 
     # -- processes
 

@@ -19,21 +19,18 @@ import kvpool.client.cli.on_ray.before_ray  # noqa: F401
 # isort: split
 import ray
 
-from kvpool.client.cli.app import main
+from tests.client.commands import exit_status
 
 
 def run(arguments: Sequence[str], variables: Mapping[str, str]) -> dict[str, object]:
     """One command; afterwards this process is not connected to Ray, as if the command's own had ended."""
-    status: object = 0
     with (
         mock.patch.dict(os.environ, variables),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         contextlib.redirect_stderr(io.StringIO()) as stderr,
     ):
         try:
-            main(["ray", *arguments])
-        except SystemExit as end:
-            status = end.code or 0
+            status = exit_status(["ray", *arguments])
         finally:
             ray.shutdown()
     return {"status": status, "stdout": stdout.getvalue(), "stderr": stderr.getvalue()}

@@ -48,9 +48,10 @@ def simulate(seeds: range, jobs: int, *, strict: bool, is_choice: bool, console:
         for results in run_all(seeds, jobs):
             for result in results:
                 totals.add(result)
-                of_one = Totals()
-                of_one.add(result)
-                reached[result.seed] = of_one.reached()
+                if is_choice:
+                    of_one = Totals()
+                    of_one.add(result)
+                    reached[result.seed] = of_one.reached()
                 totals.num_repeated += result.seed % REPEAT_EVERY == 0
                 if result.violation is not None:
                     broken.append(result)

@@ -217,24 +217,21 @@ INLINE void attend_partition(int num_rows, int is_cut, const struct kvpool_layer
  * one function with all of them. */
 typedef void attend(const struct kvpool_layer *layer, const struct rows *rows, const struct heads *heads, int64_t first, int64_t end,
                     struct sums *found);
-#define ATTEND(name, num_rows, is_cut)                                                                                       \
+#define ATTEND_AS(name, num_rows, is_cut)                                                                                     \
     static __attribute__((noinline)) void name(const struct kvpool_layer *layer, const struct rows *rows,                    \
                                                const struct heads *heads, int64_t first, int64_t end, struct sums *found) {  \
         attend_partition(num_rows, is_cut, layer, rows, heads, first, end, found);                                           \
     }
-ATTEND(attend_1, 1, 0)
-ATTEND(attend_2, 2, 0)
-ATTEND(attend_3, 3, 0)
-ATTEND(attend_cut_1, 1, 1)
-ATTEND(attend_cut_2, 2, 1)
-ATTEND(attend_cut_3, 3, 1)
+#define ATTEND(num_rows)                      \
+    ATTEND_AS(attend_##num_rows, num_rows, 0) \
+    ATTEND_AS(attend_cut_##num_rows, num_rows, 1)
+ATTEND(1)
+ATTEND(2)
+ATTEND(3)
 #if ROWS > 3
-ATTEND(attend_4, 4, 0)
-ATTEND(attend_5, 5, 0)
-ATTEND(attend_6, 6, 0)
-ATTEND(attend_cut_4, 4, 1)
-ATTEND(attend_cut_5, 5, 1)
-ATTEND(attend_cut_6, 6, 1)
+ATTEND(4)
+ATTEND(5)
+ATTEND(6)
 static attend *const attends[2][ROWS] = {{attend_1, attend_2, attend_3, attend_4, attend_5, attend_6},
                                          {attend_cut_1, attend_cut_2, attend_cut_3, attend_cut_4, attend_cut_5, attend_cut_6}};
 #else
@@ -242,8 +239,8 @@ static attend *const attends[2][ROWS] = {{attend_1, attend_2, attend_3}, {attend
 #endif
 
 /* All partitions of an item, folded. */
-static void attend_rows(int num_rows, const struct kvpool_layer *layer, const struct rows *rows,
-                                                  const struct heads *heads, const struct item *item, struct sums *total) {
+static void attend_rows(int num_rows, const struct kvpool_layer *layer, const struct rows *rows, const struct heads *heads,
+                        const struct item *item, struct sums *total) {
     struct sums others, *found = total;
     for (int r = 0; r < LANES; r++) {
         total->l[r] = 0;
