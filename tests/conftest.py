@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path, PurePosixPath
@@ -126,6 +127,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     if compiled and (why := _why_no_compiler()):
         left_out.leave_out(config, items, compiled, f"tests of the compiled step were left out: {why}")
+
+
+def pytest_collection_finish() -> None:
+    """Tiny tensors only get slower by more threads, much slower beside the other processes of a cluster or of pytest-xdist."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.clients.conftest import VARIABLE
 from tests.clients.environments import NAMES, PINS, NoEnvironment, folder_of, make
+from tests.clients.table import VARIABLE
 
 HERE = Path(__file__).parent
 
@@ -33,9 +33,8 @@ def main(words: Sequence[str]) -> int:
         except NoEnvironment as error:
             print(f"{name} cannot be tested.\n{error}", file=sys.stderr)
             return 1
-    files = [str(HERE / f"test_{name.replace('-', '_')}.py") for name in named] or [str(HERE)]
-    command = [sys.executable, "-m", "pytest", *files, *words[len(named) :]]
-    return subprocess.run(command, env={**os.environ, VARIABLE: "1"}, check=False).returncode
+    command = [sys.executable, "-m", "pytest", str(HERE), *words[len(named) :]]
+    return subprocess.run(command, env={**os.environ, VARIABLE: " ".join(named or NAMES)}, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,23 +57,12 @@ async def drive(name: str, served: Served, subject: str, **more: Any) -> dict[st
     return seen
 
 
-async def assert_chat_is_kvpools_own(
-    served: Served, subject: str, first: Mapping[str, Any], *later: Mapping[str, Any]
-) -> None:
+def assert_are_kvpools_own(own: OwnAnswer, answers: Sequence[Mapping[str, Any]]) -> None:
     """The first answer took nothing from the cache, each later one what kvpool's client now takes; all else is the same."""
-    _assert_same(await served.own_chat(messages_about(subject)), first, *later)
-
-
-async def assert_text_is_kvpools_own(
-    served: Served, subject: str, first: Mapping[str, Any], *later: Mapping[str, Any]
-) -> None:
-    """The same for a text that is continued."""
-    _assert_same(await served.own_text(text_about(subject)), first, *later)
-
-
-def _assert_same(own: OwnAnswer, first: Mapping[str, Any], *later: Mapping[str, Any]) -> None:
+    first, *later = answers
     usage = own.usage
     assert usage.num_cached_tokens > 0
+    assert later
     counts = {"prompt_tokens": usage.num_prompt_tokens, "completion_tokens": usage.num_generated_tokens}
     expected = {"text": own.text, **counts, "cached_tokens": usage.num_cached_tokens}
     assert [first, *later] == [{**expected, "cached_tokens": 0}, *[expected for _ in later]]

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.clients.driving import assert_chat_is_kvpools_own, assert_text_is_kvpools_own, refusal
+from tests.clients.driving import assert_are_kvpools_own, refusal
 from tests.clients.environments import program
 from tests.clients.served import GATEWAYS, MAX_TOKENS, MODEL, Served, messages_about, text_about
 from tests.cluster.cluster import HOST, free_port
@@ -58,10 +58,10 @@ class Router:
     async def answers(self) -> None:
         """Chats, streamed or not, and texts are kvpool's own, and what the cache served is reported."""
         subject = self._about(SUBJECTS[0])
-        first, second = await self.chat(subject), await self.chat_streamed(subject)
-        await assert_chat_is_kvpools_own(self.served, subject, first, second)
-        first, second = await self.text(subject), await self.text(subject)
-        await assert_text_is_kvpools_own(self.served, subject, first, second)
+        chats = [await self.chat(subject), await self.chat_streamed(subject)]
+        assert_are_kvpools_own(await self.served.own_chat(messages_about(subject)), chats)
+        texts = [await self.text(subject), await self.text(subject)]
+        assert_are_kvpools_own(await self.served.own_text(text_about(subject)), texts)
 
     async def refuses(self) -> None:
         """What kvpool cannot do is refused with the gateway's status and words, not tried on another gateway."""

@@ -8,10 +8,9 @@ import pytest
 
 from tests.clients.__main__ import main
 from tests.clients.environments import NAMES, PINS, NoEnvironment, make
+from tests.clients.table import CLIENTS, ROUTERS
 
 pytestmark = pytest.mark.slow
-
-HERE = Path(__file__).parent
 
 
 def test_each_client_has_exact_versions_and_a_test() -> None:
@@ -19,7 +18,7 @@ def test_each_client_has_exact_versions_and_a_test() -> None:
         lines = [line for line in (PINS / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
         assert lines
         assert [line for line in lines if "==" not in line] == [], name
-        assert (HERE / f"test_{name.replace('-', '_')}.py").exists(), name
+    assert {*CLIENTS, *ROUTERS, "lm-eval"} == set(NAMES)
 
 
 def test_an_environment_is_used_until_its_pins_change(tmp_path: Path) -> None:

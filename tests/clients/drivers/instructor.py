@@ -31,10 +31,17 @@ def refused(mode: Any) -> dict[str, Any]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, openai.BadRequestError):
             cause = cause.__cause__
-        param = None if cause is None else cause.param
-        return {"kind": type(error).__name__, "param": param, "message": str(error)}
-    return {"kind": "", "param": None, "message": ""}
+        if cause is None:
+            raise
+        return {
+            "exception": type(error).__name__,
+            "status": cause.status_code,
+            "param": cause.param,
+            "message": str(error),
+        }
+    return {"exception": "none"}
 
 
-seen = {"tools": refused(instructor.Mode.TOOLS), "json_schema": refused(instructor.Mode.JSON_SCHEMA)}
+modes = {"tools": instructor.Mode.TOOLS, "json_schema": instructor.Mode.JSON_SCHEMA}
+seen = {"refused": {name: refused(mode) for name, mode in modes.items()}}
 print(f"\n{json.dumps(seen)}")

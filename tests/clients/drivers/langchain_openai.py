@@ -35,8 +35,13 @@ def refused(ask: Callable[[], Any]) -> dict[str, Any]:
     try:
         ask()
     except openai.BadRequestError as error:
-        return {"status": error.status_code, "param": error.param, "message": str(error)}
-    return {"status": 200, "param": None, "message": ""}
+        return {
+            "exception": type(error).__name__,
+            "status": error.status_code,
+            "param": error.param,
+            "message": str(error),
+        }
+    return {"exception": "none"}
 
 
 job = json.load(sys.stdin)
@@ -54,15 +59,18 @@ def chat_streamed() -> dict[str, Any]:
     return answer(whole)
 
 
+def refused_structured(method: Any) -> dict[str, Any]:
+    """The exception for an answer of a schema that is asked for in this way."""
+    return refused(lambda: chat.with_structured_output(City, method=method).invoke(messages))
+
+
 seen = {
-    "chat": answer(chat.invoke(messages)),
-    "chat_streamed": chat_streamed(),
-    "chat_async": answer(asyncio.run(chat.ainvoke(messages))),
-    "text": text.invoke(job["prompt"]),
-    "text_streamed": "".join(text.stream(job["prompt"])),
-    "tools": refused(lambda: chat.bind_tools([City]).invoke(messages)),
-    "function_calling": refused(lambda: chat.with_structured_output(City, method="function_calling").invoke(messages)),
-    "json_schema": refused(lambda: chat.with_structured_output(City, method="json_schema").invoke(messages)),
-    "json_mode": refused(lambda: chat.with_structured_output(City, method="json_mode").invoke(messages)),
+    "chats": [answer(chat.invoke(messages)), chat_streamed(), answer(asyncio.run(chat.ainvoke(messages)))],
+    # langchain drops the details of the usage of a text
+    "texts": [text.invoke(job["prompt"]), "".join(text.stream(job["prompt"]))],
+    "refused": {
+        "tools": refused(lambda: chat.bind_tools([City]).invoke(messages)),
+        **{method: refused_structured(method) for method in ("function_calling", "json_schema", "json_mode")},
+    },
 }
 print(f"\n{json.dumps(seen)}")

@@ -28,8 +28,8 @@ def refused(**arguments: Any) -> dict[str, Any]:
     try:
         litellm.completion(**arguments)
     except litellm.BadRequestError as error:
-        return {"status": error.status_code, "message": str(error)}
-    return {"status": 200, "message": ""}
+        return {"exception": type(error).__name__, "status": error.status_code, "message": str(error)}
+    return {"exception": "none"}
 
 
 job = json.load(sys.stdin)
@@ -68,12 +68,11 @@ def text_streamed() -> dict[str, Any]:
 whole = litellm.completion(**chat)
 tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 seen = {
-    "chat": answer(whole.choices[0].message.content, whole.usage),
-    "chat_streamed": chat_streamed(),
-    "chat_async": asyncio.run(chat_async()),
-    "text": text_whole(),
-    "text_streamed": text_streamed(),
-    "tools": refused(**chat, tools=[tool]),
-    "response_format": refused(**chat, response_format={"type": "json_object"}),
+    "chats": [answer(whole.choices[0].message.content, whole.usage), chat_streamed(), asyncio.run(chat_async())],
+    "texts": [text_whole(), text_streamed()],
+    "refused": {
+        "tools": refused(**chat, tools=[tool]),
+        "response_format": refused(**chat, response_format={"type": "json_object"}),
+    },
 }
 print(f"\n{json.dumps(seen)}")

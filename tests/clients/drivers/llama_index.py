@@ -48,8 +48,13 @@ def refused(ask: Callable[[], Any]) -> dict[str, Any]:
     try:
         ask()
     except openai.BadRequestError as error:
-        return {"status": error.status_code, "param": error.param, "message": str(error)}
-    return {"status": 200, "param": None, "message": ""}
+        return {
+            "exception": type(error).__name__,
+            "status": error.status_code,
+            "param": error.param,
+            "message": str(error),
+        }
+    return {"exception": "none"}
 
 
 whole = chat.chat(messages)
@@ -57,11 +62,17 @@ streamed = list(chat.stream_chat(messages, **with_usage))
 text_whole = text.complete(job["prompt"])
 text_streamed = list(text.stream_complete(job["prompt"], **with_usage))
 seen = {
-    "chat": answer(whole.message.content or "", whole.raw.usage),
-    "chat_streamed": answer("".join(part.delta or "" for part in streamed), streamed[-1].raw.usage),
-    "text": answer(text_whole.text, text_whole.raw.usage),
-    "text_streamed": answer("".join(part.delta or "" for part in text_streamed), text_streamed[-1].raw.usage),
-    "tools": refused(lambda: chat.chat_with_tools([FunctionTool.from_defaults(weather)], "What is the weather?")),
-    "response_format": refused(lambda: chat.chat(messages, response_format={"type": "json_object"})),
+    "chats": [
+        answer(whole.message.content or "", whole.raw.usage),
+        answer("".join(part.delta or "" for part in streamed), streamed[-1].raw.usage),
+    ],
+    "texts": [
+        answer(text_whole.text, text_whole.raw.usage),
+        answer("".join(part.delta or "" for part in text_streamed), text_streamed[-1].raw.usage),
+    ],
+    "refused": {
+        "tools": refused(lambda: chat.chat_with_tools([FunctionTool.from_defaults(weather)], "What is the weather?")),
+        "response_format": refused(lambda: chat.chat(messages, response_format={"type": "json_object"})),
+    },
 }
 print(f"\n{json.dumps(seen)}")

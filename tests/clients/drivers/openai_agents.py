@@ -46,8 +46,13 @@ async def refused(asked: Agent[Any]) -> dict[str, Any]:
     try:
         await Runner.run(asked, question)
     except openai.BadRequestError as error:
-        return {"status": error.status_code, "param": error.param, "message": str(error)}
-    return {"status": 200, "param": None, "message": ""}
+        return {
+            "exception": type(error).__name__,
+            "status": error.status_code,
+            "param": error.param,
+            "message": str(error),
+        }
+    return {"exception": "none"}
 
 
 async def main() -> dict[str, Any]:
@@ -67,10 +72,11 @@ async def main() -> dict[str, Any]:
         if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
             text += event.data.delta
     return {
-        "chat": answer(whole.final_output, whole),
-        "chat_streamed": answer(text, streamed),
-        "tools": await refused(Agent(**common, tools=[function_tool(weather)])),
-        "output_type": await refused(Agent(**common, output_type=City)),
+        "chats": [answer(whole.final_output, whole), answer(text, streamed)],
+        "refused": {
+            "tools": await refused(Agent(**common, tools=[function_tool(weather)])),
+            "output_type": await refused(Agent(**common, output_type=City)),
+        },
     }
 
 

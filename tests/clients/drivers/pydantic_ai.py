@@ -46,8 +46,13 @@ async def refused(asked: Agent[None, Any]) -> dict[str, Any]:
         await asked.run(question)
     except ModelHTTPError as error:
         body: Any = error.body
-        return {"status": error.status_code, "param": body["param"], "message": str(error)}
-    return {"status": 200, "param": None, "message": ""}
+        return {
+            "exception": type(error).__name__,
+            "status": error.status_code,
+            "param": body["param"],
+            "message": str(error),
+        }
+    return {"exception": "none"}
 
 
 def weather(city: str) -> str:
@@ -64,11 +69,12 @@ async def main() -> dict[str, Any]:
             text += part
         usage = streamed.usage
     return {
-        "chat": answer(whole.output, whole.usage),
-        "chat_streamed": answer(text, usage),
-        "tools": await refused(agent(tools=[weather])),
-        "output_tool": await refused(agent(output_type=City)),
-        "output_schema": await refused(agent(output_type=NativeOutput(City))),
+        "chats": [answer(whole.output, whole.usage), answer(text, usage)],
+        "refused": {
+            "tools": await refused(agent(tools=[weather])),
+            "output_tool": await refused(agent(output_type=City)),
+            "output_schema": await refused(agent(output_type=NativeOutput(City))),
+        },
     }
 
 

@@ -1,8 +1,4 @@
-"""The router vllm-router in front of two gateways.
-
-Not by its default policy, cache_aware: that first asks `/v1/chat/completions/render` for token ids, which gateways do not have, and
-without them sends all requests to one gateway while that has few.
-"""
+"""Routers of other projects in front of two gateways."""
 
 from __future__ import annotations
 
@@ -13,14 +9,17 @@ import pytest_asyncio
 
 from tests.clients.routers import Router, routing
 from tests.clients.served import Served
+from tests.clients.table import ROUTERS, chosen
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def router(served: Served, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
-    folder = tmp_path_factory.mktemp("vllm-router")
-    async with routing("vllm-router", ["vllm-router", "--policy", "round_robin"], served, folder) as router:
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=chosen(ROUTERS))
+async def router(
+    request: pytest.FixtureRequest, served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Router]:
+    name = request.param
+    async with routing(name, ROUTERS[name], served, tmp_path_factory.mktemp(name)) as router:
         yield router
 
 
