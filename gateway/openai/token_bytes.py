@@ -1,24 +1,23 @@
 """The bytes of single tokens, as the tokenizer's vocabulary has them.
 
 Decoding one token loses the bytes of half a character. The vocabulary has them in one of three spellings: byte-level BPE writes
-each byte as a character of its own alphabet (A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
-section 2.2, and its published encoder); SentencePiece writes ▁ for a space and, with byte fallback, <0xE9> for a byte; other
-vocabularies have text, whose pieces are decoded one by one.
+each byte as a letter of its own alphabet (`kvpool.protocol.byte_level`); SentencePiece writes ▁ for a space and, with byte
+fallback, <0xE9> for a byte; other vocabularies have text, whose pieces are decoded one by one.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from kvpool.client import Model
+from kvpool.protocol.byte_level import token_bytes
+from kvpool.protocol.text_bound import parts
 
 MAX_KNOWN: Final = 8
 
@@ -39,7 +38,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        kinds = {part.get("type") for part in _parts(json.loads(tokenizer.to_str()).get("decoder"))}
+        kinds = {part["type"] for part in parts(tokenizer.decoder, "decoders")}
         self._is_byte_level = "ByteLevel" in kinds
         self._has_fallback = "ByteFallback" in kinds
         self._marks_spaces = bool(kinds & {"Metaspace", "Replace"})
@@ -55,9 +54,7 @@ class TokenBytes:
         if piece is None:
             return b""
         if self._is_byte_level:
-            alphabet = byte_alphabet()
-            # One letter that stands for no byte, and the whole token is text.
-            return bytes(map(alphabet.__getitem__, piece)) if alphabet.keys() >= set(piece) else piece.encode()
+            return token_bytes(piece)
         if self._has_fallback and (match := _FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])
         if self._marks_spaces:
@@ -114,20 +111,3 @@ def shown(raw: bytes) -> str:
 
 def _num_first_spaces(text: str) -> int:
     return len(text) - len(text.lstrip(" "))
-
-
-def _parts(part: Any) -> Iterator[dict[str, Any]]:
-    """A decoder, and those that it is made of."""
-    if isinstance(part, dict):
-        yield part
-        for inner in part.get("decoders", ()):
-            yield from _parts(inner)
-
-
-@cache
-def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level BPE's alphabet stands for: printable Latin-1 for itself, then the others in order
-    from U+0100 on."""
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(own)]
-    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}

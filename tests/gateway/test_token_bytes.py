@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvpool.gateway.openai.logprobs import CompletionLogprobs
-from kvpool.gateway.openai.token_bytes import TokenBytes, byte_alphabet, shown
+from kvpool.gateway.openai.token_bytes import TokenBytes, shown
+from kvpool.protocol.byte_level import byte_letters
 
 TEXTS = ("hello world", "héllo wörld 日本語", "🙂 and 🙃", "tab\tand\nline", " leading", "ﬁ ½ \u00a0")
 
@@ -70,7 +71,7 @@ def test_offsets_count_what_the_tokenizer_makes_of_bytes_that_are_no_character(
 ) -> None:
     tokenizer = make()
     tokens = TokenBytes(tokenizer)
-    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    letters = byte_letters()
     for raw, count in num_replaced.items():
         names = [letters[byte] if make is byte_level else f"<0x{byte:02X}>" for byte in bytes.fromhex(raw)]
         ids = [token_id for name in [*names, "h"] if (token_id := tokenizer.token_to_id(name)) is not None]
@@ -94,11 +95,6 @@ def test_special_tokens_have_their_name_and_unknown_ids_nothing() -> None:
     assert end is not None
     assert (tokens.of(end), tokens.is_special(end)) == (b"<|end|>", True)
     assert (tokens.of(10**6), tokens.is_special(10**6)) == (b"", False)
-
-
-def test_the_alphabet_has_each_byte_once() -> None:
-    assert sorted(byte_alphabet().values()) == list(range(256))
-    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
 
 
 def test_half_a_character_is_shown_as_its_bytes() -> None:

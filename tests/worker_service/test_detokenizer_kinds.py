@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from kvpool.protocol.text_bound import byte_letters, parts
+from kvpool.protocol.byte_level import byte_letters
+from kvpool.protocol.text_bound import parts
 from kvpool.worker_service.engine.detokenizer import MAX_WINDOW_TOKENS, TextDecoder
 from tests.worker_service.test_detokenizer import BYTES, pieces_of
 

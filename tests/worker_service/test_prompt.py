@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from kvpool.protocol.text_bound import NORMAL_FORM_FACTOR, byte_letters, text_bound
+from kvpool.protocol.byte_level import byte_letters
+from kvpool.protocol.text_bound import NORMAL_FORM_FACTOR, text_bound
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind

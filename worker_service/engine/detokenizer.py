@@ -6,11 +6,11 @@ import re
 from codecs import utf_8_decode
 from collections.abc import Sequence as List
 from copy import copy
-from functools import cache
 
 from tokenizers import Tokenizer
 
-from kvpool.protocol.text_bound import byte_letters, parts
+from kvpool.protocol.byte_level import token_bytes
+from kvpool.protocol.text_bound import parts
 
 PROMPT_TAIL_TOKENS = 16
 """Prompt tokens decoded together with the first new ones: some tokenizers decode a token differently at the start of a text."""
@@ -112,7 +112,7 @@ class _Decoder:
         token = str(self._tokenizer.id_to_token(token_id))
         if self._is_byte_level:
             self._ids.append(token_id)
-            self._unfinished = _unfinished(self._unfinished + _byte_level(token))
+            self._unfinished = _unfinished(self._unfinished + token_bytes(token))
             return
         byte = _byte_token(token) if self._has_byte_tokens else None
         if byte is None:
@@ -152,19 +152,6 @@ class _Decoder:
         """Leading ids of the window whose text was returned."""
         self._num_chars = len(self._decode(self._ids))
         """Characters of the window's text that were returned."""
-
-
-def _byte_level(token: str) -> bytes:
-    """The bytes of a token, as a byte-level decoder has them; a token with another letter is text."""
-    try:
-        return bytes(_byte_of_letter()[letter] for letter in token)
-    except KeyError:
-        return token.encode()
-
-
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    return {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def _byte_token(token: str) -> bytes | None:

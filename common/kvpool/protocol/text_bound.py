@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, models
 
+from kvpool.protocol.byte_level import byte_letters
+
 NORMAL_FORM_FACTOR = 4
 """A Unicode normal form leaves at least a quarter of a text's bytes: NFC makes 2 bytes of 7, NFKC 1 of 4."""
 
@@ -137,11 +139,3 @@ def _dropped_bytes(tokenizer: Tokenizer, vocabulary: dict[str, int], is_byte_lev
     if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in _UTF8_BYTES):
         return b""
     return None
-
-
-def byte_letters() -> list[str]:
-    """The letter for each byte in a byte-level vocabulary, as in GPT-2: printable Latin-1 is itself, the others are U+0100 and up,
-    in order."""
-    others = iter(range(0x100, 0x200))
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
