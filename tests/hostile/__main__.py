@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.report import facts
-from tests.hostile.campaign import Result, Settings, campaign
+from tests.hostile.campaign import CALM, Result, Settings, campaign
 from tests.hostile.judge import Part
 from tests.telling import tell_result, told
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=defaults.num_rounds, help="(default %(default)s)")
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of everything that is drawn (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/BENCHMARKS.md")
+    parser.add_argument("--write", action="store_true", help="put a summary into docs/BENCHMARKS.md")
     chosen = parser.parse_args(arguments)
     if min(chosen.messages, chosen.malformed, chosen.idle) < 0 or chosen.rounds < 1:
         parser.error("no count is negative, and there is at least one round")
@@ -104,10 +104,18 @@ def _memory_lines(result: Result) -> Iterator[str]:
         yield f"{name}: {sizes} MiB after each round; at most {result.most_lines.get(name, 0)} log lines in a minute"
 
 
+def _worst(parts: Sequence[Part], share: float) -> str:
+    part = max(parts, key=lambda part: part.quantile(share))
+    return f"{part.quantile(share) * 1000:.0f} ms, {part.name}"
+
+
 def _markdown(result: Result, around: dict[str, object]) -> str:
-    rows = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
+    rows = ["| round | parts | good calls | p99 when calm | worst p99 | longest |", "|---" * 6 + "|"]
     for number, parts in enumerate(result.rounds, 1):
-        rows += [f"| {' | '.join(_cells(number, part))} |" for part in parts]
+        calm = next((part.quantile(0.99) for part in parts if part.name == CALM), 0.0)
+        num_calls = sum(len(part.call_seconds) for part in parts)
+        worst = f"{_worst(parts, 0.99)} | {_worst(parts, 1.0)}"
+        rows.append(f"| {number} | {len(parts)} | {num_calls} | {calm * 1000:.0f} ms | {worst} |")
     rows.append("")
     rows += [f"* {line}." for line in _memory_lines(result)]
     rows.append(f"* {len(result.violations)} violations. {around['date']}, load {around['load_1min']}.")
