@@ -38,7 +38,7 @@ CLIENTS: Final[Mapping[str, Client]] = {
     ),
     "langchain-openai": Client(
         "Volcanoes",
-        "BadRequestError",
+        "OpenAIInvalidRequestError",
         {
             "tools": "tools",
             "function_calling": "tool_choice",
@@ -59,7 +59,7 @@ CLIENTS: Final[Mapping[str, Client]] = {
     ),
     "pydantic-ai": Client(
         "Harbours",
-        "ModelHTTPError",
+        "ModelRequestRejectedError",
         {"tools": "tools", "output_tool": "tool_choice", "output_schema": "response_format"},
         texts=False,
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
@@ -13,50 +14,72 @@ from tests.clients.table import CLIENTS, Client, chosen
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
-NAMES: Final = chosen(CLIENTS)
-TEXTS: Final = [name for name in NAMES if CLIENTS[name].texts]
 
-
-class Seen:
+class Seen(NamedTuple):
     """What a client saw."""
 
-    def __init__(self, client: Client, seen: dict[str, Any]) -> None:
-        self.client = client
-        self.chats: list[Any] = seen.get("chats", [])
-        self.texts: list[Any] = seen.get("texts", [])
-        self.refused: dict[str, Any] = seen["refused"]
+    client: Client
+    seen: dict[str, Any]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def seen(request: pytest.FixtureRequest, served: Served) -> Seen:
-    client = CLIENTS[request.param]
-    return Seen(client, await driving.drive(request.param, served, client.subject))
+@pytest.fixture(scope="module")
+def known() -> dict[str, Seen]:
+    """By name: each driver runs once."""
+    return {}
 
 
-@pytest.mark.parametrize("seen", [name for name in NAMES if CLIENTS[name].chats], indirect=True)
-async def test_chats_are_kvpools_own_streamed_or_not(served: Served, seen: Seen) -> None:
+@pytest_asyncio.fixture(loop_scope="session")
+async def seen(request: pytest.FixtureRequest, served: Served, known: dict[str, Seen]) -> Seen:
+    name = request.param
+    if name not in known:
+        known[name] = Seen(CLIENTS[name], await driving.drive(name, served, CLIENTS[name].subject))
+    return known[name]
+
+
+async def chats_are_kvpools_own(served: Served, seen: Seen) -> None:
+    """Whole, streamed, and by asynchronous functions where there are any."""
     own = await served.own_chat(messages_about(seen.client.subject))
-    driving.assert_are_kvpools_own(own, seen.chats)
+    driving.assert_are_kvpools_own(own, seen.seen["chats"])
 
 
-@pytest.mark.parametrize("seen", [name for name in TEXTS if CLIENTS[name].text_usage], indirect=True)
-async def test_texts_are_kvpools_own_streamed_or_not(served: Served, seen: Seen) -> None:
-    driving.assert_are_kvpools_own(await served.own_text(text_about(seen.client.subject)), seen.texts)
-
-
-@pytest.mark.parametrize("seen", [name for name in TEXTS if not CLIENTS[name].text_usage], indirect=True)
-async def test_texts_without_usage_are_kvpools_own_streamed_or_not(served: Served, seen: Seen) -> None:
+async def texts_are_kvpools_own(served: Served, seen: Seen) -> None:
+    """Whole and streamed."""
     own = await served.own_text(text_about(seen.client.subject))
-    assert seen.texts == [own.text, own.text]
+    if seen.client.text_usage:
+        driving.assert_are_kvpools_own(own, seen.seen["texts"])
+    else:
+        assert seen.seen["texts"] == [own.text, own.text]
 
 
-@pytest.mark.parametrize("seen", NAMES, indirect=True)
-async def test_what_kvpool_cannot_do_is_the_clients_own_exception_with_our_words(seen: Seen) -> None:
-    client = seen.client
-    assert seen.refused.keys() == client.refused.keys()
+async def refusals_are_its_own_exception_with_our_words(served: Served, seen: Seen) -> None:
+    """What kvpool cannot do."""
+    client, refusals = seen.client, seen.seen["refused"]
+    assert refusals.keys() == client.refused.keys()
     for asked, param in client.refused.items():
-        refused = seen.refused[asked]
+        refused = refusals[asked]
         assert (refused["exception"], refused["status"]) == (client.exception, 400), asked
         assert driving.refusal(param) in refused["message"], asked
         if client.passes_param_on:
             assert refused["param"] == param, asked
+
+
+def claims_of(client: Client) -> list[Callable[[Served, Seen], Awaitable[None]]]:
+    """What is claimed of it."""
+    return [
+        *([chats_are_kvpools_own] if client.chats else []),
+        *([texts_are_kvpools_own] if client.texts else []),
+        refusals_are_its_own_exception_with_our_words,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "claim"),
+    [
+        pytest.param(name, claim, id=f"{name}-{claim.__name__}")
+        for name in chosen(CLIENTS)
+        for claim in claims_of(CLIENTS[name])
+    ],
+    indirect=["seen"],
+)
+async def test_a_client(claim: Callable[[Served, Seen], Awaitable[None]], served: Served, seen: Seen) -> None:
+    await claim(served, seen)
