@@ -113,7 +113,7 @@ def _first_failed(status: int, output: str) -> str:
 
 
 def _pytest(root: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={root / '.pytest_cache'}", "--tb=line"]
     command += [f"--timeout={_TEST_SECONDS}", *arguments]
     return _run(command, root, environment=environment)
 

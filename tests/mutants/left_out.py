@@ -84,9 +84,11 @@ def changed_lines(hunk: Hunk, text: str) -> set[int]:
 
 
 def touched(mutant: Mutant, root: Path) -> set[Line]:
-    """The lines without which a test cannot notice the mutant."""
+    """The lines of Python without which a test cannot notice the mutant."""
     found: set[Line] = set()
     for hunk in mutant.hunks:
+        if not hunk.path.endswith(".py"):
+            continue
         text = (root / hunk.path).read_text(encoding="utf-8")
         found.update((hunk.path, line) for line in changed_lines(hunk, text))
     return found
@@ -173,9 +175,14 @@ def record(file: str, root: Path) -> Recorded:
 
 
 def order(mutant: Mutant, lines: set[Line], recorded: Mapping[str, Recorded]) -> list[str]:
-    """The test files that may kill it: those that it names first, then the fastest."""
+    """The test files that may kill it: those that it names first, then the fastest. Of code in C nobody knows who executes it, so
+    that only those that it names are asked."""
     named = {test.partition("::")[0] for test in mutant.tests}
-    able = [file for file, of in recorded.items() if not of.trouble and not lines.isdisjoint(of.lines)]
+    able = [
+        file
+        for file, of in recorded.items()
+        if not of.trouble and (not lines.isdisjoint(of.lines) if lines else file in named)
+    ]
     return sorted(able, key=lambda file: (file not in named, recorded[file].seconds))
 
 

@@ -63,6 +63,7 @@ def test_a_mutant_is_run_where_a_changed_line_is_executed_and_first_where_it_is_
     }
     mutant = _mutant("m", "named.py::test")
     assert left_out.order(mutant, {("client/gate.py", 2)}, recorded) == ["named.py", "fast.py", "slow.py"]
+    assert left_out.order(mutant, set(), recorded) == ["named.py"]  # of code in C no lines are recorded
 
 
 def test_what_two_files_do_neither_does_alone() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.mutants.patch import Mutant, mutated
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("cache_service", "worker_service", "client", "gateway", "common", "protos", "tests")
+NEEDED = ("cache_service", "worker_service", "client", "gateway", "common", "protos", "scripts", "tests")
 """Folders that the tests of mutants need."""
 
 
@@ -56,8 +56,9 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def modules(paths: list[str]) -> list[str]:
-    """The names under which files are imported."""
-    return [f"kvpool.{path.removeprefix('common/kvpool/').removesuffix('.py').replace('/', '.')}" for path in paths]
+    """The names under which files of Python are imported; those in C are compiled by the tests."""
+    python = [path.removeprefix("common/kvpool/") for path in paths if path.endswith(".py")]
+    return [f"kvpool.{path.removesuffix('.py').replace('/', '.')}" for path in python]
 
 
 _IMPORT = """
