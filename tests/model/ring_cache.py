@@ -16,6 +16,7 @@ from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import group_needs
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER
+from tests.model.truth.subject import Way
 
 NAN = float("nan")
 
@@ -117,26 +118,18 @@ class RingCache:
             text.spare[group] = left.pop()
         self._free[group] += left
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], num_new: int, chunks: Sequence[int], stagger: int | None
-    ) -> list[list[SampledToken]]:
-        """Greedy tokens after each prompt. Texts take the forms of tables in turn, and these sizes of their prompts' chunks. Text i
-        joins at step i · stagger; None: when the one before has ended."""
-        texts = [self.text(*each) for each in zip(prompts, cycle(Form), cycle(chunks), strict=False)]
-        for some in [[text] for text in texts] if stagger is None else [texts]:
-            self._generate(some, num_new, stagger or 0)
+    def generate(self, prompts: Sequence[Sequence[int]], num_new: int, way: Way) -> list[list[SampledToken]]:
+        """Greedy tokens after the prompts of a way. Texts take the forms of tables in turn."""
+        runs = way.runs([self.text(*each) for each in zip(prompts, cycle(Form), strict=False)])
+        for together in runs:
+            self._generate(together, num_new)
+        texts = [text for together in runs for text in together]
         self.num_turned = sum(text.num_turned for text in texts)
         return [text.sampled for text in texts]
 
-    def _generate(self, texts: Sequence[Text], num_new: int, stagger: int) -> None:
+    def _generate(self, texts: Sequence[Text], num_new: int) -> None:
         ends = [len(text.tokens) + num_new for text in texts]
-        step = 0
-        while any(len(text.tokens) < end for text, end in zip(texts, ends, strict=True)):
-            running = [
-                text
-                for index, (text, end) in enumerate(zip(texts, ends, strict=True))
-                if index * stagger <= step and len(text.tokens) < end
-            ]
+        while running := [text for text, end in zip(texts, ends, strict=True) if len(text.tokens) < end]:
             parts = []
             for text in running:
                 length = min(text.chunk, len(text.tokens) - text.computed)
@@ -146,7 +139,6 @@ class RingCache:
                 if result.token is not None:
                     text.tokens.append(result.token.token_id)
                     text.sampled.append(result.token)
-            step += 1
 
     def logits(self, tokens: Sequence[int], cuts: Sequence[int], others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """[T, vocab_size] of a text, computed in chunks that end at the cuts and its end, each in a step with as many tokens of the

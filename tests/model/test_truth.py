@@ -6,14 +6,12 @@ test_seq2seq_truth.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from tests.model.paged import NEVER
 from tests.model.truth import dense, encoders, states, windows
-from tests.model.truth.subject import Models, SharingSubject, Subject
+from tests.model.truth.subject import Models, SharingSubject, Subject, Way
 
 # transformers' own modules, imported by some models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -21,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers
 SHARING = [*dense.subjects(), *states.subjects(), *encoders.subjects()]
 """Each with its own marks, pytest.mark.gpu among them."""
 ALL = [*SHARING, *windows.subjects()]
-WAYS = [((NEVER, 7), None), ((NEVER,), 0), ((16, 1, 7), 2)]
-"""(chunks, stagger): alone, whole and in chunks shorter than a window, of which only the last samples; together, whole; in chunks
-longer than a window, token by token, and in shorter chunks, next to texts that decode."""
+WAYS = [Way((NEVER, 7), texts=(1, 2)), Way((1, NEVER, 16, 7))]
+"""Alone, whole and in chunks shorter than a window, of which only the last samples; all together, token by token, whole, and in chunks
+longer and shorter than a window, which are next to texts that decode."""
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +46,17 @@ def test_equality_proves_something(subject: Subject) -> None:
 
 
 @of_each
-@pytest.mark.parametrize(("chunks", "stagger"), WAYS, ids=["alone", "together", "staggered"])
-def test_texts_are_those_of_generate(subject: Subject, chunks: Sequence[int], stagger: int | None) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=["alone", "together"])
+def test_texts_are_those_of_generate(subject: Subject, way: Way) -> None:
     """Neighbours, chunk borders, and prefill next to decode change nothing."""
-    subject.check(subject.compute(chunks, stagger))
+    truths = subject.truths if way.texts is None else [subject.truths[index] for index in way.texts]
+    subject.check(subject.compute(way), truths)
 
 
 @of_each_that_shares
-@pytest.mark.parametrize("once", [False, True], ids=["gathered", "attended_once"])
-def test_texts_that_hit_are_those_of_generate_and_what_they_hit_is_never_written(
-    subject: SharingSubject, once: bool
-) -> None:
-    """Whether attention reads a shared prefix one by one or once for all."""
-    hit = subject.hit(once=once)
+def test_texts_that_hit_are_those_of_generate_and_what_they_hit_is_never_written(subject: SharingSubject) -> None:
+    """One reads it by itself, the others join, and it is attended once for all of them."""
+    hit = subject.hit()
     subject.check(hit.texts, hit.truths)
     for before, after in zip(hit.before, hit.after, strict=True):
         assert torch.equal(before.nan_to_num(), after.nan_to_num())  # slots that nobody has written are NaN

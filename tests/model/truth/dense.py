@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import LoadedModel
-from tests.model.paged import BLOCK_SIZE, NATIVE, NEVER, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request
-from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth
+from tests.model.paged import BLOCK_SIZE, NATIVE, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request
+from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth, Way
 from tests.refused import refused
 from tests.tiny_models import ARCHITECTURES, TinyModel, make_tiny_model
 
@@ -21,6 +20,9 @@ NATIVE_ARCHITECTURES = frozenset(
     {"llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma2", "granite", "mistral", "olmo2", "opt", "gpt_neox"}
 )
 """Architectures that the native step computes."""
+TORCH_ARCHITECTURES = frozenset({"llama", "qwen2", "gpt2", "gemma2", "opt", "granite", "gpt_oss", "deepseek_v3"})
+"""One of each kind that attention, positions and the head know: heads that share K and V, windows in some layers, learned positions,
+soft caps, positions that do not begin with 0, scales, sinks with experts, heads of V of another size. On a GPU all are computed."""
 LONG = 2
 """The prompt of 41 tokens; the next one shares its first 20."""
 
@@ -47,14 +49,12 @@ class Paged(SharingSubject):
         """One for each prompt."""
         return [paged.request(prompt, self.tiny.num_new_tokens) for prompt in self.tiny.prompts]
 
-    def compute(self, chunks: Sequence[int], stagger: int | None) -> list[list[SampledToken]]:
+    def compute(self, way: Way) -> list[list[SampledToken]]:
         paged = self.paged()
-        requests = self.requests(paged)
-        for request, chunk in zip(requests, cycle(chunks), strict=False):
-            request.chunk = chunk
-        for some in [requests] if stagger is not None else [[request] for request in requests]:
-            paged.run(some, stagger=stagger or 0)
-        return [request.sampled for request in requests]
+        runs = way.runs(self.requests(paged))
+        for together in runs:
+            paged.run(together)
+        return [request.sampled for together in runs for request in together]
 
 
 @dataclass
@@ -76,9 +76,9 @@ class Dense(Paged):
         backend = self.loaded.attention_backend(self.place.backend, BLOCK_SIZE, lambda _: None)  # type: ignore[arg-type]
         return PagedModel(self.loaded, backend=backend)
 
-    def hit(self, *, once: bool) -> Hit:
+    def hit(self) -> Hit:
         """The same prompt again, of which all but the last token is cached; the prompt that shares 20 tokens; a stranger."""
-        paged = self.paged(min_shared_tokens=1 if once else NEVER, shapes=SHORT_SEGMENTS)
+        paged = self.paged(min_shared_tokens=1, shapes=SHORT_SEGMENTS)
         prompts, num_new = self.tiny.prompts, self.tiny.num_new_tokens
         first = paged.request(prompts[LONG], 1)
         paged.run([first])
@@ -109,7 +109,7 @@ class Dense(Paged):
 
 
 def subjects() -> Iterator[Any]:
-    """Every architecture at every place, natively those that run so."""
+    """Architectures at every place; natively all that run so."""
 
     def make(place: Place, architecture: str, models: Models) -> Dense:
         tiny, truths = tiny_model(architecture, models)
@@ -124,5 +124,7 @@ def subjects() -> Iterator[Any]:
 
     for place in PLACES:
         for architecture in ARCHITECTURES:
-            if place != NATIVE or architecture in NATIVE_ARCHITECTURES:
+            if place.device != "cpu" or architecture in (
+                NATIVE_ARCHITECTURES if place == NATIVE else TORCH_ARCHITECTURES
+            ):
                 yield pytest.param((make, place, architecture), marks=place.marks, id=f"{place}-{architecture}")

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import cycle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +16,9 @@ from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, rep
 from kvpool.worker_service.model.load import LoadedModel
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
-from tests.model.paged import BLOCK_SIZE, NEVER, SHORT_SEGMENTS, load
+from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, load
 from tests.model.paged_seq2seq import Oracle, PagedSeq2Seq
-from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth
+from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth, Way
 
 LONGEST = 128
 INPUT_LENGTHS = (5, 19, 41, 26)
@@ -81,19 +80,17 @@ class Encoders(SharingSubject):
         ):
             assert float((other.logits[0] - truth.logits[0]).abs().max()) > 100 * self.tolerance
 
-    def compute(self, chunks: Sequence[int], stagger: int | None) -> list[list[SampledToken]]:
+    def compute(self, way: Way) -> list[list[SampledToken]]:
         paged = PagedSeq2Seq(self.loaded)
         pairs = zip(self.prompts, self.inputs, strict=True)
-        requests = [paged.request(prompt, paged.encoder(given), NUM_NEW) for prompt, given in pairs]
-        for request, chunk in zip(requests, cycle(chunks), strict=False):
-            request.chunk = chunk
-        for some in [requests] if stagger is not None else [[request] for request in requests]:
-            paged.run(some, stagger=stagger or 0)
-        return [request.sampled for request in requests]
+        runs = way.runs([paged.request(prompt, paged.encoder(given), NUM_NEW) for prompt, given in pairs])
+        for together in runs:
+            paged.run(together)
+        return [request.sampled for together in runs for request in together]
 
-    def hit(self, *, once: bool) -> Hit:
+    def hit(self) -> Hit:
         """Texts over one input that share the beginning, also with a bias by distance, which differs between them."""
-        paged = PagedSeq2Seq(self.loaded, min_shared_tokens=1 if once else NEVER, shapes=SHORT_SEGMENTS)
+        paged = PagedSeq2Seq(self.loaded, min_shared_tokens=1, shapes=SHORT_SEGMENTS)
         prompt = [self.start, *tokens(23, 5)]
         prompts = [prompt, [*prompt, *tokens(4, 6)], [*prompt, *tokens(1, 7)]]
         encoder = paged.encoder(self.inputs[3])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import pytest
 import torch
@@ -16,8 +17,17 @@ from tests.model.paged import load
 from tests.tiny_models import MIN_MARGIN, Oracle
 
 LOGPROB_TOLERANCE = 1e-4
-NUM_NEW = 10
-"""Tokens behind each prompt: more than a window, and blocks that are begun and filled."""
+NUM_NEW = 6
+"""Tokens behind each prompt: blocks are begun and filled."""
+
+
+class _Text(Protocol):
+    """A request of either kind of model."""
+
+    chunk: int
+
+
+Request = TypeVar("Request", bound=_Text)
 
 
 class Truth(NamedTuple):
@@ -80,6 +90,22 @@ class Models:
         return self._loaded[key]
 
 
+class Way(NamedTuple):
+    """To compute the texts after some prompts."""
+
+    chunks: Sequence[int]
+    """Sizes of their chunks at most, which the texts take in turn."""
+    texts: Sequence[int] | None = None
+    """Indices of the prompts, each of which runs after the one before has ended. None: all of them, together."""
+
+    def runs(self, all_texts: Sequence[Request]) -> list[list[Request]]:
+        """The texts that run together, in turn; their chunks are set."""
+        chosen = [all_texts[index] for index in self.texts] if self.texts is not None else list(all_texts)
+        for text, chunk in zip(chosen, cycle(self.chunks), strict=False):
+            text.chunk = chunk
+        return [chosen] if self.texts is None else [[text] for text in chosen]
+
+
 class Hit(NamedTuple):
     """Texts that began with what the cache had."""
 
@@ -98,9 +124,8 @@ class Subject(ABC):
     """By prompt."""
 
     @abstractmethod
-    def compute(self, chunks: Sequence[int], stagger: int | None) -> list[list[SampledToken]]:
-        """The text after each prompt, over a new cache. The prompts are cut into chunks of at most these sizes, which texts take in
-        turn. Text i joins the others at step i · stagger; None: each text runs after the one before has ended."""
+    def compute(self, way: Way) -> list[list[SampledToken]]:
+        """The texts after the prompts of a way, over a new cache."""
 
     def prove(self) -> None:
         """Raises AssertionError if a wrong computation might give the truth too: where the two best logits are close, or all texts
@@ -118,8 +143,8 @@ class SharingSubject(Subject):
     """A model of whose KV texts share what lasts: full blocks, a snapshot, the encoder's output."""
 
     @abstractmethod
-    def hit(self, *, once: bool) -> Hit:
-        """Texts that begin with what an earlier one has left. `once`: attention reads a prefix once for all that share it."""
+    def hit(self) -> Hit:
+        """Texts that begin with what an earlier one has left. Attention reads a prefix once for all that share it."""
 
     @abstractmethod
     def spoil(self) -> tuple[SampledToken, SampledToken]:
