@@ -10,19 +10,18 @@ import pytest
 import torch
 
 from kvpool.worker_service.engine.step import SequencePart
-from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.settings import ModelSettings
-from tests.model.paged import BLOCK_SIZE, NEVER, NUM_THREADS, PagedModel, load, quiet
+from kvpool.worker_service.model.load import LoadedModel
+from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, load, quiet
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
-ARCHITECTURES = ("llama", "qwen3", "gpt2", "opt", "gpt_neox", "mixtral", "gemma2", "gpt_oss", "deepseek_v3")
-"""Of each norm, activation and product that models compute, and each kind of attention, one at least."""
+ARCHITECTURES = ("gpt2", "mixtral", "gemma2", "gpt_oss", "deepseek_v3")
+"""Of each norm and product that models compute, and each kind of attention, one at least; test_invariant.py has the activations."""
 
 NUM_BLOCKS = 1024
 SHARED = 268
 """Tokens that the first and the last text have in common: more than one segment of the keys whatever their length, and no whole
 number of segments."""
-LENGTHS = (290, 33, 5, 131, 275)
+LENGTHS = (276, 33, 5, 131, 275)
 
 
 def texts() -> list[list[int]]:
@@ -117,10 +116,9 @@ def assert_same_bits(ours: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("lengths", [(NEVER,), (7,), (1, 40, 3, 16, 17, 100, 2)], ids=["at_once", "7", "mixed"])
-def test_neighbours_order_offset_and_chunks_change_no_bit(subject: Subject, lengths: tuple[int, ...]) -> None:
+def test_neighbours_order_offset_and_chunks_change_no_bit(subject: Subject) -> None:
     paged = subject.paged()
-    together = compute(paged, [fresh(paged, text) for text in TEXTS], chunks_of(*lengths))
+    together = compute(paged, [fresh(paged, text) for text in TEXTS], chunks_of(1, 40, 3, 16, 17, 100, 2))
     for ours, expected in zip(together, subject.alone, strict=True):
         assert_same_bits(ours, expected)
 
@@ -129,23 +127,22 @@ def test_a_row_decoded_alone_has_the_bits_of_prefill(subject: Subject) -> None:
     """Token by token, across the border of a segment of keys."""
     paged = subject.paged()
     border = one_segment(paged)
-    run = fresh(paged, TEXTS[0][: border + 5])
-    run.computed = border - min(16, border // 2)
+    run = fresh(paged, TEXTS[0][: border + 2])
+    run.computed = border - 2
     first = compute(paged, [Run(run.text[: run.computed], run.table)], chunks_of(NEVER))
     ours = compute(paged, [run], chunks_of(1))
     assert_same_bits(torch.cat([*first, *ours]), subject.alone[0][: len(run.text)])
 
 
-@pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
-@pytest.mark.parametrize("chunk", [NEVER, 1])
+@pytest.mark.parametrize(("min_shared_tokens", "chunk"), [(NEVER, NEVER), (1, 1)], ids=["gathered", "attended_once"])
 def test_a_cached_prefix_changes_no_bit(subject: Subject, min_shared_tokens: int, chunk: int) -> None:
-    """Whether it is computed or found, read for each sharer or once for all of them."""
+    """Whether it is computed or found, read for each sharer or once for all of them, which then decode."""
     paged = subject.paged(min_shared_tokens)
     first = fresh(paged, TEXTS[0])
     compute(paged, [first], chunks_of(50))
     shared = first.table[: SHARED // BLOCK_SIZE]
-    sharers = [fresh(paged, TEXTS[-1], shared), fresh(paged, TEXTS[0], shared), fresh(paged, TEXTS[1])]
-    expected = (subject.alone[-1][SHARED:], subject.alone[0][SHARED:], subject.alone[1])
+    sharers = [fresh(paged, TEXTS[-1], shared), fresh(paged, TEXTS[0], shared), fresh(paged, TEXTS[2])]
+    expected = (subject.alone[-1][SHARED:], subject.alone[0][SHARED:], subject.alone[2])
     for ours, truth in zip(compute(paged, sharers, chunks_of(chunk)), expected, strict=True):
         assert_same_bits(ours, truth)
 
@@ -162,36 +159,3 @@ def test_two_threads_change_no_bit(subject: Subject) -> None:
         torch.set_num_threads(threads)
     for ours, expected in zip(together, by_itself, strict=True):
         assert_same_bits(ours, expected)
-
-
-def test_what_a_preempted_text_has_computed_anew_is_the_same(subject: Subject) -> None:
-    """Its blocks went to somebody else in the middle of decoding; then prompt and answer are computed again, in other chunks."""
-    paged = subject.paged()
-    text = TEXTS[0]
-    before = fresh(paged, text[: one_segment(paged) + 3])
-    compute(paged, [before], chunks_of(64, 64, 64, 60, 1))
-    compute(paged, [Run(TEXTS[3], before.table)], chunks_of(NEVER))  # another's KV in the same blocks
-    again, neighbour = fresh(paged, text), fresh(paged, TEXTS[1])
-    ours = compute(paged, [again, neighbour], chunks_of(100, 9))
-    assert_same_bits(ours[0], subject.alone[0])
-
-
-@pytest.mark.slow
-def test_smollm2_too() -> None:
-    """Sizes at which sums and products go other ways than in tiny models. Converts the model at the first run."""
-    settings = ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=NUM_THREADS, runtime="torch")
-    loaded = load_model(settings, quiet)
-    skip_unless_promised(loaded)
-    numbers = random.Random(2)
-    shared_tokens = one_segment(PagedModel(loaded, NUM_BLOCKS)) + 8
-    common, *rest = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens, 40, 30, 5))
-    texts = [common + rest[0], common + rest[1], rest[2]]
-    by_itself = alone(PagedModel(loaded, NUM_BLOCKS), texts)
-    paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens=1)
-    runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
-    first = compute(paged, runs, chunks_of(64, 100))  # gathered
-    shared = runs[0].table[: len(common) // BLOCK_SIZE]
-    found = compute(paged, [fresh(paged, text, shared) for text in texts[:2]], chunks_of(1, 7, 3))  # attended once
-    expected = [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])]
-    for ours, truth in zip([*first, *found], expected, strict=True):
-        assert_same_bits(ours, truth)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from kvpool.worker_service.model.guard.tiny_replica import build_replica
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.errors import NotNative
 from kvpool.worker_service.model.native.recognition import describe
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.description import ModelDescription
 from kvpool.worker_service.native.library import Activation
@@ -74,19 +74,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", KINDS)
-def test_a_recognised_model_computes_what_transformers_computes(name: str, native_folder: Path) -> None:
+def test_a_recognised_model_computes_what_transformers_computes(name: str) -> None:
     """The check at load, of a small model with the published one's rules."""
     kind, fields = KINDS[name]
     config = default_config(kind)
     for field, value in fields.items():
         setattr(config, field, value)
-    native_load._check_replica(config, compiled_library("float32", native_folder, print), LENGTH)
-
-
-@pytest.fixture(scope="session")
-def native_folder(pytestconfig: pytest.Config) -> Path:
-    assert pytestconfig.cache is not None
-    return pytestconfig.cache.mkdir("native")
+    native_load._check_replica(config, compiled_library("float32", default_cache_dir(), print), LENGTH)
 
 
 @pytest.mark.parametrize(

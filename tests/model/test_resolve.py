@@ -153,7 +153,7 @@ def test_templates_find_the_special_tokens_that_transformers_gives_them(
 def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     lines: list[str] = []
     folder = make_tiny_model("gpt2", tmp_path).path
-    facts = load_model(ModelSettings(str(folder), device="cpu", cache_dir=tmp_path / "c"), lines.append).facts
+    facts = load_model(ModelSettings(str(folder), dtype="float32", device="cpu", runtime="torch"), lines.append).facts
     assert f"{folder} has no tokenizer.json: prompts and answers are token ids" in lines
     assert (facts.tokenizer_json, facts.chat_template) == (None, None)
     assert (facts.special_tokens, facts.eos_token_ids) == ({}, ())

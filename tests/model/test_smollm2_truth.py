@@ -1,17 +1,29 @@
-"""SmolLM2 in float32 over paged KV equals transformers' generate. Converts the model at the first run.
+"""SmolLM2 in float32 over paged KV equals transformers' generate, and has the same bits in any batch. Converts it at the first run.
 
 tests/cluster/test_smollm2_cluster.py compares the stored answers with those of generate.
 """
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from kvpool.worker_service.model.load import load_model
+from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 from tests.cluster import smollm2
 from tests.cluster.truth import LOGPROB_TOLERANCE, Truth
 from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, PagedModel, quiet
+from tests.model.test_batch_invariance import (
+    NUM_BLOCKS,
+    alone,
+    assert_same_bits,
+    chunks_of,
+    compute,
+    fresh,
+    one_segment,
+    skip_unless_promised,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,11 +40,19 @@ def truths() -> list[Truth]:
     return smollm2.stored()[:-NUM_LONG]
 
 
-@pytest.mark.parametrize("runtime", ["auto", "torch"])
-def test_smollm2_equals_generate(truths: list[Truth], runtime: RuntimeName) -> None:
-    """In the step that a worker takes here, and in torch's modules, which attend the beginning that texts share once for all."""
-    settings = ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1, runtime=runtime)
-    paged = PagedModel(load_model(settings, quiet), min_shared_tokens=1, shapes=SHORT_SEGMENTS)
+@pytest.fixture(scope="module", params=["auto", "torch"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    """In the step that a worker takes here, and in torch's modules."""
+    return load_smollm2(request.param)
+
+
+def load_smollm2(runtime: RuntimeName) -> LoadedModel:
+    return load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1, runtime=runtime), quiet)
+
+
+def test_smollm2_equals_generate(truths: list[Truth], loaded: LoadedModel) -> None:
+    """Modules attend the beginning that texts share once for all."""
+    paged = PagedModel(loaded, min_shared_tokens=1, shapes=SHORT_SEGMENTS)
     num_new, num_shared = smollm2.NUM_NEW, len(smollm2.tokenizer().encode(smollm2.SYSTEM).ids)
     others, sharers = truths[:-NUM_SHARERS], truths[-NUM_SHARERS:]
     first = paged.request(sharers[0].prompt, num_new)
@@ -44,3 +64,22 @@ def test_smollm2_equals_generate(truths: list[Truth], runtime: RuntimeName) -> N
     for request, truth in zip(requests, truths, strict=True):
         assert request.token_ids == truth.tokens
         assert request.logprobs == pytest.approx([best[0] for best in truth.best], abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("loaded", ["torch"], indirect=True, scope="module")
+def test_its_bits_are_the_same_alone_packed_in_chunks_and_behind_a_shared_prefix(loaded: LoadedModel) -> None:
+    """Sizes at which sums and products go other ways than in tiny models."""
+    skip_unless_promised(loaded)
+    numbers = random.Random(2)
+    shared_tokens = one_segment(PagedModel(loaded, NUM_BLOCKS)) + 8
+    common, *rest = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens, 12, 9, 5))
+    texts = [common + rest[0], common + rest[1], rest[2]]
+    by_itself = alone(PagedModel(loaded, NUM_BLOCKS), texts)
+    paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens=1)
+    runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
+    first = compute(paged, runs, chunks_of(64, 100))  # gathered
+    shared = runs[0].table[: len(common) // BLOCK_SIZE]
+    found = compute(paged, [fresh(paged, text, shared) for text in texts[:2]], chunks_of(1, 7, 3))  # attended once
+    expected = [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])]
+    for ours, truth in zip([*first, *found], expected, strict=True):
+        assert_same_bits(ours, truth)

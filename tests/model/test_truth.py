@@ -20,8 +20,8 @@ SHARING = [*dense.subjects(), *states.subjects(), *encoders.subjects()]
 """Each with its own marks, pytest.mark.gpu among them."""
 ALL = [*SHARING, *windows.subjects()]
 WAYS = [Way((NEVER, 7), texts=(1, 2)), Way((1, NEVER, 16, 7))]
-"""Alone, whole and in chunks shorter than a window, of which only the last samples; all together, token by token, whole, and in chunks
-longer and shorter than a window, which are next to texts that decode."""
+"""Alone, whole and in chunks shorter than a window, of which only the last samples; all together, token by token, whole, and in
+chunks longer and shorter than a window, which are next to texts that decode."""
 
 
 @pytest.fixture(scope="module")

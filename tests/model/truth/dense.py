@@ -21,8 +21,9 @@ NATIVE_ARCHITECTURES = frozenset(
 )
 """Architectures that the native step computes."""
 TORCH_ARCHITECTURES = frozenset({"llama", "qwen2", "gpt2", "gemma2", "opt", "granite", "gpt_oss", "deepseek_v3"})
-"""One of each kind that attention, positions and the head know: heads that share K and V, windows in some layers, learned positions,
-soft caps, positions that do not begin with 0, scales, sinks with experts, heads of V of another size. On a GPU all are computed."""
+"""One of each kind that attention, positions and the head know: heads that share K and V, windows in some layers, learned
+positions, soft caps, positions that do not begin with 0, scales, sinks with experts, heads of V of another size. On a GPU all are
+computed."""
 LONG = 2
 """The prompt of 41 tokens; the next one shares its first 20."""
 

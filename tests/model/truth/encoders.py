@@ -24,9 +24,9 @@ LONGEST = 128
 INPUT_LENGTHS = (5, 19, 41, 26)
 PROMPT_LENGTHS = (1, 12, 1, 6)
 """Tokens of the decoder's prompts, with its start token."""
-# Relative positions once for all layers, and in each layer; learned positions, computed ones, some that look at the padding; a
+# Relative positions once for all layers, and in each layer; learned positions, and computed ones that look at the padding; a
 # decoder that takes position ids, with windows; two BERTs.
-KINDS = ("t5", "umt5", "bart", "pegasus", "m2m_100", "t5gemma", "encoder-decoder")
+KINDS = ("t5", "umt5", "bart", "m2m_100", "t5gemma", "encoder-decoder")
 
 
 def tokens(length: int, seed: int) -> list[int]:

@@ -17,7 +17,8 @@ from tests.model.truth.subject import Hit, Models
 from tests.tiny_models import MAX_MODEL_LEN
 
 ARCHITECTURES = ("lfm2", "qwen3_next", "mamba2", "jamba", "falcon_h1")
-"""Convolutions alone; a gated delta net; no layer that attends; a scan that forgets its state; layers that attend and have a state."""
+"""Convolutions alone; a gated delta net; no layer that attends; a scan that forgets its state; layers that attend and have a state
+too."""
 SHARED = 20
 """Tokens that the prompts LONG and LONG + 1 begin with."""
 
