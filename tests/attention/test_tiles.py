@@ -15,6 +15,8 @@ from tests.attention.test_torch_attention import BLOCK_SIZE
 
 Met = dict[tuple[int, int], list[tuple[int, int]]]
 """(part, position) → the segments that it meets, cut to what it may see."""
+SEEDS = 30
+"""Of random steps."""
 
 
 def random_step(seed: int) -> Packing:
@@ -46,29 +48,29 @@ def meetings(tiles: list[Tile], window: int | None) -> Met:
     return met
 
 
-@pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 30])
 @pytest.mark.parametrize("partition", [8, 16])
-def test_what_a_row_meets_depends_on_its_position_alone(seed: int, window: int | None, partition: int) -> None:
-    packing = random_step(seed)
-    met = meetings(make_tiles(packing, 0, window, 1, partition), window)
-    starts, ends = packing.starts, packing.context_lens
-    assert set(met) == {(p, t) for p in range(len(starts)) for t in range(starts[p], ends[p])}
-    for (_, position), segments in met.items():
-        first = 0 if window is None else max(0, position + 1 - window)
-        bounds = [first, *range((first // partition + 1) * partition, position + 1, partition), position + 1]
-        assert segments == list(pairwise(bounds))
+def test_what_a_row_meets_depends_on_its_position_alone(window: int | None, partition: int) -> None:
+    for seed in range(SEEDS):
+        packing = random_step(seed)
+        met = meetings(make_tiles(packing, 0, window, 1, partition), window)
+        starts, ends = packing.starts, packing.context_lens
+        assert set(met) == {(p, t) for p in range(len(starts)) for t in range(starts[p], ends[p])}, f"seed {seed}"
+        for (_, position), segments in met.items():
+            first = 0 if window is None else max(0, position + 1 - window)
+            bounds = [first, *range((first // partition + 1) * partition, position + 1, partition), position + 1]
+            assert segments == list(pairwise(bounds)), f"seed {seed}"
 
 
-@pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("window", [None, 5, 30])
-def test_without_fixed_segments_there_are_two_at_most(seed: int, window: int | None) -> None:
-    packing = random_step(seed)
-    for (_, position), segments in meetings(make_tiles(packing, 0, window, 1, None), window).items():
-        assert len(segments) <= 2
-        assert segments[0][0] == (0 if window is None else max(0, position + 1 - window))
-        assert segments[-1][1] == position + 1
-        assert all(left[1] == right[0] for left, right in pairwise(segments))
+def test_without_fixed_segments_there_are_two_at_most(window: int | None) -> None:
+    for seed in range(SEEDS):
+        packing = random_step(seed)
+        for (_, position), segments in meetings(make_tiles(packing, 0, window, 1, None), window).items():
+            assert len(segments) <= 2, f"seed {seed}"
+            assert segments[0][0] == (0 if window is None else max(0, position + 1 - window)), f"seed {seed}"
+            assert segments[-1][1] == position + 1, f"seed {seed}"
+            assert all(left[1] == right[0] for left, right in pairwise(segments)), f"seed {seed}"
 
 
 def test_what_is_shared_is_read_once() -> None:

@@ -1,4 +1,4 @@
-"""The torch backend against a slow oracle that walks over queries and keys one by one."""
+"""The torch backend against a slow oracle that walks over queries one by one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SHORT_SHAPES = Shapes(partition=12, row_multiple=4, key_multiple=4, value_multip
 """Many segments, of which blocks share none with others."""
 EACH_SHAPES = pytest.mark.parametrize(
     "shapes",
-    [FIXED_SHAPES[0], FIXED_SHAPES[3], SHORT_SHAPES, FREE_SHAPES, OWN_SUMS],
-    ids=["256", "96", "short", "free", "own_sums"],
+    [FIXED_SHAPES[0], SHORT_SHAPES, FREE_SHAPES, OWN_SUMS],
+    ids=["256", "short", "free", "own_sums"],
 )
 
 
@@ -105,17 +105,14 @@ class Scene:
     def _one_query(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        outputs = []
-        for head in range(self.shape.heads):
-            kv_head = head // (self.shape.heads // self.shape.kv_heads)
-            scores = key[:, kv_head].double() @ query[head].double() * call.scaling
-            if call.softcap is not None:
-                scores = torch.tanh(scores / call.softcap) * call.softcap
-            if call.sinks is not None:
-                scores = torch.cat([scores, call.sinks[head : head + 1].double()])
-            weights = scores.softmax(0)[: len(key)]
-            outputs.append((weights @ value[:, kv_head].double()).float())
-        return torch.stack(outputs)
+        kv_heads = [head // (self.shape.heads // self.shape.kv_heads) for head in range(self.shape.heads)]
+        scores = (key[:, kv_heads].double() * query.double()).sum(-1) * call.scaling
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if call.sinks is not None:
+            scores = torch.cat([scores, call.sinks[None].double()])
+        weights = scores.softmax(0)[: len(key)]
+        return (weights[..., None] * value[:, kv_heads].double()).sum(0).float()
 
 
 @cache
@@ -128,7 +125,8 @@ def truth(
 
 DECODES = [(7, 1), (30, 1), (3, 1), (64, 1), (29, 1)]
 MIXED = [(0, 9), (12, 7), (30, 1), (0, 1), (16, 7), (41, 1), (8, 20)]
-LONG = [(1200, 1), (700, 600), (5, 1), (0, 1100)]
+LONG = [(600, 1), (250, 270), (5, 1), (0, 300)]
+"""Over one and two borders of segments of 256 keys."""
 
 
 @EACH_SHAPES
@@ -144,7 +142,7 @@ LONG = [(1200, 1), (700, 600), (5, 1), (0, 1100)]
         (Shape(), AttentionCall(1.0, softcap=2.0)),
         (Shape(), AttentionCall(1.0, window=6, softcap=2.0)),
         (Shape(), AttentionCall(0.5, sinks=torch.linspace(-1, 3, 6))),
-        (Shape(), AttentionCall(0.5, window=600, sinks=torch.linspace(-1, 3, 6))),
+        (Shape(), AttentionCall(0.5, window=270, sinks=torch.linspace(-1, 3, 6))),
     ],
     ids=["gqa", "mha", "mqa_other_v", "window", "window_1", "softcap", "softcap_window", "sinks", "sinks_window"],
 )
