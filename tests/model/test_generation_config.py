@@ -64,6 +64,13 @@ def test_a_default_is_what_a_request_means_that_does_not_say(name: str, tmp_path
     assert any("defaults of requests" in line and name in line for line in found.lines)
 
 
+def test_tokens_that_are_forced_count_as_new_ones_and_are_none_of_an_answer(tmp_path: Path) -> None:
+    found = read(tmp_path, {"max_new_tokens": 50, "min_new_tokens": 4}, num_forced=1).defaults.stop
+    assert (found.max_tokens, found.min_tokens) == (49, 3)
+    least = read(tmp_path, {"max_new_tokens": 1, "min_new_tokens": 1}, num_forced=1).defaults.stop
+    assert (least.max_tokens, least.min_tokens) == (1, 0)
+
+
 @pytest.mark.parametrize(
     "name", [name for name, field in FIELDS.items() if field.use in (Use.REFUSED, Use.WHILE_SAMPLING)]
 )

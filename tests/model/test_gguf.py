@@ -203,6 +203,32 @@ def test_the_two_lists_of_longrope_are_taken_over(tmp_path: Path) -> None:
     assert found.config.rope_parameters["long_factor"] == long
 
 
+def test_the_windows_of_gemma_3_rotate_by_a_base_of_their_own_and_come_by_a_period(tmp_path: Path) -> None:
+    """The last layer of each period has full attention."""
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    fields = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": WINDOW, "tie_word_embeddings": True}
+    model = make("gemma3_text", **fields, layer_types=types, rope_parameters=rope, query_pre_attn_scalar=256)
+    keys = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 3, "rope.freq_base_swa": 500.0}
+    write_gguf(tmp_path / "m.gguf", model, "gemma3", full(keys, "gemma3"))
+    found = read_config(tmp_path, "m.gguf")
+    assert found.layer_types == types
+    assert {kind: one["rope_theta"] for kind, one in found.rope_parameters.items()} == {
+        kind: one["rope_theta"] for kind, one in rope.items()
+    }
+
+
+def test_the_largest_gemma_scales_by_the_size_of_its_residual(tmp_path: Path) -> None:
+    """No key of the header says so: hidden size / heads, where all others take the size of a head."""
+    model = make("gemma2", head_dim=16, sliding_window=WINDOW, tie_word_embeddings=True)
+    for layers, scalar in ((2, 256), (46, 8)):
+        write_gguf(tmp_path / "m.gguf", model, "gemma2", full({"block_count": layers}, "gemma2"))
+        assert read_config(tmp_path, "m.gguf").query_pre_attn_scalar == scalar
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
