@@ -60,7 +60,7 @@ def self_test(
 # -- backends that are right
 
 
-@pytest.mark.parametrize(("dtype", "block_size"), zip(DTYPES, [1, 256, 16], strict=True))
+@pytest.mark.parametrize(("dtype", "block_size"), list(zip(DTYPES, [1, 256, 16], strict=True)))
 def test_right_kernels_pass(dtype: torch.dtype, block_size: int) -> None:
     self_test(flash_like(), ALL, dtype, block_size)
     self_test(varlen_like(), (PLAIN, WINDOWED), dtype, block_size)

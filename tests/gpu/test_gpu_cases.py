@@ -6,10 +6,12 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from scripts.gpu import device_tests
 from scripts.gpu.cases import Case, Children, Deadline
 from scripts.gpu.device_tests import read_report, run_device_tests
 from scripts.gpu.parts import run_part
@@ -154,7 +156,9 @@ def test_a_skipped_test_is_a_refusal_or_a_failure() -> None:
     ]
 
 
-def test_tests_run_in_a_process_of_their_own_and_each_is_a_row(setup: Setup, tmp_path: Path) -> None:
+def test_tests_run_in_a_process_of_their_own_and_each_is_a_row(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "test_sample.py"
     file.write_text(
         "import pytest, warnings\nfrom tests.refused import refused\n"
@@ -169,6 +173,13 @@ def test_tests_run_in_a_process_of_their_own_and_each_is_a_row(setup: Setup, tmp
         "test_bad": Outcome.FAILED,
         "test_kernel": Outcome.REFUSED,
     }
+
+    def no_test(_: str, command: list[str], *__: object) -> SimpleNamespace:
+        (report,) = (one.removeprefix("--junitxml=") for one in command if one.startswith("--junitxml="))
+        Path(report).write_text("<testsuites/>")
+        return SimpleNamespace(status=5, log="no tests ran")
+
+    monkeypatch.setattr(device_tests, "Process", no_test)
     empty: list[Row] = []
-    run_device_tests(setup, empty.append, [str(file), "-k", "nothing"])
+    run_device_tests(setup, empty.append)
     assert [row.outcome for row in empty] == [Outcome.FAILED], "a run without a test is no pass"

@@ -58,15 +58,11 @@ class PartFile(_Strict):
     rows: list[RowOfFile]
 
 
-def gpu(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.gpu", *arguments]
-    environment = {**os.environ, **variables}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
 def gpu_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """The same command in this process, which has imported torch already; returns its exit status."""
+    """The command in this process, which has imported torch already; returns its exit status."""
+    monkeypatch.setattr(cases, "ChildProcess", ChildThread)
+    monkeypatch.setattr(cases, "be_quiet", lambda: None)
     handler, folder = signal.getsignal(signal.SIGTERM), Path.cwd()
     yield lambda *arguments: main(arguments)
     os.chdir(folder)
@@ -100,8 +96,6 @@ def test_all_parts_run_in_miniature_and_leave_files_that_keep_their_schema(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(cases, "ChildProcess", ChildThread)
-    monkeypatch.setattr(cases, "be_quiet", lambda: None)
     status = gpu_here("--tiny", "--out", str(tmp_path / "out"))
     printed = capsys.readouterr()
     assert status == 0, printed.out + printed.err
@@ -141,16 +135,21 @@ def test_without_time_every_part_says_so_and_the_status_is_1(gpu_here: Callable[
         assert {row.outcome for row in file.rows} == {"no time left"}
 
 
-def test_without_a_gpu_it_says_what_to_do_and_writes_nothing(tmp_path: Path) -> None:
-    done = gpu("--out", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "sees no CUDA device" in done.stderr
-    assert "PYTHON=python3 WHEELS=.whl" in done.stderr
+def test_without_a_gpu_it_says_what_to_do_and_writes_nothing(
+    gpu_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_here("--out", str(tmp_path / "out")) == 2
+    said = capsys.readouterr().err
+    assert "sees no CUDA device" in said
+    assert "PYTHON=python3 WHEELS=.whl" in said
     assert not (tmp_path / "out").exists()
 
 
 def test_a_part_that_there_is_not_is_named() -> None:
-    done = gpu("fact", "--tiny")
+    """By the program, whose status is that of the command."""
+    command = [sys.executable, "-m", "scripts.gpu", "fact", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "there is no part 'fact'; there are facts, check, step, serve" in done.stderr
 

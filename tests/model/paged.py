@@ -77,15 +77,20 @@ def quiet(_: str) -> None:
 
 
 def load(
-    folder: Path, device: str = "cpu", max_model_len: int | None = None, runtime: RuntimeName = "torch"
+    folder: Path,
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    runtime: RuntimeName = "torch",
+    cache_dir: Path | None = None,
 ) -> LoadedModel:
+    """cache_dir: None: a folder in that of the model."""
     settings = ModelSettings(
         str(folder),
         dtype="float32",
         device=device,
         max_model_len=max_model_len,
         # The native step is compiled once for all tests.
-        cache_dir=None if runtime == "native" else folder / "cache",
+        cache_dir=None if runtime == "native" else cache_dir or folder / "cache",
         runtime=runtime,
         block_size=BLOCK_SIZE,
         num_threads=NUM_THREADS,

@@ -1,6 +1,6 @@
 """Models by hub id: fetched over HTTP from a hub on loopback, found in the cache afterwards, refused with the reason.
 
-The hub's client reads its settings when it is imported, so every case is a process of its own.
+The hub's client reads its settings when it is imported, so every case is a process of its own (fresh_imports.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -18,14 +17,13 @@ from pathlib import Path
 import pytest
 
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.source import hub
-from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.model.source import hub, resolve
 from kvpool.worker_service.model.source.hub import HubId, parse_hub_id
+from tests.model.fresh_imports import FreshImports
 from tests.model.hub_server import SIGNATURE, HubServer, Repo, hub_server, repo_of
-from tests.model.paged import load, quiet
+from tests.model.paged import PagedModel, load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, Oracle, make_tiny_model
 
-REPOSITORY = Path(__file__).parents[2]
 TOKEN = "hf_thetokenthatnobodymaysee"
 CONFIG = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"{}"}
 WEIGHTS = {"model.safetensors": bytes(range(256)) * 400}
@@ -49,23 +47,6 @@ except ModelError as error:
     print("error:", error)
 """
 
-LOAD = """
-import json, sys
-from pathlib import Path
-from tests.model.paged import PagedModel
-from tests.tiny_models import prompts
-from kvpool.worker_service.model.load import load_model
-from kvpool.worker_service.model.settings import ModelSettings
-settings = ModelSettings(sys.argv[1], dtype="float32", device="cpu", cache_dir=Path(sys.argv[2]), num_threads=1)
-loaded = load_model(settings, print)
-paged = PagedModel(loaded)
-request = paged.request(prompts()[2], num_new=8)
-paged.run([request])
-facts = loaded.facts
-print(json.dumps({"name": facts.name, "fingerprint": facts.fingerprint, "tokens": request.token_ids,
-                  "template": facts.chat_template}))
-"""
-
 
 @pytest.fixture
 def server() -> Iterator[HubServer]:
@@ -78,9 +59,10 @@ def server() -> Iterator[HubServer]:
 class Machine:
     """A machine with a hub cache of its own, whose processes talk to one hub."""
 
-    def __init__(self, home: Path, url: str) -> None:
+    def __init__(self, home: Path, url: str, processes: FreshImports) -> None:
         self.home = home
         self._url = url
+        self._processes = processes
 
     def run(self, script: str, *arguments: str, **environment: str) -> str:
         """What the script prints; nothing may be on stderr."""
@@ -94,18 +76,8 @@ class Machine:
             "HOME": str(self.home),
             "HF_HOME": str(self.home / "hf"),
             "HF_ENDPOINT": self._url,
-            "PYTHONPATH": f"{REPOSITORY / 'common'}:{REPOSITORY}",
-            "OMP_WAIT_POLICY": "PASSIVE",
         }
-        return subprocess.run(
-            [sys.executable, "-c", script, *arguments],
-            env=env | environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        return self._processes.run(script, list(arguments), env | environment)
 
     def fetch(self, hub_id: str, *arguments: str, **environment: str) -> Path:
         """The path that a successful fetch ends with."""
@@ -124,9 +96,15 @@ def _path(output: str) -> Path:
     return Path(last.removeprefix("path: "))
 
 
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshImports]:
+    with FreshImports(tmp_path_factory.mktemp("printed")) as started:
+        yield started
+
+
 @pytest.fixture
-def machine(server: HubServer, tmp_path: Path) -> Machine:
-    return Machine(tmp_path / "machine", server.url)
+def machine(server: HubServer, tmp_path: Path, processes: FreshImports) -> Machine:
+    return Machine(tmp_path / "machine", server.url, processes)
 
 
 def test_what_is_a_hub_id() -> None:
@@ -144,20 +122,25 @@ def test_the_name_shows_a_revision_other_than_main() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_from_the_hub_runs(server: HubServer, machine: Machine, tmp_path: Path) -> None:
+def test_a_model_from_the_hub_runs(
+    server: HubServer, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Same fingerprint and same tokens as the folder it was made of."""
     tiny = make_tiny_model("llama", tmp_path / "tiny", tokenizer=True, eos_token_id=EOS_TOKEN_ID)
     server.repos["org/tiny"] = repo_of(tiny.path)
     expected, _ = Oracle.of(tiny.path).logits(tiny.prompts[2], 8)
     facts = load(tiny.path).facts
-    output = machine.run(LOAD, "org/tiny", str(default_cache_dir()))
-    assert json.loads(output.splitlines()[-1]) == {
-        "name": "org/tiny",
-        "fingerprint": facts.fingerprint,
-        "tokens": expected,
-        "template": facts.chat_template,
-    }
+    output = machine.run(FETCH, "org/tiny")
     assert "fetched org/tiny in" in output
+    monkeypatch.setattr(resolve, "fetch_model", lambda *_: _path(output))
+    loaded = load(Path("org/tiny"), cache_dir=tmp_path)
+    assert loaded.facts.name == "org/tiny"
+    assert loaded.facts.fingerprint == facts.fingerprint
+    assert loaded.facts.chat_template == facts.chat_template
+    paged = PagedModel(loaded)
+    request = paged.request(tiny.prompts[2], 8)
+    paged.run([request])
+    assert request.token_ids == expected
 
 
 def test_only_what_is_loaded_is_fetched(server: HubServer, machine: Machine) -> None:
@@ -219,9 +202,9 @@ def test_without_the_hub_and_without_a_copy_the_error_says_what_to_do(
     assert "hf download org/name" in message
 
 
-def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path, processes: FreshImports) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        machine = Machine(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        machine = Machine(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}", processes)
         assert "cannot be reached (" in machine.refusal("org/name", HF_HUB_ETAG_TIMEOUT="1")
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -286,7 +286,8 @@ def subject(request: pytest.FixtureRequest, path: Path) -> Subject:
     return Subject(path, *request.param)
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(run=Run(num_threads=2, block_size=16, cuts=[300], neighbours=[9], num_sharers=4, seed=1))
 @given(run=_runs)
 def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> None:
     """In chunks, packed in any order with others, decoded, shared, over any blocks, by any number of threads."""
@@ -305,11 +306,17 @@ def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> N
             assert subject.same(rows[place], first)
         num_shared = (LENGTH - 1) // run.block_size
         start = num_shared * run.block_size
+        # Of different lengths: who reads behind what is shared through the table of another one finds NaN.
         sharers = [
-            SequencePart(TEXT[start : start + 1], start, ([*own[:num_shared], *table[num_shared:]],), None)
-            for table in others[len(run.neighbours) :]
+            SequencePart(TEXT[start : start + 1 + index % 3], start, ([*own[:num_shared], *table[num_shared:]],), None)
+            for index, table in enumerate(others[len(run.neighbours) :])
         ]
-        for logits in runner.logits(sharers):
-            assert subject.same(logits[None], start)
+        if sharers:
+            for rows in torch.split(runner.logits(sharers), [len(part.token_ids) for part in sharers]):
+                assert subject.same(rows, start)
+            results = runner.execute(Step([part._replace(sampling=GREEDY) for part in sharers]))
+            for part, result in zip(sharers, results, strict=True):
+                assert result.token is not None
+                assert result.token.token_id == int(subject.truth[start + len(part.token_ids) - 1].argmax())
     finally:
         runner.close()

@@ -80,6 +80,20 @@ def test_what_depends_on_the_row_is_seen(
         check(model)
 
 
+def test_a_single_row_that_differs_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last layer, so that no later row shows it."""
+    last = model.model.layers[-1].mlp
+
+    def second_of_row(x: torch.Tensor) -> torch.Tensor:
+        result = _mlp(last, x)
+        result[:, 1:2] *= 2
+        return result
+
+    monkeypatch.setattr(last, "forward", second_of_row)
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
+        check(model)
+
+
 @pytest.mark.parametrize("told", [WINDOW - 1, WINDOW, WINDOW + 1])
 def test_a_window_that_is_one_off_is_seen(model: Any, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model tells attention a window, and has one in its own mask."""

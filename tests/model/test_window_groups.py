@@ -52,11 +52,12 @@ class Bits(NamedTuple):
 def ways() -> Iterator[Bits]:
     """In chunks and decodes, alone and with others, with blocks of fewer keys than a vector, and of more."""
     dice = random.Random(9)
-    for block_size in (4, 16, 32):
-        for form in Form:
-            for cuts in ([*range(1, 12), 300, *range(350, 360)], sorted(dice.sample(range(1, LONG), 9))):
-                others = [dice.choices(range(VOCAB_SIZE), k=dice.randrange(1, LONG)) for _ in range(dice.randrange(4))]
-                yield Bits(form, block_size, cuts, others)
+    decodes, chunks = [1, 2, 3, 300, *range(350, 356)], sorted(dice.sample(range(1, LONG), 7))
+    others = [dice.choices(range(VOCAB_SIZE), k=length) for length in (300, 60)]
+    yield Bits(Form.HOLES, 4, decodes, others)
+    yield Bits(Form.STALE, 4, chunks, [])
+    yield Bits(Form.HOLES, 32, chunks, others)
+    yield Bits(Form.STALE, 16, decodes, [])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_text_has_the_same_bits_with_and_without_the_blocks_before_its_window(
         cache.runner.close()
         num_turned += cache.num_turned
         assert torch.equal(found, expected), way
-    assert num_turned > 20
+    assert num_turned > 4, "no ring turned"
 
 
 @pytest.mark.compiler
