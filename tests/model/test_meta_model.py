@@ -14,12 +14,12 @@ from kvpool.worker_service.model.memory.facts import facts_of_meta_model, kv_byt
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from tests.model.paged import load
-from tests.tiny_models import ARCHITECTURES, build_model, make_tiny_model
+from tests.tiny_models import build_model, make_tiny_model
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "deepseek_v3"])
 def test_weights_and_kv_are_those_of_the_loaded_model(architecture: str, tmp_path: Path) -> None:
     loaded = load(make_tiny_model(architecture, tmp_path).path)
     meta_model = build_meta_model(AutoConfig.from_pretrained(tmp_path))
@@ -28,8 +28,8 @@ def test_weights_and_kv_are_those_of_the_loaded_model(architecture: str, tmp_pat
     assert kv_bytes_per_token(meta_model.layers, torch.float32) == kv_bytes_per_token(loaded.layers, torch.float32)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_runs_without_values(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_an_architecture_runs_without_values(architecture: str) -> None:
     """Activations grow with the tokens, and never without bound."""
     model = build_model(architecture, 0)
     meta_model = build_meta_model(model.config)

@@ -63,19 +63,15 @@ def test_published_models_have_a_replica_that_runs(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("jamba", {}),
         ("recurrent_gemma", {}),
         ("bamba", {"attn_layer_indices": [9, 18, 27]}),
         (
             "granitemoehybrid",
             {"layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 5 + ["linear_attention"] * 2},
         ),
-        ("falcon_h1", {}),
-        ("mamba2", {}),
         ("mamba2", {"n_groups": 3, "num_heads": 96, "hidden_size": 3072}),
         ("zamba", {}),
         ("nemotron_h", {}),
-        ("qwen3_next", {}),
         ("lfm2", {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}),
     ],
 )
