@@ -22,6 +22,7 @@ from kvpool.worker_service.model.outline import outline_model
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native import cpu_info
 from kvpool.worker_service.settings import WorkerSettings
+from tests.model.fresh_imports import FreshImports
 from tests.model.gguf_files import write_gguf
 from tests.model.hub_server import HubServer, hub_server, repo_of
 from tests.model.paged import load, quiet
@@ -226,16 +227,25 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> None:
+    """Before torch is imported; the plan needs nothing else."""
     folder = make_tiny_model("llama", tmp_path / "model").path
-    with hub_server() as server:
+    script = """
+import sys
+from kvpool.worker_service.model.candidate import find_candidate
+from kvpool.worker_service.model.settings import ModelSettings
+print(find_candidate(ModelSettings("org/tiny", device="cpu"), lambda _: None).source.file)
+assert "torch" not in sys.modules
+"""
+    with hub_server() as server, FreshImports(tmp_path) as processes:
         assert isinstance(server, HubServer)
         server.repos["org/tiny"] = repo_of(folder)
-        dry_run = ("-m", "kvpool.worker_service", "--dry-run", "--model", "org/tiny")
-        done = run_python(*dry_run, HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=server.url, HOME=str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        assert rows(done.stdout)["parameters"] == "32,416"
+        places = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
+        done = processes.run(script, [], {"PATH": os.environ["PATH"], **places})
+        assert (done.returncode, done.stderr) == (0, "")
         assert any(path.endswith("config.json") for _, path, _ in server.requests)
         assert not any("safetensors" in path for _, path, _ in server.requests)
+    fetched = Path(done.stdout.strip()).parent
+    assert rows(printed(settings(fetched, num_blocks=101)))["parameters"] == "32,416"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")

@@ -271,19 +271,23 @@ class Subject:
         return torch.equal(rows, self.truth[first : first + len(rows)])
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "olmo2", "gpt_neox"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Full attention; windows with soft caps; norms of all heads together; attention and the MLP added at once."""
-    return make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)).path
-
-
 @pytest.fixture(
     scope="module",
-    params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")],
-    ids=["float32", "bfloat16", "int8"],
+    params=[
+        ("llama", "float32", "none"),
+        ("llama", "bfloat16", "none"),
+        ("llama", "bfloat16", "int8"),
+        ("gemma2", "float32", "none"),
+        ("gemma2", "bfloat16", "none"),
+        ("olmo2", "float32", "none"),
+        ("gpt_neox", "bfloat16", "int8"),
+    ],
+    ids=lambda param: "-".join(param),
 )
-def subject(request: pytest.FixtureRequest, path: Path) -> Subject:
-    return Subject(path, *request.param)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Full attention; windows with soft caps; norms of all heads together; attention and the MLP added at once."""
+    architecture, *types = request.param
+    return Subject(make_tiny_model(architecture, tmp_path_factory.mktemp(architecture)).path, *types)
 
 
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])

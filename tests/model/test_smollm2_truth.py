@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
+NUM_NEW = 5
 NUM_LONG = 2
 """Texts of thousands of tokens, the last ones."""
 NUM_SHARERS = 3
@@ -37,7 +38,8 @@ NUM_SHARERS = 3
 
 @pytest.fixture(scope="module")
 def truths() -> list[Truth]:
-    return smollm2.stored()[:-NUM_LONG]
+    stored = smollm2.stored()[:-NUM_LONG]
+    return [truth.first(NUM_NEW) for truth in (stored[0], *stored[4:6], *stored[-NUM_SHARERS:])]
 
 
 @pytest.fixture(scope="module", params=["auto", "torch"])
@@ -53,7 +55,7 @@ def load_smollm2(runtime: RuntimeName) -> LoadedModel:
 def test_smollm2_equals_generate(truths: list[Truth], loaded: LoadedModel) -> None:
     """Modules attend the beginning that texts share once for all."""
     paged = PagedModel(loaded, min_shared_tokens=1, shapes=SHORT_SEGMENTS)
-    num_new, num_shared = smollm2.NUM_NEW, len(smollm2.tokenizer().encode(smollm2.SYSTEM).ids)
+    num_new, num_shared = NUM_NEW, len(smollm2.tokenizer().encode(smollm2.SYSTEM).ids)
     others, sharers = truths[:-NUM_SHARERS], truths[-NUM_SHARERS:]
     first = paged.request(sharers[0].prompt, num_new)
     paged.run([first])
@@ -72,14 +74,14 @@ def test_its_bits_are_the_same_alone_packed_in_chunks_and_behind_a_shared_prefix
     skip_unless_promised(loaded)
     numbers = random.Random(2)
     shared_tokens = one_segment(PagedModel(loaded, NUM_BLOCKS)) + 8
-    common, *rest = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens, 12, 9, 5))
-    texts = [common + rest[0], common + rest[1], rest[2]]
-    by_itself = alone(PagedModel(loaded, NUM_BLOCKS), texts)
+    long, short = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens + 12, 5))
+    by_itself = alone(PagedModel(loaded, NUM_BLOCKS), [long, short])
     paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens=1)
-    runs = [fresh(paged, texts[0]), fresh(paged, texts[2])]
+    runs = [fresh(paged, long), fresh(paged, short)]
     first = compute(paged, runs, chunks_of(64, 100))  # gathered
-    shared = runs[0].table[: len(common) // BLOCK_SIZE]
-    found = compute(paged, [fresh(paged, text, shared) for text in texts[:2]], chunks_of(1, 7, 3))  # attended once
-    expected = [by_itself[0], by_itself[2], *(logits[len(common) :] for logits in by_itself[:2])]
+    shared = runs[0].table[: shared_tokens // BLOCK_SIZE]
+    sharers = [fresh(paged, long, shared) for _ in range(2)]
+    found = compute(paged, sharers, chunks_of(1, 7, 3))  # attended once, in other chunks each
+    expected = [*by_itself, by_itself[0][shared_tokens:], by_itself[0][shared_tokens:]]
     for ours, truth in zip([*first, *found], expected, strict=True):
         assert_same_bits(ours, truth)
