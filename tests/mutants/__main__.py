@@ -74,8 +74,10 @@ def _look(mutant: Mutant, pristine: Path, root: Path, chosen: list[str], go_on: 
     return Outcome(mutant, verdicts)
 
 
-def _baseline(pristine: Path, chosen: list[str], jobs: ThreadPoolExecutor) -> list[str]:
-    """What is wrong without any mistake."""
+def _baseline(pristine: Path, mutants: list[Mutant], chosen: list[str], jobs: ThreadPoolExecutor) -> list[str]:
+    """What is wrong without any mistake. Of tests that mutants name, those that fail are run without the mistake later."""
+    if all(mutant.tests for mutant in mutants):
+        chosen = [killer for killer in chosen if killer != "tests"]
     try:
         killers.imports(pristine, [path for name in patch.names() for path in patch.read(name).paths])
     except killers.Undecided as why:
@@ -144,7 +146,7 @@ def main(arguments: list[str]) -> int:
         pristine = folder / "pristine"
         tree.copy(options.source, pristine)
         console.print(f"without a mistake: {', '.join(chosen)} …")
-        wrong = _baseline(pristine, chosen, jobs)
+        wrong = _baseline(pristine, mutants, chosen, jobs)
         if wrong:
             console.print(
                 "The code fails without any mistake, so nothing can be said of mutants:", *wrong, sep="\n", markup=False
