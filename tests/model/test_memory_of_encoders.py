@@ -19,6 +19,7 @@ from kvpool.worker_service.model.memory.profile import MaximumBatches
 from scripts.models.subjects import default_seq2seq_config
 from tests.model.paged_seq2seq import PagedSeq2Seq
 from tests.model.truth.encoders import make as make_subject
+from tests.model.truth.subject import NUM_NEW
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
@@ -140,6 +141,6 @@ def test_a_worker_plans_and_runs_with_its_own_plan(tmp_path: Path) -> None:
     paged.runner = subject.loaded.runner(kv_cache)
     paged._free = list(range(1, 64))
     paged._free_cross = list(range(1, kv_cache.cross.num_blocks))
-    request = paged.request(subject.prompts[1], paged.encoder(subject.inputs[1]), 10)
+    request = paged.request(subject.prompts[1], paged.encoder(subject.inputs[1]), NUM_NEW)
     paged.run([request])
     assert request.token_ids == subject.truths[1].tokens

@@ -316,8 +316,8 @@ def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> N
             for index, table in enumerate(others[len(run.neighbours) :])
         ]
         if sharers:
-            for rows in torch.split(runner.logits(sharers), [len(part.token_ids) for part in sharers]):
-                assert subject.same(rows, start)
+            for logits in torch.split(runner.logits(sharers), [len(part.token_ids) for part in sharers]):
+                assert subject.same(logits, start)
             results = runner.execute(Step([part._replace(sampling=GREEDY) for part in sharers]))
             for part, result in zip(sharers, results, strict=True):
                 assert result.token is not None
