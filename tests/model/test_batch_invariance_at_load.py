@@ -27,7 +27,8 @@ from tests.cluster.in_process import in_process_cluster
 from tests.model.paged import NEEDS_PACKING, NEVER, PagedModel, load, quiet
 from tests.tiny_models import make_tiny_model
 
-NUM_TOKENS = 210
+NUM_TOKENS = 140
+"""More than a partition of keys."""
 
 
 @pytest.fixture

@@ -28,11 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers
 # Latent attention twice a layer, learned positions, code of its own, states in the cache, on the module, and in a cache of the
 # model's own. Models that test_truth.py has run there.
 HANDFUL = ("longcat_flash", "opt", "bloom", "lfm2", "recurrent_gemma", "minimax")
-# Experts with a capacity, local attention in the encoder, padding that counts, an encoder that changes with its inputs,
-# attention over text and encoder at once, code of its own, speech.
+# Experts with a capacity, padding that counts, an encoder that changes with its inputs, attention over text and encoder at once,
+# code of its own, speech.
 SEQ2SEQ_HANDFUL = (
     "switch_transformers",
-    "longt5",
     "nllb-moe",
     "bigbird_pegasus",
     "t5gemma2",

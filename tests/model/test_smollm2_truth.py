@@ -1,6 +1,7 @@
 """SmolLM2 in float32 over paged KV equals transformers' generate, and has the same bits in any batch. Converts it at the first run.
 
-tests/cluster/test_smollm2_cluster.py compares the stored answers with those of generate.
+tests/cluster/test_smollm2_cluster.py has the step in C, which a worker takes where it can, and compares the stored answers with
+those of generate.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import random
 import pytest
 
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
+from kvpool.worker_service.model.settings import ModelSettings
 from tests.cluster import smollm2
 from tests.cluster.truth import LOGPROB_TOLERANCE, Truth
 from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, PagedModel, quiet
@@ -42,18 +43,14 @@ def truths() -> list[Truth]:
     return [truth.first(NUM_NEW) for truth in (stored[0], *stored[4:6], *stored[-NUM_SHARERS:])]
 
 
-@pytest.fixture(scope="module", params=["auto", "torch"])
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    """In the step that a worker takes here, and in torch's modules."""
-    return load_smollm2(request.param)
-
-
-def load_smollm2(runtime: RuntimeName) -> LoadedModel:
-    return load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1, runtime=runtime), quiet)
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """In torch's modules."""
+    return load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1, runtime="torch"), quiet)
 
 
 def test_smollm2_equals_generate(truths: list[Truth], loaded: LoadedModel) -> None:
-    """Modules attend the beginning that texts share once for all."""
+    """The beginning that texts share is attended once for all."""
     paged = PagedModel(loaded, min_shared_tokens=1, shapes=SHORT_SEGMENTS)
     num_new, num_shared = NUM_NEW, len(smollm2.tokenizer().encode(smollm2.SYSTEM).ids)
     others, sharers = truths[:-NUM_SHARERS], truths[-NUM_SHARERS:]
@@ -68,7 +65,6 @@ def test_smollm2_equals_generate(truths: list[Truth], loaded: LoadedModel) -> No
         assert request.logprobs == pytest.approx([best[0] for best in truth.best], abs=LOGPROB_TOLERANCE)
 
 
-@pytest.mark.parametrize("loaded", ["torch"], indirect=True, scope="module")
 def test_its_bits_are_the_same_alone_packed_in_chunks_and_behind_a_shared_prefix(loaded: LoadedModel) -> None:
     """Sizes at which sums and products go other ways than in tiny models."""
     skip_unless_promised(loaded)
