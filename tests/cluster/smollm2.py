@@ -1,7 +1,6 @@
 """SmolLM2's answers to fixed prompts, as transformers' generate gives them in float32.
 
-They are stored next to this file, because two prompts are more than a thousand tokens long: `python -m tests.cluster.smollm2`
-computes them again, half a minute of one core.
+They are stored next to this file, because generate takes a second for each: `python -m tests.cluster.smollm2` computes them again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SYSTEM = "You are a helpful assistant who answers briefly and never makes anythi
 DIARY = " ".join(
     f"Chapter {day}. The traveller counted {day * 7 % 23} bridges, {day * 5 % 17} towers and {day * 11 % 29} boats "
     "before night fell."
-    for day in range(1, 51)
+    for day in range(1, 9)
 )
 TEXTS = (
     "The",
@@ -40,7 +39,7 @@ TEXTS = (
     DIARY + "\nThe traveller",
     DIARY + "\nQuestion: what did the traveller count?\nAnswer:",
 )
-"""Short, more than a thousand tokens, other scripts, code, and two beginnings that several prompts share."""
+"""Short, two hundred tokens, other scripts, code, and two beginnings that several prompts share."""
 _STORED = Path(__file__).with_suffix(".json")
 
 
