@@ -41,7 +41,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
             "num_blocks": 1025,
             "max_num_waiting": 4,
             "max_num_seqs": 8,
-            "step_seconds": 0.01,
+            "step_seconds": 0.03,
         }
         await cluster.start(dict.fromkeys(("a", "b"), worker))
         yield cluster

@@ -19,15 +19,16 @@ from tests.tiny_models import MIN_MARGIN
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")]
 
-NUM_NEW = 60
+NUM_NEW = 40
 NUM_TEXTS = 3
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.04
 WORKER = {
     "block_size": 4,
     "num_blocks": 513,
     "cross_blocks": 65,
     "max_model_len": 256,
     "reserve_seconds": 60,
+    "max_num_batched_tokens": 64,
     "step_seconds": STEP_SECONDS,
 }
 

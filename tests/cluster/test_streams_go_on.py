@@ -28,9 +28,9 @@ pytestmark = [
 ]
 
 LEASE_SECONDS = 1.0
-NUM_TOKENS = 200
-STEP_SECONDS = 0.005
-NUM_TOKENS_BEFORE = 10
+NUM_TOKENS = 60
+STEP_SECONDS = 0.03
+NUM_TOKENS_BEFORE = 8
 """That each stream has delivered when something happens."""
 
 TEMPERATURE = 0.8
