@@ -155,6 +155,9 @@ def _serve(modules: Sequence[str]) -> None:
     for module in modules:
         for later in _IMPORTED_LATER.get(module, ()):
             importlib.import_module(later)
+    if WORKER_MODULE in modules:
+        # 900 regular expressions, which transformers compiles once in a process, when it loads its first model.
+        importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a process of several threads cannot be forked: {threads}"
     gc.collect()
