@@ -18,6 +18,7 @@ import httpx
 
 from tests.cluster.cluster import GATEWAY, free_port
 from tests.hostile.arena import Arena
+from tests.hostile.good_client import NO_CERTIFICATES
 from tests.hostile.over_http import idle
 from tests.hostile.single import Outcome, Single, peak_bytes
 
@@ -116,7 +117,7 @@ async def pipelined_without_end(arena: Arena, outcome: Outcome) -> None:
 async def bodies_of_wrong_types(arena: Arena, outcome: Outcome) -> None:
     """Refused for their first error, or for the number of their values."""
     cost = _Cost(arena, most_mb=192, most_cpu_seconds=8.0)
-    async with httpx.AsyncClient(base_url=arena.gateway_url, timeout=ANSWER_SECONDS) as client:
+    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=arena.gateway_url, timeout=ANSWER_SECONDS) as client:
         for make in WRONG_BODIES:
             answer = await client.post("/v1/completions", content=make())
             outcome.said.append(str(answer.status_code))
@@ -129,7 +130,7 @@ async def texts_of_16_mb(arena: Arena, outcome: Outcome) -> None:
     """Six at a time, refused before they are tokenised or rendered."""
     cost = _Cost(arena, most_mb=768, most_cpu_seconds=10.0)
     text = b"hello world " * (SIXTEEN_MB // 12)
-    async with httpx.AsyncClient(base_url=arena.gateway_url, timeout=ANSWER_SECONDS) as client:
+    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=arena.gateway_url, timeout=ANSWER_SECONDS) as client:
         answers = await asyncio.gather(
             *(client.post(path, content=body % text) for path, body in TEXTS * 2), return_exceptions=True
         )
@@ -147,7 +148,7 @@ async def idle_at_the_limit_of_descriptors(arena: Arena, outcome: Outcome) -> No
         async with (
             _gateway(arena, hard) as (url, log),
             idle(url, NUM_IDLE),
-            httpx.AsyncClient(base_url=url, timeout=ANSWER_SECONDS) as client,
+            httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=url, timeout=ANSWER_SECONDS) as client,
         ):
             try:
                 status = (await client.get("/version")).status_code
@@ -185,7 +186,7 @@ async def _gateway(arena: Arena, hard: int | None) -> AsyncIterator[tuple[str, P
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(ANSWER_SECONDS):
+        async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=url) as client, asyncio.timeout(ANSWER_SECONDS):
             while True:
                 with contextlib.suppress(httpx.TransportError):
                     await client.get("/version")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ import httpx
 
 from kvpool.client import Client, ClientConfig, GenerateOptions, KvpoolError
 
+NO_CERTIFICATES: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Nothing here speaks TLS, and a client of httpx reads those of all authorities, which takes longer than most calls here."""
 ASKERS: Final = 2
 """Requests at any time: well below what the cluster can do, so that a slow answer is the attacker's doing."""
 PAUSE_SECONDS: Final = 0.03
@@ -141,7 +144,7 @@ async def ask_over_http(gateway: str, model: str, question: Question, seconds: f
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    async with httpx.AsyncClient(base_url=gateway, timeout=seconds) as client:
+    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=gateway, timeout=seconds) as client:
         answer = await client.post("/v1/completions", json=body)
         answer.raise_for_status()
         return tuple(answer.json()["choices"][0]["token_ids"])

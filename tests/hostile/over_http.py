@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.hostile.good_client import NO_CERTIFICATES
+
 AT_ONCE: Final = 16
 LINGER_SECONDS: Final = 0.3
 """How long a connection waits for what the gateway answers."""
@@ -262,7 +264,7 @@ async def _unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
 
 async def num_cut_off(url: str) -> int:
     """How many connections the gateway has closed because their readers took nothing."""
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=url, timeout=30) as client:
         found = _CUT_OFF.search((await client.get("/metrics")).text)
         return 0 if found is None else round(float(found[1]))
 
