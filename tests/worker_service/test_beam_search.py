@@ -95,14 +95,14 @@ def cut(text: list[int], ending_ids: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 1.0, 2.5])
-@pytest.mark.parametrize("ending_ids", [(), (7,), (3, 11)])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.5])
+@pytest.mark.parametrize("ending_ids", [(), (3, 11)])
 def test_texts_and_scores_are_those_of_generate(
     model: LlamaForCausalLM, early_stopping: Any, length_penalty: float, ending_ids: tuple[int, ...]
 ) -> None:
     rng = np.random.default_rng(3)
     num_short = 0
-    for num_beams in (2, 3, 4, 6):
+    for num_beams in (2, 5):
         params = BeamParams(num_beams, length_penalty, EARLY_STOPPING[early_stopping])
         prompt = rng.integers(0, VOCAB_SIZE, size=5).tolist()
         expected = generated(model, prompt, params, ending_ids)

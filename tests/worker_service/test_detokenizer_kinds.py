@@ -111,7 +111,7 @@ def streams(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(data=st.data())
 def test_the_text_is_that_of_a_decode_stream(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Special tokens anywhere, in runs, at the beginning, and between the bytes of a character."""
@@ -119,7 +119,7 @@ def test_the_text_is_that_of_a_decode_stream(tokenizer: Tokenizer, data: st.Data
     assert text_of(tokenizer, ids) == stream_of(tokenizer, ids) == tokenizer.decode(ids)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(data=st.data())
 def test_the_text_after_a_prompt_is_that_of_a_decode_stream(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Whatever the prompt ends with: a word, or special tokens in any number."""
@@ -194,7 +194,7 @@ def certain_text(tokenizer: Tokenizer, ids: Sequence[int], *, is_whole: bool = F
     return text[:-1] if utf_8_decode(raw, "replace", False)[1] < len(raw) else text
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(data=st.data())
 def test_after_each_token_the_text_is_all_that_is_certain(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """However prompt and answer are cut, and whatever bytes: nothing of the prompt comes again, U+FFFD is a character like others,
@@ -209,7 +209,7 @@ def test_after_each_token_the_text_is_all_that_is_certain(tokenizer: Tokenizer, 
     assert said + decoder.finish() == certain_text(tokenizer, ids, is_whole=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(data=st.data())
 def test_a_text_with_its_prompt_is_the_tokenizers_own(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Of texts, which have no bad bytes: echoed prompt and answer are what decoding all tokens at once gives."""
@@ -220,7 +220,7 @@ def test_a_text_with_its_prompt_is_the_tokenizers_own(tokenizer: Tokenizer, data
     assert text == tokenizer.decode(ids)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(data=st.data())
 def test_a_stop_string_is_looked_for_in_the_answer_alone(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Also one with U+FFFD, where the prompt has that too."""

@@ -69,8 +69,8 @@ def inputs(seed: int, count: int, most: int = 60) -> list[list[int]]:
     return some + some
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("budget", [8, 64, 512])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("budget", [8, 64])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 async def test_every_text_is_right_in_a_mixed_batch(block_size: int, budget: int, prefix_caching: bool) -> None:
     prompts = inputs(block_size + budget, 12)

@@ -114,7 +114,7 @@ async def test_each_request_gets_the_text_that_it_gets_alone_and_a_message_holds
     cluster: InProcessCluster,
 ) -> None:
     """The stream ends, OK, when the caller has closed its side and the last request has ended."""
-    lengths = {number: 20 + number for number in range(1, 9)}
+    lengths = {number: 5 + number for number in range(1, 9)}
     answers = Answers()
     async with stream(cluster) as call:
         for number, length in lengths.items():

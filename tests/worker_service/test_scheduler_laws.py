@@ -122,10 +122,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine: Any = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=75, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=50, stateful_step_count=40)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     num_blocks=st.sampled_from([8, 24, 200]),
     names=st.sampled_from([1, 3, 1 << 30]),
@@ -175,7 +175,7 @@ def test_a_search_that_lacks_blocks_for_a_fork_is_found(num_blocks: int, num_bea
     world.run_dry()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     mixed=st.sampled_from([1, 7, 64]),
     num_decoding=st.integers(1, 3),
@@ -209,7 +209,7 @@ def test_a_flood_of_long_prompts_slows_those_that_decode_by_a_bounded_amount(
         assert is_all_computed or sum(part.num_tokens for part in batch) >= mixed
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=2, max_size=4),
     depths=st.lists(st.integers(5, 12), min_size=4, max_size=4),
@@ -228,7 +228,7 @@ def test_tenants_that_always_ask_get_equal_shares(
     longest = max(num_prompt for num_prompt, _ in shapes)
     most_new = max(num_new for _, num_new in shapes)
     bound = longest + 4 * most_new + longest
-    for _ in range(200):
+    for _ in range(120):
         for tenant, shape, depth in zip(tenants, shapes, depths, strict=False):
             missing = depth - sum(request.params.tenant == tenant for request in world.scheduler.waiting)
             for _ in range(missing):
@@ -244,7 +244,7 @@ def test_tenants_that_always_ask_get_equal_shares(
     mixed=st.sampled_from([8, 64]),
     is_decoding=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_prompts_of_two_tenants_share_the_steps(lengths: list[int], mixed: int, is_decoding: bool) -> None:
     """All have their places already. While both have something to compute, neither is ahead by more than a step."""
     world = SchedulerWorld(
