@@ -1,4 +1,4 @@
-"""The seeds of `make test`: few that reach together all that many reach, and what is rare more than once.
+"""The seeds of `make test`: few that reach together all that many reach, and what is rare twice.
 
 `python -m tests.simulation --seeds 160 --choose` prints others, once a change has taken something rare out of these.
 """
@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from typing import Final
 
-TIMES: Final = 3
+TIMES: Final = 2
 """How often everything is to be reached, where so many seeds reach it."""
-SEEDS: Final = (2, 7, 8, 11, 19, 20, 40, 47, 52, 53, 56, 70, 71, 84, 85, 87, 94, 103, 106, 120, 125, 133, 147, 153)
+SEEDS: Final = (7, 8, 11, 20, 35, 40, 46, 70, 73, 85, 89, 94, 106, 125, 133, 134, 153)
 
 
 def choose(reached: Mapping[int, Set[str]]) -> list[int]:
