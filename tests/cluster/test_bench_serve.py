@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.client.commands import start_kvpool
+from tests.client.commands import kvpool, start_kvpool
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
@@ -23,30 +23,39 @@ SLOW_MODEL = "slow"
 
 
 async def start(cluster: Cluster, *arguments: str) -> asyncio.subprocess.Process:
-    """`kvpool bench serve` as a process of its own."""
+    """`kvpool bench serve` as a process of its own, which can be interrupted."""
     return await start_kvpool("bench", "serve", "--manager", cluster.address(), *arguments)
 
 
-async def bench_serve(cluster: Cluster, *arguments: str) -> tuple[int | None, str, str]:
-    """Run it to its end: status, stdout, stderr."""
-    process = await start(cluster, *arguments)
-    out, err = await asyncio.wait_for(process.communicate(), 110)
-    return process.returncode, out.decode(), err.decode()
+class Command:
+    """`kvpool bench serve` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    async def run(self, cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
+        """Run it to its end: status, stdout, stderr."""
+        self._capsys.readouterr()
+        status = await kvpool("bench", "serve", "--manager", cluster.address(), *arguments)
+        return (status, *self._capsys.readouterr())
+
+    async def measured(self, cluster: Cluster, model: str, *arguments: str) -> Any:
+        """Its JSON, after a good end."""
+        status, out, err = await self.run(cluster, "--model", model, "--json", *arguments)
+        assert status == 0, err
+        found = json.loads(out)
+        assert found["error"] is None
+        assert found["model"] == model
+        return found["cases"]
+
+    async def measured_on(self, tiny: TinyCluster, *arguments: str) -> Any:
+        """Of one of the models of the shared cluster."""
+        return await self.measured(tiny.cluster, TinyCluster.ROOMY, *arguments)
 
 
-async def measured(cluster: Cluster, model: str, *arguments: str) -> Any:
-    """Its JSON, after a good end."""
-    status, out, err = await bench_serve(cluster, "--model", model, "--json", *arguments)
-    assert status == 0, err
-    found = json.loads(out)
-    assert found["error"] is None
-    assert found["model"] == model
-    return found["cases"]
-
-
-async def measured_on(tiny: TinyCluster, *arguments: str) -> Any:
-    """Of one of the models of the shared cluster."""
-    return await measured(tiny.cluster, TinyCluster.ROOMY, *arguments)
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -63,8 +72,8 @@ async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluste
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_shared_prefixes_are_computed_once(tiny: TinyCluster) -> None:
-    cases = await measured_on(
+async def test_shared_prefixes_are_computed_once(command: Command, tiny: TinyCluster) -> None:
+    cases = await command.measured_on(
         tiny, "--workload", "shared", "--requests", "5", "--prefix-tokens", "32", "--own-tokens", "6",
         "--generated-tokens", "5", "--repetitions", "2", "--warm",
     )  # fmt: skip
@@ -81,8 +90,8 @@ async def test_shared_prefixes_are_computed_once(tiny: TinyCluster) -> None:
     assert 0 < cases["cold"]["inter_token"]["count"] <= 2 * 5 * 4
 
 
-async def test_unshared_requests_find_nothing_also_in_an_open_loop(tiny: TinyCluster) -> None:
-    cases = await measured_on(
+async def test_unshared_requests_find_nothing_also_in_an_open_loop(command: Command, tiny: TinyCluster) -> None:
+    cases = await command.measured_on(
         tiny, "--workload", "unshared", "--requests", "6", "--own-tokens", "21", "--generated-tokens", "3",
         "--rate", "200", "--arrivals", "constant", "--max-in-flight", "2",
     )  # fmt: skip
@@ -90,8 +99,8 @@ async def test_unshared_requests_find_nothing_also_in_an_open_loop(tiny: TinyClu
     assert (run["num_complete"], run["num_cached_tokens"], run["num_generated_tokens"]) == (6, 0, 18)
 
 
-async def test_a_document_is_read_once(tiny: TinyCluster) -> None:
-    cases = await measured_on(
+async def test_a_document_is_read_once(command: Command, tiny: TinyCluster) -> None:
+    cases = await command.measured_on(
         tiny, "--workload", "document", "--requests", "3", "--users", "1", "--prefix-tokens", "400",
         "--own-tokens", "5", "--generated-tokens", "2", "--no-warm-up",
     )  # fmt: skip
@@ -99,8 +108,8 @@ async def test_a_document_is_read_once(tiny: TinyCluster) -> None:
     assert run["num_cached_tokens"] == 2 * 400
 
 
-async def test_turns_of_chats_find_what_was_before(tiny: TinyCluster) -> None:
-    cases = await measured_on(
+async def test_turns_of_chats_find_what_was_before(command: Command, tiny: TinyCluster) -> None:
+    cases = await command.measured_on(
         tiny, "--workload", "chats", "--requests", "2", "--turns", "3", "--own-tokens", "12", "--generated-tokens", "5",
     )  # fmt: skip
     (run,) = cases["cold"]["runs"]
@@ -111,9 +120,9 @@ async def test_turns_of_chats_find_what_was_before(tiny: TinyCluster) -> None:
     assert list(cases["cold"]["time_to_first_token_by_turn"]) == ["1", "2", "3"]
 
 
-async def test_mixed_lengths_tell_their_waste(slow: Cluster) -> None:
+async def test_mixed_lengths_tell_their_waste(command: Command, slow: Cluster) -> None:
     """It is looked at the blocks four times a second; each answer takes longer than that."""
-    cases = await measured(
+    cases = await command.measured(
         slow, SLOW_MODEL, "--workload", "mixed", "--requests", "8", "--users", "4", "--prefix-tokens", "16", "--own-tokens",
         "60", "--generated-tokens", "60", "--seed", "7", "--no-warm-up",
     )  # fmt: skip
@@ -126,8 +135,8 @@ async def test_mixed_lengths_tell_their_waste(slow: Cluster) -> None:
     assert waste["reserve"] >= 0
 
 
-async def test_the_tables_say_what_was_done(tiny: TinyCluster) -> None:
-    status, out, err = await bench_serve(
+async def test_the_tables_say_what_was_done(command: Command, tiny: TinyCluster) -> None:
+    status, out, err = await command.run(
         tiny.cluster, "--model", TinyCluster.ROOMY, "--requests", "2", "--users", "1", "--prefix-tokens", "8",
         "--generated-tokens", "3",
     )  # fmt: skip
@@ -137,9 +146,9 @@ async def test_the_tables_say_what_was_done(tiny: TinyCluster) -> None:
     assert "shared: 2 requests of 8 shared + 32 own + 3 generated tokens; 1 user, closed loop" in err
 
 
-async def test_a_workload_that_no_worker_has_room_for_is_one_line(tiny: TinyCluster) -> None:
+async def test_a_workload_that_no_worker_has_room_for_is_one_line(command: Command, tiny: TinyCluster) -> None:
     """By the pools of the workers, which are smaller than what the model allows."""
-    status, out, err = await bench_serve(tiny.cluster, "--model", TinyCluster.ROOMY, "--prefix-tokens", "65536")
+    status, out, err = await command.run(tiny.cluster, "--model", TinyCluster.ROOMY, "--prefix-tokens", "65536")
     assert (status, out) == (1, "")
     assert "the longest conversation has 65600 tokens with its answers, its workers take 4097" in err.splitlines()[-1]
 
