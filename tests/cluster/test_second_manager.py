@@ -13,9 +13,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool.cache_service.server import SERVICE
+from kvpool.cache_service.election.file import FileEpochs
+from kvpool.cache_service.server import SERVICE, Server
+from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client
 from kvpool.v1 import cache_pb2_grpc
+from tests.cache_service.edge.peer import Worker, registration
 from tests.cache_service.election.api_server import ApiServer, listening
 from tests.cluster.cluster import HOST, MANAGER, Cluster, free_port
 from tests.cluster.fork_server import MANAGER_MODULE
@@ -176,3 +179,17 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
         assert all(is_tie for _, is_tie in loop.differences(prompt, {}, text))
         assert list(later.token_ids) == text[:5]
         assert later.num_cached_tokens == 20
+
+
+async def test_a_manager_that_stops_gives_up_its_lead_and_the_next_one_ends_leases(tmp_path: Path) -> None:
+    """Both in this process, whose end would give up the lead too."""
+    settings = ManagerSettings(port=0, state_dir=tmp_path, lease_seconds=1, keep_alive_seconds=0.2)
+    leading = FileEpochs(tmp_path)
+    await leading.lead()
+    async with Server(settings, leading) as first, Server(settings, FileEpochs(tmp_path)) as second:
+        await first.stop()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
+            await until(lambda: hasattr(second, "manager"))
+            await Worker(cache_pb2_grpc.CacheServiceStub(channel), registration()).register()
+            assert second.manager.sessions
+            await until(lambda: not second.manager.sessions)

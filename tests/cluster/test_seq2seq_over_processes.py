@@ -76,9 +76,10 @@ async def test_a_manager_that_is_killed_costs_no_token_and_no_unit(tmp_path: Pat
 
 
 async def test_a_worker_that_is_killed_hands_its_texts_to_the_other(tmp_path: Path) -> None:
-    """The other one runs the encoder over the same input, and the decoder goes on after what was delivered."""
+    """The other one runs the encoder over the same input, and the decoder goes on after what was delivered. The one that was
+    killed is back before its lease has ended: it proves that it is the next process of that worker."""
     truths = make_truths(tmp_path / "t5")
-    async with Cluster(tmp_path, lease_seconds=2.0, keep_alive_seconds=0.2) as cluster:
+    async with Cluster(tmp_path, lease_seconds=600.0, keep_alive_seconds=0.2) as cluster:
         worker = {"model": tmp_path / "t5", **WORKER}
         await cluster.start({"a": worker, "b": worker})
         async with cluster.client(liveness_interval=0.5) as client:
@@ -91,3 +92,5 @@ async def test_a_worker_that_is_killed_hands_its_texts_to_the_other(tmp_path: Pa
             assert [list(answer.token_ids) for answer in answers] == list(truths.values())
             assert max(answer.num_attempts for answer in answers) > 1
             assert [answer.num_prompt_tokens for answer in answers] == [len(prompt) for prompt in truths]
+        cluster.start_worker(victim)
+        await cluster.until_registered(victim)

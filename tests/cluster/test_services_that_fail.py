@@ -324,8 +324,8 @@ async def drained_with_streams(subject: Subject, num_tokens: int) -> bool:
 
 
 async def test_a_signal_cuts_the_grace_short(subject: Subject) -> None:
-    """SIGTERM while it drains: streams end with UNAVAILABLE, blocks are freed, the manager forgets the worker before its lease
-    would end, and the exit status is 0."""
+    """Ctrl-C while it drains: streams end with UNAVAILABLE, blocks are freed, the manager forgets the worker before its lease would
+    end, and the exit status is 130."""
     cluster = subject.cluster
     async with cluster.client() as client, load_on(cluster, "a") as streams:
         worker = cluster.processes["a"]
@@ -333,11 +333,11 @@ async def test_a_signal_cuts_the_grace_short(subject: Subject) -> None:
         await client.drain("a", grace=3600.0)
         await until_it_knows_that_it_drains(worker, told)
         assert worker.status is None
-        worker.send(signal.SIGTERM)
+        worker.send(signal.SIGINT)
         for error in await ends_of(streams):
             assert isinstance(error, Unavailable)
             assert error.reason == "DRAINING"
-        assert await worker.ended() == 0
+        assert await worker.ended() == 130
         assert [description.worker_id for description in await cluster.describe()] == ["b"]
         assert await subject.is_served(client) == "b"
     assert "lease expired" not in cluster.processes[MANAGER].log.rpartition("deregistered")[2]

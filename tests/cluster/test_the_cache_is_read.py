@@ -38,7 +38,7 @@ async def test_altering_one_cached_block_changes_the_next_sharers_text(
     cluster: InProcessCluster, tiny: TinyModel, truths: list[Truth]
 ) -> None:
     """Each block of the chain in its turn; put back as it was, it gives the truth again."""
-    truth = truths[2]
+    truth = truths[3]
     num_blocks = len(truth.prompt) // BLOCK_SIZE
     await cluster.complete(truth.prompt, max_tokens=1)
     for block in await cluster.sealed_chain(num_blocks):
@@ -97,13 +97,13 @@ async def test_the_bytes_of_a_sealed_block_never_change(tiny: TinyModel, truths:
             compare(list((await cluster.describe()).blocks))
 
         prompts = [truth.prompt for truth in truths for _ in range(2)]
-        for _ in range(3):
+        for _ in range(2):
             async with in_lockstep(cluster.worker.engine, len(prompts), before_step=look):
                 found = await cluster.all_at_once(prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
             for number, completion in enumerate(found):
                 truths[number // 2].check(completion)
-        assert num_compared > 1000
-        assert num_shared > 100
+        assert num_compared > 500
+        assert num_shared > 50
         totals = (await cluster.describe()).totals
         assert totals.num_evicted_blocks > 0
         assert cluster.worker.engine.scheduler.num_preemptions > 0
