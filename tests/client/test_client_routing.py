@@ -21,8 +21,10 @@ from kvpool.client import (
     ResourceExhausted,
     ServiceError,
     Unavailable,
+    stream,
 )
 from kvpool.client.cli.launch.cluster import free_port
+from kvpool.client.deadline import Deadline
 from tests.client.clients import quick
 from tests.client.fakes import (
     CAT,
@@ -36,6 +38,7 @@ from tests.client.fakes import (
     fake_cluster,
     serving,
 )
+from tests.until import until
 
 
 async def test_a_draining_worker_is_passed_over_with_a_larger_attempt() -> None:
@@ -241,8 +244,15 @@ async def test_workers_that_register_late_are_waited_for() -> None:
         assert (await task).worker_id == "w"
 
 
-async def test_the_wait_for_workers_begins_when_the_manager_is_back() -> None:
-    """It was away for longer than worker_wait, and its workers register behind it."""
+async def test_the_wait_for_workers_begins_when_the_manager_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was away for longer than worker_wait, and its workers register behind it. The stream's clock stands still but for that."""
+    now, num_looks = 0.0, 0
+
+    def clock() -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return now
+
     worker = FakeWorker("w")
     manager = FakeManager([worker])
     async with serving(worker), AsyncExitStack() as first_life:
@@ -250,14 +260,17 @@ async def test_the_wait_for_workers_begins_when_the_manager_is_back() -> None:
         async with quick(manager, worker_wait=1.0) as client:
             await client.generate("the").collect()
             await first_life.aclose()
+            monkeypatch.setattr(stream, "Deadline", lambda seconds, _=None: Deadline(seconds, clock))
             task = asyncio.create_task(client.generate("the", timeout=20).collect())
-            await asyncio.sleep(1.2)
+            # It looks a few times for each call that nobody answers.
+            await until(lambda: num_looks > 20)
+            now = 1.2
             manager.workers = []
             manager.routes.clear()
             async with serving(manager, port=int(manager.address.rpartition(":")[2])):
-                async with asyncio.timeout(30):
-                    while not manager.routes:
-                        await asyncio.sleep(0.01)
+                await until(lambda: manager.routes)
+                looks = len(manager.describes)
+                await until(lambda: len(manager.describes) > looks + 1)
                 manager.workers = [worker]
                 assert (await task).worker_id == "w"
 

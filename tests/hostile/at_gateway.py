@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -171,17 +170,15 @@ async def _gateway(arena: Arena, hard: int | None) -> AsyncIterator[tuple[str, P
     port = free_port()
     log = arena.cluster.processes[GATEWAY].log_path.with_name(f"limited-{hard}-{port}.log")
 
-    def limit() -> None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if hard is None else hard
-        resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT_LIMIT, most))
-
+    # Not by code of ours between fork and exec, which may wait for ever for a lock that another thread of this process had.
+    limit = f"ulimit -S -n {SOFT_LIMIT}" + ("" if hard is None else f"; ulimit -H -n {hard}")
     arguments: Sequence[str] = ("--manager", arena.cluster.address(), "--port", str(port), "--log-level", "warning")
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", f'{limit}; exec "$@"', "sh"),
             *(sys.executable, "-m", "kvpool.gateway", *arguments),
             stdout=file,
             stderr=file,
-            preexec_fn=limit,
             env=dict(os.environ),
         )
     url = f"http://127.0.0.1:{port}"

@@ -18,6 +18,9 @@ from contextlib import contextmanager, suppress
 SHOW, HIDE = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l"
 _BEGIN_FRAME, _END_FRAME = b"\x1b[?2026h\x1b[H", b"\x1b[?2026l"
 _LONGEST_WAIT_SECONDS = 60.0
+_TAKE_TERMINAL = 'exec 0<>"$0" 1>&0 2>&0; exec "$@"'
+"""The first of a session that opens a terminal has it as its own. Not by code of ours between fork and exec, which may wait for
+ever for a lock that another thread of this process had."""
 
 
 class TerminalUser:
@@ -31,6 +34,8 @@ class TerminalUser:
         self.settings_before = self.settings()
         self.output = b""
         # A session of its own has the terminal's size changes and its end sent to it, but cannot be stopped by Ctrl-Z.
+        if controlling:
+            command = ["sh", "-c", _TAKE_TERMINAL, os.ttyname(self._slave), *command]
         self.process = subprocess.Popen(
             command,
             stdin=self._slave,
@@ -38,7 +43,6 @@ class TerminalUser:
             stderr=self._slave,
             start_new_session=controlling,
             process_group=None if controlling else 0,
-            preexec_fn=_control_terminal if controlling else None,
             env=os.environ | {"TERM": "xterm-256color"} | environment,
         )
 
@@ -113,7 +117,3 @@ def at_terminal(
             user.process.send_signal(signal.SIGKILL)
             user.process.wait(10)
         user.hang_up()
-
-
-def _control_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
