@@ -30,7 +30,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (MANAGER_MODULE, ("--help",), 0),
         (MANAGER_MODULE, ("--prot", "1"), 2),
-        (WORKER_MODULE, ("--num-blocks", "few"), 2),
         (WORKER_MODULE, ("--model", "no/folder", "--dry-run"), 1),
     ],
 )

@@ -17,8 +17,8 @@ from tests.live.proof import Settings, prove
 from tests.live.workload import STATES, TINY, WINDOWS
 from tests.model.plain_loop import PlainLoop
 
-STEP_SECONDS = 0.03
-"""A stream lasts as long as the faults need, at a step's cost of the processor for each 30 ms."""
+STEP_SECONDS = 0.05
+"""A stream lasts as long as the faults need, at a step's cost of the processor for each 50 ms."""
 
 SETTINGS = Settings(
     model=TINY,
@@ -32,14 +32,14 @@ SETTINGS = Settings(
     seed=2,
     lease_seconds=1.0,
     keep_alive_seconds=0.1,
-    num_new=24,
+    num_new=20,
     pause_seconds=0.1,
     step_seconds=STEP_SECONDS,
 )
 OF_THE_CACHE = (Fault.KILLED,)
 """What is in the groups of a cache comes into play: texts are computed anew. A new session is told what is held when the manager is
 killed."""
-NUM_NEW = 60
+NUM_NEW = 40
 
 
 @pytest.mark.slow

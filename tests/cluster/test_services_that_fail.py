@@ -37,7 +37,7 @@ LEASE_SECONDS = 1.0
 SERVED_WITHIN_SECONDS = 20.0
 """Counted from the restarted process listening."""
 ENDLESS_TOKENS = 30_000
-STEP_SECONDS = 0.03
+STEP_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subj
     """Within the grace that the order gives, not its own half second: the streams on it come to their end, meanwhile new
     requests are served by the other one, its health is NOT_SERVING, and the exit status is 0."""
     cluster = subject.cluster
-    num_tokens = 40
+    num_tokens = 30
     while not await drained_with_streams(subject, num_tokens):
         # The streams had ended before the worker heard of the order: this machine is slow to look.
         num_tokens *= 4
