@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from kvpool.client import Completion
 from tests.cluster.in_process import TIGHT, InProcessCluster, in_process_cluster
 from tests.lockstep import in_lockstep
-from tests.tiny_models import MAX_MODEL_LEN, Beam, Oracle, TinyModel, make_tiny_model
+from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Beam, Oracle, TinyModel, make_tiny_model
 
 SEED = 2**64 - 2
 LONGEST: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN}
@@ -112,19 +112,25 @@ async def test_searches_end_early_as_those_of_generate(tmp_path: Path) -> None:
     prompt, count = tiny.prompts[1], tiny.num_new_tokens
     common: dict[str, Any] = {"n": NUM_BEAMS, "num_beams": NUM_BEAMS, "max_tokens": count}
     plain = oracle.beams(prompt, count, num_beams=NUM_BEAMS)
-    ending_ids = [plain[0].tokens[4], plain[-1].tokens[6]]
+    few, many = [plain[0].tokens[4], plain[-1].tokens[6]], list(range(0, VOCAB_SIZE, 5))
+    kinds_of_search: list[tuple[list[int], dict[str, Any]]] = [
+        (many, {}),
+        (many, {"early_stopping": "never"}),
+        (many, {"early_stopping": True}),
+        (few, {"early_stopping": "never", "length_penalty": 0.0}),
+        (few, {"length_penalty": 2.0}),
+        (few, {"repetition_penalty": 1.3}),
+        (few, {"min_new_tokens": 7}),
+    ]
+    found: list[list[list[int]]] = []
     async with in_process_cluster(tiny.path, tmp_path, **LONGEST) as cluster:
-        for options in (
-            {"early_stopping": True},
-            {"early_stopping": "never", "length_penalty": 0.0},
-            {"length_penalty": 2.0},
-            {"repetition_penalty": 1.3},
-            {"min_new_tokens": 7},
-        ):
+        for ending_ids, options in kinds_of_search:
             others = oracle.beams(prompt, count, ending_ids=ending_ids, num_beams=NUM_BEAMS, **options)
             asked = {("min_tokens" if name == "min_new_tokens" else name): value for name, value in options.items()}
             answers = await all_answers(cluster, prompt, **common, **asked, stop_token_ids=ending_ids)
             check_beams(found_beams(answers), others)
+            found.append([beam.tokens for beam in others])
+        assert found[0] != found[1], "early_stopping should matter here"
         best = await cluster.client.generate(prompt, num_beams=NUM_BEAMS, max_tokens=count).collect()
         assert list(best.token_ids) == plain[0].tokens
 

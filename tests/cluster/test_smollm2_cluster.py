@@ -52,8 +52,8 @@ async def test_the_stored_answers_are_those_of_generate(oracle: Oracle) -> None:
 
 async def test_all_at_once_cold_and_warm_equals_generate(cluster: Cluster) -> None:
     """Cold, common beginnings are computed once although all arrive together; warm, only the last block is."""
-    number = [1, 2, 7, 8, 10, 11]
-    truths, texts = ([of_all[index] for index in number] for of_all in (smollm2.stored(), smollm2.TEXTS))
+    chosen = [1, 2, 7, 8, 10, 11]
+    truths, texts = [smollm2.stored()[index] for index in chosen], [smollm2.TEXTS[index] for index in chosen]
     cold, warm = [await cluster.all_at_once(texts, max_tokens=smollm2.NUM_NEW, logprobs=NUM_TOP) for _ in range(2)]
     check_all(truths * 2, [*cold, *warm])
     assert sorted(completion.num_cached_tokens for completion in cold[2:4]) == [0, 16]
