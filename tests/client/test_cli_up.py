@@ -1,4 +1,7 @@
-"""`kvpool up` with the real services: it gets ready, answers, restarts what dies, and leaves nothing running."""
+"""`kvpool up` with the real services: it gets ready, answers, restarts what dies, and leaves nothing running.
+
+The cluster's own `kvpool up` runs in this process, with a manager and workers that are forked; the one that joins is the program.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from kvpool.client.cli.launch.cluster import free_port, require_free_port
 from kvpool.client.errors import Unavailable
 from tests.client.commands import KVPOOL, kvpool
 from tests.client.processes import descendants, is_alive
+from tests.client.up_here import UpHere
 from tests.scrape import scrape
 
 
-class Up:
+class Program:
     """A running `kvpool up` and what it has printed so far."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.lines: list[str] = []
-        self.manager = f"127.0.0.1:{port}"
 
     async def read_until(self, word: str) -> str:
         """The next line that contains `word`; an assertion with the whole log if none comes."""
@@ -46,6 +49,29 @@ class Up:
         rest = await asyncio.wait_for(self.process.stdout.read(), 60)
         self.lines.append(rest.decode())
         return await self.process.wait()
+
+
+class Up:
+    """A running cluster and its output."""
+
+    def __init__(self, here: UpHere, port: int) -> None:
+        self.manager = f"127.0.0.1:{port}"
+        self._here = here
+        self._read = 0
+        """Characters of the output."""
+
+    async def read_until(self, word: str) -> str:
+        """The next line that contains `word`."""
+        async with asyncio.timeout(90):
+            while True:
+                line, newline, _ = (output := self._here.output)[self._read :].partition("\n")
+                if not newline:
+                    assert self._here.status is None, f"no {word!r} in:\n{output}"
+                    await asyncio.sleep(0.02)
+                    continue
+                self._read += len(line) + 1
+                if word in line:
+                    return line
 
     async def run(self, *arguments: str) -> str:
         """stdout of another kvpool command, which must succeed; in this process, which has imported it already."""
@@ -68,25 +94,33 @@ def free_ports(count: int) -> int:
             return first
 
 
-def _environment() -> dict[str, str]:
-    """State that no flag names goes where the tests' own files are."""
-    return {**os.environ, "XDG_STATE_HOME": str(Path(tempfile.gettempdir()) / f"kvpool-tests-{os.getuid()}")}
-
-
 @contextlib.asynccontextmanager
-async def up(state_dir: Path | None, *arguments: str) -> AsyncIterator[Up]:
-    port = free_port()
+async def program(*arguments: str) -> AsyncIterator[Program]:
+    """`kvpool up` as users start it."""
     process = await asyncio.create_subprocess_exec(
-        *KVPOOL, "up", "--port", str(port), "--device", "cpu",
-        *(() if state_dir is None else ("--state-dir", str(state_dir))), *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=_environment(),
+        *KVPOOL, "up", "--device", "cpu", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        # State that no flag names goes where the tests' own files are.
+        env={**os.environ, "XDG_STATE_HOME": str(Path(tempfile.gettempdir()) / f"kvpool-tests-{os.getuid()}")},
     )  # fmt: skip
     try:
-        yield Up(process, port)
+        yield Program(process)
     finally:
         if process.returncode is None:
             process.terminate()
             await asyncio.wait_for(process.communicate(), 60)
+
+
+@contextlib.asynccontextmanager
+async def up(*arguments: str) -> AsyncIterator[tuple[Up, UpHere]]:
+    """A cluster, which is stopped at the end."""
+    port = free_port()
+    here = UpHere(["--port", str(port), "--device", "cpu", *arguments])
+    here.start()
+    try:
+        yield Up(here, port), here
+    finally:
+        await asyncio.to_thread(here.end)
 
 
 @pytest.fixture(scope="module")
@@ -107,15 +141,14 @@ async def until_registered(cluster: Up, *workers: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_path: Path) -> None:
-    """Two workers and a gateway, with settings from a file. Every command works; workers of another `up` join and leave;
+    """Two workers and a gateway. Every command works; workers of another `up`, with settings from a file, join and leave;
     what dies is started again; drained workers leave, the cluster with the last one; every line of its output is JSON."""
-    config = tmp_path / "kvpool.toml"
-    config.write_text(f'[worker]\nmodel = "{tiny_model}"\nnum_blocks = 64\nblock_size = 4\n[up]\nworkers = 2\n')
     http_port = free_ports(4)
     metrics_port = http_port + 1
     ports = ["--http", str(http_port), "--metrics-port", str(metrics_port)]
+    small = ["--workers", "2", "--model", str(tiny_model), "--num-blocks", "64", "--block-size", "4"]
     async with (
-        up(tmp_path / "state", "--config", str(config), *ports, "--log-format", "json") as cluster,
+        up("--state-dir", str(tmp_path / "state"), *small, *ports, "--log-format", "json") as (cluster, here),
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=60) as http,
     ):
         names = ["manager", "worker-0", "worker-1"]
@@ -129,9 +162,13 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
         assert f"http://127.0.0.1:{http_port}/v1" in line
         said["gateway"] = json.loads(line)["pid"]
         await cluster.read_until("ready: in")
-        pids = descendants(cluster.process.pid)
-        assert list(said.values()) == pids
+        pids = list(said.values())
+        assert all(is_alive(pid) for pid in pids)
         await every_command_works(cluster, urls)
+        config = tmp_path / "kvpool.toml"
+        config.write_text(
+            f'[worker]\nmodel = "{tiny_model}"\nnum_blocks = 64\nblock_size = 4\n[up]\nname = "far"\njoin = "{cluster.manager}"\n'
+        )
         await workers_of_another_up_join(cluster, config)
         pids.append(await the_gateway_is_started_again(cluster, http, said["gateway"]))
 
@@ -151,10 +188,10 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
         # Manager and gateway end with the last worker.
         assert await cluster.run("drain", "worker-1") == "worker-1 has left\n"
         await cluster.read_until("every worker has left")
-        assert await cluster.wait() == 0
+        assert await asyncio.to_thread(here.wait) == 0
         assert not await listens(http)
     assert not [pid for pid in pids if is_alive(pid)]
-    entries = [json.loads(line) for line in "".join(cluster.lines).splitlines()]
+    entries = [json.loads(line) for line in here.output.splitlines()]
     assert {(entry["service"], entry.get("worker_id")) for entry in entries if entry["service"] != "manager"} >= {
         ("up", None),
         ("worker", "worker-0"),
@@ -164,17 +201,16 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
 
 
 async def workers_of_another_up_join(cluster: Up, config: Path) -> None:
-    """As on a second machine: no manager of its own, other names. Ctrl-C ends with status 130."""
-    async with up(
-        None, "--config", str(config), "--workers", "1", "--join", cluster.manager, "--name", "far"
-    ) as second:
+    """As on a second machine: no manager of its own, other names. Ctrl-C ends it with status 130, and leaves nothing running."""
+    async with program("--config", str(config)) as second:
         assert "63 blocks of 4 tokens" in await second.read_until("far-0 (pid ")
         await second.read_until("ready: in")
-        assert len(descendants(second.process.pid)) == 1
+        (pid,) = descendants(second.process.pid)
         workers = json.loads(await cluster.run("status", "--json"))["workers"]
         assert [worker["worker_id"] for worker in workers] == ["far-0", "worker-0", "worker-1"]
         second.process.send_signal(signal.SIGINT)
         assert await second.wait() == 130
+    assert not is_alive(pid)
     workers = json.loads(await cluster.run("status", "--json"))["workers"]
     assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
 

@@ -44,7 +44,7 @@ _OF_ONE_TEST = "PYTEST_CURRENT_TEST"
 
 
 class ForkServer:
-    """Starts services; the server process starts with the first one. Blocks; for one thread."""
+    """Starts services; the server process starts with the first one. Blocks; for one thread at a time."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ForkServer:
 
     def call(self, **request: Any) -> Any:
         """The server's answer to a request."""
-        process = self._process or self._begin()
+        process = self.begin()
         assert process.stdin is not None
         assert process.stdout is not None
         print(json.dumps(request), file=process.stdin, flush=True)
@@ -90,7 +90,10 @@ class ForkServer:
             with process:
                 process.kill()
 
-    def _begin(self) -> subprocess.Popen[str]:
+    def begin(self) -> subprocess.Popen[str]:
+        """The server's process, started if it does not run. It ends with the thread that starts it."""
+        if self._process is not None:
+            return self._process
         self._process = subprocess.Popen(
             [
                 sys.executable,
