@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 from unittest import mock
 
+from rich.console import Console
+
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cache_service.walkthrough.__main__ import main as walkthrough
 from kvpool.client.cli.commands.walkthrough import WALKTHROUGH_MODULE
@@ -33,7 +35,7 @@ def run_here(command: str, environment: Mapping[str, str]) -> str | None:
     words = shlex.split(command, comments=True)
     if words[0] != _KVPOOL or re.search(r"[|<>&;$`]", re.sub(r"'[^']*'|\"[^\"$`]*\"", "", command)):
         return None
-    if words[1] in ("up", "manager", "worker", "gateway") and words[2:] != ["--help"]:
+    if words[1] in ("up", "manager", "worker", "gateway") and not {"--help", "--dry-run"} & set(words):
         return None
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     stderr = io.StringIO()
@@ -54,5 +56,10 @@ def _become(program: str, command: Sequence[str]) -> NoReturn:
     module, *arguments = command[command.index("-m") + 1 :]
     if module == WALKTHROUGH_MODULE:
         raise SystemExit(walkthrough(arguments))
-    load_settings(_SETTINGS[module], arguments)
-    raise AssertionError("--help ends it")
+    settings = load_settings(_SETTINGS[module], arguments)
+    assert isinstance(settings, WorkerSettings), "--help ends the others"
+    assert settings.dry_run
+    from kvpool.worker_service.dry_run import dry_run
+
+    dry_run(settings, Console(), lambda line: None)
+    raise SystemExit(0)

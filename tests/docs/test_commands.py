@@ -6,9 +6,7 @@ import configparser
 import os
 import re
 import shlex
-import signal
 import subprocess
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
 from scripts.protos import SITE
+from tests.client.up_here import UpHere
 from tests.docs.blocks import ROOT, Block, blocks, here, inline_code
 from tests.docs.programs import run_here
 
@@ -59,7 +58,7 @@ NOT_RUN = {
     "make soak": "takes twenty minutes, and is itself a test; a few seconds of it run with the tests",
     "make hostile": "attacks a cluster for many minutes, and is itself a test; a small part of it runs with the tests",
     "make live": "kills and freezes services for half an hour, and is itself a test",
-    "make simulate": "runs thousands of seeds; 160 run with the tests",
+    "make simulate": "runs thousands of seeds; some run with the tests",
     "make models": "tries nearly two hundred models, and writes into the checkout",
     "make bench": "measures, for many minutes",
     "make bench-serve": "measures, for an hour",
@@ -82,21 +81,16 @@ NOT_RUN = {
 
 
 class Shell:
-    """Runs commands in the checkout against one cluster, which the first `kvpool up` of a document starts."""
+    """Runs commands in the checkout against one cluster, which the first `kvpool up` of a document starts, with forked workers:
+    tests/client/test_cli_up.py starts the program."""
 
     def __init__(self, folder: Path) -> None:
         port = free_port()
         self._http_port = str(free_port())
         """Instead of the documents' 8000."""
-        self._environment = {
-            **os.environ,
-            "KVPOOL_UP_PORT": str(port),
-            "KVPOOL_MANAGER": f"127.0.0.1:{port}",
-            "KVPOOL_WORKER_DEVICE": "cpu",
-            "XDG_STATE_HOME": str(folder),
-        }
-        self._log = folder / "up.log"
-        self._cluster: subprocess.Popen[bytes] | None = None
+        self._environment = {**os.environ, "KVPOOL_MANAGER": f"127.0.0.1:{port}", "XDG_STATE_HOME": str(folder)}
+        self._flags = ("--port", str(port), "--device", "cpu", "--state-dir", str(folder))
+        self._cluster: UpHere | None = None
 
     def run(self, command: str) -> str:
         """Run a command to its good end; returns what it printed."""
@@ -117,23 +111,14 @@ class Shell:
     def up(self, command: str = ".venv/bin/kvpool up --workers 2 --http 8000") -> str:
         """Start the cluster unless it runs; returns its log, up to where it is ready at least."""
         if self._cluster is None:
-            with self._log.open("wb") as output:
-                self._cluster = subprocess.Popen(
-                    ["bash", "-c", f"exec {self._here(command)}"],
-                    cwd=ROOT, env=self._environment, stdout=output, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-        end = time.monotonic() + 240
-        while "ready: in" not in (log := self._log.read_text()):
-            assert self._cluster.poll() is None, log
-            assert time.monotonic() < end, log
-            time.sleep(0.1)
-        return log
+            self._cluster = UpHere([*shlex.split(self._here(command), comments=True)[2:], *self._flags])
+            self._cluster.start()
+        return self._cluster.until("ready: in")
 
     def close(self) -> None:
         """Stop the cluster; it must end well."""
         if self._cluster is not None:
-            self._cluster.send_signal(signal.SIGTERM)
-            assert self._cluster.wait(60) == 0
+            assert self._cluster.end() == 0
 
 
 @pytest.fixture(scope="module")
