@@ -297,7 +297,7 @@ async def test_an_error_that_is_nobodys_absence_is_not_carried_on() -> None:
     assert not second.requests
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     tokens=st.text("ab€𝄞é", min_size=1, max_size=12).map(lambda text: tuple(text.encode())),
     stop=st.lists(st.text("ab€é", min_size=1, max_size=3), max_size=2),

@@ -84,14 +84,11 @@ def until(condition: Callable[[], bool]) -> None:
         "{{ ('a,' * 500000).split(',')|join('a' * 1000) }}",
         "{{ messages|tojson(indent=500000000) }}",
         DOUBLING + "{{ ns.s }}",
-        DOUBLING,
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "{% for i in range(99999) %}{% for j in range(999) %}{{ 'aaaaaaaaaaaaaaaa' }}{% endfor %}{% endfor %}",
     ],
 )
 def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(process: TemplateProcess, source: str) -> None:
-    """Each takes gigabytes or never ends by itself. What it took is given back."""
+    """Each takes gigabytes, or recurses too deeply. What it took is given back. The test below has the other bounds."""
     with pytest.raises(InvalidRequest, match="the model's chat template") as caught:
         ChatTemplate(source, {}, process=process).render(USER)
     assert caught.value.reason == "BAD_TEMPLATE"
@@ -110,6 +107,7 @@ def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(process: Templ
 def test_the_error_says_which_bound_was_exceeded(process: TemplateProcess, source: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=f"the model's chat template {words}"):
         ChatTemplate(source, {}, process=process).render(USER)
+    assert ChatTemplate(HONEST, {}, process=process).render(USER) == "<user>hi"
 
 
 def test_a_long_error_of_a_template_is_cut(process: TemplateProcess) -> None:
@@ -229,20 +227,17 @@ else:
 print(template._process._child._process.pid, flush=True)
 {end}
 """
-ENDS = {
-    "its last line": "",
-    "an error": "raise SystemExit(3)",
-    "Ctrl-C": "os.killpg(os.getpgrp(), signal.SIGINT); time.sleep(60)",
-    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
-    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
-    "os._exit": "os._exit(0)",
-}
+LAST_LINE, CTRL_C = "", "os.killpg(os.getpgrp(), signal.SIGINT); time.sleep(60)"
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-@pytest.mark.parametrize("endless", [False, True])
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize(
+    ("end", "endless"),
+    [(LAST_LINE, False), (LAST_LINE, True), (CTRL_C, True), (KILLED, False), (KILLED, True)],
+    ids=["its last line, idle", "its last line", "Ctrl-C", "killed, idle", "killed"],
+)
 def test_no_process_is_left_behind(end: str, endless: bool) -> None:
-    """However the client's process ends, and whether a template is being rendered."""
+    """However the client's process ends, with the interpreter's own end or without, and whether a template is being rendered."""
     script = SCRIPT.format(source=ENDLESS if endless else HONEST, endless=endless, end=end)
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

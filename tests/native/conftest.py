@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
+from kvpool.worker_service.native import build_cache, prebuilt
 from kvpool.worker_service.native.build_cache import compiled_library
 from kvpool.worker_service.native.compiler import NumberType
+from kvpool.worker_service.native.trial import why_it_does_not_run
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +44,23 @@ def cache_dir(tmp_path: Path) -> Path:
 def lines() -> list[str]:
     """Of progress."""
     return []
+
+
+@pytest.fixture(scope="session")
+def trials() -> dict[bytes, str | None]:
+    """What the trial of each file has said, by the file's content."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def equal_files_are_tried_once(trials: dict[bytes, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial is a process, and most tests put copies of the same file in a worker's way."""
+
+    def tried(file: Path) -> str | None:
+        content = file.read_bytes()
+        if content not in trials:
+            trials[content] = why_it_does_not_run(file)
+        return trials[content]
+
+    for module in (build_cache, prebuilt):
+        monkeypatch.setattr(module, "why_it_does_not_run", tried)

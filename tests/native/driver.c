@@ -1,7 +1,8 @@
 /* Steps of small random models, without Python: run by test_driver.py, with and without sanitizers.
  *
- * driver all | small | threads | products: exit status 0 and nothing on stderr if all is as it must be. `small`: shorter sequences and
- * fewer teams; `threads`: of these what several threads do; `products`: of these what depends on how products are computed.
+ * driver all | small | threads | products [keys]: exit status 0 and nothing on stderr if all is as it must be. `small`: shorter sequences
+ * and fewer teams; `threads`: of these what several threads do; `products`: of these what depends on how products are computed. `keys`:
+ * of a partition, where the step was built with fewer, so that short sequences have several.
  *
  * Linked with step.c. Where both are built with KVPOOL_TEST_DELAY=driver_delay, which team.h calls where a thread may come late,
  * late threads are checked too.
@@ -17,6 +18,7 @@
 #include "driver_steps.h"
 
 static int is_small;
+static int64_t partition = 256; /* keys, of the step's build */
 
 #ifdef KVPOOL_TEST_DELAY
 /* ---- Threads that come late ---- */
@@ -53,7 +55,7 @@ static void release(void) {
 /* ---- Models ---- */
 
 #define COMMON .longest = 640, .embedding_scale = 1, .residual_scale = 1
-static const struct shape shapes[] = {
+static struct shape shapes[] = {
     {"llama", 2, 48, 3, 1, 32, 64, 50, 16, .rotary = 32, .is_gated = 1, COMMON},
     {"gemma, windows, softcap, blocks of 32", 3, 32, 8, 1, 16, 48, 33, 32, .window = 100, .rotary = 16, .is_gated = 1,
      .activation = KVPOOL_GELU_TANH, .has_post_norms = 1, .has_qk_norms = 1, .softcap = 5, .longest = 640, .embedding_scale = 5.65f,
@@ -72,12 +74,23 @@ static const struct shape shapes[] = {
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof *shapes };
 
+/* A window of several blocks is less than half a partition. */
+static void fit_windows(void) {
+    for (int i = 0; i < NUM_SHAPES; i++)
+        if (shapes[i].window > 16) shapes[i].window = shapes[i].window * partition / 256;
+}
+
 /* Sequences of one to three partitions of keys; some begin like the first one. */
 static struct batch mixed_batch(struct tiny *tiny) {
-    int64_t lengths[] = {530, 1, 17, 300, 262, 541, 33}, leaders[] = {0, 1, 2, 0, 0, 0, 6}, same[] = {0, 0, 0, 290, 256, 517, 0};
-    int64_t few_lengths[] = {290, 1, 280, 262, 33}, few_leaders[] = {0, 1, 0, 0, 4}, few_same[] = {0, 0, 265, 256, 0};
+    int64_t p = partition;
+    int64_t lengths[] = {2 * p + 18, 1, 17, p + 44, p + 6, 2 * p + 29, 33}, leaders[] = {0, 1, 2, 0, 0, 0, 6}, same[] = {0, 0, 0, p + 34, p, 2 * p + 5, 0};
+    int64_t few_lengths[] = {p + 34, 1, p + 24, p + 6, 33}, few_leaders[] = {0, 1, 0, 0, 4}, few_same[] = {0, 0, p + 9, p, 0};
     if (is_small) return make_batch(tiny, 5, few_lengths, few_leaders, few_same);
     return make_batch(tiny, 7, lengths, leaders, same);
+}
+
+static struct tiny *make_tiny_for_batch(const struct shape *shape) {
+    return make_tiny(shape, 7 * (2 * partition + 128) / shape->block_size);
 }
 
 /* ---- What must hold ---- */
@@ -104,35 +117,64 @@ static void check_reference(const struct batch *batch, float *const *found) {
     }
 }
 
+/* Decodes over long prefixes, shared and not: partitions into slots. */
+static void check_decodes(const struct shape *shape, struct batch *batch, float *const *expected) {
+    static const int64_t teams[] = {3, 1, 16};
+    for (int i = 0; i < (is_small ? 1 : 3); i++)
+        for (int shares = 0; shares < 2; shares++) {
+            struct kvpool_model *model = kvpool_open(&batch->tiny->sizes, batch->tiny->layers, teams[i]);
+            CHECK(model, "%s: kvpool_open with %lld threads failed", shape->name, (long long)teams[i]);
+            struct schedule schedule = {shares ? "shared decodes" : "decodes", INT64_MAX, 1, 0, shares};
+            lay_out(batch, shares);
+            /* Up to the last tokens in chunks, leaders first. */
+            for (int64_t s = 0; s < batch->count; s++) {
+                int64_t length = batch->sequences[s].length - batch->sequences[s].done - 3;
+                if (length > 0) run_step(model, batch, &s, &length, 1, 0);
+            }
+            for (;;) {
+                int64_t parts[7], ones[] = {1, 1, 1, 1, 1, 1, 1}, count = 0;
+                for (int64_t s = batch->count - 1; s >= 0; s--)
+                    if (batch->sequences[s].done < batch->sequences[s].length) parts[count++] = s;
+                if (!count) break;
+                run_step(model, batch, parts, ones, count, shares);
+            }
+            expect_same_bits(batch, expected, &schedule, teams[i]);
+            kvpool_close(model);
+        }
+}
+
 /* Alone = packed = permuted = chunked = shared = decoded one by one, with 1, 2, 3 and 16 threads. */
 static void check_bits(const struct shape *shape) {
-    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
-    struct batch batch = mixed_batch(tiny);
-    float **expected = compute_alone(&batch);
-    check_reference(&batch, expected);
-    struct schedule schedules[] = {
+    static const struct schedule schedules[] = {
         {"packed", INT64_MAX, INT64_MAX, 0, 0},    {"permuted chunks, few wanted", 4, 90, 1, 0, 1}, {"shared chunks, few wanted", INT64_MAX, 200, 1, 1, 1},
         {"one by one", INT64_MAX, 1, 0, 0},        {"shared, one by one", INT64_MAX, 1, 0, 1},      {"few tokens, shared", 3, 5, 1, 1},
     };
-    int64_t threads[] = {16, 1, 2, 3};
-    for (int64_t i = 0; i < (is_small ? 1 : 4); i++) {
-        struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, threads[i]);
-        CHECK(model, "kvpool_open with %lld threads failed", (long long)threads[i]);
-        /* Many steps of few tokens: in full with two threads only. */
-        for (int64_t j = 0; j < (threads[i] == 2 && !is_small ? 6 : 3); j++) {
+    static const struct {
+        int64_t threads;
+        int first, end; /* of the schedules */
+    } teams[] = {{16, 0, 3}, {1, 1, 2}, {3, 2, 3}, {2, 3, 6}};
+    struct tiny *tiny = make_tiny_for_batch(shape);
+    struct batch batch = mixed_batch(tiny);
+    float **expected = compute_alone(&batch);
+    check_reference(&batch, expected);
+    for (int i = 0; i < (is_small ? 1 : 4); i++) {
+        struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, teams[i].threads);
+        CHECK(model, "kvpool_open with %lld threads failed", (long long)teams[i].threads);
+        for (int j = teams[i].first; j < teams[i].end; j++) {
             run_schedule(model, &batch, &schedules[j]);
-            expect_same_bits(&batch, expected, &schedules[j], threads[i]);
+            expect_same_bits(&batch, expected, &schedules[j], teams[i].threads);
         }
         kvpool_close(model);
     }
+    check_decodes(shape, &batch, expected);
     free_tiny(tiny);
 }
 
 /* The first tokens of a sequence in one step, for each number of rows that products compute in another way. The model has enough
- * outputs for tiles of all their columns. Each step is longer than those before it, so that what it uses of its buffers ends
+ * outputs for tiles of all their columns, of which the last one ends in padding. Each step is longer than those before it, so that what it uses of its buffers ends
  * where they end: a sanitizer sees reads of more rows than there are. */
 static void check_row_counts(void) {
-    struct shape shape = {"many outputs", 1, 66, 3, 1, 32, 70, 555, 16, .rotary = 32, COMMON};
+    struct shape shape = {"many outputs", 1, 66, 3, 1, 32, 70, 571, 16, .rotary = 32, COMMON};
     struct tiny *tiny = make_tiny(&shape, 640 / shape.block_size);
     int64_t longest = 100, part = 0;
     struct batch batch = make_batch(tiny, 1, &longest, NULL, NULL);
@@ -146,34 +188,6 @@ static void check_row_counts(void) {
               "the first tokens have other logits in a step of %lld", (long long)rows);
     }
     kvpool_close(model);
-    free_tiny(tiny);
-}
-
-/* Decodes over long prefixes, shared and not: partitions into slots. */
-static void check_decodes(const struct shape *shape) {
-    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
-    struct batch batch = mixed_batch(tiny);
-    float **expected = compute_alone(&batch);
-    for (int64_t num_threads = is_small ? 3 : 1; num_threads <= (is_small ? 3 : 16); num_threads = num_threads == 3 ? 16 : num_threads + 1)
-        for (int shares = 0; shares < 2; shares++) {
-            struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, num_threads);
-            struct schedule schedule = {shares ? "shared decodes" : "decodes", INT64_MAX, 1, 0, shares};
-            lay_out(&batch, shares);
-            /* Up to the last tokens in chunks, leaders first. */
-            for (int64_t s = 0; s < batch.count; s++) {
-                int64_t length = batch.sequences[s].length - batch.sequences[s].done - 3;
-                if (length > 0) run_step(model, &batch, &s, &length, 1, 0);
-            }
-            for (;;) {
-                int64_t parts[7], ones[] = {1, 1, 1, 1, 1, 1, 1}, count = 0;
-                for (int64_t s = batch.count - 1; s >= 0; s--)
-                    if (batch.sequences[s].done < batch.sequences[s].length) parts[count++] = s;
-                if (!count) break;
-                run_step(model, &batch, parts, ones, count, shares);
-            }
-            expect_same_bits(&batch, expected, &schedule, num_threads);
-            kvpool_close(model);
-        }
     free_tiny(tiny);
 }
 
@@ -193,7 +207,7 @@ static void check_nan_in_last_layer(const struct kvpool_linear *linear, int64_t 
 
 /* A NaN ends its own sequence, and changes no bit of others. */
 static void check_nan(const struct shape *shape) {
-    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
+    struct tiny *tiny = make_tiny_for_batch(shape);
     struct batch batch = mixed_batch(tiny);
     struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 2);
     struct schedule schedule = {"packed with NaN, few wanted", INT64_MAX, 64, 0, 0, 1};
@@ -220,37 +234,36 @@ static void check_nan(const struct shape *shape) {
     free_tiny(tiny);
 }
 
-/* 4,096 sequences in one step, that share 256 tokens. */
+/* 4,096 sequences in one step, or 1,024, that share a partition. */
 static void check_many_sequences(void) {
     struct shape shape = {"many sequences", 1, 32, 2, 1, 16, 32, 33, 16, .rotary = 16, .is_gated = 1, COMMON};
-    enum { COUNT = 4096, SHARED = 256 };
-    const int64_t num_steps = is_small ? 1 : 3, length = SHARED + num_steps;
-    struct tiny *tiny = make_tiny(&shape, COUNT + SHARED / 16 + 1);
-    int64_t *lengths = own(tiny, COUNT * sizeof *lengths), *leaders = own(tiny, COUNT * sizeof *leaders), *same = own(tiny, COUNT * sizeof *same);
-    for (int64_t s = 0; s < COUNT; s++) lengths[s] = length, leaders[s] = 0, same[s] = s ? SHARED : 0;
-    struct batch batch = make_batch(tiny, COUNT, lengths, leaders, same);
+    const int64_t count = is_small ? 1024 : 4096, shared = partition, num_steps = is_small ? 1 : 3, length = shared + num_steps;
+    struct tiny *tiny = make_tiny(&shape, count + shared / 16 + 1);
+    int64_t *lengths = own(tiny, count * sizeof *lengths), *leaders = own(tiny, count * sizeof *leaders), *same = own(tiny, count * sizeof *same);
+    for (int64_t s = 0; s < count; s++) lengths[s] = length, leaders[s] = 0, same[s] = s ? shared : 0;
+    struct batch batch = make_batch(tiny, count, lengths, leaders, same);
     struct kvpool_model *model = kvpool_open(&tiny->sizes, tiny->layers, 2);
-    struct schedule schedule = {"at once", INT64_MAX, SHARED, 0, 1}, decodes = {"decodes", INT64_MAX, 1, 0, 1};
-    float *expected[COUNT];
+    struct schedule schedule = {"at once", INT64_MAX, shared, 0, 1}, decodes = {"decodes", INT64_MAX, 1, 0, 1};
+    float **expected = own(tiny, count * sizeof *expected);
     run_schedule(model, &batch, &schedule);
-    for (int64_t s = 0; s < COUNT; s++) {
+    for (int64_t s = 0; s < count; s++) {
         expected[s] = own(tiny, length * shape.vocab * sizeof(float));
         memcpy(expected[s], batch.sequences[s].logits, length * shape.vocab * sizeof(float));
     }
     lay_out(&batch, 1);
-    int64_t first = 0, prefix = SHARED, *parts = own(tiny, COUNT * sizeof *parts), *ones = own(tiny, COUNT * sizeof *ones);
-    for (int64_t s = 0; s < COUNT; s++) parts[s] = s, ones[s] = 1;
+    int64_t first = 0, prefix = shared, *parts = own(tiny, count * sizeof *parts), *ones = own(tiny, count * sizeof *ones);
+    for (int64_t s = 0; s < count; s++) parts[s] = s, ones[s] = 1;
     run_step(model, &batch, &first, &prefix, 1, 0);
-    for (int64_t t = SHARED; t < length; t++) run_step(model, &batch, parts, ones, COUNT, 1);
+    for (int64_t t = shared; t < length; t++) run_step(model, &batch, parts, ones, count, 1);
     expect_same_bits(&batch, expected, &decodes, 2);
     kvpool_close(model);
-    for (int64_t s = 0; s < COUNT; s += 1023) { /* and alone */
+    for (int64_t s = 0; s < count; s += count / 4 - 1) { /* and alone */
         struct batch one = {.tiny = tiny, .sequences = &batch.sequences[s], .count = 1, .tables = batch.tables, .stride = batch.stride};
         batch.sequences[s].leader = 0;
         batch.sequences[s].same_tokens = 0;
         float **alone = compute_alone(&one);
-        CHECK(!memcmp(alone[0] + SHARED * shape.vocab, expected[s] + SHARED * shape.vocab, num_steps * shape.vocab * sizeof(float)),
-              "sequence %lld of 4,096 has other logits than alone", (long long)s);
+        CHECK(!memcmp(alone[0] + shared * shape.vocab, expected[s] + shared * shape.vocab, num_steps * shape.vocab * sizeof(float)),
+              "sequence %lld of %lld has other logits than alone", (long long)s, (long long)count);
     }
     free_tiny(tiny);
 }
@@ -311,7 +324,7 @@ static void check_long_context(void) {
 #ifdef KVPOOL_TEST_DELAY
 /* A member that does not come delays no step; one that is inside late delays the next step only. */
 static void check_late_members(const struct shape *shape) {
-    struct tiny *tiny = make_tiny(shape, 7 * 640 / shape->block_size);
+    struct tiny *tiny = make_tiny_for_batch(shape);
     struct batch batch = mixed_batch(tiny);
     float **expected = compute_alone(&batch);
     struct schedule chunks = {"with members that never come", INT64_MAX, 150, 0, 1}, random = {"with late members", 5, 100, 1, 1};
@@ -386,6 +399,8 @@ int main(int argc, char **argv) {
     int is_for_threads = argc > 1 && !strcmp(argv[1], "threads");
     int is_for_products = argc > 1 && !strcmp(argv[1], "products");
     is_small = is_for_threads || is_for_products || (argc > 1 && !strcmp(argv[1], "small"));
+    if (argc > 2) partition = atoll(argv[2]);
+    fit_windows();
     int num_shapes = is_for_threads ? 1 : NUM_SHAPES;
     check_row_counts();
     report("numbers of rows");
@@ -396,8 +411,6 @@ int main(int argc, char **argv) {
         report("NaN");
         return succeeded(2);
     }
-    for (int i = 0; i < num_shapes; i++) check_decodes(&shapes[i]);
-    report("decodes");
     if (!is_for_threads) {
         check_nan(&shapes[0]);
         check_nan(&shapes[1]);

@@ -20,14 +20,16 @@ pytestmark = pytest.mark.compiler
 FOLDER = Path(__file__).parent
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers", "-Wno-unknown-pragmas")
 SANITIZERS = {
-    "address,undefined": ("libasan and libubsan", "small"),
-    "thread": ("libtsan", "threads"),
+    "address,undefined": ("libasan and libubsan", "small", "-O0"),
+    "thread": ("libtsan", "threads", "-O1"),
 }
+FEW_KEYS = 64
+"""Of a partition, where a step is slow: sequences of several partitions are short then."""
 
 
-def run_driver(program: Path, argument: str) -> str:
+def run_driver(program: Path, *arguments: str) -> str:
     """Exit status 0 and nothing on stderr. Returns the line that describes the build."""
-    command = [str(program), argument]
+    command = [str(program), *arguments]
     variables = {"LD_PRELOAD": "", "TSAN_OPTIONS": "halt_on_error=1"}
     finished = run_command(command, 250.0, variables)
     if (
@@ -64,30 +66,39 @@ def for_cpu(compiler: Compiler, level: str) -> list[str]:
     return [f"-march={level}"] if platform.machine() == "x86_64" else []
 
 
-@pytest.fixture
-def build(build_folder: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A driver with its step, by number type, instruction set and flags of the step. Built again when something has changed."""
+@pytest.fixture(scope="module")
+def built(build_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """What the compiler makes of these files and flags, by its name. Built again when something has changed."""
+    sources = [path.read_bytes() for folder in (SOURCE_DIR, FOLDER) for path in sorted(folder.glob("*.[ch]"))]
+
+    def built(name: str, number_type: NumberType, *arguments: str | Path) -> Path:
+        compiler = find_compilers()[0]
+        given = repr((compiler, number_type, [str(argument) for argument in arguments]))
+        digest = hashlib.sha256(b"".join([*sources, given.encode()])).hexdigest()[:16]
+        file = build_folder / f"{name}-{digest}"
+        if not file.exists():
+            new = tmp_path_factory.mktemp("built") / name
+            compile_with(compiler, number_type, *arguments, "-o", new)
+            for old in build_folder.glob(f"{name}-{'?' * 16}"):
+                old.unlink()
+            shutil.move(new, file)
+        return file
+
+    return built
+
+
+@pytest.fixture(scope="module")
+def build(built: Callable[..., Path]) -> Callable[..., Path]:
+    """A driver with its step, by number type, instruction set and flags of the step."""
 
     def build(number_type: NumberType, level: str, *flags: str) -> Path:
-        compiler = find_compilers()[0]
-        sources = [path.read_bytes() for folder in (SOURCE_DIR, FOLDER) for path in sorted(folder.glob("*.[ch]"))]
-        digest = hashlib.sha256(b"".join([*sources, repr((compiler, number_type, level, flags)).encode()])).hexdigest()[
-            :16
-        ]
-        name = re.sub(r"\W+", "-", f"driver-{number_type}-{level}-{' '.join(flags)}")
-        built = build_folder / f"{name}-{digest}"
-        if built.exists():
-            return built
-        # The driver has no checks of its own: its reference would be slow.
-        late, driver, step = "-DKVPOOL_TEST_DELAY=driver_delay", tmp_path / "driver.o", tmp_path / "step.o"
-        cpu = for_cpu(compiler, level)
-        compile_with(compiler, number_type, *cpu, "-O1", late, "-c", FOLDER / "driver.c", "-o", driver)
-        compile_with(compiler, number_type, *cpu, late, *flags, "-c", SOURCE_DIR / "step.c", "-o", step)
-        compile_with(compiler, number_type, *flags, driver, step, "-o", tmp_path / "driver", "-lm")
-        for old in build_folder.glob(f"{name}-{'?' * 16}"):
-            old.unlink()
-        shutil.move(tmp_path / "driver", built)
-        return built
+        cpu = for_cpu(find_compilers()[0], level)
+        late, name = "-DKVPOOL_TEST_DELAY=driver_delay", f"{number_type}-{level}"
+        # The driver has no checks of its own: its reference would be slow. Several steps are linked with the same one.
+        driver = built(f"driver-{name}.o", number_type, *cpu, "-O1", late, "-c", FOLDER / "driver.c")
+        name = re.sub(r"\W+", "-", f"{name} {' '.join(flags)}")
+        step = built(f"step-{name}.o", number_type, *cpu, late, *flags, "-c", SOURCE_DIR / "step.c")
+        return built(f"driver-{name}", number_type, *flags, driver, step, "-lm")
 
     return build
 
@@ -124,29 +135,28 @@ def test_the_step_as_older_cpus_run_it(level: str, number_type: NumberType, buil
 def test_sanitizers_report_nothing(
     sanitizer: str, number_type: NumberType, tmp_path: Path, build: Callable[..., Path]
 ) -> None:
-    """Of the narrowest build: it has fewest variants, which take long to compile with checks."""
+    """Of the narrowest build: it has fewest variants, which take long to compile with checks. For the addresses unoptimized, which
+    takes less time in all."""
     if find_compilers()[0].is_zig:
         pytest.skip("zig has no runtimes of the sanitizers; they need gcc or clang")
-    package, argument = SANITIZERS[sanitizer]
+    package, argument, optimization = SANITIZERS[sanitizer]
     program = tmp_path / "empty"
     (tmp_path / "empty.c").write_text("int main(void) { return 0; }\n")
     check = run_command(
         [*find_compilers()[0].command, f"-fsanitize={sanitizer}", str(tmp_path / "empty.c"), "-o", str(program)], 100.0
     )
     assert check.status == 0, f"-fsanitize={sanitizer} needs the compiler's {package}: {check.output}"
-    flags = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    run_driver(build(number_type, (levels() or ["native"])[0], *flags), argument)
+    flags = (optimization, f"-DPARTITION={FEW_KEYS}", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    run_driver(build(number_type, (levels() or ["native"])[0], *flags), argument, str(FEW_KEYS))
 
 
 def test_products_in_tile_registers(build: Callable[..., Path]) -> None:
     """The instructions of AMX in plain C, on any CPU: no other rows, numbers or words are read than those of the product, whatever
     their number. Unoptimized, which takes less time in all."""
-    sanitizers = (
-        () if find_compilers()[0].is_zig else ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    )
-    level = (levels() or ["native"])[0]
-    program = build("bfloat16", level, "-O0", "-DKVPOOL_TILES_IN_C", *sanitizers)
-    assert ", P 2, tiles, " in run_driver(program, "products")
+    sanitizers = () if find_compilers()[0].is_zig else ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    level, few = (levels() or ["native"])[0], f"-DPARTITION={FEW_KEYS}"
+    program = build("bfloat16", level, "-O0", few, "-DKVPOOL_TILES_IN_C", *sanitizers)
+    assert ", P 2, tiles, " in run_driver(program, "products", str(FEW_KEYS))
 
 
 def test_a_race_is_reported(tmp_path: Path) -> None:

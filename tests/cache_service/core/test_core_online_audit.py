@@ -205,7 +205,7 @@ def test_no_false_alarm_whatever_the_network_does(
 ) -> None:
     """Any operations between the slices: allocations, reports, evictions, fencing, sweeps, the end of the manager's life."""
     monkeypatch.setattr(AuditedMachine, "units", units)
-    explore(AuditedMachine, 12)
+    explore(AuditedMachine, 6)
 
 
 @pytest.mark.parametrize("seed", range(3))

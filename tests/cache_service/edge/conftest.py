@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
@@ -14,7 +14,16 @@ from kvpool.cache_service.settings import ManagerSettings
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
+from tests.cache_service.edge.managers import Managers
 from tests.cache_service.edge.peer import Worker, registration
+
+
+@pytest.fixture(scope="session")
+def managers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Managers]:
+    """Starts managers as processes."""
+    managers = Managers(tmp_path_factory.mktemp("managers"))
+    yield managers
+    managers.stop()
 
 
 @pytest.fixture

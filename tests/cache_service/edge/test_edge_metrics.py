@@ -15,9 +15,9 @@ from kvpool.cache_service.server import Server
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests import http2
+from tests.cache_service.edge.managers import Managers
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
 from tests.cache_service.edge.test_edge_attacks import until_rebuilt
-from tests.cache_service.edge.test_edge_process import fails, listening
 from tests.scrape import Scrape, num_listening_sockets, scrape
 
 Stub = cache_pb2_grpc.CacheServiceStub
@@ -217,12 +217,13 @@ async def test_what_clients_send_never_becomes_a_label(server: Server, worker: W
     assert (await look(server)).values.keys() == before
 
 
-async def test_a_process_has_a_page_of_itself_and_the_manager_only_if_it_is_asked_to(tmp_path: Path) -> None:
+async def test_a_process_has_a_page_of_itself_and_the_manager_only_if_it_is_asked_to(
+    tmp_path: Path, managers: Managers
+) -> None:
     arguments = ("--port", "0", "--state-dir", str(tmp_path))
-    with listening(*arguments) as (process, _):
+    with managers.listening(*arguments) as (process, _):
         assert num_listening_sockets(process.pid) == 1
-    with listening(*arguments, "--metrics-port", "0") as (process, _):
-        assert process.stderr is not None
+    with managers.listening(*arguments, "--metrics-port", "0") as (process, _):
         line = process.stderr.readline()
         assert num_listening_sockets(process.pid) == 2
         url = line.partition('"url": "')[2].partition('"')[0]
@@ -232,21 +233,22 @@ async def test_a_process_has_a_page_of_itself_and_the_manager_only_if_it_is_aske
     assert page.value("kvpool_manager_epoch") == 2
 
 
-def test_a_process_says_it_when_the_metrics_port_is_taken(tmp_path: Path) -> None:
+def test_a_process_says_it_when_the_metrics_port_is_taken(tmp_path: Path, managers: Managers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        status, said = fails("--port", "0", "--state-dir", str(tmp_path), "--metrics-port", port)
+        status, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--metrics-port", port)
     assert status == 1
     assert f"127.0.0.1:{port} for metrics" in said
     assert "--metrics-port" in said
 
 
-def test_metrics_stay_on_loopback_where_the_service_does_not(tmp_path: Path) -> None:
-    with listening("--host", "0.0.0.0", "--port", "0", "--state-dir", str(tmp_path), "--metrics-port", "0") as (
+def test_metrics_stay_on_loopback_where_the_service_does_not(tmp_path: Path, managers: Managers) -> None:
+    with managers.listening(
+        "--host", "0.0.0.0", "--port", "0", "--state-dir", str(tmp_path), "--metrics-port", "0"
+    ) as (
         process,
         _,
     ):
-        assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(2)]  # the warning, and the metrics
     assert "http://127.0.0.1:" in lines[1]
     assert "metrics beyond loopback" not in "".join(lines)

@@ -3,69 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
 from kvpool.v1 import cache_pb2_grpc
+from tests.cache_service.edge.managers import Managers
 from tests.cache_service.edge.peer import Worker, item, prompt, refused, registration
 
-Line = dict[str, object]
-COMMAND = (sys.executable, "-m", "kvpool.cache_service")
 
-
-@contextmanager
-def listening(
-    *arguments: str, variables: dict[str, str] | None = None, event: str = "listening"
-) -> Iterator[tuple[subprocess.Popen[str], Line]]:
-    """A manager's process and its line that it listens, or stands by. Killed at the end if it still runs."""
-    command = [*COMMAND, "--log-format", "json", *arguments]
-    environment = {**os.environ, **(variables or {})}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stderr is not None
-            line = json.loads(process.stderr.readline())
-            assert line["event"] == event
-            yield process, line
-        finally:
-            process.kill()
-
-
-@contextmanager
-def manager(state_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str, Line]]:
-    """A manager on any free port: its process, its address, its line."""
-    with listening("--port", "0", "--state-dir", str(state_dir)) as (process, line):
-        yield process, str(line["address"]), line
-
-
-def fails(*arguments: str, variables: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit status and stderr of a manager that cannot start."""
-    done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=30, env={**os.environ, **(variables or {})}
-    )
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr
-
-
-async def test_it_serves_stops_at_sigterm_and_comes_back_from_a_kill_with_a_larger_epoch(tmp_path: Path) -> None:
+async def test_it_serves_stops_at_sigterm_and_comes_back_from_a_kill_with_a_larger_epoch(
+    tmp_path: Path, managers: Managers
+) -> None:
     for life, number in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGINT), start=1):
-        with manager(tmp_path) as (process, address, line):
+        with managers.serving(tmp_path) as (process, address, line):
             assert line["epoch"] == life
             async with grpc.aio.insecure_channel(address) as channel:
                 worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration())
                 assert (await worker.register()).epoch == life
                 assert (await worker.allocate(item("a", prompt(9)))).results[0].status.code == 0
             process.send_signal(number)
-            assert process.wait(timeout=60) == {signal.SIGTERM: 0, signal.SIGKILL: -9, signal.SIGINT: 130}[number]
-            assert process.stderr is not None
+            assert process.wait() == {signal.SIGTERM: 0, signal.SIGKILL: -9, signal.SIGINT: 130}[number]
             events = [json.loads(line)["event"] for line in process.stderr]
             assert events == ["worker registered"] + ([] if number == signal.SIGKILL else ["stopped"])
 
@@ -76,24 +37,24 @@ async def call_for_ever(worker: Worker) -> None:
         await worker.keep_alive()
 
 
-async def test_it_stops_while_a_worker_goes_on_calling(tmp_path: Path) -> None:
+async def test_it_stops_while_a_worker_goes_on_calling(tmp_path: Path, managers: Managers) -> None:
     """The worker hears that the manager goes, not that a connection broke, and it goes at once."""
-    with manager(tmp_path) as (process, address, _):
+    with managers.serving(tmp_path) as (process, address, _):
         async with grpc.aio.insecure_channel(address) as channel:
             worker = await Worker.begin(cache_pb2_grpc.CacheServiceStub(channel), registration())
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             found = await refused(call_for_ever(worker), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
             assert "shutting down" in found.message
-        assert process.wait(timeout=60) == 0
+        assert process.wait() == 0
 
 
-def test_two_managers_on_one_state_directory_or_port_are_told_apart(tmp_path: Path) -> None:
-    with manager(tmp_path / "a") as (process, address, _):
-        code, said = fails("--port", "0", "--state-dir", str(tmp_path / "a"))
+def test_two_managers_on_one_state_directory_or_port_are_told_apart(tmp_path: Path, managers: Managers) -> None:
+    with managers.serving(tmp_path / "a") as (process, address, _):
+        code, said = managers.fails("--port", "0", "--state-dir", str(tmp_path / "a"))
         assert (code, said.count("\n")) == (1, 1)
         assert f"{tmp_path / 'a'} is held by another manager (pid {process.pid})" in said
         port = address.rpartition(":")[2]
-        code, said = fails("--port", port, "--state-dir", str(tmp_path / "b"))
+        code, said = managers.fails("--port", port, "--state-dir", str(tmp_path / "b"))
         assert (code, said.count("\n")) == (1, 1)
         assert f"port {port}: it is in use" in said
 
@@ -113,14 +74,17 @@ def test_two_managers_on_one_state_directory_or_port_are_told_apart(tmp_path: Pa
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(
-    tmp_path: Path, arguments: list[str], variables: dict[str, str], code: int, says: str
+    tmp_path: Path, managers: Managers, arguments: list[str], variables: dict[str, str], code: int, says: str
 ) -> None:
-    status, said = fails(*arguments, variables={"XDG_STATE_HOME": str(tmp_path), **variables})
+    state_dir = [] if "--state-dir" in arguments else ["--state-dir", str(tmp_path)]
+    status, said = managers.fails(*arguments, *state_dir, variables=variables or None)
     assert (status, said.count("\n")) == (code, 1), said
     assert says in said
 
 
-def test_variables_set_what_flags_do_not_and_the_clients_variable_is_none_of_them(tmp_path: Path) -> None:
+def test_variables_set_what_flags_do_not_and_the_clients_variable_is_none_of_them(
+    tmp_path: Path, managers: Managers
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -130,6 +94,6 @@ def test_variables_set_what_flags_do_not_and_the_clients_variable_is_none_of_the
         "KVPOOL_MANAGER_LEASE_SECONDS": "",
         "XDG_STATE_HOME": str(tmp_path),
     }
-    with listening(variables=variables) as (_, line):
+    with managers.listening(variables=variables) as (_, line):
         assert line["address"] == f"127.0.0.1:{port}"
         assert line["state_dir"] == str(tmp_path / "kvpool" / f"manager-{port}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from kvpool.cache_service.server import SERVICE, Server
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
+from tests.cache_service.edge.managers import Managers
 from tests.cache_service.edge.peer import Worker, refused, registration
-from tests.cache_service.edge.test_edge_process import Line, fails, listening
 from tests.scrape import scrape
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -33,25 +31,15 @@ async def health(channel: grpc.aio.Channel, service: str) -> Any:
     return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)).status
 
 
-def next_line(process: subprocess.Popen[str], event: str) -> Line:
-    """The next line of the log that says this."""
-    assert process.stderr is not None
-    for text in process.stderr:
-        line: Line = json.loads(text)
-        if line["event"] == event:
-            return line
-    raise AssertionError(f"it has ended without {event!r}")
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, managers: Managers, number: signal.Signals
 ) -> None:
     with (
-        listening(*arguments(tmp_path), event="standing by") as (first, first_line),
-        listening(*arguments(tmp_path), event="standing by") as (second, second_line),
+        managers.listening(*arguments(tmp_path), event="standing by") as (first, first_line),
+        managers.listening(*arguments(tmp_path), event="standing by") as (second, second_line),
     ):
-        assert next_line(first, "leads")["epoch"] == 1
+        assert first.next_line("leads")["epoch"] == 1
         async with (
             grpc.aio.insecure_channel(str(first_line["address"])) as to_first,
             grpc.aio.insecure_channel(str(second_line["address"])) as to_second,
@@ -69,12 +57,12 @@ async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
 
             await refused(follow(), grpc.StatusCode.UNAVAILABLE, "STANDBY")
             first.send_signal(number)
-            assert next_line(second, "leads")["epoch"] == 2
+            assert second.next_line("leads")["epoch"] == 2
             while await health(to_second, SERVICE) != SERVING:
                 pass
             assert (await worker.register()).epoch == 2
-        second.terminate()
-        assert second.wait(timeout=60) == 0
+        second.send_signal(signal.SIGTERM)
+        assert second.wait() == 0
 
 
 async def test_a_manager_whose_lead_is_over_answers_no_call(tmp_path: Path) -> None:
@@ -103,43 +91,43 @@ async def test_a_manager_whose_lead_is_over_answers_no_call(tmp_path: Path) -> N
         assert server.manager.sessions == before
 
 
-async def test_metrics_say_who_leads(tmp_path: Path) -> None:
+async def test_metrics_say_who_leads(tmp_path: Path, managers: Managers) -> None:
     with (
-        listening(*arguments(tmp_path), event="standing by") as (first, _),
-        listening(*arguments(tmp_path), event="standing by") as (second, _),
+        managers.listening(*arguments(tmp_path), event="standing by") as (first, _),
+        managers.listening(*arguments(tmp_path), event="standing by") as (second, _),
     ):
-        url = str(next_line(second, "metrics")["url"])
+        url = str(second.next_line("metrics")["url"])
         assert (await scrape(url)).value("kvpool_manager_leads") == 0
-        first.kill()
-        next_line(second, "leads")
+        first.send_signal(signal.SIGKILL)
+        second.next_line("leads")
         page = await scrape(url)
         assert page.value("kvpool_manager_leads") == 1
         assert page.value("kvpool_manager_epoch") == 2
 
 
-def test_a_standby_ends_at_sigterm(tmp_path: Path) -> None:
-    with listening(*arguments(tmp_path), event="standing by") as (first, _):
-        next_line(first, "leads")
-        with listening(*arguments(tmp_path), event="standing by") as (second, _):
-            second.terminate()
-            assert second.wait(timeout=60) == 0
+def test_a_standby_ends_at_sigterm(tmp_path: Path, managers: Managers) -> None:
+    with managers.listening(*arguments(tmp_path), event="standing by") as (first, _):
+        first.next_line("leads")
+        with managers.listening(*arguments(tmp_path), event="standing by") as (second, _):
+            second.send_signal(signal.SIGTERM)
+            assert second.wait() == 0
 
 
-def test_a_state_that_is_damaged_ends_a_standby_and_says_why(tmp_path: Path) -> None:
+def test_a_state_that_is_damaged_ends_a_standby_and_says_why(tmp_path: Path, managers: Managers) -> None:
     (tmp_path / "epoch").write_text("nonsense")
-    code, said = fails(*arguments(tmp_path))
+    code, said = managers.fails(*arguments(tmp_path))
     assert code == 1
     assert "is damaged" in said
 
 
 @pytest.mark.parametrize("election", ["etcd:1.2.3.4:2379", "kubernetes:", "kubernetes:name", "files"])
-def test_an_election_that_there_is_not_is_refused(tmp_path: Path, election: str) -> None:
-    code, said = fails("--port", "0", "--state-dir", str(tmp_path), "--election", election)
+def test_an_election_that_there_is_not_is_refused(tmp_path: Path, managers: Managers, election: str) -> None:
+    code, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--election", election)
     assert code == 2
     assert "election" in said
 
 
-def test_kubernetes_outside_a_pod_is_refused(tmp_path: Path) -> None:
-    code, said = fails("--port", "0", "--state-dir", str(tmp_path), "--election", "kubernetes:default/kvpool")
+def test_kubernetes_outside_a_pod_is_refused(tmp_path: Path, managers: Managers) -> None:
+    code, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--election", "kubernetes:default/kvpool")
     assert code == 1
     assert "--kubernetes-api" in said

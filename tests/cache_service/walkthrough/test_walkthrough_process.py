@@ -32,12 +32,18 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_piped_output_has_all_steps_and_no_escape_codes(name: str) -> None:
+def test_piped_output_has_all_steps_and_no_escape_codes(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Fixed width 120, whatever the environment says about colours and columns."""
-    done = run(name, FORCE_COLOR="1", COLUMNS="40", TERM="xterm-256color")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    lines = done.stdout.splitlines()
+    with monkeypatch.context() as patch:
+        for variable, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "xterm-256color"}.items():
+            patch.setenv(variable, value)
+        assert main([name]) == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    assert "\x1b" not in output
+    lines = output.splitlines()
     assert max(map(len, lines)) == 120
     titles = [line for line in lines if re.match(rf"{name} \d+/\d+ │ ", line)]
     num_steps = int(titles[0].split("/")[1].split()[0])
@@ -45,7 +51,14 @@ def test_piped_output_has_all_steps_and_no_escape_codes(name: str) -> None:
     for part in ("Blocks       ", "Changed      ", "Free list    head → "):
         assert sum(line.startswith(part) for line in lines) == num_steps * len(CASES[name].layout.groups)
     assert sum(line.startswith("Blocks       16 of 4 tokens: ") for line in lines) == num_steps
-    assert done.stdout == run(name).stdout
+    assert main([name]) == 0
+    assert capsys.readouterr() == (output, "")
+
+
+def test_the_process_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run("prefix", FORCE_COLOR="1", COLUMNS="40", TERM="xterm-256color")
+    assert main(["prefix"]) == 0
+    assert (done.stdout, done.stderr, done.returncode) == (*capsys.readouterr(), 0)
 
 
 def test_no_torch_and_no_grpc_is_imported() -> None:
