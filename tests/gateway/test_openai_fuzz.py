@@ -42,7 +42,7 @@ def http(front_url: str) -> Iterator[httpx.Client]:
     fields=st.dictionaries(NAMES | st.text(max_size=6), JSON, max_size=4),
     keeps=st.booleans(),
 )
-@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_fuzzed_body_never_makes_the_gateway_fail(http: httpx.Client, path: str, fields: Any, keeps: bool) -> None:
     """With a prompt that is right, or whatever comes."""
     body = ({**CHAT_BODY, **COMPLETION_BODY} if keeps else {}) | fields

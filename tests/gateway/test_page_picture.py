@@ -63,7 +63,7 @@ class Truth:
         return picture
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(STEPS)
 def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
     steps: list[tuple[list[tuple[int, dict[int, Block], set[str], bool]], set[int], bool]],

