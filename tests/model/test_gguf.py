@@ -18,6 +18,7 @@ from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.placement import read_config
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.convert import convert_gguf, dtype_that_keeps
+from kvpool.worker_service.model.source.gguf_config import open_gguf
 from kvpool.worker_service.model.source.weights import only_gguf
 from tests.model.gguf_files import write_gguf
 from tests.model.paged import PagedModel, quiet
@@ -328,7 +329,7 @@ def test_a_folder_with_the_parts_of_one_model_says_so() -> None:
 )
 def test_the_type_of_a_conversion_keeps_every_matrix(kinds: tuple[Q, Q], dtype: torch.dtype, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", make("llama"), "llama", quantization=lambda name: kinds["ffn_gate" in name])
-    assert dtype_that_keeps(tmp_path / "m.gguf") is dtype
+    assert dtype_that_keeps(open_gguf(tmp_path / "m.gguf")) is dtype
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from .native.comparison import expected_runtime
 from .placement import DTYPES, choose_dtype, read_config
 from .settings import ModelSettings
 from .source.convert import dtype_that_keeps
+from .source.gguf_config import open_gguf
 from .source.resolve import ConfigSource
 
 
@@ -67,7 +68,7 @@ def _outline(source: ConfigSource, settings: ModelSettings) -> Outline:
     dtype = prepared.dtype
     if source.gguf is not None and prepared.device.type == "cuda":
         # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
-        dtype = choose_dtype(settings.dtype, prepared.device, dtype_that_keeps(source.path / source.gguf))
+        dtype = choose_dtype(settings.dtype, prepared.device, dtype_that_keeps(open_gguf(source.path / source.gguf)))
     meta_model = build_meta_model(config, prepared.max_encoder_tokens)
     return Outline(
         name=source.name,

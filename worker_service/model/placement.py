@@ -60,9 +60,9 @@ def read_config(folder: Path, gguf: str | None = None) -> Any:
     """
     if gguf is not None:
         # Here and not above: it imports what only GGUF files need.
-        from .source.gguf_config import gguf_config
+        from .source.gguf_config import gguf_config, open_gguf
 
-        return gguf_config(folder / gguf)
+        return gguf_config(open_gguf(folder / gguf))
     what = f"transformers cannot read {folder / CONFIG}"
     with library_errors(what, "Models with their own code are refused."):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -22,7 +22,7 @@ from ..length import is_encoder_decoder
 from ..library_errors import library_errors
 from ..progress import Progress, heartbeat, quiet_transformers
 from .cache_dir import conversion_folder, file_digest, locked
-from .gguf_config import gguf_config, is_plain, open_gguf, unused_by_design
+from .gguf_config import GgufFile, gguf_config, is_plain, open_gguf, unused_by_design
 
 
 def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
@@ -52,7 +52,8 @@ def convert_gguf(gguf: Path, cache_dir: Path, progress: Progress) -> Path:
 def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     size_mb = gguf.stat().st_size / 1e6
     progress(f"converting {gguf.name} ({size_mb:.0f} MB) to safetensors, once; half a minute per 100 MB")
-    config, file = gguf_config(gguf), open_gguf(gguf)
+    file = open_gguf(gguf)
+    config = gguf_config(file)
     with quiet_transformers(), library_errors(f"transformers cannot read the tokenizer of {gguf}"):
         tokenizer = AutoTokenizer.from_pretrained(
             gguf.parent, config=config, gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
@@ -67,7 +68,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         spelling,
         config=config,
         gguf_file=gguf.name,
-        dtype=dtype_that_keeps(gguf),
+        dtype=dtype_that_keeps(file),
         quantization_config=GgufConfig(dequantize=True),
     )
     spelling.require_whole(model, gguf, file.names)
@@ -121,9 +122,9 @@ def ending_ids(reader: Any, eos_token_id: int | None) -> list[int] | None:
     return sorted({token_id for token_id in ids if token_id is not None}) or None
 
 
-def dtype_that_keeps(gguf: Path) -> torch.dtype:
+def dtype_that_keeps(file: GgufFile) -> torch.dtype:
     """The smallest type that has every matrix of a file exactly; of quantized ones bfloat16 is precise enough."""
-    kinds = open_gguf(gguf).matrix_types()
+    kinds = file.matrix_types()
     if not all(map(is_plain, kinds)) or kinds == {GGMLQuantizationType.BF16}:
         return torch.bfloat16
     return torch.float16 if kinds == {GGMLQuantizationType.F16} else torch.float32

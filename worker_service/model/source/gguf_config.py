@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -113,6 +114,20 @@ _UNUSED_TENSORS: Final = re.compile(
 _PLAIN: Final = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
+class _Reader(GGUFReader):  # type: ignore[misc]  # the library has no types
+    """The library's, in a third of the time. It cuts a vocabulary into a hundred thousand pieces of the file, and numpy makes a
+    memory map of each piece of a memory map."""
+
+    @property
+    def data(self) -> Any:
+        """The file's bytes."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: Any) -> None:
+        self._data = mapped.view(np.ndarray)
+
+
 class GgufFile(NamedTuple):
     """A GGUF file that is whole, and the only part of its model."""
 
@@ -142,7 +157,7 @@ def open_gguf(path: Path) -> GgufFile:
     """Read the file's header. Raises ModelError if the file is broken, or not a whole language model."""
     require_gguf(path)
     with library_errors(f"{path} is cut short or damaged", "Fetch it again."):
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     kind = values.get("general.type", "model")
     if kind != "model":
@@ -174,9 +189,9 @@ def unused_by_design(name: str) -> bool:
     return _UNUSED_TENSORS.fullmatch(name) is not None
 
 
-def gguf_config(path: Path) -> Any:
+def gguf_config(file: GgufFile) -> Any:
     """transformers' config of the model in the file. Raises ModelError if it cannot have all that the header asks for."""
-    file = open_gguf(path)
+    path = file.path
     _refuse_lists(file)
     with library_errors(f"transformers cannot read {path}"):
         fields, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name, local_files_only=True)
