@@ -83,6 +83,6 @@ class UpHere:
         def add_signal_handler(number: int, callback: Callable[..., object], *arguments: Any) -> None:
             self._signals[number] = partial(callback, *arguments)
 
-        loop.add_signal_handler = add_signal_handler  # type: ignore[method-assign]  # only a main thread gets signals
+        loop.add_signal_handler = add_signal_handler  # type: ignore[assignment, method-assign]  # only a main thread gets signals
         self._loop = loop
         return loop

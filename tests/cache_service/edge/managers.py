@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TextIO
+from typing import IO, Final
 
 from tests.cluster.fork_server import MANAGER_MODULE, ForkedProcess, ForkServer
 
@@ -22,7 +22,7 @@ _END_SECONDS: Final = 60.0
 class Manager:
     """A process and its log."""
 
-    def __init__(self, process: ForkedProcess | subprocess.Popen[str], stderr: TextIO) -> None:
+    def __init__(self, process: ForkedProcess | subprocess.Popen[str], stderr: IO[str]) -> None:
         self._process = process
         self.stderr = stderr
 
@@ -90,7 +90,7 @@ class Managers:
             pipe = self._folder / f"{self._num_started}.pipe"
             os.mkfifo(pipe)
             process = self._server.start(MANAGER_MODULE, arguments, pipe)
-            stderr: TextIO = pipe.open()  # once the process has opened it too
+            stderr: IO[str] = pipe.open()  # once the process has opened it too
         else:
             process = subprocess.Popen(
                 [*_COMMAND, *arguments], stderr=subprocess.PIPE, text=True, env={**os.environ, **variables}
