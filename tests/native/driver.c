@@ -171,8 +171,8 @@ static void check_bits(const struct shape *shape) {
 }
 
 /* The first tokens of a sequence in one step, for each number of rows that products compute in another way. The model has enough
- * outputs for tiles of all their columns, of which the last one ends in padding. Each step is longer than those before it, so that what it uses of its buffers ends
- * where they end: a sanitizer sees reads of more rows than there are. */
+ * outputs for tiles of all their columns, and the last of them ends in padding. Each step is longer than those before it, so that what
+ * it uses of its buffers ends where they end: a sanitizer sees reads of more rows than there are. */
 static void check_row_counts(void) {
     struct shape shape = {"many outputs", 1, 66, 3, 1, 32, 70, 571, 16, .rotary = 32, COMMON};
     struct tiny *tiny = make_tiny(&shape, 640 / shape.block_size);
