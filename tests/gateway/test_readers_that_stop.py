@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.gateway.server import listen
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.polling import eventually
 from tests.gateway.conftest import make_chat_model
@@ -17,16 +18,26 @@ from tests.gateway.serving import http_client, serving
 pytestmark = pytest.mark.slow
 
 
-async def test_a_reader_that_takes_nothing_loses_its_answers_and_no_other_does(tmp_path: Path) -> None:
-    """Its socket's buffers are full after some megabytes; a second reader, who reads, gets all."""
+def listen_with_small_buffers(host: str, port: int) -> socket.socket:
+    """What is sent and not taken fills them soon: some megabytes have to be computed otherwise."""
+    listening = listen(host, port)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of each connection too
+    return listening
+
+
+async def test_a_reader_that_takes_nothing_loses_its_answers_and_no_other_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket's buffers are full; a second reader, who reads, gets all."""
+    monkeypatch.setattr("kvpool.gateway.server.listen", listen_with_small_buffers)
     make_chat_model(tmp_path / "model")
     async with (
-        in_process_cluster(tmp_path / "model", tmp_path, num_blocks=16_385, max_num_seqs=64) as cluster,
+        in_process_cluster(tmp_path / "model", tmp_path, num_blocks=1025, max_num_seqs=64) as cluster,
         serving(f"127.0.0.1:{cluster.manager.port}", reader_seconds=0.3) as gateway,
         http_client(gateway.url) as client,
     ):
         body = json.dumps(
-            {"prompt": "abc", "max_tokens": 6000, "n": 8, "ignore_eos": True, "logprobs": 20, "stream": True}
+            {"prompt": "abc", "max_tokens": 400, "n": 8, "ignore_eos": True, "logprobs": 20, "stream": True}
         ).encode()
         sleeper = socket.socket()
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
