@@ -6,8 +6,11 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
+from unittest import mock
+
+import pytest
 
 from kvpool.client.cli.app import main
 
@@ -24,6 +27,19 @@ def exit_status(arguments: Sequence[str]) -> int:
     except SystemExit as exit_:
         return int(exit_.code or 0)
     return 0
+
+
+def became(run: Callable[[], object]) -> list[str]:
+    """The command that replaces this process while `run` runs."""
+
+    class Became(BaseException):
+        """In place of a process that is another one now."""
+
+    with mock.patch.object(os, "execv", side_effect=Became) as execv, pytest.raises(Became):
+        run()
+    program, command = execv.call_args.args
+    assert program == command[0]
+    return list(command)
 
 
 async def kvpool(*arguments: str) -> int:

@@ -19,10 +19,12 @@ from grpc_health.v1.health import aio as health_aio
 
 from kvpool.client.cli.app import main
 from kvpool.client.cli.launch.cluster import ClusterSpec, free_port, num_cores
+from kvpool.command import main as program
 from kvpool.process.address import DEFAULT_PORT
+from kvpool.process.services import SERVICES
 from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, worker_pb2
-from tests.client.commands import kvpool, run_kvpool, start_kvpool
+from tests.client.commands import became, exit_status, kvpool, run_kvpool, start_kvpool
 from tests.client.fakes import (
     HANG,
     SAT,
@@ -316,6 +318,19 @@ importlib.import_module({program!r}).main()
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+@pytest.mark.parametrize("service", ["manager", "worker", "gateway"])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--port", "1", "--", "x"]])
+def test_the_command_of_a_service_becomes_it(
+    service: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program does so before it imports the other commands, which takes half a second. In their list it is the same."""
+    monkeypatch.setattr(sys, "argv", ["kvpool", service, *arguments])
+    monkeypatch.setitem(sys.modules, "kvpool.client.cli.app", None)  # an import would fail
+    command = became(program)
+    assert command == [sys.executable, "-m", SERVICES[service], *arguments]
+    assert became(lambda: exit_status([service, *arguments])) == command
 
 
 async def test_status_without_workers_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

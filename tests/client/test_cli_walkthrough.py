@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from typing import NoReturn
 
 import pytest
 
 from kvpool.client.cli.commands.walkthrough import WALKTHROUGH_MODULE
-from tests.client.commands import KVPOOL, exit_status
+from tests.client.commands import KVPOOL, became, exit_status
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -28,17 +26,9 @@ def test_the_command_is_the_process() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["prefix"], ["chain", "--plain"], [], ["--help"]])
-def test_all_arguments_are_passed_on(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Became(Exception):
-        """With the command line of the new process."""
-
-    def execv(program: str, command: list[str]) -> NoReturn:
-        raise Became(program, command)
-
-    monkeypatch.setattr(os, "execv", execv)
-    with pytest.raises(Became) as became:
-        exit_status(["walkthrough", *arguments])
-    assert became.value.args == (sys.executable, [sys.executable, "-m", WALKTHROUGH_MODULE, *arguments])
+def test_all_arguments_are_passed_on(arguments: list[str]) -> None:
+    command = became(lambda: exit_status(["walkthrough", *arguments]))
+    assert command == [sys.executable, "-m", WALKTHROUGH_MODULE, *arguments]
 
 
 def test_the_command_is_found_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

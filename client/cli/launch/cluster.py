@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvpool.process.address import DEFAULT_PORT, EVERY_ADDRESS, join_host_port
+from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
 from kvpool.v1 import cache_pb2
 
 from ...client import Client
@@ -20,7 +21,6 @@ from ...errors import KvpoolError, Unavailable
 from .children import ChildExit, Children, ChildSpec
 from .gpus import VISIBLE_VARIABLE, one_gpu_each
 from .restarts import GaveUp, Restarts
-from .services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
 from .trial import try_settings
 
 HOST: Final = "127.0.0.1"

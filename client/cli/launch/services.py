@@ -1,26 +1,20 @@
-"""`kvpool manager …`, `kvpool worker …` and `kvpool gateway …`: this process becomes the service."""
+"""`kvpool manager …`, `kvpool worker …` and `kvpool gateway …`: this process becomes the service.
+
+The program `kvpool` does so before it imports this, which lists them with the other commands.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
 from pydantic import AfterValidator, Field
 
-MANAGER_MODULE: Final = "kvpool.cache_service"
-WORKER_MODULE: Final = "kvpool.worker_service"
-GATEWAY_MODULE: Final = "kvpool.gateway"
+from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, become, service_command
+
 _GATEWAY_NEEDS: Final = ("httptools", "starlette", "uvicorn")
 """Of the extra [gateway]."""
-
-
-def service_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command line that starts a service with this Python."""
-    return [sys.executable, "-m", module, *arguments]
 
 
 def manager(context: typer.Context) -> None:
@@ -55,8 +49,3 @@ def _require_gateway(port: int) -> int:
 
 GatewayPort = Annotated[int, Field(ge=1, le=65535), AfterValidator(_require_gateway)]
 """For a setting by which a gateway is started: it must be installed."""
-
-
-def become(command: list[str]) -> NoReturn:
-    """Run the command in place of this process: signals, exit status and log are then its own."""
-    os.execv(command[0], command)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvpool.process.services import MANAGER_MODULE, WORKER_MODULE, become, service_command
 from kvpool.process.settings import (
     ProcessSettings,
     SettingsProblem,
@@ -18,7 +19,6 @@ from kvpool.process.settings import (
     unknown_flag,
 )
 
-from .services import MANAGER_MODULE, WORKER_MODULE, become, service_command
 from .trial import WorkerRefused
 
 S = TypeVar("S", bound=ProcessSettings)

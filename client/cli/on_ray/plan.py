@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
 from kvpool.process.settings import CONFIG_VARIABLE, state_home
 
 from ...config import MANAGER_VARIABLE
 from ...errors import InvalidRequest
 from ..launch.cluster import GATEWAY_NAME
-from ..launch.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
 from .settings import RaySettings
 
 _MANAGER: Final = "manager-"

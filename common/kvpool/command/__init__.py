@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import kvpool.process.quiet_start  # noqa: F401
-from kvpool.process.imports import without_collections
-from kvpool.process.signals import exit_in_order
 
-with without_collections():
-    from kvpool.client.cli.app import main as run
+# isort: split
+import sys
+
+from kvpool.process.imports import without_collections
+from kvpool.process.services import SERVICES, become, service_command
+from kvpool.process.signals import exit_in_order
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run one command and exit."""
+    """Run one command and exit; that of a service becomes it."""
+    name, *arguments = sys.argv[1:] or [""]
+    if name in SERVICES:
+        become(service_command(SERVICES[name], arguments))
+    with without_collections():
+        from kvpool.client.cli.app import main as run
     exit_in_order()
     run()
