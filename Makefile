@@ -93,11 +93,11 @@ test-compose: $(READY)
 test-observe: $(READY)
 	$(BIN)/python -m pytest tests/observe/queries.py tests/observe/alerts.py $(ARGUMENTS)
 
-# A fifth of a gigabyte that nothing else needs.
+# A fifth of a gigabyte that nothing else needs. Two clusters of Ray at a time: a test waits for half of its time.
 test-ray: $(READY)
 	@$(BIN)/python -c 'import ray' 2> /dev/null || \
 		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest tests/on_ray/faults.py $(ARGUMENTS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/on_ray/faults.py $(ARGUMENTS)
 
 test-stubs: $(READY)
 	$(BIN)/python -m pytest tests/docs/stubs.py

@@ -24,12 +24,12 @@ def request(*, arrived_at: float = 10.0, granted_at: float = 11.0) -> RequestTim
 def test_a_preemption_counts_until_the_request_is_as_far_as_before() -> None:
     """A step that computes only a part of what was lost does not end it."""
     times = request()
-    times.first_token_at = 13.0
+    times.on_token(13.0)
     times.on_preempted(40, 20.0)
     times.on_computed(39, 24.0)
     times.on_computed(41, 25.0)
     times.on_computed(42, 26.0)
-    times.last_token_at = 30.0
+    times.on_token(30.0)
     assert times.totals() == Times(waiting=1.0, prefill=2.0, decode=12.0, preempted=5.0)
 
 
@@ -38,21 +38,30 @@ def test_a_preemption_before_the_first_token_is_no_prefill() -> None:
     times = request()
     times.on_preempted(40, 12.0)
     times.on_computed(40, 15.0)
-    times.first_token_at = times.last_token_at = 16.0
+    times.on_token(16.0)
     assert times.totals() == Times(waiting=1.0, prefill=2.0, decode=0.0, preempted=3.0)
 
 
 def test_a_request_that_is_preempted_on_its_way_back_goes_on_waiting_for_the_same_place() -> None:
     """The second time it has less to lose, and still needs what it had first."""
     times = request()
-    times.first_token_at = 12.0
+    times.on_token(12.0)
     times.on_preempted(40, 20.0)
     times.on_computed(8, 21.0)
     times.on_preempted(8, 22.0)
     times.on_computed(16, 23.0)
     times.on_computed(40, 24.0)
-    times.last_token_at = 30.0
+    times.on_token(30.0)
     assert times.totals() == Times(waiting=1.0, prefill=1.0, decode=14.0, preempted=4.0)
+
+
+def test_a_preemption_after_the_last_token_is_no_part_of_the_time() -> None:
+    """The request ends before it has another token: cancelled, or at its deadline."""
+    times = request()
+    times.on_token(12.0)
+    times.on_preempted(40, 12.0)
+    times.on_computed(40, 15.0)
+    assert times.totals() == Times(waiting=1.0, prefill=1.0, decode=0.0, preempted=0.0)
 
 
 def test_without_a_token_there_is_nothing_to_say() -> None:

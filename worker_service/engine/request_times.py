@@ -16,7 +16,7 @@ class Times(NamedTuple):
     decode: float
     """From the first token to the last, without the time that it was preempted."""
     preempted: float
-    """From each preemption until the request was as far as before."""
+    """From each preemption until the request was as far as before; not what followed the last token."""
 
 
 class RequestTimes:
@@ -27,6 +27,7 @@ class RequestTimes:
         "_preempted_at",
         "_preempted_decode",
         "_preempted_prefill",
+        "_preempted_since_token",
         "arrived_at",
         "first_token_at",
         "granted_at",
@@ -44,6 +45,8 @@ class RequestTimes:
         self._num_computed_before = 0
         self._preempted_prefill = 0.0
         self._preempted_decode = 0.0
+        self._preempted_since_token = 0.0
+        """Counts once there is another token: a request may end before."""
 
     def fork(self) -> RequestTimes:
         """Those of a fork that goes on from here."""
@@ -59,12 +62,18 @@ class RequestTimes:
         """After a step that computed some of its tokens."""
         if self._preempted_at is None or num_computed_tokens < self._num_computed_before:
             return
-        seconds = now - self._preempted_at
+        self._preempted_since_token += now - self._preempted_at
         self._preempted_at = None
+
+    def on_token(self, now: float) -> None:
+        """After the step that has computed its next token."""
         if self.first_token_at is None:
-            self._preempted_prefill += seconds
+            self.first_token_at = now
+            self._preempted_prefill = self._preempted_since_token
         else:
-            self._preempted_decode += seconds
+            self._preempted_decode += self._preempted_since_token
+        self._preempted_since_token = 0.0
+        self.last_token_at = now
 
     def totals(self) -> Times | None:
         """Where the time went; None without a token."""

@@ -101,12 +101,11 @@ class EngineStats:
         times = request.times
         self.num_generated_tokens += 1
         if times.first_token_at is None:
-            times.first_token_at = now
             self.first_token_seconds.observe(now - times.arrived_at)
             self.num_prompt_tokens += request.num_prompt_tokens
         else:
             self.inter_token_seconds.observe(now - times.last_token_at)
-        times.last_token_at = now
+        times.on_token(now)
 
     def on_forked(self) -> None:
         """A further answer has its first token, at the same time as the first answer."""
