@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvpool.client import KvpoolError, Model, TokenLogprobs
+from kvpool.client.token_bytes import TokenBytes
 
 from ..context import gateway_of, request_id_of
 from .bodies import ChatBody, plain, read_body
@@ -22,7 +23,7 @@ from .generation import Generation
 from .logprobs import ChatLogprobs, prompt_logprobs
 from .options import chat_options
 from .serving import check_count, respond
-from .token_bytes import TokenBytes, TokenBytesOfModels
+from .token_bytes import TokenBytesOfModels
 from .usage import StreamUsage, encode_usage
 
 PROMPT_FIELD: Final = "messages"

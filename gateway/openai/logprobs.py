@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvpool.client import TokenLogprobs
+from kvpool.client.token_bytes import TokenBytes
 
-from .token_bytes import TokenBytes, shown
+from .token_bytes import shown
 
 LEAST: Final = -9999.0
 """For a probability of zero, which JSON has no logarithm for; OpenAI writes the same."""

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvpool.client.token_bytes import TokenBytes
 from kvpool.gateway.openai.logprobs import CompletionLogprobs
-from kvpool.gateway.openai.token_bytes import TokenBytes, shown
+from kvpool.gateway.openai.token_bytes import shown
 from kvpool.protocol.byte_level import byte_letters
 
 TEXTS = ("hello world", "héllo wörld 日本語", "🙂 and 🙃", "tab\tand\nline", " leading", "ﬁ ½ \u00a0")

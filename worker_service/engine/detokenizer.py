@@ -9,7 +9,7 @@ from copy import copy
 
 from tokenizers import Tokenizer
 
-from kvpool.protocol.byte_level import token_bytes
+from kvpool.protocol.byte_level import spelled_bytes
 from kvpool.protocol.text_bound import parts
 
 PROMPT_TAIL_TOKENS = 16
@@ -112,7 +112,7 @@ class _Decoder:
         token = str(self._tokenizer.id_to_token(token_id))
         if self._is_byte_level:
             self._ids.append(token_id)
-            self._unfinished = _unfinished(self._unfinished + token_bytes(token))
+            self._unfinished = _unfinished(self._unfinished + spelled_bytes(token))
             return
         byte = _byte_token(token) if self._has_byte_tokens else None
         if byte is None:

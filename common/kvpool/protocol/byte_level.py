@@ -21,7 +21,7 @@ def _bytes() -> dict[str, int]:
     return {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
-def token_bytes(token: str) -> bytes:
+def spelled_bytes(token: str) -> bytes:
     """The bytes that a token of a byte-level vocabulary stands for; a token with a letter that stands for none is text."""
     try:
         return bytes(map(_bytes().__getitem__, token))
