@@ -129,8 +129,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.leave_out(config, items, compiled, f"tests of the compiled step were left out: {why}")
 
 
-def pytest_collection_finish() -> None:
-    """Tiny tensors only get slower by more threads, much slower beside the other processes of a cluster or of pytest-xdist."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Tiny tensors only get slower by more threads, much slower beside the other processes of a cluster or of pytest-xdist. Before
+    each test and its fixtures: a worker that was loaded in this process may have set another number."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 

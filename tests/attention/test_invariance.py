@@ -41,10 +41,7 @@ CAPPED = NEEDS._replace(softcap=20.0)
 def trials_of_its_own() -> Iterator[None]:
     """What was found with other products says nothing about those of a test."""
     forget_trials()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     forget_trials()
 
 

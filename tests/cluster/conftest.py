@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator
 
 import pytest
 import pytest_asyncio
-import torch
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.tiny_cluster import TinyCluster, start_tiny_cluster
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors only get slower by more threads, much slower beside the cluster's own processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(wrapper=True)

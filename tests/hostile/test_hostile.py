@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
-import torch
 
 from tests import http2
 from tests.hostile import connections
@@ -45,8 +44,6 @@ PAUSE_SECONDS = 0.1
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge]:
     """A cluster and a good client for all tests here; what an attack breaks is replaced for the next."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     allow_files()
     folder = tmp_path_factory.mktemp("hostile")
     arena = Arena(
@@ -58,7 +55,6 @@ async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge
     )
     async with Judge(arena, limit_seconds=None) as started:
         yield started
-    torch.set_num_threads(num_threads)
 
 
 async def _withstands(judge: Judge, name: str, attack: Callable[[Outcome], Awaitable[None]]) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import one_thread, pytest_runtest_makereport
+from tests.cluster.conftest import pytest_runtest_makereport
 from tests.observe.prometheus import missing
 
-__all__ = ["one_thread", "pytest_runtest_makereport"]
+__all__ = ["pytest_runtest_makereport"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
