@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayError
+from ray.actor import ActorHandle
+from ray.exceptions import ActorAlreadyExistsError, ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -117,20 +118,29 @@ class RayCluster:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """No other command changes the cluster meanwhile."""
+        turn = self._take_turn()
         try:
-            options = ray.remote(num_cpus=0)(Turn).options(name=_TURN_NAME, namespace=self._namespace)
-            turn = options.remote()
-            ray.get(turn.is_taken.remote())
-        except (ValueError, RayError) as error:
+            yield
+        finally:
+            ray.kill(turn)
+
+    def _take_turn(self) -> ActorHandle:
+        """Raises Unavailable if another command has it."""
+        try:
+            turn = ray.remote(num_cpus=0)(Turn).options(name=_TURN_NAME, namespace=self._namespace).remote()
+            try:
+                ray.get(turn.is_taken.remote())
+            except ActorDiedError:
+                # Of two commands that begin at once, the other one may have got the name.
+                ray.get_actor(_TURN_NAME, self._namespace)
+                raise ActorAlreadyExistsError(_TURN_NAME) from None
+        except ActorAlreadyExistsError as error:
             raise Unavailable(
                 f"another `kvpool ray up` or `down` changes the cluster in the namespace {self._namespace}: wait for it, or end it "
                 "with Ctrl-C",
                 reason="BUSY",
             ) from error
-        try:
-            yield
-        finally:
-            ray.kill(turn)
+        return turn
 
     def _remove_leftovers(self) -> dict[str, Description | None]:
         """Of a command that was killed: actors whose process has left, and places without an actor. Returns what the others say."""
