@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from tests.mutants import document, killers, left_out, patch, tree
+from tests.mutants import killers, left_out, patch, tree
 from tests.mutants.patch import Mutant, PatchError
 
 
@@ -124,7 +124,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--killer", action="append", choices=killers.KILLERS, help="only this one; may be repeated")
     parser.add_argument("--every", action="store_true", help="do not stop at the first killer that kills")
     parser.add_argument("--source", type=Path, default=tree.ROOT, help="another checkout to take the code from")
-    parser.add_argument("--write", action="store_true", help="put the rows of these mutants into RESULTS.md")
     parser.add_argument(
         "--left-out", action="store_true", help="what each test file alone kills; --left-out --help: how"
     )
@@ -163,8 +162,6 @@ def main(arguments: list[str]) -> int:
     if living:
         console.print(f"[red]alive: {', '.join(living)}[/]: no test sees these mistakes")
         return 1
-    if options.write:
-        document.write([(outcome.mutant, outcome.killed_by) for outcome in outcomes], patch.names())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Every mutant still is the mistake that it says: whole, applicable to the code as it is, and listed in RESULTS.md."""
+"""Every mutant still is the mistake that it says: whole, and applicable to the code as it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import document, patch, tree
+from tests.mutants import patch, tree
 from tests.mutants.patch import Mutant, PatchError
 
 _HEADER = "Mutant: does nothing\nMistake: none\nSeen in: our own\nBreaks: nothing\n\n"
@@ -50,14 +50,6 @@ def test_no_two_make_the_same_mistake() -> None:
     """Each is another change, and says so in other words."""
     mutants = [patch.read(name) for name in patch.names()]
     assert len({mutant.hunks for mutant in mutants}) == len({mutant.what for mutant in mutants}) == len(mutants) >= 25
-
-
-def test_the_page_lists_them_all() -> None:
-    """RESULTS.md lists what kills each; `make mutants` writes the table."""
-    page = document.PAGE.read_text(encoding="utf-8")
-    assert list(document.rows_of(page)) == patch.names(), (
-        "run `python -m tests.mutants --write`, which updates the table"
-    )
 
 
 @pytest.mark.parametrize(
