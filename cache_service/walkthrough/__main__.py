@@ -18,7 +18,6 @@ from . import allocation, chain, eviction, fork, pool, prefix, sharing, state, w
 from .picture import WIDTH_MAX, draw_legend, draw_step
 from .recording import Case, Step, record
 from .story import as_object
-from .viewer import view
 from .worker import UnexpectedAnswer
 
 CASES: Final[dict[str, Case]] = {
@@ -53,23 +52,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("case", nargs="?", metavar="CASE", help="one of the cases below; without it they are listed")
-    parser.add_argument("--plain", action="store_true", help="print all steps at once, without colours or keys")
     parser.add_argument("--json", action="store_true", help="print the case as one JSON object")
     options = parser.parse_args(arguments)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        return _run(options.case, plain=options.plain, as_json=options.json)
+        return _run(options.case, as_json=options.json)
     except BrokenPipeError:
         # The reader of our output has left (| head): nothing to say, and Python must not complain at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN
 
 
-def _run(name: str | None, *, plain: bool, as_json: bool) -> int:
+def _run(name: str | None, *, as_json: bool) -> int:
     if name is None:
         print("kvpool walkthrough CASE shows the manager's real core, one operation at a time. The cases:\n")
         print("\n".join(_case_lines()))
-        print("\nOn a terminal, → is next, ← is back and q quits; piped, or with --plain, all steps come at once.")
+        print(
+            "\nThe page of `kvpool gateway` plays them with keys, under Learn. In a terminal, a pager turns the steps:"
+        )
+        print("FORCE_COLOR=1 kvpool walkthrough CASE | less -R")
         sys.stdout.flush()
         return 0
     if name not in CASES:
@@ -84,31 +85,21 @@ def _run(name: str | None, *, plain: bool, as_json: bool) -> int:
     if as_json:
         print(json.dumps(as_object(case, steps)))
         sys.stdout.flush()
-        return EXIT_BROKEN if any(step.violations for step in steps) else 0
-    console = Console(highlight=False)
-    interactive = sys.stdin.isatty() and sys.stdout.isatty() and not console.is_dumb_terminal
-    if interactive and not plain:
-        status = view(case, steps, console)
     else:
         _print_all(case, steps)
-        status = 0
-    return EXIT_BROKEN if any(step.violations for step in steps) else status
+    return EXIT_BROKEN if any(step.violations for step in steps) else 0
 
 
 def _print_all(case: Case, steps: Sequence[Step]) -> None:
+    """In colours on a terminal."""
+    terminal = Console(highlight=False)
     width = min(WIDTH_MAX, os.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH_MAX
-    print(f"{case.name}: {case.summary}")
-    _print_lines(draw_legend(case, width))
-    for index in range(len(steps)):
-        print()
-        print()
-        _print_lines(draw_step(case, steps, index, width))
+    pages = [[Text(f"{case.name}: {case.summary}"), *draw_legend(case, width)]]
+    pages += [draw_step(case, steps, index, width) for index in range(len(steps))]
+    for line in (line for page in pages for line in (*page, Text(), Text())):
+        line.rstrip()
+        terminal.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
     sys.stdout.flush()
-
-
-def _print_lines(lines: Sequence[Text]) -> None:
-    for line in lines:
-        print(line.plain.rstrip())
 
 
 def _case_lines() -> list[str]:

@@ -29,13 +29,13 @@ _UNSEALED_STYLE: Final = "bold cyan"
 _SHARED_STYLE: Final = "bold black on magenta"
 
 
-def draw_block_map(before: GroupView, after: GroupView, block_size: int, width: int, *, compact: bool) -> list[Text]:
+def draw_block_map(before: GroupView, after: GroupView, block_size: int, width: int) -> list[Text]:
     """The tiles, and the changes after them."""
     changed = changed_blocks(before, after)
-    return [*_tiles(after, block_size, changed, width, compact=compact), *_changes(changed, width)]
+    return [*_tiles(after, block_size, changed, width), *_changes(changed, width)]
 
 
-def _tiles(group: GroupView, block_size: int, changed: dict[int, str], width: int, *, compact: bool) -> list[Text]:
+def _tiles(group: GroupView, block_size: int, changed: dict[int, str], width: int) -> list[Text]:
     counts = group.counts
     words = (
         f"{counts.capacity} states:" if group.group.grid_blocks else f"{counts.capacity} of {block_size} tokens:",
@@ -46,7 +46,7 @@ def _tiles(group: GroupView, block_size: int, changed: dict[int, str], width: in
         f"{group.num_evicted} evicted",
     )
     lines = flow("Blocks", [Text(word, style="dim") for word in words], width)
-    with_words = not compact and width >= _NULL_TILE + _TILES_PER_ROW * (_WIDE_TILE + 1)
+    with_words = width >= _NULL_TILE + _TILES_PER_ROW * (_WIDE_TILE + 1)
     tile = _WIDE_TILE if with_words else _NARROW_TILE
     null, *blocks = group.blocks
     per_row = min(_TILES_PER_ROW, (width - _NULL_TILE) // (tile + 1))
@@ -56,7 +56,7 @@ def _tiles(group: GroupView, block_size: int, changed: dict[int, str], width: in
             for block in blocks[begin : begin + per_row]
         ]
         lead = _null_tile(null, len(row[0])) if begin == 0 else [Text(" " * _NULL_TILE)] * len(row[0])
-        if begin and not compact:
+        if begin:
             lines.append(Text())
         for line in zip(lead, *row, strict=True):
             lines.append(Text.assemble(line[0], *(part for text in line[1:] for part in ("│", text))))

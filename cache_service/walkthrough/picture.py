@@ -19,26 +19,18 @@ WIDTH_MAX: Final = 120
 _WIDTH_MIN: Final = 60
 
 
-def draw_step(
-    case: Case, steps: Sequence[Step], index: int, width: int, *, compact: bool = False, steady: bool = False
-) -> list[Text]:
-    """The lines of one step, each at most `width` columns (at least 60, at most 120 are used).
-
-    `compact` saves lines; `steady` puts the block map on the same line in all steps of the case.
-    """
+def draw_step(case: Case, steps: Sequence[Step], index: int, width: int) -> list[Text]:
+    """The lines of one step, each at most `width` columns (at least 60, at most 120 are used)."""
     width = max(_WIDTH_MIN, min(width, WIDTH_MAX))
     step = steps[index]
-    intros = [_intro(case, steps, number, width, compact=compact) for number in range(len(steps))]
-    lines = intros[index]
-    if steady:
-        lines += [Text()] * (max(map(len, intros)) - len(lines))
-    parts = [part for group in range(len(step.after.groups)) for part in _group(step, group, width, compact=compact)]
+    lines = _intro(case, steps, index, width)
+    parts = [part for group in range(len(step.after.groups)) for part in _group(step, group, width)]
     if case.shows_tree:
         parts.append(_tree(step.before, step.after, width))
     if step.violations:
         parts.append(_violations(step, width))
     for part in parts:
-        lines += part if compact else [Text(), *part]
+        lines += [Text(), *part]
     return lines
 
 
@@ -58,7 +50,7 @@ def draw_legend(case: Case, width: int) -> list[Text]:
     return flow("", [Text(sign, style="dim") for sign in signs], max(_WIDTH_MIN, min(width, WIDTH_MAX)), gap=3)
 
 
-def _intro(case: Case, steps: Sequence[Step], index: int, width: int, *, compact: bool) -> list[Text]:
+def _intro(case: Case, steps: Sequence[Step], index: int, width: int) -> list[Text]:
     """What happens and why, and the call that makes it happen."""
     step = steps[index]
     position = f"{case.name} {index + 1}/{len(steps)}"
@@ -68,8 +60,7 @@ def _intro(case: Case, steps: Sequence[Step], index: int, width: int, *, compact
         lines.append(Text.assemble((f"{lead} │ ", "dim"), (line, "bold")))
     lines.append(Text("─" * width, style="dim"))
     lines += [Text(line) for line in textwrap.wrap(" ".join(step.scene.sentences.split()), width)]
-    if not compact:
-        lines.append(Text())
+    lines.append(Text())
     for number, call in enumerate(step.calls):
         # Several items of one call.
         lines += _hang("  + " if number else "  > ", call, width)
@@ -85,10 +76,10 @@ def _hang(lead: str, call: str, width: int) -> list[Text]:
 # -- groups and tree
 
 
-def _group(step: Step, index: int, width: int, *, compact: bool) -> list[list[Text]]:
+def _group(step: Step, index: int, width: int) -> list[list[Text]]:
     """Parts of the picture."""
     before, after, block_size = step.before.groups[index], step.after.groups[index], step.after.block_size
-    blocks = draw_block_map(before, after, block_size, width, compact=compact)
+    blocks = draw_block_map(before, after, block_size, width)
     if len(step.after.groups) > 1:
         blocks = [*flow(f"Group {index}", list(map(Text, group_title(after.group).split())), width), *blocks]
     return [blocks, draw_tables(before, after, block_size, width), draw_free_list(before, after, width)]

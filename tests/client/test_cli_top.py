@@ -27,8 +27,8 @@ from kvpool.client.cli.top.top import Observer
 from kvpool.client.cli.top.view import Picture, render
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
-from tests.cache_service.walkthrough.terminal_user import TerminalUser, at_terminal
 from tests.client.commands import kvpool, run_kvpool
+from tests.client.terminal_user import TerminalUser, at_terminal
 from tests.cluster.polling import eventually
 
 # -- rates

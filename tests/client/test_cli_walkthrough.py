@@ -25,7 +25,7 @@ def test_the_command_is_the_process() -> None:
     assert len(ours.stderr) > 50
 
 
-@pytest.mark.parametrize("arguments", [["prefix"], ["chain", "--plain"], [], ["--help"]])
+@pytest.mark.parametrize("arguments", [["prefix"], ["chain", "--json"], [], ["--help"]])
 def test_all_arguments_are_passed_on(arguments: list[str]) -> None:
     command = became(lambda: exit_status(["walkthrough", *arguments]))
     assert command == [sys.executable, "-m", WALKTHROUGH_MODULE, *arguments]

@@ -17,19 +17,17 @@ from kvpool.cache_service.walkthrough.snapshot import BlockView, GroupView, Tabl
 RECORDED = {name: record(case) for name, case in CASES.items()}
 
 
-def draw(name: str, index: int, width: int = 120, *, compact: bool = False, steady: bool = False) -> list[str]:
+def draw(name: str, index: int, width: int = 120) -> list[str]:
     """The lines, without colours."""
-    lines = draw_step(CASES[name], RECORDED[name], index, width, compact=compact, steady=steady)
-    return [line.plain for line in lines]
+    return [line.plain for line in draw_step(CASES[name], RECORDED[name], index, width)]
 
 
-@pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("width", [60, 79, 80, 100, 119, 120, 200])
 @pytest.mark.parametrize("name", CASES)
-def test_every_block_is_in_the_map_at_every_width(name: str, width: int, compact: bool) -> None:
+def test_every_block_is_in_the_map_at_every_width(name: str, width: int) -> None:
     """Its id, state and ref_count as the core has them; no line is wider than asked, or than 120."""
     for index, step in enumerate(RECORDED[name]):
-        lines = draw(name, index, width, compact=compact)
+        lines = draw(name, index, width)
         assert all(len(line) <= min(width, 120) for line in lines)
         for before, after, part in zip(step.before.groups, step.after.groups, _group_parts(lines), strict=True):
             tiles = _tiles(part)
@@ -102,16 +100,6 @@ def test_a_step_that_changes_nothing_says_so() -> None:
     """The allocation that does not fit."""
     assert "Changed      nothing" in draw("eviction", 5)
     assert not any("*" in line for line in draw("eviction", 5))
-
-
-def test_the_map_stands_still_between_the_steps_of_a_case() -> None:
-    """Going back and forth, the eye stays on a block."""
-    for name, steps in RECORDED.items():
-        places = set()
-        for index in range(len(steps)):
-            lines = draw(name, index, 80, steady=True)
-            places.add(next(at for at, line in enumerate(lines) if line.startswith("Blocks  ")))
-        assert len(places) == 1
 
 
 @pytest.mark.parametrize(

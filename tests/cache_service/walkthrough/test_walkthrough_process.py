@@ -35,9 +35,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_piped_output_has_all_steps_and_no_escape_codes(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fixed width 120, whatever the environment says about colours and columns."""
+    """Fixed width 120, whatever the environment says about columns."""
     with monkeypatch.context() as patch:
-        for variable, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "xterm-256color"}.items():
+        for variable, value in {"COLUMNS": "40", "TERM": "xterm-256color"}.items():
             patch.setenv(variable, value)
         assert main([name]) == 0
     output, errors = capsys.readouterr()
@@ -56,9 +56,13 @@ def test_piped_output_has_all_steps_and_no_escape_codes(
 
 
 def test_the_process_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    done = run("prefix", FORCE_COLOR="1", COLUMNS="40", TERM="xterm-256color")
+    """FORCE_COLOR adds the colours, for a pager that shows them."""
+    done = run("prefix", COLUMNS="40")
     assert main(["prefix"]) == 0
     assert (done.stdout, done.stderr, done.returncode) == (*capsys.readouterr(), 0)
+    coloured = run("prefix", FORCE_COLOR="1", TERM="xterm-256color").stdout
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == done.stdout
 
 
 def test_no_torch_and_no_grpc_is_imported() -> None:
@@ -92,13 +96,13 @@ def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
     assert all(name in done.stderr for name in CASES)
 
 
-@pytest.mark.parametrize(("stdin_too", "term"), [(False, "xterm-256color"), (True, "dumb")])
-def test_a_terminal_that_cannot_be_paged_gets_plain_text(stdin_too: bool, term: str) -> None:
-    """Nobody could press a key, or the screen cannot be overwritten."""
+@pytest.mark.parametrize(("term", "has_colours"), [("xterm-256color", True), ("dumb", False)])
+def test_a_terminal_gets_all_steps_in_its_colours(term: str, has_colours: bool) -> None:
+    """No key is asked for; a pager may follow."""
     master, slave = os.openpty()
     process = subprocess.Popen(
         [*COMMAND, "prefix"],
-        stdin=slave if stdin_too else subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
         stdout=slave,
         stderr=slave,
         env={**os.environ, "TERM": term},
@@ -115,7 +119,7 @@ def test_a_terminal_that_cannot_be_paged_gets_plain_text(stdin_too: bool, term: 
         process.wait(10)
         os.close(master)
     assert b"prefix 7/7" in output
-    assert b"\x1b" not in output
+    assert (b"\x1b[" in output) is has_colours
 
 
 def test_a_reader_that_leaves_is_not_complained_about() -> None:
