@@ -123,7 +123,7 @@ COPY --from=kvpool-worker /opt/venv /opt/venv
 ENV KVPOOL_CACHE_DIR=/var/cache/kvpool \
     XDG_STATE_HOME=/var/lib \
     HF_HOME=/var/cache/kvpool/huggingface
-RUN python -c "import kvpool.worker_service.server, kvpool.client.cli" && kvpool-health --help >/dev/null
+RUN python -c "import kvpool.worker_service.server, kvpool.cli" && kvpool-health --help >/dev/null
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "kvpool.worker_service"]
 

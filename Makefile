@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-CODE := cache_service worker_service client gateway common tests bench examples scripts
+CODE := cache_service worker_service client cli load walkthrough gateway common tests bench examples scripts
 
 SEEDS ?= 10000
 FIRST_SEED ?= 1

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple, Self
 
-from kvpool.client.bench.engine import Delivery, Engine, Served
+from kvpool.load.engine import Delivery, Engine, Served
 
 Answers = Mapping[tuple[int, ...], tuple[int, ...]]
 """Tokens by prompt."""

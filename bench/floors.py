@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from bench.machine_speed import MachineSpeed
-from kvpool.client.bench.plan import Case, Plan
+from kvpool.load.plan import Case, Plan
 
 
 class Cost(NamedTuple):

@@ -27,9 +27,9 @@ from typing import Any, Final
 from rich.table import Table
 
 from bench.report import command_line, cpu_seconds, facts, print_table, progress, report_as
+from kvpool.cli.launch.children import Children, ChildSpec
+from kvpool.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port
 from kvpool.client import Client
-from kvpool.client.cli.launch.children import Children, ChildSpec
-from kvpool.client.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port
 from tests.cluster.models import make_endless_model
 
 WARM_UP_SECONDS: Final = 2.0

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from bench.report import progress
-from kvpool.client.bench.load import Stalled
-from kvpool.client.cli.launch.children import Children, ChildSpec
-from kvpool.client.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port, require_free_port
+from kvpool.cli.launch.children import Children, ChildSpec
+from kvpool.cli.launch.cluster import HOST, MANAGER_NAME, Cluster, ClusterSpec, free_port, require_free_port
 from kvpool.client.errors import Unavailable
+from kvpool.load.load import Stalled
 from tests.scrape import Scrape, scrape
 
 NOT_FOR_REQUESTS: Final = frozenset(

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvpool.client.bench.engine import Delivery, Served
+from kvpool.load.engine import Delivery, Served
 
 _MAX_LINE_BYTES: Final = 1 << 24
 _LOG_CHARS: Final = 2000
@@ -29,7 +29,7 @@ class EngineFailed(Exception):
 
 
 class PipedEngine:
-    """Start it with `start`; see kvpool.client.bench.engine.Engine for the rest."""
+    """Start it with `start`; see kvpool.load.engine.Engine for the rest."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, served: Served) -> None:
         self.name = name

@@ -3,7 +3,7 @@
 python -m bench.serve [--runs N] [--workloads …] [--peers …] [--json [FILE]]
 
 Each workload: a full-size warm-up on every side, then repetitions in turn, each with new prompts; warm means the same prompts
-again. Every side has its own process and is driven by the same code: client/bench. "kvpool engine" has no gRPC, like the peers:
+again. Every side has its own process and is driven by the same code: load. "kvpool engine" has no gRPC, like the peers:
 compare it with them. "kvpool over gRPC" is a whole cluster, client included, with RPCs counted by the manager. A floor is the least
 time by this machine's measured speed (bench.floors).
 """
@@ -30,11 +30,11 @@ from bench.serve_cases import MIXED, PLANS
 from bench.serve_figures import Measured, Measurements, ratios_as_json, show
 from bench.serve_peers import PEERS, Setup
 from bench.serve_sides import OURS, SERVED, WAIT_POLICIES, Sides, require_installed
-from kvpool.client.bench.engine import Engine
-from kvpool.client.bench.kvpool_engine import KvpoolEngine
-from kvpool.client.bench.load import Watch, run_load
-from kvpool.client.bench.plan import Case, Plan
 from kvpool.client.errors import KvpoolError
+from kvpool.load.engine import Engine
+from kvpool.load.kvpool_engine import KvpoolEngine
+from kvpool.load.load import Watch, run_load
+from kvpool.load.plan import Case, Plan
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
 from kvpool.worker_service.native.compiler import NoNativeLibrary

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kvpool.client.bench.arrivals import ClosedLoop
-from kvpool.client.bench.plan import Case, Plan
-from kvpool.client.bench.workload import DEFAULT_SIZES, Sizes, Workload
+from kvpool.load.arrivals import ClosedLoop
+from kvpool.load.plan import Case, Plan
+from kvpool.load.workload import DEFAULT_SIZES, Sizes, Workload
 
 COLD_AND_WARM: Final = (Case.COLD, Case.WARM)
 

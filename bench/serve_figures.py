@@ -14,9 +14,9 @@ from bench.agreement import Agreement, Answers
 from bench.our_cluster import Counts
 from bench.report import Ratio, Series, print_table
 from bench.serve_cases import MIXED, PLANS, sizes_of
-from kvpool.client.bench.figures import Figures
-from kvpool.client.bench.plan import Case
-from kvpool.client.bench.sample import Run
+from kvpool.load.figures import Figures
+from kvpool.load.plan import Case
+from kvpool.load.sample import Run
 
 
 class Measured(NamedTuple):

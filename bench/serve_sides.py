@@ -10,9 +10,9 @@ from typing import Any, Final
 from bench.our_cluster import Counts, OurCluster
 from bench.piped_engine import EngineFailed, PipedEngine
 from bench.serve_peers import NUM_CACHE_TOKENS, PEERS, Setup
-from kvpool.client.bench.engine import Engine, Served
-from kvpool.client.bench.kvpool_engine import KvpoolEngine
 from kvpool.client.config import ClientConfig
+from kvpool.load.engine import Engine, Served
+from kvpool.load.kvpool_engine import KvpoolEngine
 
 SERVED: Final = Served("SmolLM2-135M-Instruct", range(1_000, 40_000), 8_192)
 """Prompts are random tokens without special ones; the same for all sides."""

@@ -25,12 +25,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from kvpool.cli.commands.block_map import render_block_map
+from kvpool.cli.launch.children import Children
+from kvpool.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
+from kvpool.cli.terminal import stdout_console
 from kvpool.client import Client, Completion, KvpoolError
 from kvpool.client.block_map import BlockMap, fetch_block_map
-from kvpool.client.cli.commands.block_map import render_block_map
-from kvpool.client.cli.launch.children import Children
-from kvpool.client.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
-from kvpool.client.cli.terminal import stdout_console
 
 MAX_TOKENS = 40
 WORKER_ARGUMENTS = ("--model", "smollm2", "--device", "cpu", "--num-blocks", "512", "--max-model-len", "2048")

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvpool.cache_service.walkthrough.__main__ import CASES
-from kvpool.cache_service.walkthrough.recording import record
-from kvpool.cache_service.walkthrough.story import as_object
+from kvpool.walkthrough.__main__ import CASES
+from kvpool.walkthrough.recording import record
+from kvpool.walkthrough.story import as_object
 
 FOLDER: Final = Path(__file__).parents[1] / "gateway" / "static" / "stories"
 

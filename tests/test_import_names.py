@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMPONENTS = ("cache_service", "worker_service", "client", "gateway")
+COMPONENTS = ("cache_service", "worker_service", "client", "cli", "load", "walkthrough", "gateway")
 # Also in strings, which name modules for monkeypatch and programs for other processes.
 SECOND_NAME = re.compile(
-    rf"""(?<![\w.])(?:from|import)\ (?:{"|".join(COMPONENTS)})[. ]   # from client.errors import …
+    rf"""(?:^\s*|["';]\s*)(?:from|import)\ (?:{"|".join(COMPONENTS)})[. ]   # from client.errors import …
     | ["'](?:{"|".join(COMPONENTS)})\.(?!log\b)[a-z_]+\.             # "client.errors.…"
-    | "-m",\ "(?:{"|".join(COMPONENTS)})["._]                        # python -m client.cli
+    | "-m",\ "(?:{"|".join(COMPONENTS)})["._]                        # python -m cache_service
     """,
     re.VERBOSE,
 )
@@ -37,11 +37,17 @@ def test_the_pattern_sees_what_it_is_for() -> None:
         "from client import Client",
         "    from worker_service.model.load import load_model",
         "import cache_service.election.epoch",
-        'monkeypatch.setattr("client.cli.keeper.PAUSE", 1)',
+        'monkeypatch.setattr("cli.launch.PAUSE", 1)',
         'command = [sys.executable, "-m", "worker_service"]',
+        "program = 'import sys; from load import sample'",
     ):
         assert SECOND_NAME.search(line), line
-    for line in ("from kvpool.client import Client", "from tests.client import x", 'log = folder / "client.log"'):
+    for line in (
+        "from kvpool.client import Client",
+        "from kvpool.model import load as load_module",
+        "from tests.client import x",
+        'log = folder / "client.log"',
+    ):
         assert not SECOND_NAME.search(line), line
 
 

@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCES = ("cache_service", "client", "common", "gateway", "protos", "worker_service")
+SOURCES = ("cache_service", "cli", "client", "common", "gateway", "load", "protos", "walkthrough", "worker_service")
 PACKAGES = {
     "kvpool/v1": "protos/kvpool/v1",
     "kvpool/process": "common/kvpool/process",
@@ -147,7 +147,7 @@ def test_the_base_imports_without_torch(site_packages: Path) -> None:
         "kvpool.worker_service.settings",
         "kvpool.worker_service.cache.engine_cache",
         "kvpool.client",
-        "kvpool.client.cli",
+        "kvpool.cli",
         "kvpool.cache_service.server",
     )
     script = (

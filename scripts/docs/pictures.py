@@ -20,11 +20,11 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 from bench.registration import register_request
-from kvpool.cache_service.walkthrough import prefix
-from kvpool.cache_service.walkthrough.picture import draw_legend, draw_step
-from kvpool.cache_service.walkthrough.recording import record
-from kvpool.client.cli.launch.cluster import free_port
+from kvpool.cli.launch.cluster import free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from kvpool.walkthrough import prefix
+from kvpool.walkthrough.picture import draw_legend, draw_step
+from kvpool.walkthrough.recording import record
 
 BLOCKS_COMMAND: Final = "kvpool blocks"
 WALKTHROUGH_COMMAND: Final = "kvpool walkthrough prefix"
@@ -65,7 +65,7 @@ def _blocks() -> str:
     """What `kvpool blocks` prints of a manager whose one worker serves the chats."""
     with _manager() as address:
         asyncio.run(_serve_chats(address))
-        command = [sys.executable, "-m", "kvpool.client.cli", "blocks", "--manager", address]
+        command = [sys.executable, "-m", "kvpool.cli", "blocks", "--manager", address]
         return subprocess.run(command, env=_environment(), check=True, capture_output=True, text=True).stdout
 
 

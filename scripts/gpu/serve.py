@@ -150,7 +150,7 @@ async def _measure(setup: Setup, add_row: AddRow, shape: Shape, speeds: Speeds, 
 
 async def _bench(cluster: Cluster, load: _Load, log: Path) -> tuple[int, str]:
     """Exit status and output of one run."""
-    command = ["-m", "kvpool.client.cli", "bench", "serve", "--manager", cluster.address(), "--json", *load.flags()]
+    command = ["-m", "kvpool.cli", "bench", "serve", "--manager", cluster.address(), "--json", *load.flags()]
     process = Process("bench", command, log, {})
     return await process.ended(_BENCH_S), process.log
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from bench.agreement import NUM_FIRST, Agreement, Answers, Listener
-from kvpool.client.bench.engine import Delivery, Served
+from kvpool.load.engine import Delivery, Served
 
 
 class Counting:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bench.piped_engine import PipedEngine
-from kvpool.client.bench.engine import Engine, Served
+from kvpool.load.engine import Engine, Served
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, TinyModel, make_tiny_model
 

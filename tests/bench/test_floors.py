@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 
 from bench.floors import Cost, ModelSizes
 from bench.machine_speed import MachineSpeed, measure_speed
-from kvpool.client.bench.arrivals import ClosedLoop
-from kvpool.client.bench.plan import Case, Plan
-from kvpool.client.bench.workload import Sizes, Workload
+from kvpool.load.arrivals import ClosedLoop
+from kvpool.load.plan import Case, Plan
+from kvpool.load.workload import Sizes, Workload
 
 SIZES = ModelSizes(
     num_layer_weights=100, num_head_weights=10, bytes_per_number=2, num_kv_numbers=3, num_flop_per_pair=1000

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.our_cluster import NOT_FOR_REQUESTS, Counts, OurCluster
-from kvpool.client.bench.arrivals import ClosedLoop
-from kvpool.client.bench.kvpool_engine import KvpoolEngine
-from kvpool.client.bench.load import run_load
-from kvpool.client.bench.workload import Conversation, Turn
 from kvpool.client.config import ClientConfig
+from kvpool.load.arrivals import ClosedLoop
+from kvpool.load.kvpool_engine import KvpoolEngine
+from kvpool.load.load import run_load
+from kvpool.load.workload import Conversation, Turn
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.cluster.forked_children import forked_children

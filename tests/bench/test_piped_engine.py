@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from bench.piped_engine import EngineFailed, PipedEngine
-from kvpool.client.bench.arrivals import ClosedLoop
-from kvpool.client.bench.engine import Served
-from kvpool.client.bench.load import run_load
-from kvpool.client.bench.workload import Conversation, Turn
+from kvpool.load.arrivals import ClosedLoop
+from kvpool.load.engine import Served
+from kvpool.load.load import run_load
+from kvpool.load.workload import Conversation, Turn
 from tests.client.processes import is_alive, state
 from tests.cluster.polling import eventually
 from tests.until import until

@@ -12,8 +12,8 @@ from bench.serve_cases import PLANS
 from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json, show
 from bench.serve_peers import NUM_CACHE_TOKENS
 from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED
-from kvpool.client.bench.plan import Case
-from kvpool.client.bench.sample import Arrived, RequestSample, Run
+from kvpool.load.plan import Case
+from kvpool.load.sample import Arrived, RequestSample, Run
 
 
 def run(seconds: float) -> Run:

@@ -13,7 +13,7 @@ from bench.serve import DEFAULT_PEERS
 from bench.serve_cases import PLANS
 from bench.serve_peers import PEERS, Setup
 from bench.serve_sides import ENGINE, OVER_GRPC, Sides, require_installed
-from kvpool.client.bench.engine import Engine
+from kvpool.load.engine import Engine
 from tests.bench.test_piped_engine import counting
 
 PEERS_SH = Path(__file__).resolve().parents[2] / "bench" / "peers.sh"

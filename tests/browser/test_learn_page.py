@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.cache_service.walkthrough.__main__ import CASES
+from kvpool.walkthrough.__main__ import CASES
 from tests.browser.watched import Watched
 
 

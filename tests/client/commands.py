@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from kvpool.client.cli.app import main
+from kvpool.cli.app import main
 
 KVPOOL: Final = (sys.executable, "-c", "from kvpool.command import main; main()")
 """As the program `kvpool` begins, and its first arguments."""

@@ -107,7 +107,7 @@ def at_terminal(
     environment: dict[str, str] | None = None,
 ) -> Iterator[TerminalUser]:
     """`kvpool walkthrough` with these arguments, or some other Python code, before somebody's eyes."""
-    program = ["-c", code] if code else ["-m", "kvpool.cache_service.walkthrough", *arguments]
+    program = ["-c", code] if code else ["-m", "kvpool.walkthrough", *arguments]
     command = [sys.executable, *program]
     user = TerminalUser(command, columns, rows, controlling=controlling, environment=environment or {})
     try:

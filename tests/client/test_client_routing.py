@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2
 
+from kvpool.cli.launch.cluster import free_port
 from kvpool.client import (
     Cancelled,
     Client,
@@ -23,7 +24,6 @@ from kvpool.client import (
     Unavailable,
     stream,
 )
-from kvpool.client.cli.launch.cluster import free_port
 from kvpool.client.deadline import Deadline
 from tests.client.clients import quick
 from tests.client.fakes import (

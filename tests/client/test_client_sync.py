@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvpool.cli.launch.cluster import free_port
 from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, SyncClient
-from kvpool.client.cli.launch.cluster import free_port
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
 
 

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from kvpool.client.cli.commands.up import FLAGS, UpSettings, run_cluster
-from kvpool.client.cli.launch.cluster import MANAGER_NAME
-from kvpool.client.cli.launch.log import JsonLog, Log, PrefixedLog
-from kvpool.client.cli.terminal import PIPED_WIDTH
+from kvpool.cli.commands.up import FLAGS, UpSettings, run_cluster
+from kvpool.cli.launch.cluster import MANAGER_NAME
+from kvpool.cli.launch.log import JsonLog, Log, PrefixedLog
+from kvpool.cli.terminal import PIPED_WIDTH
 from kvpool.process.settings import load_settings
 from tests.cluster.forked_children import forked_children
 from tests.cluster.process import Process

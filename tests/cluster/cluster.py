@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Final, Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvpool.cli.launch.cluster import free_port as any_free_port
 from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
-from kvpool.client.cli.launch.cluster import free_port as any_free_port
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.cluster.fork_server import HURRIED_MANAGER_MODULE, MANAGER_MODULE, SLOW_WORKER_MODULE, WORKER_MODULE

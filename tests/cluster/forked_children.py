@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from kvpool.client.cli.launch.children import ChildSpec
+from kvpool.cli.launch.children import ChildSpec
 from tests.cluster.fork_server import MANAGER_MODULE, WORKER_MODULE, ForkedProcess
 from tests.cluster.process import Process
 

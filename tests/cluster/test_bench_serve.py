@@ -154,7 +154,7 @@ async def test_a_workload_that_no_worker_has_room_for_is_one_line(command: Comma
 
 
 async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(slow: Cluster) -> None:
-    """The last on that cluster. An engine that falls silent: tests/client/test_bench_load.py."""
+    """The last on that cluster. An engine that falls silent: tests/load/test_bench_load.py."""
     before = (await slow.describe())[0].totals.num_prompt_tokens
     process = await start(
         slow, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",

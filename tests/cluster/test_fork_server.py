@@ -83,7 +83,7 @@ def test_only_services_in_the_environment_of_the_server_are_forked(monkeypatch: 
     assert server is not None
     assert server.can_start(WORKER_MODULE, environment_with(computing(1)))
     assert not server.can_start(WORKER_MODULE, environment_with(computing(2)))
-    assert not server.can_start("kvpool.client.cli", environment_with(computing(1)))
+    assert not server.can_start("kvpool.cli", environment_with(computing(1)))
     monkeypatch.setenv("KVPOOL_WORKER_NUM_BLOCKS", "7")
     assert not server.can_start(WORKER_MODULE, environment_with(computing(1)))
 

@@ -41,7 +41,7 @@ SYSTEM = (
 async def kvpool(containers: Containers, *arguments: str) -> Ended:
     """The command line of this checkout, outside the containers."""
     return await containers.try_(
-        sys.executable, "-m", "kvpool.client.cli", arguments[0], "--manager", address(MANAGER), *arguments[1:]
+        sys.executable, "-m", "kvpool.cli", arguments[0], "--manager", address(MANAGER), *arguments[1:]
     )
 
 
@@ -166,9 +166,7 @@ async def test_the_command_line_works_outside_and_as_a_container(containers: Con
     (line,) = [line for line in generated.splitlines() if line.startswith("{")]
     assert json.loads(line)["worker_id"] in WORKERS
     for service in SERVICES:
-        assert (
-            await containers.try_(sys.executable, "-m", "kvpool.client.cli", "health", address(service))
-        ).status == 0
+        assert (await containers.try_(sys.executable, "-m", "kvpool.cli", "health", address(service))).status == 0
 
 
 async def test_the_gateway_answers_over_http_without_torch(containers: Containers) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpool.client.cli.launch.cluster import free_port
+from kvpool.cli.launch.cluster import free_port
 from tests.docs.blocks import ROOT, here
 
 DOCUMENT = ROOT / "docs" / "PROTOCOL.md"

@@ -16,11 +16,11 @@ import typer.main
 import yaml
 
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client.cli.app import app
-from kvpool.client.cli.commands.up import UpSettings
-from kvpool.client.cli.launch.cluster import free_port
-from kvpool.client.cli.on_ray.settings import RaySettings
-from kvpool.client.cli.settings import ClientSettings
+from kvpool.cli.app import app
+from kvpool.cli.commands.up import UpSettings
+from kvpool.cli.launch.cluster import free_port
+from kvpool.cli.on_ray.settings import RaySettings
+from kvpool.cli.settings import ClientSettings
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.worker_service.settings import WorkerSettings
@@ -75,14 +75,14 @@ NOT_RUN = {
     ".venv/bin/kvpool worker --manager": "likewise",
     ".venv/bin/kvpool status --manager": "likewise",
     ".venv/bin/kvpool gateway --manager": "runs until it is stopped; tests/gateway does it",
-    ".venv/bin/kvpool up --workers 8 --device cuda": "needs GPUs and two machines; tests/client/test_cli_up.py joins two clusters",
+    ".venv/bin/kvpool up --workers 8 --device cuda": "needs GPUs and two machines; tests/cli/test_cli_up.py joins two clusters",
 }
 """How commands begin that are only looked at here, and why."""
 
 
 class Shell:
     """Runs commands in the checkout against one cluster, which the first `kvpool up` of a document starts, with forked workers:
-    tests/client/test_cli_up.py starts the program."""
+    tests/cli/test_cli_up.py starts the program."""
 
     def __init__(self, folder: Path) -> None:
         port = free_port()

@@ -16,9 +16,9 @@ from kvpool.cache_service.core.budget import Account, Budget
 from kvpool.cache_service.core.hashing import xxh64
 from kvpool.cache_service.core.messages import ReservedBlock, Root
 from kvpool.cache_service.core.prefix_tree import PrefixTree
-from kvpool.cache_service.walkthrough import state, window
-from kvpool.cache_service.walkthrough.layouts import FULL_AND_STATE, FULL_AND_WINDOW
-from kvpool.cache_service.walkthrough.worker import Worker
+from kvpool.walkthrough import state, window
+from kvpool.walkthrough.layouts import FULL_AND_STATE, FULL_AND_WINDOW
+from kvpool.walkthrough.worker import Worker
 from kvpool.worker_service.cache.reserve import spare_target
 from kvpool.worker_service.cache.windows import grid_tokens, ring_blocks, span
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from examples import own_engine
-from kvpool.client.cli.app import main
+from kvpool.cli.app import main
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import common_pb2
 from tests.client.fakes import FakeWorker, serving

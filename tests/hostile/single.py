@@ -545,7 +545,7 @@ STRANGE_NAMES: Final = ("[/x]", "[bold red]x", "\x1b]0;PWN\x07\x1b[2J", "a\nb", 
 
 async def strange_names(arena: Arena, outcome: Outcome) -> None:
     """Workers named in markup and escapes: a command shows them without harm, and so does the manager's log. For every command see
-    tests/client/test_cli_hostile_names.py."""
+    tests/cli/test_cli_hostile_names.py."""
     log = arena.cluster.processes[MANAGER].log_path
     logged = log.stat().st_size
     async with arena.channel() as channel:
@@ -570,7 +570,7 @@ async def strange_names(arena: Arena, outcome: Outcome) -> None:
 async def _kvpool(arena: Arena, arguments: Sequence[str]) -> bytes:
     """What the command shows, on stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from kvpool.client.cli.app import main; main()", *arguments),
+        *(sys.executable, "-c", "from kvpool.cli.app import main; main()", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "NO_COLOR": "1", "KVPOOL_MANAGER": arena.cluster.address()},

@@ -79,7 +79,7 @@ IN_SMALL = (
 )
 """Those that nothing else in `make test` does, and one of each other kind. The others are done to a gateway, a manager or a worker
 alone, in tests/gateway, tests/cache_service/edge and tests/worker_service/test_worker_attacks.py, or to a command, in
-tests/client/test_cli_hostile_names.py."""
+tests/cli/test_cli_hostile_names.py."""
 BY_NAME = {single.name: single for single in (*SINGLES, *GATEWAY_SINGLES)}
 
 

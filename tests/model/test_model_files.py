@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from kvpool.client.cli.launch.cluster import free_port
+from kvpool.cli.launch.cluster import free_port
 from kvpool.worker_service.model import load as load_module
 from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.device import choose_device
@@ -270,7 +270,7 @@ def test_kvpool_up_ends_with_the_sentence_and_no_traceback(folder: Path, tmp_pat
     (folder / "config.json").write_bytes(POINTER)
     path = os.pathsep.join(str(REPOSITORY / part) for part in (".", "common"))
     done = subprocess.run(
-        [sys.executable, "-m", "kvpool.client.cli", "up", "--model", str(folder), "--port", str(free_port())],
+        [sys.executable, "-m", "kvpool.cli", "up", "--model", str(folder), "--port", str(free_port())],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "HOME": str(tmp_path), "NO_COLOR": "1"},
         cwd=REPOSITORY,
         capture_output=True,

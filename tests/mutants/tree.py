@@ -13,7 +13,9 @@ from pathlib import Path
 from tests.mutants.patch import Mutant, mutated
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("cache_service", "worker_service", "client", "gateway", "common", "protos", "scripts", "tests")
+PRODUCT = ("cache_service", "worker_service", "client", "cli", "load", "walkthrough", "gateway", "common")
+"""Folders of what is shipped."""
+NEEDED = (*PRODUCT, "protos", "scripts", "tests")
 """Folders that the tests of mutants need."""
 
 

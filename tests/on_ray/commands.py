@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from unittest import mock
 
-import kvpool.client.cli.on_ray.before_ray  # noqa: F401
+import kvpool.cli.on_ray.before_ray  # noqa: F401
 
 # isort: split
 import ray

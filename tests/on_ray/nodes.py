@@ -21,7 +21,7 @@ from tests.live.workload import Model
 HOST: Final = "127.0.0.1"
 _ROOT: Final = Path(__file__).parents[2]
 _SLOW_DEVICE: Final = Path(__file__).with_name("slow_device")
-COMMAND: Final = (sys.executable, "-m", "kvpool.client.cli", "ray")
+COMMAND: Final = (sys.executable, "-m", "kvpool.cli", "ray")
 
 
 @dataclass(frozen=True)

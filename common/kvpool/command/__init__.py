@@ -20,6 +20,6 @@ def main() -> None:
     if name in SERVICES:
         become(service_command(SERVICES[name], arguments))
     with without_collections():
-        from kvpool.client.cli.app import main as run
+        from kvpool.cli.app import main as run
     exit_in_order()
     run()

@@ -13,7 +13,7 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-_PRODUCT = ("cache_service", "worker_service", "client", "gateway", "common")
+_PRODUCT = ("cache_service", "worker_service", "client", "cli", "load", "walkthrough", "gateway", "common")
 
 
 class _Recorder:

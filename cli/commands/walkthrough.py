@@ -1,0 +1,16 @@
+"""`kvpool walkthrough`: the manager's core, one operation at a time, in place of this process."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import typer
+
+from kvpool.process.services import become, service_command
+
+WALKTHROUGH_MODULE: Final = "kvpool.walkthrough"
+
+
+def walkthrough(context: typer.Context) -> None:
+    """See the manager's core at work, one operation at a time: allocation, prefix, chain, eviction."""
+    become(service_command(WALKTHROUGH_MODULE, context.args))

@@ -1,0 +1,232 @@
+"""The processes of a cluster on Ray, and their command lines. Nothing here needs Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvpool.client.config import MANAGER_VARIABLE
+from kvpool.client.errors import InvalidRequest
+from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
+from kvpool.process.settings import CONFIG_VARIABLE, state_home
+
+from ..launch.cluster import GATEWAY_NAME
+from .settings import RaySettings
+
+_MANAGER: Final = "manager-"
+_WORKER: Final = "worker-"
+MANAGERS_NAME: Final = "managers"
+"""Of the placement group of all managers."""
+SMALL_CPUS: Final = 0.1
+"""What Ray reserves for a manager or a gateway. They need up to a core; but a node of 16 cores shall have room for a worker
+with 15."""
+_OWN_PREFIX: Final = "KVPOOL_RAY_"
+_OF_GATEWAY: Final = "KVPOOL_GATEWAY_"
+"""Variables of the gateway, which has keys. They are not shown."""
+_MARK_FILE: Final = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process. Strings, numbers and lists of them only: Ray pickles what it passes between processes."""
+
+    name: str
+    """Of the actor, and of a worker in the cluster."""
+    namespace: str
+    module: str
+    managers: list[str]
+    """Names of the managers."""
+    record: list[str]
+    """What all starts of this cluster must have in common, a line each."""
+    arguments: list[str] = field(default_factory=list)
+    """In addition to those that name its address, the managers, and its state folder."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """In addition to those of its node."""
+    port: int = 0
+    """To listen on; 0: any free one."""
+    state_dir: str = ""
+    """Of managers with an election by a lock, on a disk that all nodes share; empty: this process keeps its state on its node."""
+    mark: str = ""
+    """Content of the mark in `state_dir`, without which this is another disk."""
+
+    @property
+    def is_manager(self) -> bool:
+        return self.module == MANAGER_MODULE
+
+    @property
+    def is_worker(self) -> bool:
+        return self.module == WORKER_MODULE
+
+    @property
+    def folder(self) -> Path:
+        """Where this process keeps its state, on its node."""
+        return state_home() / "ray" / self.namespace / self.name
+
+    @property
+    def managers_file(self) -> Path:
+        """Lists the managers' addresses of this moment, for this process."""
+        return self.folder / "managers"
+
+    def command(self, host: str, port: int) -> list[str]:
+        """The command line for a node with this address. `port` is that of a manager or a gateway."""
+        own = ["--host", host]
+        if self.is_worker:
+            own += ["--worker-id", self.name, "--state-dir", str(self.folder / "state")]
+        else:
+            own += ["--port", str(port)]
+        if self.is_manager:
+            own += ["--state-dir", self.state_dir or str(self.folder / "state")]
+        else:
+            own += ["--manager", f"file:{self.managers_file}"]
+        return service_command(self.module, [*own, *self.arguments])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The processes that `kvpool ray up` is to start."""
+
+    managers: list[ServiceSpec]
+    workers: list[ServiceSpec]
+    gateway: ServiceSpec | None
+    worker_cpus: int
+    worker_gpus: int
+
+    @property
+    def record(self) -> list[str]:
+        """What all starts of the cluster have in common."""
+        return self.managers[0].record
+
+    @property
+    def names(self) -> list[str]:
+        """Of all processes."""
+        services = [*self.managers, *self.workers, *([] if self.gateway is None else [self.gateway])]
+        return [spec.name for spec in services]
+
+
+def make_plan(
+    settings: RaySettings,
+    worker_arguments: Sequence[str],
+    *,
+    has_gpus: bool,
+    mark: str = "",
+    environment: Mapping[str, str] = os.environ,
+) -> Plan:
+    """`has_gpus`: whether the nodes have any. `mark`: of the folder that the managers share."""
+    gpus = int(has_gpus) if settings.gpus_per_worker is None else settings.gpus_per_worker
+    names = [f"{_MANAGER}{index}" for index in range(settings.num_managers)]
+    of_workers = ["--device", "cuda:0" if gpus else "cpu", *worker_arguments]
+    # --election file for a manager alone too: one that is started again then waits until the one before has ended.
+    election = settings.election or "file"
+    state_dir = "" if settings.shared_folder is None else str(settings.shared_folder)
+    variables = _variables(settings, environment)
+    record = [
+        f"--managers {settings.num_managers}",
+        f"--port {settings.port}",
+        f"--election {election}",
+        f"--state-dir {state_dir or 'none'}",
+        f"--cpus-per-worker {settings.cpus_per_worker}",
+        f"--gpus-per-worker {gpus}",
+        f"of the workers: {' '.join(worker_arguments) or 'none'}",
+        *sorted(f"{name}={value}" for name, value in variables.items() if not name.startswith(_OF_GATEWAY)),
+    ]
+
+    def spec(name: str, module: str, arguments: Sequence[str] = (), port: int = 0, *, shared: str = "") -> ServiceSpec:
+        return ServiceSpec(
+            name=name,
+            namespace=settings.namespace,
+            module=module,
+            managers=names,
+            record=record,
+            arguments=list(arguments),
+            variables=variables,
+            port=port,
+            state_dir=shared,
+            mark=mark if shared else "",
+        )
+
+    return Plan(
+        managers=[
+            spec(
+                name,
+                MANAGER_MODULE,
+                ["--election", election],
+                settings.port and settings.port + index,
+                shared=state_dir,
+            )
+            for index, name in enumerate(names)
+        ],
+        workers=[spec(f"{_WORKER}{index}", WORKER_MODULE, of_workers) for index in range(settings.workers)],
+        gateway=None if settings.http is None else spec(GATEWAY_NAME, GATEWAY_MODULE, (), settings.http),
+        worker_cpus=settings.cpus_per_worker,
+        worker_gpus=gpus,
+    )
+
+
+def _variables(settings: RaySettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the command that are those of its processes too."""
+    passed = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("KVPOOL_") and not name.startswith(_OWN_PREFIX) and name != MANAGER_VARIABLE
+    }
+    if settings.config is not None:
+        passed[CONFIG_VARIABLE] = str(settings.config.expanduser().resolve())
+    return passed
+
+
+def is_manager(name: str) -> bool:
+    """Whether this is the name of a manager's actor."""
+    return name.startswith(_MANAGER)
+
+
+def is_worker(name: str) -> bool:
+    """Whether this is the name of a worker's actor."""
+    return name.startswith(_WORKER)
+
+
+def mark_folder(folder: Path) -> str:
+    """The mark by which a manager knows the folder that all share from one of the same name on another disk. It is made if there is
+    none. Raises InvalidRequest."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = secrets.token_hex(16)
+        unfinished = folder / f"{_MARK_FILE}.{mark}"
+        unfinished.write_text(mark)
+        with contextlib.suppress(FileExistsError):
+            (folder / _MARK_FILE).hardlink_to(unfinished)  # whole, or not at all; of two commands one is the first
+        unfinished.unlink()
+        mark = (folder / _MARK_FILE).read_text()
+        if not re.fullmatch("[0-9a-f]{32}", mark):
+            raise InvalidRequest(
+                f"{folder / _MARK_FILE} is damaged: stop all managers that use --state-dir {folder}, and delete this file",
+                reason="BAD_FIELD",
+            )
+        return mark
+    except OSError as error:
+        raise InvalidRequest(
+            f"--state-dir {folder} cannot be used: {error.strerror}; give a folder on a disk that all nodes share, this one too",
+            reason="BAD_FIELD",
+        ) from error
+
+
+def problem_of_disk(spec: ServiceSpec, host: str) -> str:
+    """Why this process may not use its folder; empty if it may. Two managers with two folders of one name would both lead."""
+    if not spec.state_dir:
+        return ""
+    file = Path(spec.state_dir) / _MARK_FILE
+    try:
+        if file.read_text() == spec.mark:
+            return ""
+        found = "has another content"
+    except OSError as error:
+        found = str(error.strerror)
+    return (
+        f"--state-dir {spec.state_dir} is not the folder that the other managers have ({file.name}: {found}): mount the disk that "
+        f"all nodes share on {host}"
+    )

@@ -1,0 +1,44 @@
+"""Settings of the commands that call a cluster, in addition to their flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from kvpool.client.config import MANAGER_VARIABLE, ClientConfig
+from kvpool.process.address import DEFAULT_MANAGER
+from kvpool.process.settings import ProcessSettings
+
+_DEFAULTS: Final = ClientConfig()
+
+
+class ClientSettings(ProcessSettings):
+    """`KVPOOL_CLIENT_*` variables, $KVPOOL_MANAGER, and [client] of the file that $KVPOOL_CONFIG names."""
+
+    model_config = SettingsConfigDict(env_prefix="KVPOOL_CLIENT_", cli_prog_name="kvpool")
+    table: ClassVar[str] = "client"
+    shared_variables: ClassVar[Mapping[str, str]] = {"manager": MANAGER_VARIABLE}
+
+    manager: str = Field(
+        default=DEFAULT_MANAGER,
+        description="host:port of the cache manager; of several with commas between; or file:PATH of a file that lists them.",
+    )
+    timeout: float = Field(
+        default=_DEFAULTS.timeout, gt=0, le=86_400, description="Seconds from a request to its last token."
+    )
+    max_attempts: int = Field(
+        default=_DEFAULTS.max_attempts, ge=1, le=64, description="Workers tried for one request at most."
+    )
+    continuation: bool = Field(
+        default=_DEFAULTS.continuation,
+        description="Whether an answer continues on another worker when its worker is gone.",
+    )
+    max_model_bytes: int = Field(
+        default=_DEFAULTS.max_model_bytes,
+        ge=1,
+        le=2**32,
+        description="Bytes of tokenizer, chat template and special tokens of one model together, at most.",
+    )

@@ -1,0 +1,307 @@
+"""`kvpool top`: workers, requests and blocks, live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from kvpool.client.block_map import fetch_block_map
+from kvpool.client.client import Client
+from kvpool.client.config import ClientConfig
+from kvpool.client.errors import KvpoolError, NotFound
+from kvpool.v1 import cache_pb2
+
+from ..commands.status import cluster_object, worker_object
+from ..terminal import ManagerOption, client_config, print_json, stdout_console
+from .keys import DOWN, UP, Keys
+from .rates import RateMeter, SequenceMeter, sequence_name
+from .view import Picture, render
+
+_MAP_SHARE: Final = 20
+"""The block map of a large pool takes the manager a while: it is asked for at most a twentieth of the time."""
+_MAP_PAGE_BLOCKS: Final = 512
+"""While it describes a page the manager does nothing else: some ten milliseconds for a thousand blocks."""
+_MAX_REQUESTS: Final = 200
+"""More rows than a terminal has; the manager counts the others."""
+_LOOK_SECONDS_MIN: Final = 2.0
+"""Least time that a look may take before the manager counts as away; the next look begins at once."""
+_ONCE_SECONDS: Final = 10.0
+"""The same for a look that is not repeated."""
+
+
+def top(
+    worker: Annotated[
+        str | None, typer.Option("--worker", help="Show the requests and blocks of this worker first.")
+    ] = None,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once, with the rates of one interval; the default without a terminal.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Like --once, but print one JSON object and nothing else.")
+    ] = False,
+    manager: ManagerOption = None,
+) -> None:
+    """A live view of workers, requests and blocks.
+
+    Rates are of the last five seconds. The list of requests shows the sequences that hold blocks, as the manager knows them:
+    workers report block by block, so it lags by some tokens. Requests that wait hold no blocks and are only counted, in `wait`.
+    """
+    config = client_config(manager)
+    console = stdout_console()
+    if as_json:
+        print_json(picture_object(asyncio.run(_look_once(config, worker, interval))))
+    elif once or not console.is_terminal:
+        console.print(render(asyncio.run(_look_once(config, worker, interval)), console.width))
+    else:
+        asyncio.run(_watch(config, console, worker, interval))
+
+
+async def _look_once(config: ClientConfig, worker: str | None, interval: float) -> Picture:
+    """Look twice, an interval apart; the block map only of a worker that is named.
+
+    Raises KvpoolError if the manager is away, or does not know the worker.
+    """
+    async with Client(config=config) as client:
+        observer = Observer(client, config.manager, worker)
+        await observer.look(_ONCE_SECONDS)
+        if observer.error is None:
+            await observer.look_at_requests()
+            await asyncio.sleep(interval)
+            await observer.look(_ONCE_SECONDS)
+            await observer.look_at_requests()
+        if observer.error is not None:
+            raise observer.error
+        if worker is not None:
+            observer.picture.block_map = await fetch_block_map(client, worker)
+    return observer.picture
+
+
+def picture_object(picture: Picture) -> dict[str, object]:
+    """What `--json` prints: `status --json`, with rates per second and the requests of the chosen worker. Null: no rate yet."""
+    assert picture.response is not None
+    found = cluster_object(picture.manager, picture.response)
+    found["workers"] = [
+        {**worker_object(worker), "rates": rates and asdict(rates)}
+        for worker in picture.workers
+        for rates in (picture.rates.get(worker.session),)
+    ]
+    requests = picture.requests or cache_pb2.WorkerDescription()
+    found["requests_of"] = picture.chosen
+    found["requests"] = [
+        {
+            "sequence_id": sequence.key.sequence_id,
+            "attempt": sequence.key.attempt,
+            "round": sequence.key.round,
+            "num_tokens": sequence.num_tokens,
+            "num_computed_tokens": sequence.num_computed_tokens,
+            "num_cached_tokens": sequence.num_cached_tokens,
+            "num_blocks": sequence.num_blocks,
+            "fenced": sequence.fenced,
+            "generated_tokens_per_second": picture.request_rates.get(sequence_name(requests, sequence)),
+        }
+        for sequence in requests.sequences
+    ]
+    return found
+
+
+async def _watch(config: ClientConfig, console: Console, worker: str | None, interval: float) -> None:
+    """Until q, or a signal. The terminal is restored."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with Client(config=config) as client:
+        observer = Observer(client, config.manager, worker)
+        with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+
+            def draw() -> None:
+                live.update(render(observer.picture, console.width, console.height, keys=True), refresh=True)
+
+            looking = asyncio.create_task(_look_for_ever(observer, interval, draw))
+            listing = asyncio.create_task(_list_for_ever(observer, interval, draw))
+            mapping = asyncio.create_task(_map_for_ever(observer, interval, draw))
+            pressing = asyncio.create_task(_obey(keys, observer, draw))
+            stopping = asyncio.create_task(stopped.wait())
+            tasks = {looking, listing, mapping, pressing, stopping}
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _look_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
+    while True:
+        draw()
+        await observer.look(max(interval, _LOOK_SECONDS_MIN))
+        draw()
+        await asyncio.sleep(interval)
+
+
+async def _list_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
+    """The requests, apart from the looks at all workers: those of another chosen worker are shown at once."""
+    while True:
+        await observer.look_at_requests()
+        draw()
+        await _pause(interval, observer.wants_requests)
+
+
+async def _map_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
+    """The block map, apart from the looks, which it must not delay."""
+    while True:
+        began_at = time.monotonic()
+        await observer.look_at_blocks()
+        draw()
+        await _pause(max(interval, _MAP_SHARE * (time.monotonic() - began_at)), observer.wants_map)
+
+
+async def _pause(seconds: float, wanted: asyncio.Event) -> None:
+    """Sleep, or until something is wanted."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await wanted.wait()
+    wanted.clear()
+
+
+async def _obey(keys: Keys, observer: Observer, draw: Callable[[], None]) -> None:
+    """Until the key that ends it."""
+    while (key := await keys.next()) not in ("q", "Q"):
+        if key in (UP, "k"):
+            observer.choose(-1)
+        elif key in (DOWN, "j", "\t"):
+            observer.choose(1)
+        elif key == "r":
+            observer.toggle_requests()
+        elif key == "b":
+            observer.toggle_map()
+        draw()
+
+
+class Observer:
+    """Polls the manager and keeps the picture up to date."""
+
+    def __init__(self, client: Client, manager: str, worker: str | None) -> None:
+        self.picture = Picture(manager, chosen=worker)
+        self.error: KvpoolError | None = None
+        """Why the manager did not answer the last look; None if it did."""
+        self.wants_requests = asyncio.Event()
+        """Requests are to be shown that are not known yet."""
+        self.wants_map = asyncio.Event()
+        """A block map is to be shown that is not known yet."""
+        self._client = client
+        self._meter = RateMeter()
+        self._sequence_meter = SequenceMeter()
+        self._answered_at: float | None = None
+
+    async def look(self, seconds: float) -> None:
+        """Look at the workers. A manager that does not answer in that time is not an error: the picture says so."""
+        picture = self.picture
+        try:
+            response = await self._client.describe(timeout=seconds)
+        except KvpoolError as error:
+            self.error = error
+            picture.away = self._say_away(error)
+            return
+        self._answered_at = time.monotonic()
+        self._meter.add(response, self._answered_at)
+        picture.response, picture.away, self.error = response, "", None
+        picture.rates = {worker.session: self._meter.rates(worker.session) for worker in response.workers}
+        if picture.chosen is None and picture.workers:
+            self._choose(picture.workers[0].worker_id)
+
+    async def look_at_requests(self) -> None:
+        """Look at the requests of the chosen worker, if they are shown."""
+        picture, meter = self.picture, self._sequence_meter
+        chosen = picture.chosen
+        if chosen is None or not picture.shows_requests:
+            return
+        workers: Iterable[cache_pb2.WorkerDescription] = ()
+        try:
+            workers = (await self._client.describe(worker_id=chosen, max_sequences=_MAX_REQUESTS)).workers
+        except NotFound:
+            pass  # which the picture says by itself
+        except KvpoolError:
+            return  # the manager is away, which the other looks show
+        # A key pressed meanwhile may have hidden the requests, or begun a new meter.
+        if self._sequence_meter is not meter:
+            return
+        picture.requests = None
+        for worker in workers:
+            meter.add(worker, time.monotonic())
+            picture.requests = worker
+            names = [sequence_name(worker, sequence) for sequence in worker.sequences]
+            picture.request_rates = {name: meter.generated_tokens(name) for name in names}
+
+    async def look_at_blocks(self) -> None:
+        """Look at the blocks of the chosen worker, if they are shown."""
+        picture = self.picture
+        chosen = picture.chosen
+        if chosen is None or not picture.shows_map:
+            return
+        block_map = None
+        try:
+            block_map = await fetch_block_map(self._client, chosen, _MAP_PAGE_BLOCKS, group=picture.group)
+        except NotFound:
+            pass  # which the picture says by itself
+        except KvpoolError:
+            return  # the manager is away, which the other looks show
+        # A key pressed meanwhile may have chosen another worker.
+        if picture.chosen == chosen and picture.shows_map and (block_map is None or block_map.group == picture.group):
+            picture.block_map = block_map
+
+    def _say_away(self, error: KvpoolError) -> str:
+        if self._answered_at is None:
+            return f"no answer yet: {error}"
+        return f"no answer for {time.monotonic() - self._answered_at:.0f} s, this is the last answer: {error}"
+
+    def choose(self, step: int) -> None:
+        """Choose the worker `step` places down the list, cyclically."""
+        names = [worker.worker_id for worker in self.picture.workers]
+        if names:
+            chosen = self.picture.chosen
+            place = names.index(chosen) + step if chosen in names else 0
+            self._choose(names[place % len(names)])
+
+    def toggle_map(self) -> None:
+        """Show the blocks, or no longer; of a worker with several groups those of the next group first."""
+        picture = self.picture
+        last = (
+            max((len(worker.counts) for worker in picture.workers if worker.worker_id == picture.chosen), default=1) - 1
+        )
+        if picture.shows_map and picture.group < last:
+            picture.group += 1
+        else:
+            picture.shows_map, picture.group = not picture.shows_map, 0
+        self._forget_map()
+
+    def toggle_requests(self) -> None:
+        """Show the requests, or no longer."""
+        self.picture.shows_requests = not self.picture.shows_requests
+        self._forget_requests()
+
+    def _choose(self, worker: str) -> None:
+        self.picture.chosen, self.picture.group = worker, 0
+        self._forget_requests()
+        self._forget_map()
+
+    def _forget_requests(self) -> None:
+        self.picture.requests = None
+        # The next look comes at once: what it would be compared with may have been a moment ago.
+        self._sequence_meter = SequenceMeter()
+        self.wants_requests.set()
+
+    def _forget_map(self) -> None:
+        self.picture.block_map = None
+        self.wants_map.set()

@@ -1,0 +1,113 @@
+"""What `bench serve` does, from the warm-up to the last repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+from kvpool.client.errors import InvalidRequest
+
+from .arrivals import Arrivals
+from .engine import Engine, Served
+from .load import Watch, run_load
+from .sample import Run
+from .workload import DEFAULT_SIZES, Conversation, Sizes, Workload, make_workload, require_sense
+
+MAX_REPETITIONS: Final = 1000
+
+
+class Case(StrEnum):
+    """What the cache holds of a workload when it begins."""
+
+    COLD = "cold"
+    """Nothing: its tokens are fresh."""
+    WARM = "warm"
+    """All that it has kept of the same requests, a moment ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured. Validated when it is made: InvalidRequest."""
+
+    workload: Workload
+    arrivals: Arrivals
+    num_conversations: int
+    sizes: Sizes
+    repetitions: int = 1
+    cases: tuple[Case, ...] = (Case.COLD,)
+    warm_up: bool = True
+    """Whether a full-size run that is not counted comes first."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_sense(self.workload, self.sizes, self.num_conversations)
+        if not 1 <= self.repetitions <= MAX_REPETITIONS:
+            raise InvalidRequest(
+                f"repetitions must be 1 to {MAX_REPETITIONS}, got {self.repetitions}", reason="BAD_FIELD"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        """Of one run."""
+        return self.num_conversations * self.sizes.turns
+
+    def conversations(self, served: Served, repetition: int) -> list[Conversation]:
+        """Of one repetition, which shares nothing with the others; 0 is the warm-up. InvalidRequest if the model is too small."""
+        return make_workload(
+            self.workload,
+            self.sizes,
+            self.num_conversations,
+            vocabulary=served.vocabulary,
+            max_model_len=served.max_model_len,
+            seed=f"{self.seed}/{repetition}",
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The names are part of the interface."""
+        arrivals = {name: getattr(self.arrivals, name) for name in self.arrivals.__dataclass_fields__}
+        return {
+            "workload": self.workload.value,
+            "num_conversations": self.num_conversations,
+            **{name: getattr(self.sizes, name) for name in Sizes.__dataclass_fields__},
+            "arrivals": {"loop": type(self.arrivals).__name__.removesuffix("Loop").lower(), **arrivals},
+            "repetitions": self.repetitions,
+            "cases": [case.value for case in self.cases],
+            "warm_up": self.warm_up,
+            "seed": self.seed,
+        }
+
+
+@dataclass(slots=True)
+class Measured:
+    """What has been measured so far; complete when `measure` has returned without an error."""
+
+    plan: Plan
+    served: Served | None = None
+    runs: dict[Case, list[Run]] = field(default_factory=dict)
+    error: Exception | None = None
+    """What ended the measurement before its time: the last run is in part, or was the warm-up."""
+
+
+async def measure(engine: Engine, plan: Plan, measured: Measured, watch: Watch, on_run: Callable[[str], None]) -> None:
+    """Fill `measured` run by run; `on_run` hears what begins. What is wrong with the plan itself, and an engine that is not there
+    from the beginning, is raised."""
+    measured.served = served = await engine.served()
+    plan.conversations(served, 0)
+    first = 0 if plan.warm_up else 1
+    for repetition in range(first, plan.repetitions + 1):
+        conversations = plan.conversations(served, repetition)
+        for case in plan.cases:
+            on_run(f"repetition {repetition} of {plan.repetitions}, {case}" if repetition else f"warm-up, {case}")
+            run = await run_load(engine, conversations, plan.arrivals, watch)
+            if repetition:
+                measured.runs.setdefault(case, []).append(run)
+            if run.error is not None:
+                measured.error = run.error
+                return
+
+
+def default_sizes(workload: Workload, **given: int | None) -> Sizes:
+    """The workload's own sizes, with those that are given in their place."""
+    return replace(DEFAULT_SIZES[workload], **{name: size for name, size in given.items() if size is not None})

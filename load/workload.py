@@ -1,0 +1,169 @@
+"""What is asked for: conversations of random tokens, the same for the same seed. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from kvpool.client.errors import InvalidRequest
+
+LOG_NORMAL_SIGMA: Final = 0.8
+"""Of the logarithm of the lengths in `mixed`: half of them are within 0.58 and 1.7 times the median, one in a hundred is above 6
+times."""
+MIXED_SHARE: Final = 0.5
+"""How many of the prompts in `mixed` begin with the prefix, if they are longer than it."""
+
+
+class Workload(StrEnum):
+    """What the requests have in common with each other."""
+
+    SHARED = "shared"
+    """Requests that begin with one prefix, each followed by tokens of its own."""
+    UNSHARED = "unshared"
+    """Requests that have nothing in common."""
+    DOCUMENT = "document"
+    """Questions about one long document: as shared, with a prefix that takes most of the time."""
+    CHATS = "chats"
+    """Conversations: each turn's prompt is all of the conversation so far, the answers included."""
+    MIXED = "mixed"
+    """Prompts and answers of log-normal length; some prompts begin with one prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How long everything is, in tokens. Validated when it is made: InvalidRequest."""
+
+    prefix_tokens: int
+    """What requests have in common: the prefix, the document, or the beginning of all chats."""
+    own_tokens: int
+    """What each prompt, or each turn of a chat, adds. mixed: the mean length of the whole prompt, its prefix included."""
+    generated_tokens: int
+    """Length of each answer. mixed: its mean."""
+    turns: int = 1
+    """Turns of each conversation; more than one only in chats."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("prefix_tokens", 0), ("own_tokens", 1), ("generated_tokens", 1), ("turns", 1)):
+            if getattr(self, name) < least:
+                raise InvalidRequest(f"{name} must be at least {least}, got {getattr(self, name)}", reason="BAD_FIELD")
+
+
+DEFAULT_SIZES: Final[Mapping[Workload, Sizes]] = {
+    Workload.SHARED: Sizes(prefix_tokens=512, own_tokens=32, generated_tokens=32),
+    Workload.UNSHARED: Sizes(prefix_tokens=0, own_tokens=544, generated_tokens=32),
+    Workload.DOCUMENT: Sizes(prefix_tokens=4096, own_tokens=32, generated_tokens=32),
+    Workload.CHATS: Sizes(prefix_tokens=0, own_tokens=100, generated_tokens=50, turns=6),
+    Workload.MIXED: Sizes(prefix_tokens=128, own_tokens=300, generated_tokens=100),
+}
+DEFAULT_CONVERSATIONS: Final[Mapping[Workload, int]] = {
+    Workload.SHARED: 16,
+    Workload.UNSHARED: 16,
+    Workload.DOCUMENT: 8,
+    Workload.CHATS: 8,
+    Workload.MIXED: 64,
+}
+
+
+class Turn(NamedTuple):
+    """One request of a conversation."""
+
+    new_tokens: tuple[int, ...]
+    """What follows the answer before: the prompt is all earlier prompts and answers, and then this."""
+    num_generated: int
+    """Tokens to be generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Requests of one user, each after the answer to the one before; mostly a single one."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length in the end, the last answer included."""
+        return sum(len(turn.new_tokens) + turn.num_generated for turn in self.turns)
+
+
+def make_workload(
+    workload: Workload,
+    sizes: Sizes,
+    num_conversations: int,
+    *,
+    vocabulary: Sequence[int],
+    max_model_len: int,
+    seed: int | str,
+) -> list[Conversation]:
+    """Conversations out of tokens drawn from `vocabulary`. Another seed shares nothing with this one, the prefix included.
+
+    `mixed` cuts what is longer than `max_model_len`; else InvalidRequest if a conversation is, or if the sizes make no sense for
+    the workload.
+    """
+    require_sense(workload, sizes, num_conversations)
+    if not vocabulary:
+        raise InvalidRequest("the model has no ordinary tokens to make prompts of", reason="BAD_FIELD")
+    generator = random.Random(f"{workload}/{seed}")
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(generator.choices(vocabulary, k=count))
+
+    prefix = draw(sizes.prefix_tokens)
+    if workload is Workload.MIXED:
+        conversations = [_mixed(generator, draw, prefix, sizes, max_model_len) for _ in range(num_conversations)]
+    else:
+        conversations = [_even(draw, prefix, sizes) for _ in range(num_conversations)]
+    longest = max(conversation.num_tokens for conversation in conversations)
+    if longest > max_model_len:
+        raise InvalidRequest(
+            f"the longest conversation has {longest} tokens with its answers, its workers take {max_model_len}: lower "
+            "--prefix-tokens, --own-tokens, --generated-tokens or --turns, or give the workers more blocks or a larger "
+            "--max-model-len",
+            reason="NEVER_FITS",
+        )
+    return conversations
+
+
+def require_sense(workload: Workload, sizes: Sizes, num_conversations: int) -> None:
+    """InvalidRequest if the workload cannot be of such sizes with any model."""
+    if num_conversations < 1:
+        raise InvalidRequest(f"needed at least one request, got {num_conversations}", reason="BAD_FIELD")
+    if workload is Workload.UNSHARED and sizes.prefix_tokens:
+        raise InvalidRequest(
+            f"in unshared nothing is shared, so --prefix-tokens must be 0, got {sizes.prefix_tokens}; use --own-tokens, "
+            "or --workload shared",
+            reason="BAD_FIELD",
+        )
+    if workload is not Workload.CHATS and sizes.turns != 1:
+        raise InvalidRequest(
+            f"{workload} has one turn, got --turns {sizes.turns}; use --workload chats", reason="BAD_FIELD"
+        )
+
+
+def _even(draw: Callable[[int], tuple[int, ...]], prefix: tuple[int, ...], sizes: Sizes) -> Conversation:
+    turns = [Turn(draw(sizes.own_tokens), sizes.generated_tokens) for _ in range(sizes.turns)]
+    turns[0] = turns[0]._replace(new_tokens=prefix + turns[0].new_tokens)
+    return Conversation(tuple(turns))
+
+
+def _mixed(
+    generator: random.Random,
+    draw: Callable[[int], tuple[int, ...]],
+    prefix: tuple[int, ...],
+    sizes: Sizes,
+    max_model_len: int,
+) -> Conversation:
+    num_generated = min(_length(generator, sizes.generated_tokens), max_model_len - 1)
+    num_prompt = min(_length(generator, sizes.own_tokens), max_model_len - num_generated)
+    shares = generator.random() < MIXED_SHARE and num_prompt > len(prefix)
+    common = prefix if shares else ()
+    return Conversation((Turn(common + draw(num_prompt - len(common)), num_generated),))
+
+
+def _length(generator: random.Random, mean: int) -> int:
+    """Log-normal with this mean: exp(μ + σ² / 2) = mean. At least 1."""
+    mu = math.log(mean) - LOG_NORMAL_SIGMA**2 / 2
+    return max(1, round(generator.lognormvariate(mu, LOG_NORMAL_SIGMA)))

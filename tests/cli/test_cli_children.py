@@ -1,0 +1,175 @@
+"""Children live and die together: a death is reported, a signal stops all, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli.launch.children import MAX_LINE_BYTES, ChildExit, Children, ChildSpec
+from tests.client.processes import is_alive
+
+SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+)
+
+
+class Log:
+    """Collects lines and lets a test wait for one."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self._changed = asyncio.Condition()
+
+    def __call__(self, name: str, line: str) -> None:
+        self.lines.append((name, line))
+
+    async def wait_for(self, name: str, line: str) -> None:
+        async with asyncio.timeout(20):
+            while (name, line) not in self.lines:
+                await asyncio.sleep(0.01)
+
+
+def child(name: str, script: str, *arguments: str, **environment: str) -> ChildSpec:
+    return ChildSpec(name, [sys.executable, "-I", "-S", "-c", script, *arguments], environment)
+
+
+async def test_a_death_is_reported_with_its_last_words() -> None:
+    """The one that died is named with its exit status or its signal, after everything that it said."""
+    log = Log()
+    async with Children(log) as children:
+        await children.start(child("manager", SLEEPER))
+        await children.start(child("worker-0", "import sys; print('out of memory'); sys.exit(3)"))
+        ended = await children.wait_for_exit()
+        assert ended == ChildExit("worker-0", 3)
+        assert str(ended) == "worker-0 ended with exit status 3"
+        assert ("worker-0", "out of memory") in log.lines
+        await children.start(child("worker-1", "import os; os.kill(os.getpid(), 9)"))
+        assert str(await children.wait_for_exit()) == "worker-1 was ended by SIGKILL"
+
+
+async def test_leaving_the_block_stops_every_child() -> None:
+    log = Log()
+    async with Children(log) as children:
+        for name in ("manager", "worker-0", "worker-1"):
+            await children.start(child(name, "import os; print(os.getpid(), flush=True)\n" + SLEEPER))
+            await log.wait_for(name, "ready")
+        pids = [int(line) for _, line in log.lines if line.isdigit()]
+        assert all(is_alive(pid) for pid in pids)
+    assert len(pids) == 3
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_the_manager_is_stopped_last() -> None:
+    """Workers can still take leave of it."""
+    polite = (
+        "import os, signal, sys, time\n"
+        "def leave(*_):\n    time.sleep(0.2); os.write(1, b'bye\\n'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n" + SLEEPER
+    )
+    log = Log()
+    async with Children(log, last="manager") as children:
+        for name in ("manager", "worker-0", "worker-1"):
+            await children.start(child(name, polite))
+            await log.wait_for(name, "ready")
+        assert [status for _, status in await children.stop()] == [0, 0, 0]
+    assert [name for name, line in log.lines if line == "bye"][-1] == "manager"
+
+
+async def test_a_child_that_does_not_listen_is_killed_after_the_grace() -> None:
+    log = Log()
+    async with Children(log, grace_seconds=0.3) as children:
+        await children.start(child("worker-0", STUBBORN))
+        await log.wait_for("worker-0", "ready")
+        started = time.monotonic()
+        assert await children.stop() == [ChildExit("worker-0", -signal.SIGKILL)]
+        assert 0.25 < time.monotonic() - started < 60
+
+
+async def test_cancelling_twice_does_not_leave_children_behind() -> None:
+    """The first Ctrl-C asks, the second kills; neither walks away."""
+    log = Log()
+
+    async def run() -> None:
+        async with Children(log, grace_seconds=60) as children:
+            await children.start(child("worker-0", "import os; print(os.getpid(), flush=True)\n" + STUBBORN))
+            await children.wait_for_exit()
+
+    task = asyncio.create_task(run())
+    await log.wait_for("worker-0", "ready")
+    task.cancel()
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30)
+    assert not is_alive(int(log.lines[0][1]))
+
+
+async def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """kill -9 leaves it no time to stop anybody: the kernel does."""
+    script = (
+        "import asyncio, sys\n"
+        "from kvpool.cli.launch.children import Children, ChildSpec\n"
+        "async def run():\n"
+        "    async with Children(lambda name, line: print(line, flush=True)) as children:\n"
+        "        command = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
+        "        await children.start(ChildSpec('worker-0', command))\n"
+        "        await children.wait_for_exit()\n"
+        "asyncio.run(run())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])}
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert parent.stdout is not None
+    pid = int(await asyncio.wait_for(parent.stdout.readline(), 20))
+    assert is_alive(pid)
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(30):
+        while is_alive(pid):
+            await asyncio.sleep(0.02)
+
+
+async def test_long_and_broken_lines_are_handed_on_in_pieces() -> None:
+    """A child that never ends its line does not fill our memory; bytes that are no UTF-8 do not stop the log."""
+    script = "import sys; sys.stdout.buffer.write(b'x' * 300000 + b'\\n\\xff end\\nlast')"
+    log = Log()
+    async with Children(log) as children:
+        await children.start(child("worker-0", script))
+        await children.wait_for_exit()
+    lines = [line for _, line in log.lines]
+    assert max(len(line) for line in lines) <= 65536 + MAX_LINE_BYTES
+    assert "".join(lines[:-2]) == "x" * 300000
+    assert lines[-2:] == ["\ufffd end", "last"]
+
+
+async def test_a_log_that_cannot_be_written_ends_the_wait() -> None:
+    """`kvpool up | head`: nobody would see what happens any more, so it ends, and takes the children along."""
+
+    def gone(name: str, line: str) -> None:
+        pids.append(int(line))
+        raise BrokenPipeError
+
+    pids: list[int] = []
+    async with Children(gone) as children:
+        script = f"import os, time; print(os.getpid(), flush=True); {SLEEPER}"
+        await children.start(child("worker-0", script))
+        with pytest.raises(BrokenPipeError):
+            await asyncio.wait_for(children.wait_for_exit(), 20)
+    assert not is_alive(pids[0])
+
+
+async def test_a_child_gets_its_own_variables_on_top_of_ours() -> None:
+    log = Log()
+    async with Children(log) as children:
+        script = "import os; print(os.environ['OMP_NUM_THREADS'], 'PATH' in os.environ)"
+        await children.start(child("worker-0", script, OMP_NUM_THREADS="5"))
+        await children.wait_for_exit()
+    assert log.lines == [("worker-0", "5 True")]

@@ -1,0 +1,39 @@
+"""`kvpool walkthrough`: the command becomes the manager's own process for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvpool.cli.commands.walkthrough import WALKTHROUGH_MODULE
+from tests.client.commands import KVPOOL, became, exit_status
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command with its output in pipes."""
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_is_the_process() -> None:
+    """Same output, same exit status."""
+    ours = run([*KVPOOL, "walkthrough", "nothing"])
+    theirs = run([sys.executable, "-m", WALKTHROUGH_MODULE, "nothing"])
+    assert ours.returncode == 2
+    assert (ours.stdout, ours.stderr, ours.returncode) == (theirs.stdout, theirs.stderr, theirs.returncode)
+    assert len(ours.stderr) > 50
+
+
+@pytest.mark.parametrize("arguments", [["prefix"], ["chain", "--json"], [], ["--help"]])
+def test_all_arguments_are_passed_on(arguments: list[str]) -> None:
+    command = became(lambda: exit_status(["walkthrough", *arguments]))
+    assert command == [sys.executable, "-m", WALKTHROUGH_MODULE, *arguments]
+
+
+def test_the_command_is_found_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the names of the cases."""
+    assert exit_status(["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "walkthrough See the manager's core at work" in text
+    assert "allocation, prefix, chain, eviction" in text

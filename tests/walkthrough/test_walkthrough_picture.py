@@ -1,0 +1,173 @@
+"""The picture of a step: it says what the core says, at every width."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from kvpool.cache_service.core.block_pool import State
+from kvpool.walkthrough.__main__ import CASES
+from kvpool.walkthrough.changes import changed_blocks
+from kvpool.walkthrough.picture import draw_legend, draw_step
+from kvpool.walkthrough.recording import record
+from kvpool.walkthrough.snapshot import BlockView, GroupView, TableView
+
+RECORDED = {name: record(case) for name, case in CASES.items()}
+
+
+def draw(name: str, index: int, width: int = 120) -> list[str]:
+    """The lines, without colours."""
+    return [line.plain for line in draw_step(CASES[name], RECORDED[name], index, width)]
+
+
+@pytest.mark.parametrize("width", [60, 79, 80, 100, 119, 120, 200])
+@pytest.mark.parametrize("name", CASES)
+def test_every_block_is_in_the_map_at_every_width(name: str, width: int) -> None:
+    """Its id, state and ref_count as the core has them; no line is wider than asked, or than 120."""
+    for index, step in enumerate(RECORDED[name]):
+        lines = draw(name, index, width)
+        assert all(len(line) <= min(width, 120) for line in lines)
+        for before, after, part in zip(step.before.groups, step.after.groups, _group_parts(lines), strict=True):
+            tiles = _tiles(part)
+            assert list(tiles) == list(range(1, len(after.blocks)))
+            for block in after.blocks[1:]:
+                is_changed = block.block in changed_blocks(before, after)
+                state = ("scratch", 0) if block.is_scratch else (block.state.name.lower(), block.ref_count)
+                assert tiles[block.block] == (block.generation, *state, is_changed)
+
+
+def _group_parts(lines: list[str]) -> list[list[str]]:
+    """The lines from the block map of each group on."""
+    begins = [number for number, line in enumerate(lines) if line.startswith("Blocks  ")]
+    return [lines[begin:end] for begin, end in pairwise([*begins, len(lines)])]
+
+
+def _tiles(lines: list[str]) -> dict[int, tuple[int, str, int, bool]]:
+    """Generation, state, ref_count and change mark by block id, read off the map."""
+    found = {}
+    for heads, bodies in pairwise(lines):
+        for head, body in zip(heads.split("│")[1:], bodies.split("│")[1:], strict=False):
+            match = re.fullmatch(r"([* ])(\d+)( +g(\d+))? *", head)
+            if match and "│" in bodies:
+                state, _, ref_count = body.strip().partition("×")
+                found[int(match[2])] = int(match[4] or 0), state.strip(), int(ref_count or 0), match[1] == "*"
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tables_and_free_list_are_those_of_the_core(name: str) -> None:
+    """In order, with the words in every block."""
+    for index, step in enumerate(RECORDED[name]):
+        for group, part in zip(step.after.groups, _group_parts(draw(name, index)), strict=True):
+            text = " ".join(" ".join(part).split()).replace("*", "")
+            for table in group.tables:
+                assert _told(group, table) in text
+            shown = text.partition("head → ")[2].partition("← tail")[0].partition("empty")[0]
+            assert [int(block) for block in re.findall(r"(\d+)(?:\[[^]]*\])? ", shown)] == list(group.free_list)
+            cached = [block.block for block in group.blocks if block.state is State.CACHED]
+            assert sorted(int(block) for block in re.findall(r"(\d+)\[", shown)) == cached
+
+
+def _told(group: GroupView, table: TableView) -> str:
+    """What the picture has to say of a live sequence."""
+    entries = []
+    for entry in table.entries:
+        words = " ".join([*entry.words, *"·" * (4 - len(entry.words))])
+        if group.group.grid_blocks:
+            words = f"after {(entry.table_index + 1) * 4}"
+        place = f"{entry.table_index}:" if group.group.scratch_blocks else ""
+        entries.append(f"{place}{entry.block}{f'[{words}]' if entry.sealed else f'({words})'}")
+    if not group.group.scratch_blocks:
+        return f"Table {table.sequence_id} {' '.join(entries)} {table.num_tokens} tokens"
+    label = "State" if group.group.grid_blocks else "Window"
+    told = " ".join([label, table.sequence_id, *entries, "scratch", *map(str, table.scratch)])
+    return f"{told} to be named after {', '.join(map(str, table.boundaries))} tokens" if table.boundaries else told
+
+
+def test_groups_are_told_apart() -> None:
+    """Each has a heading; with one group there is none."""
+    assert [line for line in draw("window", 0) if line.startswith("Group ")] == [
+        "Group 0      layers that see the whole text",
+        "Group 1      layers that see the last 8 tokens",
+    ]
+    assert [line for line in draw("state", 0) if line.startswith("Group ")][1].endswith("multiples of 8 tokens")
+    assert not [line for line in draw("pool", 0) if line.startswith("Group ")]
+
+
+def test_a_step_that_changes_nothing_says_so() -> None:
+    """The allocation that does not fit."""
+    assert "Changed      nothing" in draw("eviction", 5)
+    assert not any("*" in line for line in draw("eviction", 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "signs"),
+    [
+        ("prefix", ["*", "×2", "g3", "[…]", "(…)", "·"]),
+        ("window", ["*", "×2", "g3", "[…]", "(…)", "·", "3:", "scratch"]),
+    ],
+)
+def test_the_legend_fits_every_width(name: str, signs: list[str]) -> None:
+    """All signs stay in it."""
+    for width in (60, 80, 120):
+        lines = [line.plain for line in draw_legend(CASES[name], width)]
+        assert all(len(line) <= width for line in lines)
+        assert all(sign in " ".join(lines) for sign in signs)
+
+
+def _view(**aspects: object) -> BlockView:
+    return BlockView(1, State.FREE, 0, 0, False, ())._replace(**aspects)  # type: ignore[arg-type]
+
+
+def _group(block: BlockView) -> GroupView:
+    return RECORDED["prefix"][0].before.groups[0]._replace(blocks=(block,))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ({}, {"state": State.HELD, "ref_count": 1, "generation": 2}, "free → held"),
+        (
+            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
+            "hit, cached → held",
+        ),
+        (
+            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
+            {"state": State.RESERVED, "generation": 3},
+            "evicted, cached → reserved",
+        ),
+        (
+            {"state": State.HELD, "ref_count": 1, "generation": 2},
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True},
+            "sealed",
+        ),
+        (
+            {"state": State.HELD, "ref_count": 2, "generation": 2},
+            {"state": State.HELD, "ref_count": 1, "generation": 2},
+            "ref_count 2 → 1",
+        ),
+        (
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "words": ("a",)},
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "words": ("a", "b")},
+            "more words",
+        ),
+        (
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "is_scratch": True},
+            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
+            "sealed, scratch → held",
+        ),
+        (
+            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
+            {"generation": 2},
+            "emptied, cached → free",
+        ),
+    ],
+)
+def test_a_change_is_told_in_words(old: dict[str, object], new: dict[str, object], words: str) -> None:
+    """What happened to a block follows from what it was and what it is."""
+    before, after = _group(_view(**old)), _group(_view(**new))
+    assert changed_blocks(before, after) == {1: words}
+    assert changed_blocks(before, before) == {}

@@ -1,0 +1,186 @@
+"""`python -m kvpool.walkthrough` without a terminal, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from kvpool.walkthrough.__main__ import CASES, main
+from kvpool.walkthrough.recording import Case, Scene
+from kvpool.walkthrough.worker import Worker
+
+COMMAND = [sys.executable, "-m", "kvpool.walkthrough"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The process, with its output in pipes."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_piped_output_has_all_steps_and_no_escape_codes(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fixed width 120, whatever the environment says about columns."""
+    with monkeypatch.context() as patch:
+        for variable, value in {"COLUMNS": "40", "TERM": "xterm-256color"}.items():
+            patch.setenv(variable, value)
+        assert main([name]) == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    assert "\x1b" not in output
+    lines = output.splitlines()
+    assert max(map(len, lines)) == 120
+    titles = [line for line in lines if re.match(rf"{name} \d+/\d+ │ ", line)]
+    num_steps = int(titles[0].split("/")[1].split()[0])
+    assert [title.split()[1] for title in titles] == [f"{number}/{num_steps}" for number in range(1, num_steps + 1)]
+    for part in ("Blocks       ", "Changed      ", "Free list    head → "):
+        assert sum(line.startswith(part) for line in lines) == num_steps * len(CASES[name].layout.groups)
+    assert sum(line.startswith("Blocks       16 of 4 tokens: ") for line in lines) == num_steps
+    assert main([name]) == 0
+    assert capsys.readouterr() == (output, "")
+
+
+def test_the_process_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """FORCE_COLOR adds the colours, for a pager that shows them."""
+    done = run("prefix", COLUMNS="40")
+    assert main(["prefix"]) == 0
+    assert (done.stdout, done.stderr, done.returncode) == (*capsys.readouterr(), 0)
+    coloured = run("prefix", FORCE_COLOR="1", TERM="xterm-256color").stdout
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == done.stdout
+
+
+def test_no_torch_and_no_grpc_is_imported() -> None:
+    """It starts at once, and in an environment that has neither."""
+    code = (
+        "import sys, runpy\n"
+        "try: runpy.run_module('kvpool.walkthrough', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert {"kvpool", "rich", "xxhash"} <= loaded
+    assert not {"grpc", "google", "torch", "numpy", "pydantic", "asyncio"} & loaded
+
+
+def test_without_a_case_the_cases_are_listed() -> None:
+    """One line each."""
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    for case in CASES.values():
+        assert sum(line.split() == [case.name, *case.summary.split()] for line in lines) == 1
+
+
+def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
+    """Exit status 2, nothing on stdout."""
+    done = run("evicton")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no case 'evicton'" in done.stderr
+    assert all(name in done.stderr for name in CASES)
+
+
+@pytest.mark.parametrize(("term", "has_colours"), [("xterm-256color", True), ("dumb", False)])
+def test_a_terminal_gets_all_steps_in_its_colours(term: str, has_colours: bool) -> None:
+    """No key is asked for; a pager may follow."""
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "prefix"],
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": term},
+    )
+    os.close(slave)
+    output = b""
+    try:
+        with suppress(OSError):  # the end of a pseudo-terminal is an error
+            while select.select([master], [], [], 30)[0]:
+                output += os.read(master, 65536)
+        assert process.wait(1) == 0
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(master)
+    assert b"prefix 7/7" in output
+    assert (b"\x1b[" in output) is has_colours
+
+
+def test_a_reader_that_leaves_is_not_complained_about() -> None:
+    """kvpool walkthrough … | head"""
+    with subprocess.Popen([*COMMAND, "eviction"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
+def test_ascii_output_loses_signs_and_nothing_else() -> None:
+    """A terminal or file of another age is no reason to fail."""
+    done = run("prefix", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "prefix 7/7" in done.stdout
+
+
+def _breaks_a_ref_count(worker: Worker) -> Iterator[Scene]:
+    worker.allocate("A", "one two three four five")
+    yield Scene("All is well", "So far.")
+    worker.session.pools[0]._ref_count[1] += 1
+    yield Scene("Broken", "A count is wrong.")
+    yield Scene("Not reached", "Never shown.")
+
+
+def _breaks_off(worker: Worker) -> Iterator[Scene]:
+    worker.allocate("A", "one two three four five")
+    yield Scene("All is well", "So far.")
+    worker.session.pools[0]._ref_count[1] += 1
+    raise ValueError("an answer that the story cannot use")
+
+
+@pytest.mark.parametrize(("play", "title"), [(_breaks_a_ref_count, "Broken"), (_breaks_off, "The story cannot go on")])
+def test_a_broken_law_is_shown_and_ends_the_story(
+    play: object, title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core's own words about it, under the step that broke it; exit status 1."""
+    monkeypatch.setitem(CASES, "broken", Case("broken", "a story with a wrong count", play))  # type: ignore[arg-type]
+    assert main(["broken"]) == 1
+    output = capsys.readouterr().out
+    assert "broken 1/2 │ All is well" in output
+    assert f"broken 2/2 │ {title}" in output
+    before, _, after = output.partition("breaks its own laws")
+    assert "broken 2/2" in before
+    assert "references: " in after
+    assert "Not reached" not in output
+
+
+def test_an_answer_that_the_story_does_not_expect_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A story that no longer fits the core tells no lies: it is not told."""
+
+    def play(worker: Worker) -> Iterator[Scene]:
+        worker.allocate("A", "too many words " * 30)
+        yield Scene("Not reached", "Never shown.")
+
+    monkeypatch.setitem(CASES, "changed", Case("changed", "a story that does not fit", play))
+    assert main(["changed"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "NEVER_FITS" in captured.err

@@ -1,0 +1,195 @@
+"""Everything a walkthrough shows of the core, read from it in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvpool.cache_service.core.block_pool import BlockPool, State
+from kvpool.cache_service.core.manager import EPOCH_SHIFT
+from kvpool.cache_service.core.messages import BlockCounts, Group
+from kvpool.cache_service.core.prefix_tree import Node
+from kvpool.cache_service.core.session import Sequence
+
+from .words import Words
+from .worker import WORKER_ID, Worker
+
+
+class BlockView(NamedTuple):
+    """One block."""
+
+    block: int
+    state: State
+    ref_count: int
+    generation: int
+    """Counted from 1: without the epoch that leads the stamp. 0 if the block was never granted."""
+    sealed: bool
+    words: tuple[str, ...]
+    """What it holds if it is sealed, else the words that a live sequence has for it. None of a state."""
+    is_scratch: bool = False
+    """Held without a place: only its worker knows what is in it."""
+    num_tokens: int = 0
+    """Of a snapshot: the tokens that its state has seen; otherwise 0."""
+
+    @property
+    def role(self) -> str:
+        """Its state, in a word."""
+        return "scratch" if self.is_scratch else self.state.name.lower()
+
+
+class EntryView(NamedTuple):
+    """One entry of a block table: the block, the words in it, and whether it is sealed."""
+
+    block: int
+    words: tuple[str, ...]
+    sealed: bool
+    table_index: int
+
+
+class TableView(NamedTuple):
+    """What a live sequence has in one group."""
+
+    sequence_id: str
+    entries: tuple[EntryView, ...]
+    """Of a group with a window or a state: those that are named."""
+    num_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    scratch: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
+    """In tokens: where it is yet to name a window or a snapshot."""
+
+
+class GroupView(NamedTuple):
+    """One group: a pool, and what each live sequence has of it."""
+
+    group: Group
+    counts: BlockCounts
+    num_evicted: int
+    blocks: tuple[BlockView, ...]
+    """By block_id, the null block included."""
+    tables: tuple[TableView, ...]
+    """In the order in which the sequences came."""
+    free_list: tuple[int, ...]
+    """From the next to be granted to the last."""
+
+
+class NodeView(NamedTuple):
+    """A node of the prefix tree with its descendants; `block_hash` is None until some block of it was sealed."""
+
+    words: tuple[str, ...]
+    block_hash: int | None
+    block: int
+    """The block of the first group that serves hits; 0 if there is none."""
+    leaders: tuple[str, ...]
+    """Sequences that are computing it."""
+    children: tuple[NodeView, ...]
+
+
+class Snapshot(NamedTuple):
+    """The manager's state between two calls."""
+
+    block_size: int
+    groups: tuple[GroupView, ...]
+    roots: tuple[NodeView, ...]
+    """Their `words` are empty."""
+
+
+def take_snapshot(worker: Worker) -> Snapshot:
+    """Look at everything; changes nothing."""
+    return Snapshot(
+        worker.layout.block_size,
+        tuple(_group_view(worker, pool) for pool in worker.session.pools),
+        tuple(_node_view(root, worker.pool, worker.words) for root in _roots(worker)),
+    )
+
+
+def counter(generation: int) -> int:
+    """A generation without the epoch of the manager that leads it."""
+    return generation & ((1 << EPOCH_SHIFT) - 1)
+
+
+def _group_view(worker: Worker, pool: BlockPool) -> GroupView:
+    group = worker.layout.groups[pool.slot]
+    tables = tuple(_table_view(worker, pool, sequence) for sequence in worker.session.sequences.values())
+    return GroupView(
+        group,
+        pool.counts(),
+        pool.num_evicted,
+        tuple(_blocks(worker, pool, group, tables)),
+        tables,
+        tuple(pool.free_list()),
+    )
+
+
+def _blocks(worker: Worker, pool: BlockPool, group: Group, tables: tuple[TableView, ...]) -> list[BlockView]:
+    held = {entry.block: entry.words for table in tables for entry in table.entries}
+    scratch = {block for table in tables for block in table.scratch}
+    blocks = [BlockView(0, pool.state(0), pool.ref_count(0), counter(pool.generation(0)), False, ())]
+    for description in worker.manager.describe_blocks(WORKER_ID, group=pool.slot):
+        block = description.block
+        node = pool.node(block)
+        words = held.get(block, ())
+        if node is not None:
+            words = () if group.grid_blocks else worker.words.decode(node.tokens)
+        num_tokens = 0
+        if node is not None and group.grid_blocks:
+            num_tokens = (node.depth + 1) * worker.layout.block_size
+        blocks.append(
+            BlockView(
+                block,
+                description.state,
+                description.ref_count,
+                counter(description.generation),
+                description.sealed,
+                words,
+                block in scratch,
+                num_tokens,
+            )
+        )
+    return blocks
+
+
+def _table_view(worker: Worker, pool: BlockPool, sequence: Sequence) -> TableView:
+    words, size = worker.words.decode(sequence.tokens), worker.layout.block_size
+    if worker.layout.groups[pool.slot].grid_blocks:
+        words = ()
+    window = sequence.windows[pool.slot] if sequence.windows else None
+    named: Mapping[int, int] = dict(enumerate(sequence.tables[pool.slot])) if window is None else window.entries
+    return TableView(
+        sequence.key.sequence_id,
+        tuple(
+            EntryView(block, words[index * size : (index + 1) * size], pool.node(block) is not None, index)
+            for index, block in sorted(named.items())
+        ),
+        sequence.num_tokens,
+        sequence.num_cached_tokens,
+        sequence.num_computed_tokens,
+        () if window is None else tuple(window.scratch),
+        () if window is None else tuple(boundary * size for boundary in sequence.boundaries),
+    )
+
+
+def _roots(worker: Worker) -> list[Node]:
+    """Roots of all that is cached or live, in the order of the blocks."""
+    roots: dict[Node, None] = {}
+    for pool in worker.session.pools:
+        for block in range(1, pool.num_blocks):
+            node = pool.node(block)
+            while node is not None:
+                if node.parent is None:
+                    roots[node] = None
+                node = node.parent
+    for sequence in worker.session.sequences.values():
+        roots[sequence.root] = None
+    return list(roots)
+
+
+def _node_view(node: Node, pool: BlockPool, words: Words) -> NodeView:
+    return NodeView(
+        () if node.parent is None else words.decode(node.tokens),
+        node.block_hash,
+        pool.copy_of(node),
+        tuple(leader.key.sequence_id for leader in node.iter_leaders()),
+        tuple(_node_view(child, pool, words) for child in node.iter_children()),
+    )
