@@ -44,7 +44,16 @@ def document() -> str:
         "links": [],
         "panels": list(_panels(ROWS)),
     }
-    return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
+    return _text(dashboard) + "\n"
+
+
+def _text(dashboard: dict[str, Any]) -> str:
+    """JSON with a line for each panel and each other field: a change of one panel is a change of one line."""
+    panels = ",\n    ".join(json.dumps(panel, ensure_ascii=False) for panel in dashboard["panels"])
+    fields = [
+        f'"{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in dashboard.items() if key != "panels"
+    ]
+    return "{\n  " + ",\n  ".join([*fields, f'"panels": [\n    {panels}\n  ]']) + "\n}"
 
 
 def _panels(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
