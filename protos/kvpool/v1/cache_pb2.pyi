@@ -97,7 +97,7 @@ class _MissCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissCause.V
     """It was evicted. Probably: names are kept, and names can be equal by chance."""
     MISS_CAUSE_OTHER_ROOT: _MissCause.ValueType  # 3
     """The same tokens are cached under another root: another adapter, model, input or block size, or, only with
-    --explain-across-salts, another salt.
+    --explain-across-salts, another salt. At most 1,024 roots are searched.
     """
     MISS_CAUSE_BEING_COMPUTED: _MissCause.ValueType  # 4
     """A sequence is computing it now."""
@@ -114,7 +114,10 @@ class _MissCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissCause.V
     MISS_CAUSE_SNAPSHOT_NOT_KEPT: _MissCause.ValueType  # 9
     """The same of a group with a state: there is no snapshot at that boundary."""
 
-class MissCause(_MissCause, metaclass=_MissCauseEnumTypeWrapper): ...
+class MissCause(_MissCause, metaclass=_MissCauseEnumTypeWrapper):
+    """Of several that hold, the first in this order is named: PARTIAL_TAIL, LAST_TOKEN, BEING_COMPUTED by the same worker, WINDOW_NOT_KEPT,
+    SNAPSHOT_NOT_KEPT, EVICTED, ON_ANOTHER_WORKER, BEING_COMPUTED by another worker, OTHER_ROOT, NEVER_SEEN.
+    """
 
 MISS_CAUSE_UNSPECIFIED: MissCause.ValueType  # 0
 MISS_CAUSE_NEVER_SEEN: MissCause.ValueType  # 1
@@ -123,7 +126,7 @@ MISS_CAUSE_EVICTED: MissCause.ValueType  # 2
 """It was evicted. Probably: names are kept, and names can be equal by chance."""
 MISS_CAUSE_OTHER_ROOT: MissCause.ValueType  # 3
 """The same tokens are cached under another root: another adapter, model, input or block size, or, only with
---explain-across-salts, another salt.
+--explain-across-salts, another salt. At most 1,024 roots are searched.
 """
 MISS_CAUSE_BEING_COMPUTED: MissCause.ValueType  # 4
 """A sequence is computing it now."""
@@ -167,7 +170,7 @@ class Uplink(_message.Message):
     """The key that Register answered for this session. Any other, or none: WRONG_KEY, and nothing is done."""
     @_builtins.property
     def reserve_wishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReserveWish]:
-        """Size of the reserve wanted, per group. A group that is not listed keeps its wish."""
+        """Size of the reserve wanted, per group; 0 at first. A group that is not listed keeps its wish."""
 
     @_builtins.property
     def returned(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockRun]:
@@ -391,7 +394,7 @@ class RegisterRequest(_message.Message):
     holds_state: _builtins.bool
     """Whether the worker still holds blocks of an earlier session, which it is ready to report."""
     max_model_len: _builtins.int
-    """Largest sequence, prompt and generated tokens together, that the worker takes."""
+    """Largest sequence, prompt and generated tokens together, that the worker takes. 0: what its pools hold."""
     engine: _builtins.str
     """Name and version of the engine; for displays."""
     last_session: _builtins.int
@@ -480,8 +483,9 @@ Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
 class ReportRequest(_message.Message):
-    """One part of what a worker holds. Blocks that no part mentions are free. First comes a snapshot of what is in use, up to the part
-    with `live`; then the worker is served, and reports in the background what its idle blocks hold, up to the part with `last`.
+    """One part of what a worker holds: at most 4,096 contents, and 262,144 blocks elsewhere. Blocks that no part mentions are free. First
+    comes a snapshot of what is in use, up to the part with `live`; then the worker is served, and reports in the background what its
+    idle blocks hold, up to the part with `last`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -518,7 +522,8 @@ class ReportRequest(_message.Message):
 
     @_builtins.property
     def idle_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___IdleBlocks]:
-        """Complete blocks that no table names, least recently used first. Before their contents: they are granted after the other free
+        """Complete blocks that no table names, least recently used first; those of a unit one after the other, its place is that of the
+        first. Before their contents: they are granted after the other free
         blocks. After these: this is their order; one that is not listed counts as less recent than all.
         """
 
@@ -754,7 +759,7 @@ class KeepAliveRequest(_message.Message):
     def load(self) -> _common_pb2.WorkerLoad: ...
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockCounts]:
-        """The worker's own count of its blocks; for displays, and to find disagreement."""
+        """The worker's own count of its blocks; for displays, and to find disagreement. May be empty."""
 
     def __init__(
         self,
@@ -949,7 +954,9 @@ class AllocateItem(_message.Message):
     @_builtins.property
     def key(self) -> _common_pb2.SequenceKey: ...
     @_builtins.property
-    def root(self) -> _common_pb2.Root: ...
+    def root(self) -> _common_pb2.Root:
+        """With the model_fingerprint that the worker has registered."""
+
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For workers with windows or states: lengths of the prompt, in tokens, from where other prompts will go on, as the end of a
@@ -1137,7 +1144,9 @@ class SequenceUpdate(_message.Message):
     """Position of tokens[0]. What overlaps the tokens known must equal them; a gap is refused."""
     tokens: _builtins.bytes
     num_computed_tokens: _builtins.int
-    """Tokens from position 0 whose KV is completed, not merely launched."""
+    """Tokens from position 0 whose KV is completed, not merely launched. The larger value is kept. More than the tokens known, or than
+    the table has slots for: BAD_FIELD.
+    """
     encoder_computed: _builtins.bool
     """With a cross-attention group: the KV of the encoder's input is complete in all blocks of the sequence's table there. Seals them, as
     one unit. Needed before, or together with, the first tokens that the sequence itself has computed.
@@ -1214,7 +1223,9 @@ class AppendItem(_message.Message):
     UPDATE_FIELD_NUMBER: _builtins.int
     WANT_BLOCKS_FIELD_NUMBER: _builtins.int
     want_blocks: _builtins.int
-    """For engines without a reserve: the length of the tables wanted, in blocks, of every group. 0: no wish."""
+    """For engines without a reserve: the length of the tables wanted, in blocks, of every group. 0: no wish. More than a pool can hold:
+    NEVER_FITS.
+    """
     @_builtins.property
     def update(self) -> Global___SequenceUpdate: ...
     def __init__(
@@ -1479,7 +1490,9 @@ class RouteRequest(_message.Message):
     max_workers: _builtins.int
     """Most workers in the answer; 0: all."""
     explain: _builtins.bool
-    """Answer also why no more of the prompt is cached, as of the same moment."""
+    """Answer also why no more of the prompt is cached, as of the same moment. The search for the closest prompt is shorter than that of
+    Explain: 32 children of one node, 64 nodes below them.
+    """
     num_encoder_tokens: _builtins.int
     """Of encoder-decoder models: tokens of the encoder's input, whose SHA-256 is root.input_digest. A worker that does not hold its KV has
     to compute so many more. Workers that take no input of this length are left out.
@@ -1937,7 +1950,10 @@ class BlockDescription(_message.Message):
     """Place on the free list, 0 is the next to be granted; −1 if the block is not on it or after place 65,536."""
     @_builtins.property
     def owners(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SequenceKey]:
-        """Live sequences whose tables name the block; at most 16 of them."""
+        """Live sequences whose tables name the block; at most 16 of them. There is no other block table: that of a sequence are the blocks
+        that it owns, by table_index. It is not exact, because pages are read at different moments, and because a block that is bound and
+        not yet named is RESERVED and has no owner.
+        """
 
     def __init__(
         self,
@@ -2110,7 +2126,9 @@ class DescribeBlockResponse(_message.Message):
 
     @_builtins.property
     def prefix_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks of this worker's group that hold this prefix, from table index 0 on, this block's last; 0 where none does any more."""
+        """The blocks of this worker's group that hold this prefix, from table index 0 on, this block's last; 0 where none does any more. For a
+        block that is not sealed: those of the sequence that fills it.
+        """
 
     @_builtins.property
     def owner_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2204,8 +2222,8 @@ class ContentsOptions(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """To resume: the epoch and the number of the last event that came. If the events after it are not kept any more, or the epoch is
-    another one, the whole state comes anew.
+    """To resume: the epoch and the number of the last event that came. If the events after it are not kept any more (--watch-events), or
+    the epoch is another one, the whole state comes anew.
     """
     after: _builtins.int
     def __init__(
@@ -2224,7 +2242,7 @@ Global___ContentsOptions: _TypeAlias = ContentsOptions  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
-    """Neither of the two: nothing has happened for some seconds, and the stream lives."""
+    """Neither of the two: there was nothing to send for 2 s, and the stream lives."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2269,7 +2287,7 @@ class Picture(_message.Message):
     number: _builtins.int
     """Counts the manager's pictures, from 1; `last_used` of blocks is in this number."""
     whole: _builtins.bool
-    """Forget the picture before: this one has everything. Set in the first part."""
+    """Forget the picture before: this one has everything. Set in the first part. The first picture of a stream is whole."""
     complete: _builtins.bool
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPicture]:
@@ -2845,7 +2863,9 @@ class ClosestPrompt(_message.Message):
     what is cached after the other prompt's block.
     """
     truncated: _builtins.bool
-    """The search was cut short: a closer one may exist, and num_prompts may be larger."""
+    """The search was cut short: a closer one may exist, and num_prompts may be larger. Searched are at most 512 children of one node, and
+    1,024 nodes below them.
+    """
     num_different_tokens: _builtins.int
     """Tokens of the block that differ; 1: only `prompt_token`."""
     def __init__(

@@ -36,7 +36,7 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     """Main memory of a worker that computes on a GPU. Not granted by this version."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """Where the bytes of a pool live."""
+    """Where the bytes of a pool live. This version knows TIER_DEVICE only; every other value, also the unset one, is a BAD_FIELD."""
 
 TIER_UNSPECIFIED: Tier.ValueType  # 0
 TIER_DEVICE: Tier.ValueType  # 1
@@ -146,7 +146,8 @@ class SlidingWindowSpec(_message.Message):
     window_tokens: _builtins.int
     """w: the position of a token itself included. At least 2."""
     ring_blocks: _builtins.int
-    """Scratch blocks of one sequence: ⌈(w − 1 + c) / block_size⌉ + 1 for a worker that computes at most c tokens of a prompt in one step.
+    """Scratch blocks of one sequence: ⌈(c − 1) / block_size⌉ + 1 + ⌈(w − 1) / block_size⌉ are enough for a worker that computes at most c
+    tokens of it in one step, whatever it names.
     At least ⌈(w − 1) / block_size⌉ + 1. A short sequence is granted no more than it can fill.
     """
     def __init__(
@@ -372,7 +373,7 @@ Global___BlockRun: _TypeAlias = BlockRun  # noqa: Y015
 
 @_typing.final
 class BlockCounts(_message.Message):
-    """How many blocks of one pool are in which state. free + cached + held + reserved + copying = capacity."""
+    """How many blocks of one pool are in which state. free + cached + held + reserved + copying + withheld = capacity."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -428,7 +429,7 @@ Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
-    """A worker's load."""
+    """A worker's load, by which Route ranks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

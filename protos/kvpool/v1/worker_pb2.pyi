@@ -176,7 +176,7 @@ class ModelFacts(_message.Message):
     """Where the model runs, e.g. "cpu" or "cuda:0"."""
     vocab_size: _builtins.int
     max_model_len: _builtins.int
-    """Prompt and generated tokens together."""
+    """Prompt and generated tokens together: a prompt has less, or is a BAD_FIELD."""
     max_num_seqs: _builtins.int
     """Sequences in one batch."""
     block_size: _builtins.int
@@ -408,7 +408,9 @@ class GenerateRequest(_message.Message):
     attempt: _builtins.int
     """See SequenceKey."""
     text: _builtins.str
-    """Tokenised by the worker, raw: no chat template."""
+    """Tokenised by the worker, raw: no chat template. Refused unread if it has more bytes than the tokens of the longest prompt can
+    have, or more than sixteen times that, and 1 MiB at least, if the tokenizer may drop text.
+    """
     adapter: _builtins.str
     """See Root; the fingerprint is the worker's own."""
     tenant_salt: _builtins.str
@@ -442,7 +444,8 @@ class GenerateRequest(_message.Message):
     n: _builtins.int
     """Answers to generate; 0 or 1: one. The prompt is computed once, and the sequences of the further answers are forks of the first.
     Answer k > 0 is the sequence `{sequence_id}.{k}` and draws with the seed sampling.seed + k (mod 2^64), so its text is that of a
-    request of its own with that seed. At most 128; a sequence_id has 12 bytes less then.
+    request of its own with that seed. At most 128, or num_beams of a search; a sequence_id has 12 bytes less then. Not with
+    num_delivered_tokens: an answer is continued alone.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
@@ -515,8 +518,8 @@ class BeamSearch(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     num_beams: _builtins.int
-    """Texts that are followed side by side, each in a sequence of its own; 0: the model's default; 1: no search. At most 64, and at most the worker's
-    max_num_seqs.
+    """Texts that are followed side by side, each in a sequence of its own; 0: the model's default; 1: no search. At most 64, and at most
+    the worker's max_num_seqs. With temperature 0 only; the next two fields only with 2 or more.
     """
     length_penalty: _builtins.float
     """A text's score is the sum of its log-probabilities / length ** length_penalty; unset: 1. Above 0 favours long texts.
@@ -570,7 +573,8 @@ class SamplingParams(_message.Message):
     """Applied in this order: logit_bias, the three penalties in the order of these fields, ids that must not follow (no_repeat_ngram_size,
     encoder_no_repeat_ngram_size, bad_words_ids, stop.min_tokens), forced_eos_token_id, suppress_tokens, begin_suppress_tokens, temperature,
     top_k, top_p of what is left, min_p of what is left. Log-probabilities are those of the model, before all this. A field that is unset has
-    the model's default (ModelFacts.defaults); if it has none, what is said here.
+    the model's default (ModelFacts.defaults); if it has none, what is said here. A field that is set to 0, 1 or an empty list overrides
+    that default.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -611,13 +615,15 @@ class SamplingParams(_message.Message):
     BAD_WORDS_IDS_FIELD_NUMBER: _builtins.int
     FORCED_EOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0, as if there is no default: greedy. Otherwise logits are divided by it. At most 100."""
+    """0, as if there is no default: greedy, of equal logits that of the lowest id. Otherwise logits are divided by it. At most 100."""
     top_k: _builtins.int
     """Keep the k most likely tokens; unset or 0: all."""
     top_p: _builtins.float
     """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; unset or 1: all. In (0, 1]."""
     seed: _builtins.int
-    """Seed and position decide a draw: the same seed gives the same text, in any batch. Unset: 0."""
+    """Seed and absolute position decide a draw among the ids that are left, in their order: the same seed gives the same text, in any
+    batch. Unset: 0.
+    """
     min_p: _builtins.float
     """Drop tokens whose probability is less than min_p times that of the most likely one; unset or 0: none. In [0, 1]."""
     repetition_penalty: _builtins.float

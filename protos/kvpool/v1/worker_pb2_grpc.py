@@ -62,10 +62,10 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates tokens for one sequence, or for several that begin with one prompt. One stream per (sequence_id, attempt): a second is ALREADY_EXISTS. Cancelling the
-        call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE with the reason
-        RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream whose
-        reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
+        """Generates tokens for one sequence, or for several that begin with one prompt. One stream per (sequence_id, attempt): a second is
+        ALREADY_EXISTS. Cancelling the call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE
+        with the reason RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream
+        whose reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
         reason SLOW_READER; its blocks are freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -17,10 +17,10 @@ class WorkerServiceStub:
     GetModel: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelRequest, _worker_pb2.GetModelResponse]
     """Facts about the model, then its tokenizer and chat template in parts. Idempotent."""
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
-    """Generates tokens for one sequence, or for several that begin with one prompt. One stream per (sequence_id, attempt): a second is ALREADY_EXISTS. Cancelling the
-    call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE with the reason
-    RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream whose
-    reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
+    """Generates tokens for one sequence, or for several that begin with one prompt. One stream per (sequence_id, attempt): a second is
+    ALREADY_EXISTS. Cancelling the call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE
+    with the reason RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream
+    whose reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
     reason SLOW_READER; its blocks are freed.
     """
     GenerateMany: _aio.StreamStreamMultiCallable[_worker_pb2.GenerateManyRequest, _worker_pb2.GenerateManyResponse]
@@ -44,10 +44,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GenerateRequest,
         context: _aio.ServicerContext[_worker_pb2.GenerateRequest, _abc.AsyncIterator[_worker_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_worker_pb2.GenerateResponse]:
-        """Generates tokens for one sequence, or for several that begin with one prompt. One stream per (sequence_id, attempt): a second is ALREADY_EXISTS. Cancelling the
-        call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE with the reason
-        RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream whose
-        reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
+        """Generates tokens for one sequence, or for several that begin with one prompt. One stream per (sequence_id, attempt): a second is
+        ALREADY_EXISTS. Cancelling the call, or its deadline, ends the sequence and frees its blocks. Never retried by gRPC. UNAVAILABLE
+        with the reason RECOVERING (no session with the manager) or DRAINING (leaving) says that another worker may serve it. A stream
+        whose reader takes nothing for the worker's --reader-seconds, while there is something to take, is RESOURCE_EXHAUSTED with the
         reason SLOW_READER; its blocks are freed.
         """
 
