@@ -54,7 +54,7 @@ class Watching:
 
     async def serve(self, request: cache_pb2.WatchRequest, peer: str, end: Callable[[Refusal], None]) -> Source:
         """The messages of one call. `end` is called if the stream loses its place; it cancels the call, which may be waiting for
-        its reader. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS, UNSUPPORTED) and status.Unavailable."""
+        its reader. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS) and status.Unavailable."""
         sources = self._sources(request)
         place = self.places.take(peer, asyncio.get_running_loop().time(), end)
         try:
