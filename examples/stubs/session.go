@@ -1,4 +1,4 @@
-// Two sequences of a worker in Go: the second gets the first block of the first from the cache (docs/PROTOCOL.md, "Stubs").
+// Two sequences of a worker in Go: the second gets the first block of the first from the cache (README.md).
 //
 // go run . HOST:PORT
 package main

@@ -1,4 +1,4 @@
-// Two sequences of a worker in JavaScript: the second gets the first block of the first from the cache (docs/PROTOCOL.md, "Stubs").
+// Two sequences of a worker in JavaScript: the second gets the first block of the first from the cache (README.md).
 //
 // node session.js HOST:PORT GOOGLEAPIS, the latter a folder that holds google/rpc/status.proto.
 const path = require("node:path");

@@ -1,4 +1,4 @@
-"""The stubs of docs/PROTOCOL.md in other languages.
+"""The stubs of examples/stubs/README.md in other languages.
 
 `make test-stubs` runs this file. `make test` does not collect it: it needs compilers of these languages and a package registry.
 """

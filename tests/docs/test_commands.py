@@ -40,6 +40,7 @@ OPERATING = ROOT / "docs" / "OPERATING.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_HERE = [document for document in DOCUMENTS if document.name != "PROTOCOL.md"]
 """tests/docs/test_protocol.py runs the calls of that one."""
+WRITTEN = [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "examples" / "stubs" / "README.md"]
 
 NOT_RUN = {
     "make demo": "starts a cluster of its own; tests/examples/test_demo.py does it, with processes that are forked",
@@ -246,7 +247,7 @@ def test_the_settings_file_is_taken(tmp_path: Path) -> None:
         assert {name: getattr(settings, name) for name in tables[kind.table]} == tables[kind.table]
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_and_files_named_in_the_text_exist(document: Path) -> None:
     """`kvpool WORD` and `make TARGET`, wherever they are mentioned; files by their path from the checkout or a package."""
     for code in inline_code(document):
@@ -264,7 +265,7 @@ def test_commands_and_files_named_in_the_text_exist(document: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     """To files of the checkout, and to headings."""
     text = document.read_text(encoding="utf-8")
