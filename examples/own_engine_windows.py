@@ -4,6 +4,25 @@ The first layer of the toy sees the whole text, the second one its last tokens. 
 blocks in the first, and in the second a ring of scratch blocks, of which windows are named where other texts go on.
 
     python -m examples.own_engine_windows
+
+A window has 20 tokens, a block 8, a step at most 16: a boundary needs 3 blocks, a ring has 6. This is what the engine states of
+group 1 for a prompt of 72 tokens and 40 generated ones, while another prompt waits that has the first 63 of them:
+
+| call, `num_computed_tokens` | entries in `bound` | blocks in `scratch` | entries in `released` | |
+|---|---|---|---|---|
+| Append 16 | | 6 | | `Granted` had the boundary 64; 56, where the other prompt leaves it, came on the downlink |
+| Append 32 | | 6 | | |
+| Append 48 | | 6 | | the first blocks have been written again, and no message said so |
+| Append 64 | 4, 5, 6, 7 | 6 | | windows end at 56 (4 to 6) and 64 (5 to 7); 4 blocks of the reserve take their place |
+| Append 72 | 5, 6, 7 | 6 | 4 | the step after 64 tokens sees 5 to 7; entry 4 stays a hit for others |
+| Append 80 | 6, 7 | 6 | 5 | from here on it decodes |
+| Append 88 | 7 | 6 | 6 | |
+| Append 96 | | 6 | 7 | |
+| Append 104 | | 6 | | |
+| Free 111 | 10, 11, 12 | 3 | | the window at the end of the text: a conversation goes on from there |
+
+After the fourth call the other prompt is asked for again, and hits 56 tokens: seven blocks of group 0, and entries 4, 5
+and 6 of group 1.
 """
 
 import asyncio
