@@ -158,8 +158,10 @@ def test_the_errors_of_a_call_are_those_that_its_code_names(
     call: str, source: Callable[..., object], beside: set[str]
 ) -> None:
     (paragraph,) = [text for text in TEXT.split("\n\n") if text.startswith(f"**`{call}`**")]
-    behind = TEXT.split(paragraph)[1].split("\n\n**`")[0]  # Append's errors stand behind its table
+    behind = TEXT.split(paragraph)[1].split("\n\n**`")[0]  # Report's errors stand behind its stages
     listed = reasons_in((paragraph + behind).split("*Errors:*")[1].split("\n\n")[0])
+    if call in ("Allocate", "Append", "Fork", "Report"):
+        listed |= reasons_in(section("Calls of a worker").split("*Errors of the whole call:*")[1].split("\n\n")[0])
     assert source.__doc__ is not None
     assert listed == reasons_in(source.__doc__.partition("Raises")[2]) | beside
 
@@ -176,7 +178,8 @@ def test_the_limits_are_the_managers() -> None:
         limits.max_numbers_skipped,
     ):
         assert f"{number:,}" in TEXT
-    assert f"at most {limits.max_contents_per_report_part:,} in one" in " ".join(TEXT.split())
+    contents, elsewhere = limits.max_contents_per_report_part, limits.max_blocks_per_report_part
+    assert f"at most {contents:,} contents, and {elsewhere:,} blocks elsewhere" in " ".join(TEXT.split())
     assert f"128 bytes; other names and `address` {limits.max_name_bytes}" in " ".join(TEXT.split())
     assert limits.max_id_bytes == 128
     assert MAX_MESSAGE_BYTES == 16 << 20
