@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Final, NamedTuple
@@ -101,22 +100,23 @@ def _entries(public: type) -> Iterator[_Entry]:
         inherited = vars(module).get(base)
         if inherited is not None and inherited.__module__.startswith("kvpool.client") and base not in described_names():
             yield from _entries(inherited)
+    blocking: list[FunctionType] = []
     for index, item in enumerate(node.body):
         if isinstance(item, ast.Assign) and inspect.isfunction(value := vars(public)[ast.unparse(item.targets[0])]):
-            yield _blocking_form(inspect.unwrap(value))
+            blocking.append(inspect.unwrap(value))
         elif isinstance(item, (ast.AnnAssign, ast.Assign)) and (signature := _field(item, module)):
             yield _Entry(signature, _require(_string_after(node.body, index), f"{public.__name__}.{signature}"))
         elif isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from _method(public, item)
+    if blocking:
+        yield _blocking_forms(blocking)
 
 
-def _blocking_form(method: FunctionType) -> _Entry:
-    """A method of SyncClient that is made of one of Client."""
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    assert isinstance(function, ast.AsyncFunctionDef)
-    assert function.returns
-    signature = f"{function.name}({_parameters(function)}) -> {ast.unparse(function.returns)}"
-    return _Entry(signature, f"See {method.__qualname__}.")
+def _blocking_forms(methods: list[FunctionType]) -> _Entry:
+    """The methods of SyncClient that are made of those of Client."""
+    (owner,) = {method.__qualname__.partition(".")[0] for method in methods}
+    names = "`, `".join(method.__name__ for method in methods)
+    return _Entry(names, f"As the methods of {owner} with these names, without `await`.")
 
 
 def _method(public: type, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[_Entry]:
