@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple, Self
 
-from kvpool.load.engine import Delivery, Engine, Served
+from kvpool.load.engine import Delivery, EngineUnderLoad, ServedRequest
 
 Answers = Mapping[tuple[int, ...], tuple[int, ...]]
 """Tokens by prompt."""
@@ -16,12 +16,12 @@ NUM_FIRST: Final = 8
 class Listener:
     """An engine that keeps its answers."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineUnderLoad) -> None:
         self._engine = engine
         self.answers: dict[tuple[int, ...], tuple[int, ...]] = {}
         """The complete ones."""
 
-    async def served(self) -> Served:
+    async def served(self) -> ServedRequest:
         """See Engine."""
         return await self._engine.served()
 

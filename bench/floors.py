@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from bench.machine_speed import MachineSpeed
-from kvpool.load.plan import Case, Plan
+from kvpool.load.plan import CacheCase, LoadPlan
 
 
 class Cost(NamedTuple):
@@ -74,14 +74,14 @@ class ModelSizes:
         num_read = self.num_layer_weights + self.num_head_weights + num_keys * self.num_kv_numbers
         return Cost(self.bytes_per_number * num_read, 2 * num_products + self.num_flop_per_pair * num_pairs)
 
-    def workload_floor_s(self, plan: Plan, case: Case, speed: MachineSpeed) -> float:
+    def workload_floor_s(self, plan: LoadPlan, case: CacheCase, speed: MachineSpeed) -> float:
         """Of a run in which all users begin at once, one conversation each."""
         sizes, users = plan.sizes, plan.num_conversations
         # Of a warm prompt all is cached but the last token, which gives the first logits.
-        own = sizes.own_tokens if case is Case.COLD else 1
+        own = sizes.own_tokens if case is CacheCase.COLD else 1
         before = sizes.prefix_tokens + sizes.own_tokens - own
         costs = []
-        if case is Case.COLD and sizes.prefix_tokens:
+        if case is CacheCase.COLD and sizes.prefix_tokens:
             costs.append(self.cost(1, sizes.prefix_tokens, 0, num_rows=0))
         for _ in range(sizes.turns):
             costs.append(self.cost(users, own, before, sizes.prefix_tokens))

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from bench.report import command_line, facts
 from kvpool.worker_service.cache.engine_cache import Computed
-from kvpool.worker_service.cache.link_state import Call
+from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.worker_service.windowed import Worker
 
@@ -66,7 +66,7 @@ class Beams:
         self.beams = [first]
         self._num_beams = num_beams
         self._draw = random.Random(1)
-        self._sent: tuple[int, Call] | None = None
+        self._sent: tuple[int, MutatingCall] | None = None
         self._number = 0
         self._is_computed = False
         """The last step has not been followed by a branching."""

@@ -29,7 +29,7 @@ from kvpool.cache_service.servicer import CacheServicer  # noqa: E402
 from kvpool.process.settings import load_settings  # noqa: E402
 from kvpool.v1 import cache_pb2_grpc, worker_pb2  # noqa: E402
 from kvpool.worker_service import codec  # noqa: E402
-from kvpool.worker_service.server import Server  # noqa: E402
+from kvpool.worker_service.server import WorkerServer  # noqa: E402
 from kvpool.worker_service.settings import WorkerSettings  # noqa: E402
 
 KEEP_ALIVE_SECONDS = 1.0
@@ -38,7 +38,7 @@ KEEP_ALIVE_SECONDS = 1.0
 class OurEngine:
     """A worker's engine and a manager's core, in this loop."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: WorkerServer) -> None:
         self.server = server
 
     async def generate(self, prompt: list[int], num_tokens: int) -> AsyncGenerator[tuple[list[int], int | None], None]:
@@ -66,7 +66,7 @@ async def serve(settings: WorkerSettings) -> None:
         servicer = CacheServicer(
             CacheManager(epochs.epoch), epochs, keep_alive_seconds=KEEP_ALIVE_SECONDS, clock=time.monotonic
         )
-        server = await Server.load(settings)
+        server = await WorkerServer.load(settings)
         # Its port is bound and not served. The link is the worker's own, with another stub.
         link = server._link
         tasks = [

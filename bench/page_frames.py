@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvpool.gateway.pages.event_stream import EventStream
+from kvpool.gateway.pages.event_stream import PageEvents
 from kvpool.gateway.pages.files import file_routes
-from kvpool.gateway.pages.hub import Hub, Viewer
+from kvpool.gateway.pages.hub import Hub, PageViewer
 from kvpool.gateway.server import listen
 from kvpool.v1 import cache_pb2, common_pb2
 
@@ -63,7 +63,7 @@ async def measure(num_blocks: int, num_changes: int, seconds: float) -> dict[str
     hub = Hub(lambda: pictures(num_blocks, num_changes))
 
     async def watch(request: Request) -> Response:
-        return EventStream(hub.events(Viewer(include_blocks=True, pause_seconds=0)))
+        return PageEvents(hub.events(PageViewer(include_blocks=True, pause_seconds=0)))
 
     listener = listen("127.0.0.1", 0)
     app = Starlette(routes=[Route("/api/watch", watch), *file_routes(has_login=False)])

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvpool.load.engine import Delivery, Served
+from kvpool.load.engine import Delivery, ServedRequest
 
 _MAX_LINE_BYTES: Final = 1 << 24
 _LOG_CHARS: Final = 2000
@@ -29,9 +29,9 @@ class EngineFailed(Exception):
 
 
 class PipedEngine:
-    """Start it with `start`; see kvpool.load.engine.Engine for the rest."""
+    """Start it with `start`; see kvpool.load.engine.EngineUnderLoad for the rest."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, served: Served) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, served: ServedRequest) -> None:
         self.name = name
         self.facts: dict[str, Any] = {}
         """Its name and versions, from its first message."""
@@ -45,7 +45,7 @@ class PipedEngine:
 
     @classmethod
     async def start(
-        cls, name: str, command: Sequence[str], environment: Mapping[str, str], served: Served, seconds: float
+        cls, name: str, command: Sequence[str], environment: Mapping[str, str], served: ServedRequest, seconds: float
     ) -> PipedEngine:
         """Start the process, and wait at most `seconds` until it is ready. Raises EngineFailed with the end of its log."""
         handle, path = tempfile.mkstemp(prefix="kvpool-bench-", suffix=".log")
@@ -78,7 +78,7 @@ class PipedEngine:
     def pid(self) -> int:
         return self._process.pid
 
-    async def served(self) -> Served:
+    async def served(self) -> ServedRequest:
         """See Engine."""
         return self._served
 

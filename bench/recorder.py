@@ -22,7 +22,7 @@ from kvpool.cache_service.core.messages import AppendItem, Granted, SequenceUpda
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.events import Granted as GrantedEvent
-from kvpool.worker_service.cache.link_state import Call
+from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
@@ -148,7 +148,7 @@ class Recorder:
             now += CALL_SECONDS
             self._cache.timed(partial(self._exchange, call, now))
 
-    def _exchange(self, call: Call, now: float) -> None:
+    def _exchange(self, call: MutatingCall, now: float) -> None:
         """The work of link and servicer, with bytes instead of a socket."""
         request = _over_the_wire(call.request)
         response: cache_pb2.AllocateResponse | cache_pb2.AppendResponse | cache_pb2.FreeResponse

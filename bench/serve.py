@@ -31,10 +31,10 @@ from bench.serve_figures import Measured, Measurements, ratios_as_json, show
 from bench.serve_peers import PEERS, Setup
 from bench.serve_sides import OURS, SERVED, WAIT_POLICIES, Sides, require_installed
 from kvpool.client.errors import KvpoolError
-from kvpool.load.engine import Engine
+from kvpool.load.engine import EngineUnderLoad
 from kvpool.load.kvpool_engine import KvpoolEngine
 from kvpool.load.load import Watch, run_load
-from kvpool.load.plan import Case, Plan
+from kvpool.load.plan import CacheCase, LoadPlan
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
 from kvpool.worker_service.native.compiler import NoNativeLibrary
@@ -100,7 +100,7 @@ async def _start(sides: Sides, arguments: argparse.Namespace) -> None:
         await sides.start_cluster(worker_arguments)
 
 
-async def _measure(name: str, plan: Plan, sides: Sides, num_runs: int, measured: Measurements) -> None:
+async def _measure(name: str, plan: LoadPlan, sides: Sides, num_runs: int, measured: Measurements) -> None:
     """One workload: the sides in turn within each repetition. Repetition 0 is the warm-up. Only whole repetitions count.
 
     `mixed` is for KV waste: kvpool's cluster alone, its blocks sampled four times a second.
@@ -108,7 +108,7 @@ async def _measure(name: str, plan: Plan, sides: Sides, num_runs: int, measured:
     engines = sides.measured(name)
     for repetition in range(num_runs + 1):
         conversations = plan.conversations(SERVED, repetition)
-        found: list[tuple[Case, str, Measured]] = []
+        found: list[tuple[CacheCase, str, Measured]] = []
         for side, engine in engines.items():
             watch = Watch(stall_seconds=STALL_SECONDS)
             if name == "mixed" and isinstance(engine, KvpoolEngine):
@@ -131,7 +131,7 @@ async def _measure(name: str, plan: Plan, sides: Sides, num_runs: int, measured:
 
 
 @contextlib.contextmanager
-def _awake(engine: Engine) -> Iterator[None]:
+def _awake(engine: EngineUnderLoad) -> Iterator[None]:
     """Resume an engine behind a pipe within the context. kvpool's cluster is never suspended: its leases would end, and it does not
     spin."""
     if not isinstance(engine, PipedEngine):

@@ -6,27 +6,33 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvpool.load.arrivals import ClosedLoop
-from kvpool.load.plan import Case, Plan
-from kvpool.load.workload import DEFAULT_SIZES, Sizes, Workload
+from kvpool.load.plan import CacheCase, LoadPlan
+from kvpool.load.workload import DEFAULT_SIZES, LoadWorkload, RequestSizes
 
-COLD_AND_WARM: Final = (Case.COLD, Case.WARM)
+COLD_AND_WARM: Final = (CacheCase.COLD, CacheCase.WARM)
 
-PLANS: Final[Mapping[str, Plan]] = {
-    "shared": Plan(Workload.SHARED, ClosedLoop(16), 16, DEFAULT_SIZES[Workload.SHARED], cases=COLD_AND_WARM),
-    "unshared": Plan(Workload.UNSHARED, ClosedLoop(16), 16, DEFAULT_SIZES[Workload.UNSHARED]),
-    "document": Plan(Workload.DOCUMENT, ClosedLoop(8), 8, DEFAULT_SIZES[Workload.DOCUMENT], cases=COLD_AND_WARM),
-    "chats": Plan(Workload.CHATS, ClosedLoop(8), 8, DEFAULT_SIZES[Workload.CHATS]),
-    "long-shared": Plan(
-        Workload.SHARED, ClosedLoop(64), 64, Sizes(prefix_tokens=2_000, own_tokens=32, generated_tokens=64)
+PLANS: Final[Mapping[str, LoadPlan]] = {
+    "shared": LoadPlan(
+        LoadWorkload.SHARED, ClosedLoop(16), 16, DEFAULT_SIZES[LoadWorkload.SHARED], cases=COLD_AND_WARM
     ),
-    "one": Plan(Workload.UNSHARED, ClosedLoop(1), 1, Sizes(prefix_tokens=0, own_tokens=64, generated_tokens=128)),
+    "unshared": LoadPlan(LoadWorkload.UNSHARED, ClosedLoop(16), 16, DEFAULT_SIZES[LoadWorkload.UNSHARED]),
+    "document": LoadPlan(
+        LoadWorkload.DOCUMENT, ClosedLoop(8), 8, DEFAULT_SIZES[LoadWorkload.DOCUMENT], cases=COLD_AND_WARM
+    ),
+    "chats": LoadPlan(LoadWorkload.CHATS, ClosedLoop(8), 8, DEFAULT_SIZES[LoadWorkload.CHATS]),
+    "long-shared": LoadPlan(
+        LoadWorkload.SHARED, ClosedLoop(64), 64, RequestSizes(prefix_tokens=2_000, own_tokens=32, generated_tokens=64)
+    ),
+    "one": LoadPlan(
+        LoadWorkload.UNSHARED, ClosedLoop(1), 1, RequestSizes(prefix_tokens=0, own_tokens=64, generated_tokens=128)
+    ),
 }
 """By name. All are closed loops in which all users start at once; `one` is a single stream."""
-MIXED: Final = Plan(Workload.MIXED, ClosedLoop(16), 64, DEFAULT_SIZES[Workload.MIXED])
+MIXED: Final = LoadPlan(LoadWorkload.MIXED, ClosedLoop(16), 64, DEFAULT_SIZES[LoadWorkload.MIXED])
 """For KV waste; only for kvpool's cluster."""
 
 
-def sizes_of(plan: Plan) -> str:
+def sizes_of(plan: LoadPlan) -> str:
     """A description of a run's requests."""
     sizes = plan.sizes
     turns = f" x {sizes.turns} turns" if sizes.turns > 1 else ""
@@ -36,7 +42,7 @@ def sizes_of(plan: Plan) -> str:
     )
 
 
-def unshared_tokens(plan: Plan) -> int:
+def unshared_tokens(plan: LoadPlan) -> int:
     """Tokens of all conversations of a run at their end, without any sharing."""
     sizes = plan.sizes
     return plan.num_conversations * (sizes.prefix_tokens + sizes.turns * (sizes.own_tokens + sizes.generated_tokens))

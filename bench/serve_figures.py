@@ -14,8 +14,8 @@ from bench.agreement import Agreement, Answers
 from bench.our_cluster import Counts
 from bench.report import Ratio, Series, print_table
 from bench.serve_cases import MIXED, PLANS, sizes_of
-from kvpool.load.figures import Figures
-from kvpool.load.plan import Case
+from kvpool.load.figures import LoadFigures
+from kvpool.load.plan import CacheCase
 from kvpool.load.sample import Run
 
 
@@ -32,19 +32,19 @@ class Measured(NamedTuple):
 class Measurements:
     """Repetitions by workload, case and side, without the warm-up."""
 
-    repetitions: dict[tuple[str, Case, str], list[Measured]] = field(default_factory=dict)
-    floors: dict[tuple[str, Case], float] = field(default_factory=dict)
+    repetitions: dict[tuple[str, CacheCase, str], list[Measured]] = field(default_factory=dict)
+    floors: dict[tuple[str, CacheCase], float] = field(default_factory=dict)
     """The least seconds of a run on this machine, by workload and case, if its speed was measured."""
 
-    def add(self, workload: str, case: Case, side: str, measured: Measured) -> None:
+    def add(self, workload: str, case: CacheCase, side: str, measured: Measured) -> None:
         """The next repetition."""
         self.repetitions.setdefault((workload, case, side), []).append(measured)
 
-    def cases(self) -> list[tuple[str, Case]]:
+    def cases(self) -> list[tuple[str, CacheCase]]:
         """Workloads and cases, in the order in which they were measured."""
         return list(dict.fromkeys((workload, case) for workload, case, _ in self.repetitions))
 
-    def sides(self, workload: str, case: Case) -> dict[str, list[Measured]]:
+    def sides(self, workload: str, case: CacheCase) -> dict[str, list[Measured]]:
         """The repetitions of one case by side."""
         return {side: found for (name, of, side), found in self.repetitions.items() if (name, of) == (workload, case)}
 
@@ -56,7 +56,7 @@ class Measurements:
                 "case": case.value,
                 "side": side,
                 "floor_s": self.floors.get((workload, case)),
-                **Figures.of([one.run for one in found]).as_json(),
+                **LoadFigures.of([one.run for one in found]).as_json(),
                 "counts": [None if one.counts is None else one.counts.as_json() for one in found],
             }
             for (workload, case, side), found in self.repetitions.items()
@@ -71,7 +71,7 @@ def series(name: str, repetitions: Sequence[Measured]) -> Series:
     """One value per repetition, in seconds."""
     found = []
     for run in (one.run for one in repetitions):
-        figures = Figures.of([run])
+        figures = LoadFigures.of([run])
         times = {"first token": figures.time_to_first_token, "inter-token": figures.inter_token}.get(name)
         found.append(run.seconds if times is None else times.median)
     return Series(name, found)
@@ -89,7 +89,7 @@ def show(measured: Measurements, ours: Sequence[str]) -> None:
         table = Table("side", *METRICS, "tokens/s", "hit rate", "manager RPCs per request", box=None, pad_edge=False)
         notes = []
         for side, found in sides.items():
-            figures = Figures.of([one.run for one in found])
+            figures = LoadFigures.of([one.run for one in found])
             work = OurWork.of(found)
             table.add_row(
                 side,
@@ -161,7 +161,7 @@ class OurWork(NamedTuple):
         counts = [measured.counts for measured in repetitions if measured.counts is not None]
         if not counts:
             return None
-        runs = Figures.of([one.run for one in repetitions]).runs
+        runs = LoadFigures.of([one.run for one in repetitions]).runs
         return cls(
             num_requests=sum(run.num_complete for run in runs),
             num_generated_tokens=sum(run.num_generated_tokens for run in runs),
@@ -175,7 +175,7 @@ class OurWork(NamedTuple):
         )
 
 
-def _notes(figures: Figures, work: OurWork | None) -> Iterator[str]:
+def _notes(figures: LoadFigures, work: OurWork | None) -> Iterator[str]:
     """Lines for figures that are not in the table."""
     if figures.by_turn:
         yield "first token by turn, ms: " + ", ".join(

@@ -11,10 +11,10 @@ from bench.our_cluster import Counts, OurCluster
 from bench.piped_engine import EngineFailed, PipedEngine
 from bench.serve_peers import NUM_CACHE_TOKENS, PEERS, Setup
 from kvpool.client.config import ClientConfig
-from kvpool.load.engine import Engine, Served
+from kvpool.load.engine import EngineUnderLoad, ServedRequest
 from kvpool.load.kvpool_engine import KvpoolEngine
 
-SERVED: Final = Served("SmolLM2-135M-Instruct", range(1_000, 40_000), 8_192)
+SERVED: Final = ServedRequest("SmolLM2-135M-Instruct", range(1_000, 40_000), 8_192)
 """Prompts are random tokens without special ones; the same for all sides."""
 WORKER_ARGUMENTS: Final = (
     *("--model", "smollm2", "--dtype", "bfloat16", "--device", "cpu"),
@@ -43,7 +43,7 @@ class Sides:
     def __init__(self, stack: AsyncExitStack, setup: Setup) -> None:
         self._stack = stack
         self._setup = setup
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineUnderLoad] = {}
         self._clusters: dict[str, OurCluster] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         """Name and versions of each side."""
@@ -72,7 +72,7 @@ class Sides:
         command = await PEERS[name].command(self._setup)
         await self._start_piped(name, command.arguments, command.environment)
 
-    def measured(self, workload: str) -> dict[str, Engine]:
+    def measured(self, workload: str) -> dict[str, EngineUnderLoad]:
         """The sides that are measured with a workload: in `mixed`, kvpool's cluster alone."""
         if workload == "mixed":
             return {side: engine for side, engine in self.engines.items() if side == OVER_GRPC}

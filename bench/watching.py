@@ -32,7 +32,7 @@ from kvpool.cache_service.core.messages import (
     Uplink,
 )
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
@@ -45,7 +45,7 @@ PAGE_BLOCKS: Final = 4096
 class _Load:
     """A worker inside the manager's process, so that its calls cost no transport."""
 
-    def __init__(self, server: Server, num_blocks: int) -> None:
+    def __init__(self, server: ManagerServer, num_blocks: int) -> None:
         self._manager = server.manager
         registration = Registration("w", 1, 1, "", "bench", "bench", Layout(BLOCK_SIZE, (Group(num_blocks + 1),)))
         self._session = self._manager.register(registration, time.monotonic()).session
@@ -72,7 +72,7 @@ async def _serve_until_told(pipe: Connection, num_blocks: int) -> None:
     """Serve, and answer each message on the pipe with CPU seconds and the longest pause since the last one."""
     with tempfile.TemporaryDirectory() as folder:
         settings = ManagerSettings(port=0, state_dir=Path(folder), lease_seconds=3600)
-        async with Server(settings, FileEpochs.open(settings.state_folder)) as server:
+        async with ManagerServer(settings, FileEpochs.open(settings.state_folder)) as server:
             load = _Load(server, num_blocks)
             for _ in range(num_blocks // BLOCKS_PER_REQUEST):
                 load.serve()

@@ -18,7 +18,7 @@ from kvpool.process.signals import exit_status
 
 from .election.choice import choose_store
 from .election.epoch import EpochStore, LeadershipLost, StateError
-from .server import Server
+from .server import ManagerServer
 from .settings import ManagerSettings
 
 EXIT_FAILED = 1
@@ -60,7 +60,7 @@ async def _serve(settings: ManagerSettings, epochs: EpochStore) -> int:
 
     for number in signals:
         loop.add_signal_handler(number, stop, number)
-    async with Server(settings, epochs) as server:
+    async with ManagerServer(settings, epochs) as server:
         _switch_off_the_collector()
         await server.serve_until(stopping)
         for number in signals:

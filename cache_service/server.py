@@ -22,10 +22,10 @@ from .core.messages import Limits
 from .counts import EdgeCounts
 from .election.epoch import EpochStore
 from .garbage import collect_young
+from .leader_gate import LeaderGate
 from .request_sizes import request_limits
 from .servicer import CacheServicer
 from .settings import ManagerSettings
-from .standby import StandbyServicer
 
 if TYPE_CHECKING:
     from kvpool.process.metrics import MetricsPage, MetricsServer
@@ -44,7 +44,7 @@ NOTICE_SECONDS: Final = 0.1
 """Between NOT_SERVING and the end: peers that watch the health, or call, get a status and no broken connection."""
 
 
-class Server:
+class ManagerServer:
     """A cache manager that listens. `async with` starts and stops it; make it inside the loop that runs it.
 
     `epochs` leads already, or the server stands by until it does: health is answered, calls are refused. The server releases it
@@ -67,7 +67,7 @@ class Server:
         """The port in use, once started."""
         self._grpc = GrpcServer(settings.host, settings.port, settings, clock=clock)
         self._counts = EdgeCounts()
-        self._standby: StandbyServicer | None = None
+        self._standby: LeaderGate | None = None
         self._has_begun = False
         """This process leads, or has led."""
         self._leading: asyncio.Task[None] | None = None
@@ -77,7 +77,7 @@ class Server:
         if epochs.leads():
             self._begin_life()
         else:
-            self._standby = StandbyServicer()
+            self._standby = LeaderGate()
 
     def _begin_life(self) -> None:
         """Make an empty manager under the epoch that this process leads with, and what answers its calls."""

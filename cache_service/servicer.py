@@ -69,7 +69,7 @@ def answering(method: Method[Request, Response]) -> Method[Request, Response]:
             except Refusal as refusal:
                 self.counts.refusals[refusal.reason] += 1
                 found = status.of_refusal(refusal)
-            except status.Unavailable as error:
+            except status.ManagerUnavailable as error:
                 found = status.of_unavailable(error)
             except Exception:
                 log.exception("call failed", method=name)
@@ -108,7 +108,7 @@ def answering_stream(method: Stream[Request, Response]) -> Stream[Request, Respo
             except Refusal as refusal:
                 self.counts.refusals[refusal.reason] += 1
                 found = status.of_refusal(refusal)
-            except status.Unavailable as error:
+            except status.ManagerUnavailable as error:
                 found = status.of_unavailable(error)
             except Exception:
                 log.exception("call failed", method=name)
@@ -164,7 +164,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """Raise status.Unavailable if the manager is about to stop, or if another one may lead by now: this process may have been
         frozen for any time before it looks at the call."""
         if self._stopping:
-            raise status.Unavailable("the manager is shutting down: register again when it is back")
+            raise status.ManagerUnavailable("the manager is shutting down: register again when it is back")
         if not self._epochs.leads():
             raise status.LeadsNoLonger
 
@@ -226,7 +226,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 raise status.LeadsNoLonger from error
             except StateError as error:
                 log.warning("epoch cannot be raised", why=str(error))
-                raise status.Unavailable("the manager's epoch cannot be written; see its log") from error
+                raise status.ManagerUnavailable("the manager's epoch cannot be written; see its log") from error
             log.warning("epoch raised", epoch=epoch, before=self._manager.epoch, seen_by=worker_id)
             self._foreign_epochs.on_raised(self.clock())
             self._manager.raise_epoch(epoch)

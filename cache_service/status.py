@@ -63,11 +63,11 @@ _TABLE: Mapping[Reason, _Row] = {
 assert _TABLE.keys() == set(Reason), "every reason has its status"
 
 
-class Unavailable(Exception):
+class ManagerUnavailable(Exception):
     """The manager cannot serve any call now. Nothing was done."""
 
 
-class LeadsNoLonger(Unavailable):
+class LeadsNoLonger(ManagerUnavailable):
     """Another manager may lead by now."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
     )
 
 
-def of_unavailable(error: Unavailable) -> status_pb2.Status:
+def of_unavailable(error: ManagerUnavailable) -> status_pb2.Status:
     """The status of a call that cannot be served now."""
     if isinstance(error, LeadsNoLonger):
         return build_status(code_pb2.UNAVAILABLE, STANDBY, str(error), retry_seconds=0.1)

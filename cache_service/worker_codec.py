@@ -59,7 +59,7 @@ MAX_GROUPS = Limits().max_groups
 """Bounds what decoding makes of a group's number."""
 
 
-class Batch(NamedTuple, Generic[Item]):
+class DecodedItems(NamedTuple, Generic[Item]):
     """A decoded batch: the items of good shape, and what is wrong with the others, by their place in the request."""
 
     items: list[Item]
@@ -72,9 +72,9 @@ class Batch(NamedTuple, Generic[Item]):
         return [self.refusals[i] if i in self.refusals else next(rest) for i in range(count)]
 
 
-def decode_batch(messages: Iterable[Message], decode: Callable[[Message], Item]) -> Batch[Item]:
+def decode_batch(messages: Iterable[Message], decode: Callable[[Message], Item]) -> DecodedItems[Item]:
     """Decode each item; a malformed one affects no other."""
-    batch: Batch[Item] = Batch([], {})
+    batch: DecodedItems[Item] = DecodedItems([], {})
     for index, message in enumerate(messages):
         try:
             batch.items.append(decode(message))

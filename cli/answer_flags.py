@@ -31,7 +31,7 @@ ModelName = Annotated[
 _MODELS = "the model's own, or "
 
 
-class EarlyStopping(StrEnum):
+class EarlyStoppingWord(StrEnum):
     """The values of the option early_stopping, as words."""
 
     FALSE = "false"
@@ -40,7 +40,7 @@ class EarlyStopping(StrEnum):
 
     @property
     def value_of_option(self) -> bool | str:
-        return self.value if self is EarlyStopping.NEVER else self is EarlyStopping.TRUE
+        return self.value if self is EarlyStoppingWord.NEVER else self is EarlyStoppingWord.TRUE
 
 
 class AnswerFlags:
@@ -99,7 +99,7 @@ class AnswerFlags:
         typer.Option("--length-penalty", help="With beams: above 0 favours long texts.", show_default="1"),
     ] = None
     early_stopping: Annotated[
-        EarlyStopping | None,
+        EarlyStoppingWord | None,
         typer.Option(
             "--early-stopping",
             help="With beams: end as soon as there are as many texts, or never before none can be better.",

@@ -9,7 +9,7 @@ from kvpool.v1 import worker_pb2
 
 from .chunk import Chunk, FinishReason, chunk_from_proto
 from .completion import CompletionBuilder
-from .continuation import Account
+from .continuation import AnswerUsage
 from .failover import Target
 from .gate import Gate
 
@@ -24,7 +24,7 @@ class Answer:
         """Whether its last chunk was taken."""
         self._request = request
         self._gate = Gate()
-        self._account = Account()
+        self._account = AnswerUsage()
 
     def __repr__(self) -> str:
         return f"Answer({self.index}, {self._gate}, finished={self.is_finished})"

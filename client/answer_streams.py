@@ -28,7 +28,7 @@ Ending: TypeAlias = status_pb2.Status | grpc.aio.AioRpcError
 """How a request ended that did not come to its last response: what the worker says of it, or what became of the whole stream."""
 
 
-class Ended(Exception):
+class EndedEarly(Exception):
     """A request ended before its last response."""
 
     def __init__(self, ending: Ending | None) -> None:
@@ -88,7 +88,7 @@ class Answers:
             self._wake()
             self._num_unfinished -= response.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED
             if not self._num_unfinished:
-                self.end(Ended(None))
+                self.end(EndedEarly(None))
 
     @property
     def has_ended(self) -> bool:
@@ -166,13 +166,13 @@ class _Stream:
             self._on_end(self)
 
     async def _read(self) -> None:
-        why: Exception = Ended(None)
+        why: Exception = EndedEarly(None)
         try:
             while isinstance(message := await self._call.read(), worker_pb2.GenerateManyResponse):
                 for answer in message.answers:
                     self._take(answer)
         except grpc.aio.AioRpcError as error:
-            why = Ended(error)
+            why = EndedEarly(error)
         except asyncio.CancelledError:
             # `close`, or a status CANCELLED, which grpc.aio raises as this too.
             why = Cancelled("the stream was closed before its end", reason="CANCELLED")
@@ -185,7 +185,7 @@ class _Stream:
         if answers is None:
             return  # it was cancelled
         if answer.HasField("status"):
-            answers.end(Ended(answer.status))
+            answers.end(EndedEarly(answer.status))
         else:
             answers.put(answer.response)
             if not answers.has_ended:

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from .errors import InvalidRequest
-from .message_shapes import Shapes, find_shapes, structure
+from .message_shapes import MessageShapes, find_shapes, structure
 from .messages import Message
 from .template_process import TemplateExceeded, TemplateProcess
 
@@ -35,7 +35,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._process = process or TemplateProcess()
         self._now = now
-        self._known: OrderedDict[tuple[tuple[str, str], ...], Shapes] = OrderedDict()
+        self._known: OrderedDict[tuple[tuple[str, str], ...], MessageShapes] = OrderedDict()
 
     def render(
         self,
@@ -53,7 +53,7 @@ class ChatTemplate:
 
     def _shapes(
         self, messages: Sequence[Message], add_generation_prompt: bool, arguments: Mapping[str, Any] | None
-    ) -> Shapes:
+    ) -> MessageShapes:
         """Those in which it reads the messages; they are kept for the structures seen last."""
         key = None if arguments else structure(messages)
         known = None if key is None else self._known.pop(key, None)
@@ -71,7 +71,7 @@ class ChatTemplate:
 
             known = find_shapes(messages, render)
         if known is None:
-            return Shapes()
+            return MessageShapes()
         if key is not None and len(key) <= _MOST_KEPT_MESSAGES:
             self._known[key] = known
             while len(self._known) > _MOST_KEPT:

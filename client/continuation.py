@@ -36,7 +36,7 @@ def another_may_go_on(error: KvpoolError) -> bool:
     )
 
 
-class Account:
+class AnswerUsage:
     """Usage of a whole answer out of that of its attempts, each of which knows only itself."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "func
 """Each is tried by itself; all others together, because a request may name any number."""
 
 
-class Shapes(NamedTuple):
+class MessageShapes(NamedTuple):
     """What a template reads of certain messages."""
 
     reads_text: frozenset[int] = frozenset()
@@ -71,7 +71,7 @@ def structure(messages: Sequence[Message]) -> tuple[tuple[str, str], ...] | None
     return tuple((message["role"], type(message.get("content")).__name__) for message in messages)
 
 
-def find_shapes(messages: Sequence[Message], render: Render) -> Shapes | None:
+def find_shapes(messages: Sequence[Message], render: Render) -> MessageShapes | None:
     """Try the template: a few short renderings, however long the contents are. None: it renders no messages of these roles."""
     found = _found(_Trial(messages, render))
     if found is None and any(message.get("content") is None for message in messages):
@@ -84,7 +84,7 @@ def find_shapes(messages: Sequence[Message], render: Render) -> Shapes | None:
     return found
 
 
-def _found(trial: _Trial) -> Shapes | None:
+def _found(trial: _Trial) -> MessageShapes | None:
     """None: nothing is rendered."""
     messages, nothing, everything = trial.messages, frozenset[int](), frozenset(range(len(trial.messages)))
     as_text = as_mapping = False
@@ -106,7 +106,7 @@ def _found(trial: _Trial) -> Shapes | None:
             reads_parts = reads_parts.union(*(trial.read(role, mapping) & role for role in by_role))
     if not trial.has_rendered:
         return None
-    return Shapes(reads_text, reads_parts, as_text, as_mapping, trial.developer, trial.empty)
+    return MessageShapes(reads_text, reads_parts, as_text, as_mapping, trial.developer, trial.empty)
 
 
 class _Trial:

@@ -20,7 +20,7 @@ from .encoding import num_characters
 from .errors import InvalidRequest, ProtocolError
 from .messages import Message
 from .prompt import Prompt
-from .routed_prompt import EncoderFacts
+from .routed_prompt import EncoderModel
 from .template_process import TemplateProcess
 
 _TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER
@@ -56,7 +56,7 @@ class Model:
     """None: the model folder has none; generate() only."""
     keeps_boundaries: bool = False
     """Layers with a sliding window or a state: other prompts go on from boundaries only."""
-    encoder: EncoderFacts | None = None
+    encoder: EncoderModel | None = None
     """None: the prompt is the beginning of the text."""
     end_of_turn_token_ids: tuple[int, ...] = ()
     """Ids that end a text too, in chats."""
@@ -111,7 +111,7 @@ class Model:
             tokenizer=tokenizer,
             chat_template=chat_template,
             keeps_boundaries=facts.keeps_boundaries,
-            encoder=EncoderFacts.of(facts),
+            encoder=EncoderModel.of(facts),
             end_of_turn_token_ids=tuple(facts.end_of_turn_token_ids),
             defaults=facts.defaults,
         )
@@ -247,7 +247,7 @@ class Model:
             )
         return ids
 
-    def _checked_input(self, ids: list[int], encoder: EncoderFacts) -> list[int]:
+    def _checked_input(self, ids: list[int], encoder: EncoderModel) -> list[int]:
         if len(ids) > encoder.max_tokens:
             raise InvalidRequest(
                 f"the prompt has {len(ids)} tokens; the encoder of {self.name} takes {encoder.max_tokens}; shorten the prompt, "

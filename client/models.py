@@ -40,7 +40,7 @@ _RETRY_SECONDS: Final = 5.0
 """Until a worker that did not send what has changed of its model is asked again; until then the model is as another one has it."""
 
 
-class ServedModel(NamedTuple):
+class KnownModel(NamedTuple):
     """A model as the manager lists it."""
 
     fingerprint: str
@@ -56,7 +56,7 @@ class ServedModel(NamedTuple):
     """False: they are leaving, or do not serve yet."""
 
 
-def served_models(workers: Iterable[cache_pb2.WorkerDescription]) -> list[ServedModel]:
+def served_models(workers: Iterable[cache_pb2.WorkerDescription]) -> list[KnownModel]:
     """The models of live workers that serve text: those with an address. Workers that are leaving, or do not serve yet, count only
     where a model has no others."""
     by_fingerprint: dict[str, list[cache_pb2.WorkerDescription]] = {}
@@ -68,7 +68,7 @@ def served_models(workers: Iterable[cache_pb2.WorkerDescription]) -> list[Served
         serving = [worker for worker in of_model if not worker.draining and not worker.recovering]
         found = serving or of_model
         models.append(
-            ServedModel(
+            KnownModel(
                 fingerprint,
                 found[0].model_name,
                 found[0].facts_digest,
@@ -178,7 +178,7 @@ class Models:
         known = self._known.get(fingerprint)
         return known is not None and (known.facts == facts or time.monotonic() < known.retry_at)
 
-    async def _resolve(self, name: str | None, deadline: Deadline) -> ServedModel:
+    async def _resolve(self, name: str | None, deadline: Deadline) -> KnownModel:
         """Ask the manager who is meant."""
         workers = (await self._manager.describe(deadline)).workers
         try:
@@ -189,13 +189,13 @@ class Models:
             # It was served before. A manager that has just restarted knows the first workers to register, and not yet the others.
             raise Unavailable(str(error), reason="NO_WORKER") from error
 
-    async def _fresh(self, name: str | None, served: ServedModel, deadline: Deadline) -> Model:
+    async def _fresh(self, name: str | None, served: KnownModel, deadline: Deadline) -> Model:
         """The model as it is served, fetched unless these facts of it were fetched before."""
         if not self._is_settled(served.fingerprint, served.facts):
             self._known[served.fingerprint] = await self._find(served, deadline)
         return self._keep(name, served)
 
-    async def _find(self, served: ServedModel, deadline: Deadline) -> _Known:
+    async def _find(self, served: KnownModel, deadline: Deadline) -> _Known:
         """What is known from now on."""
         key = served.fingerprint, served.facts
         if key in self._fetched:
@@ -205,7 +205,7 @@ class Models:
         has_come = facts == served.facts
         return _Known(model, facts, 0.0 if has_come else time.monotonic() + _RETRY_SECONDS)
 
-    def _keep(self, name: str | None, served: ServedModel) -> Model:
+    def _keep(self, name: str | None, served: KnownModel) -> Model:
         """Remember whom the name means, and the limits of the model."""
         known = self._known[served.fingerprint]
         self._fingerprints[name] = served.fingerprint
@@ -279,7 +279,7 @@ def _silent(who: str, what: str) -> Unavailable:
     return Unavailable(f"{who} did not send {what}", reason="NO_ANSWER")
 
 
-def resolve(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> ServedModel:
+def resolve(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> KnownModel:
     """The model meant by `name`. Errors as Models.get."""
     workers = list(workers)
     models = served_models(workers)

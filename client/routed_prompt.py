@@ -11,7 +11,7 @@ from kvpool.v1 import common_pb2, worker_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderFacts:
+class EncoderModel:
     """Of a model whose prompt feeds an encoder, while its decoder begins every text with tokens of its own."""
 
     max_tokens: int
@@ -20,7 +20,7 @@ class EncoderFacts:
     """What every text begins with; no part of an answer."""
 
     @classmethod
-    def of(cls, facts: worker_pb2.ModelFacts) -> EncoderFacts | None:
+    def of(cls, facts: worker_pb2.ModelFacts) -> EncoderModel | None:
         """From a worker's facts; None: the prompt is the beginning of the text."""
         if not facts.is_encoder_decoder:
             return None
@@ -39,7 +39,7 @@ class RoutedPrompt(NamedTuple):
 
 
 def routed_prompt(
-    root: common_pb2.Root, encoder: EncoderFacts | None, prompt: Sequence[int], delivered: Sequence[int] = ()
+    root: common_pb2.Root, encoder: EncoderModel | None, prompt: Sequence[int], delivered: Sequence[int] = ()
 ) -> RoutedPrompt:
     """A prompt, and the tokens of the answer that were delivered. `root`: without an input."""
     if encoder is None:

@@ -9,7 +9,7 @@ import grpc.aio
 
 from kvpool.v1 import worker_pb2
 
-from .answer_streams import Answers, Ended
+from .answer_streams import Answers, EndedEarly
 from .deadline import Deadline
 from .errors import Cancelled, KvpoolError, ProtocolError, Unavailable, from_rpc_error, from_status
 from .failover import Target
@@ -75,7 +75,7 @@ class WatchedCall:
         self._waiting_since = asyncio.get_running_loop().time()
         try:
             return await self._answers.read()
-        except Ended as ended:
+        except EndedEarly as ended:
             if isinstance(ended.ending, grpc.aio.AioRpcError):
                 raise from_rpc_error(ended.ending, self._who) from ended.ending
             if ended.ending is not None:

@@ -35,7 +35,7 @@ _ASK_AGAIN: Final = (
 _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class Keys:
+class AccessKeys:
     """Checks keys, and issues sessions that any gateway with the same keys accepts: nothing is kept."""
 
     def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.time) -> None:
@@ -85,7 +85,7 @@ class Access:
         self,
         app: ASGIApp,
         *,
-        keys: Keys,
+        keys: AccessKeys,
         allowed_hosts: Sequence[str],
         cors_origins: Sequence[str] = (),
     ) -> None:

@@ -16,19 +16,19 @@ from starlette.responses import Response
 
 from kvpool.client import Client, ClientConfig
 
-from .access import Access, Keys
+from .access import Access, AccessKeys
 from .connection import ConnectionLimits
 from .context import Gateway
 from .errors import ApiError, on_api_error
 from .login import login_routes
 from .metrics import GatewayMetrics
-from .observation import Observation
+from .observation import RequestObservation
 from .openai.routes import openai_routes
 from .pages.page import open_page
 from .pages.routes import page_routes
 from .request_log import RequestLog
 from .settings import GatewaySettings
-from .state import state_routes
+from .status_routes import status_routes
 
 
 def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
@@ -51,8 +51,8 @@ def make_app(
     """The application. Its lifespan opens a client of the cluster, and closes it. `limits`: of the server that serves it."""
     metrics = GatewayMetrics()
     limits = limits or connection_limits(settings)
-    keys = Keys(settings.keys)
-    routes = [*state_routes(), *login_routes(keys), *openai_routes(), *page_routes(has_login=bool(keys))]
+    keys = AccessKeys(settings.keys)
+    routes = [*status_routes(), *login_routes(keys), *openai_routes(), *page_routes(has_login=bool(keys))]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -64,7 +64,9 @@ def make_app(
             yield
 
     middleware = [
-        Middleware(Observation, routes=routes, metrics=metrics, max_body_bytes=settings.max_body_bytes, clock=clock),
+        Middleware(
+            RequestObservation, routes=routes, metrics=metrics, max_body_bytes=settings.max_body_bytes, clock=clock
+        ),
         *_cors(settings),
         Middleware(
             Access,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from .access import Keys, session_cookie
+from .access import AccessKeys, session_cookie
 from .errors import ApiError
 from .security_headers import PAGE_HEADERS
 
@@ -42,7 +42,7 @@ def login_form(said: str = "", status: int = HTTPStatus.OK) -> HTMLResponse:
     return HTMLResponse(_FORM.format(said=escape(said)), int(status), headers=PAGE_HEADERS)
 
 
-def login_routes(keys: Keys) -> list[BaseRoute]:
+def login_routes(keys: AccessKeys) -> list[BaseRoute]:
     """GET and POST /login, POST /logout."""
 
     async def show(request: Request) -> Response:

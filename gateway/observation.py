@@ -33,7 +33,7 @@ _QUIET: Final = frozenset({"/health", "/metrics"})
 """Routes that are asked all the time: their lines are for debugging."""
 
 
-class Observation:
+class RequestObservation:
     """ASGI middleware."""
 
     def __init__(

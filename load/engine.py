@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequest:
     """What an engine serves, as far as a workload needs it."""
 
     model: str
@@ -27,14 +27,14 @@ class Delivery(NamedTuple):
     """Prompt tokens that the cache served; None where it is not known (yet)."""
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """The engine is full and does not take this request; others may go on."""
 
 
-class Engine(Protocol):
+class EngineUnderLoad(Protocol):
     """An engine under load. All methods are called in one event loop."""
 
-    async def served(self) -> Served:
+    async def served(self) -> ServedRequest:
         """What it serves; once, before the load."""
         ...
 

@@ -132,7 +132,7 @@ class RunFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LoadFigures:
     """All runs of one case together: times over all their requests, rates as the median of the runs."""
 
     runs: tuple[RunFigures, ...]
@@ -144,7 +144,7 @@ class Figures:
     waste: Waste | None
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Figures:
+    def of(cls, runs: Sequence[Run]) -> LoadFigures:
         """Of at least one run."""
         samples = [sample for run in runs for sample in run.complete]
         return cls(

@@ -12,7 +12,7 @@ from kvpool.client.model import Model
 from kvpool.client.options import GenerateOptions
 from kvpool.client.request import build_request
 
-from .engine import Delivery, Refused, Served
+from .engine import Delivery, RefusedRequest, ServedRequest
 from .waste import WasteSample, look
 
 
@@ -28,10 +28,10 @@ class KvpoolEngine:
         self._lengths: dict[str, int] = {}
         """Tokens of the sequences since the last `forget`, prompt and answer so far."""
 
-    async def served(self) -> Served:
+    async def served(self) -> ServedRequest:
         """Of the live workers; Unavailable or NotFound if there is none."""
         model = await self._client.model(self._model_name)
-        return Served(model.name, await asyncio.to_thread(ordinary_tokens, model), model.max_model_len)
+        return ServedRequest(model.name, await asyncio.to_thread(ordinary_tokens, model), model.max_model_len)
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
         """See Engine; raises KvpoolError for what is not Refused."""
@@ -47,7 +47,7 @@ class KvpoolEngine:
                     if chunk.token_ids or cached is not None:
                         yield Delivery(chunk.token_ids, cached)
         except ResourceExhausted as error:
-            raise Refused(str(error)) from error
+            raise RefusedRequest(str(error)) from error
 
     async def waste(self) -> WasteSample:
         """What its sequences hold right now."""

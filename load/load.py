@@ -13,7 +13,7 @@ from typing import Final
 from kvpool.client.errors import KvpoolError
 
 from .arrivals import Arrivals, Sleep
-from .engine import Engine, Refused
+from .engine import EngineUnderLoad, RefusedRequest
 from .sample import Arrived, RequestSample, Run
 from .waste import WasteSample
 from .workload import Conversation
@@ -45,7 +45,7 @@ class Watch:
 
 
 async def run_load(
-    engine: Engine, conversations: Sequence[Conversation], arrivals: Arrivals, watch: Watch | None = None
+    engine: EngineUnderLoad, conversations: Sequence[Conversation], arrivals: Arrivals, watch: Watch | None = None
 ) -> Run:
     """Have all conversations; returns what was noted. What ends the run before its time is in `Run.error`, with the figures so far.
     Cancelling ends all requests."""
@@ -55,7 +55,7 @@ async def run_load(
 class _Load:
     """One run. Use it once."""
 
-    def __init__(self, engine: Engine, arrivals: Arrivals, watch: Watch) -> None:
+    def __init__(self, engine: EngineUnderLoad, arrivals: Arrivals, watch: Watch) -> None:
         self._engine = engine
         self._arrivals = arrivals
         self._watch = watch
@@ -99,7 +99,7 @@ class _Load:
             self._samples.append(sample)
             try:
                 answer = await self._ask(tokens, turn.num_generated, sample)
-            except Refused as refusal:
+            except RefusedRequest as refusal:
                 sample.refusal = str(refusal)
                 return
             finally:

@@ -10,15 +10,15 @@ from typing import Final
 from kvpool.client.errors import InvalidRequest
 
 from .arrivals import Arrivals
-from .engine import Engine, Served
+from .engine import EngineUnderLoad, ServedRequest
 from .load import Watch, run_load
 from .sample import Run
-from .workload import DEFAULT_SIZES, Conversation, Sizes, Workload, make_workload, require_sense
+from .workload import DEFAULT_SIZES, Conversation, LoadWorkload, RequestSizes, make_workload, require_sense
 
 MAX_REPETITIONS: Final = 1000
 
 
-class Case(StrEnum):
+class CacheCase(StrEnum):
     """What the cache holds of a workload when it begins."""
 
     COLD = "cold"
@@ -28,15 +28,15 @@ class Case(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """What is to be measured. Validated when it is made: InvalidRequest."""
 
-    workload: Workload
+    workload: LoadWorkload
     arrivals: Arrivals
     num_conversations: int
-    sizes: Sizes
+    sizes: RequestSizes
     repetitions: int = 1
-    cases: tuple[Case, ...] = (Case.COLD,)
+    cases: tuple[CacheCase, ...] = (CacheCase.COLD,)
     warm_up: bool = True
     """Whether a full-size run that is not counted comes first."""
     seed: int = 0
@@ -53,7 +53,7 @@ class Plan:
         """Of one run."""
         return self.num_conversations * self.sizes.turns
 
-    def conversations(self, served: Served, repetition: int) -> list[Conversation]:
+    def conversations(self, served: ServedRequest, repetition: int) -> list[Conversation]:
         """Of one repetition, which shares nothing with the others; 0 is the warm-up. InvalidRequest if the model is too small."""
         return make_workload(
             self.workload,
@@ -70,7 +70,7 @@ class Plan:
         return {
             "workload": self.workload.value,
             "num_conversations": self.num_conversations,
-            **{name: getattr(self.sizes, name) for name in Sizes.__dataclass_fields__},
+            **{name: getattr(self.sizes, name) for name in RequestSizes.__dataclass_fields__},
             "arrivals": {"loop": type(self.arrivals).__name__.removesuffix("Loop").lower(), **arrivals},
             "repetitions": self.repetitions,
             "cases": [case.value for case in self.cases],
@@ -83,14 +83,16 @@ class Plan:
 class Measured:
     """What has been measured so far; complete when `measure` has returned without an error."""
 
-    plan: Plan
-    served: Served | None = None
-    runs: dict[Case, list[Run]] = field(default_factory=dict)
+    plan: LoadPlan
+    served: ServedRequest | None = None
+    runs: dict[CacheCase, list[Run]] = field(default_factory=dict)
     error: Exception | None = None
     """What ended the measurement before its time: the last run is in part, or was the warm-up."""
 
 
-async def measure(engine: Engine, plan: Plan, measured: Measured, watch: Watch, on_run: Callable[[str], None]) -> None:
+async def measure(
+    engine: EngineUnderLoad, plan: LoadPlan, measured: Measured, watch: Watch, on_run: Callable[[str], None]
+) -> None:
     """Fill `measured` run by run; `on_run` hears what begins. What is wrong with the plan itself, and an engine that is not there
     from the beginning, is raised."""
     measured.served = served = await engine.served()
@@ -108,6 +110,6 @@ async def measure(engine: Engine, plan: Plan, measured: Measured, watch: Watch, 
                 return
 
 
-def default_sizes(workload: Workload, **given: int | None) -> Sizes:
+def default_sizes(workload: LoadWorkload, **given: int | None) -> RequestSizes:
     """The workload's own sizes, with those that are given in their place."""
     return replace(DEFAULT_SIZES[workload], **{name: size for name, size in given.items() if size is not None})

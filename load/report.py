@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .arrivals import ClosedLoop
-from .figures import PERCENTILES, Distribution, Figures, Spread
-from .plan import Measured, Plan
-from .workload import Workload
+from .figures import PERCENTILES, Distribution, LoadFigures, Spread
+from .plan import LoadPlan, Measured
+from .workload import LoadWorkload
 
 METHOD = (
     "Times are from when a request was due, on one monotonic clock; percentiles are exact over all requests (tokens) of all "
@@ -23,27 +23,27 @@ def as_json(measured: Measured) -> dict[str, object]:
     return {
         "plan": measured.plan.as_json(),
         "model": None if measured.served is None else measured.served.model,
-        "cases": {case.value: Figures.of(runs).as_json() for case, runs in measured.runs.items()},
+        "cases": {case.value: LoadFigures.of(runs).as_json() for case, runs in measured.runs.items()},
         "error": None if measured.error is None else str(measured.error),
     }
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: LoadPlan) -> str:
     """What is about to be done, in a sentence."""
     sizes = plan.sizes
     shared = f"{sizes.prefix_tokens} shared" if sizes.prefix_tokens else ""
     generated = f"{sizes.generated_tokens} generated tokens"
-    if plan.workload is Workload.MIXED:
+    if plan.workload is LoadWorkload.MIXED:
         what = f"log-normal length, mean {sizes.own_tokens} + {generated}"
         if shared:
             what += f", half of the longer prompts beginning with {shared} ones"
-    elif plan.workload is Workload.CHATS:
+    elif plan.workload is LoadWorkload.CHATS:
         what = f"{sizes.turns} turns, each + {sizes.own_tokens} + {generated}" + (
             shared and f", after {shared} shared ones"
         )
     else:
         what = (shared and f"{shared} + ") + f"{sizes.own_tokens} own + {generated}"
-    noun = "conversation" if plan.workload is Workload.CHATS else "request"
+    noun = "conversation" if plan.workload is LoadWorkload.CHATS else "request"
     arrivals = plan.arrivals
     if isinstance(arrivals, ClosedLoop):
         how = f"{_count(arrivals.num_users, 'user')}, closed loop"
@@ -58,13 +58,13 @@ def tables(measured: Measured) -> RenderableType:
     """For people."""
     parts: list[RenderableType] = []
     for case, runs in measured.runs.items():
-        figures = Figures.of(runs)
+        figures = LoadFigures.of(runs)
         parts += [Text(f"{case}, {_count(len(runs), 'run')}", style="bold"), _times(figures), _rates(figures), Text()]
     parts.append(Text(METHOD, style="dim"))
     return Group(*parts)
 
 
-def _times(figures: Figures) -> Table:
+def _times(figures: LoadFigures) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("ms", overflow="fold")
     for column in ("mean", *(f"p{percent}" for percent in PERCENTILES), "least", "most", "samples"):
@@ -87,7 +87,7 @@ def _cells(found: Distribution | None) -> list[str]:
     return [*(f"{seconds * 1000:,.1f}" for seconds in times), f"{found.count:,}"]
 
 
-def _rates(figures: Figures) -> Table:
+def _rates(figures: LoadFigures) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(overflow="fold")
     table.add_column()

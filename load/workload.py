@@ -18,7 +18,7 @@ MIXED_SHARE: Final = 0.5
 """How many of the prompts in `mixed` begin with the prefix, if they are longer than it."""
 
 
-class Workload(StrEnum):
+class LoadWorkload(StrEnum):
     """What the requests have in common with each other."""
 
     SHARED = "shared"
@@ -34,7 +34,7 @@ class Workload(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RequestSizes:
     """How long everything is, in tokens. Validated when it is made: InvalidRequest."""
 
     prefix_tokens: int
@@ -52,23 +52,23 @@ class Sizes:
                 raise InvalidRequest(f"{name} must be at least {least}, got {getattr(self, name)}", reason="BAD_FIELD")
 
 
-DEFAULT_SIZES: Final[Mapping[Workload, Sizes]] = {
-    Workload.SHARED: Sizes(prefix_tokens=512, own_tokens=32, generated_tokens=32),
-    Workload.UNSHARED: Sizes(prefix_tokens=0, own_tokens=544, generated_tokens=32),
-    Workload.DOCUMENT: Sizes(prefix_tokens=4096, own_tokens=32, generated_tokens=32),
-    Workload.CHATS: Sizes(prefix_tokens=0, own_tokens=100, generated_tokens=50, turns=6),
-    Workload.MIXED: Sizes(prefix_tokens=128, own_tokens=300, generated_tokens=100),
+DEFAULT_SIZES: Final[Mapping[LoadWorkload, RequestSizes]] = {
+    LoadWorkload.SHARED: RequestSizes(prefix_tokens=512, own_tokens=32, generated_tokens=32),
+    LoadWorkload.UNSHARED: RequestSizes(prefix_tokens=0, own_tokens=544, generated_tokens=32),
+    LoadWorkload.DOCUMENT: RequestSizes(prefix_tokens=4096, own_tokens=32, generated_tokens=32),
+    LoadWorkload.CHATS: RequestSizes(prefix_tokens=0, own_tokens=100, generated_tokens=50, turns=6),
+    LoadWorkload.MIXED: RequestSizes(prefix_tokens=128, own_tokens=300, generated_tokens=100),
 }
-DEFAULT_CONVERSATIONS: Final[Mapping[Workload, int]] = {
-    Workload.SHARED: 16,
-    Workload.UNSHARED: 16,
-    Workload.DOCUMENT: 8,
-    Workload.CHATS: 8,
-    Workload.MIXED: 64,
+DEFAULT_CONVERSATIONS: Final[Mapping[LoadWorkload, int]] = {
+    LoadWorkload.SHARED: 16,
+    LoadWorkload.UNSHARED: 16,
+    LoadWorkload.DOCUMENT: 8,
+    LoadWorkload.CHATS: 8,
+    LoadWorkload.MIXED: 64,
 }
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """One request of a conversation."""
 
     new_tokens: tuple[int, ...]
@@ -81,7 +81,7 @@ class Turn(NamedTuple):
 class Conversation:
     """Requests of one user, each after the answer to the one before; mostly a single one."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -90,8 +90,8 @@ class Conversation:
 
 
 def make_workload(
-    workload: Workload,
-    sizes: Sizes,
+    workload: LoadWorkload,
+    sizes: RequestSizes,
     num_conversations: int,
     *,
     vocabulary: Sequence[int],
@@ -112,7 +112,7 @@ def make_workload(
         return tuple(generator.choices(vocabulary, k=count))
 
     prefix = draw(sizes.prefix_tokens)
-    if workload is Workload.MIXED:
+    if workload is LoadWorkload.MIXED:
         conversations = [_mixed(generator, draw, prefix, sizes, max_model_len) for _ in range(num_conversations)]
     else:
         conversations = [_even(draw, prefix, sizes) for _ in range(num_conversations)]
@@ -127,24 +127,24 @@ def make_workload(
     return conversations
 
 
-def require_sense(workload: Workload, sizes: Sizes, num_conversations: int) -> None:
+def require_sense(workload: LoadWorkload, sizes: RequestSizes, num_conversations: int) -> None:
     """InvalidRequest if the workload cannot be of such sizes with any model."""
     if num_conversations < 1:
         raise InvalidRequest(f"needed at least one request, got {num_conversations}", reason="BAD_FIELD")
-    if workload is Workload.UNSHARED and sizes.prefix_tokens:
+    if workload is LoadWorkload.UNSHARED and sizes.prefix_tokens:
         raise InvalidRequest(
             f"in unshared nothing is shared, so --prefix-tokens must be 0, got {sizes.prefix_tokens}; use --own-tokens, "
             "or --workload shared",
             reason="BAD_FIELD",
         )
-    if workload is not Workload.CHATS and sizes.turns != 1:
+    if workload is not LoadWorkload.CHATS and sizes.turns != 1:
         raise InvalidRequest(
             f"{workload} has one turn, got --turns {sizes.turns}; use --workload chats", reason="BAD_FIELD"
         )
 
 
-def _even(draw: Callable[[int], tuple[int, ...]], prefix: tuple[int, ...], sizes: Sizes) -> Conversation:
-    turns = [Turn(draw(sizes.own_tokens), sizes.generated_tokens) for _ in range(sizes.turns)]
+def _even(draw: Callable[[int], tuple[int, ...]], prefix: tuple[int, ...], sizes: RequestSizes) -> Conversation:
+    turns = [ChatTurn(draw(sizes.own_tokens), sizes.generated_tokens) for _ in range(sizes.turns)]
     turns[0] = turns[0]._replace(new_tokens=prefix + turns[0].new_tokens)
     return Conversation(tuple(turns))
 
@@ -153,14 +153,14 @@ def _mixed(
     generator: random.Random,
     draw: Callable[[int], tuple[int, ...]],
     prefix: tuple[int, ...],
-    sizes: Sizes,
+    sizes: RequestSizes,
     max_model_len: int,
 ) -> Conversation:
     num_generated = min(_length(generator, sizes.generated_tokens), max_model_len - 1)
     num_prompt = min(_length(generator, sizes.own_tokens), max_model_len - num_generated)
     shares = generator.random() < MIXED_SHARE and num_prompt > len(prefix)
     common = prefix if shares else ()
-    return Conversation((Turn(common + draw(num_prompt - len(common)), num_generated),))
+    return Conversation((ChatTurn(common + draw(num_prompt - len(common)), num_generated),))
 
 
 def _length(generator: random.Random, mean: int) -> int:

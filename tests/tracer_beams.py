@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch
-from kvpool.worker_service.engine.step import Candidate, Candidates
+from kvpool.worker_service.engine.step import BeamCandidate, BeamCandidates
 from tests import tracer
 
 
@@ -27,7 +27,7 @@ def expected_beams(
             text = [] if node is None else [one.token_id for one in node.tokens()]
             tracer.extend(slots, root, [*prompt, *text])
             best = tracer.best_tokens(slots, search.num_candidates)
-            rows.append(Candidates([Candidate(token_id, score, score) for token_id, score in best], []))
+            rows.append(BeamCandidates([BeamCandidate(token_id, score, score) for token_id, score in best], []))
         search.advance(rows, lambda _, token_id: token_id in ending_ids)
     texts = [([one.token_id for one in ended.node.tokens()], ended.has_met_end) for ended in search.ended]
     return [(text[:-1] if has_met_end else text, has_met_end) for text, has_met_end in texts]

@@ -16,11 +16,11 @@ import kvpool.process.quiet_start  # noqa: F401
 
 from . import allocation, chain, eviction, fork, pool, prefix, sharing, state, window
 from .picture import WIDTH_MAX, draw_legend, draw_step
-from .recording import Case, Step, record
+from .recording import Story, StoryStep, record
 from .story import as_object
 from .worker import UnexpectedAnswer
 
-CASES: Final[dict[str, Case]] = {
+CASES: Final[dict[str, Story]] = {
     case.name: case
     for case in (
         pool.CASE,
@@ -90,7 +90,7 @@ def _run(name: str | None, *, as_json: bool) -> int:
     return EXIT_BROKEN if any(step.violations for step in steps) else 0
 
 
-def _print_all(case: Case, steps: Sequence[Step]) -> None:
+def _print_all(case: Story, steps: Sequence[StoryStep]) -> None:
     """In colours on a terminal."""
     terminal = Console(highlight=False)
     width = min(WIDTH_MAX, os.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH_MAX

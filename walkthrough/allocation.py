@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvpool.cache_service.core.block_pool import State
 
 from .layouts import BLOCK_SIZE
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .snapshot import counter
 from .words import listed
 from .worker import Worker
@@ -105,4 +105,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Case("allocation", "requests come, grow, share and go", _play)
+CASE = Story("allocation", "requests come, grow, share and go", _play)

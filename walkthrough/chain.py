@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvpool.cache_service.core.prefix_tree import Node
 
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
 
@@ -108,4 +108,4 @@ def _name(node: Node) -> str:
     return "no name" if node.block_hash is None else f"{node.block_hash:016x}"
 
 
-CASE = Case("chain", "the same words after two parents are two different blocks", _play, shows_tree=True)
+CASE = Story("chain", "the same words after two parents are two different blocks", _play, shows_tree=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .layouts import BLOCK_SIZE
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
 
@@ -106,4 +106,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Case("eviction", "under pressure: least recently used first, ends before beginnings", _play)
+CASE = Story("eviction", "under pressure: least recently used first, ends before beginnings", _play)

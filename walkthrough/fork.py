@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvpool.cache_service.core.block_pool import State
 
 from .layouts import BLOCK_SIZE
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
 
@@ -117,4 +117,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Case("fork", "several answers to one prompt, which is kept once", _play)
+CASE = Story("fork", "several answers to one prompt, which is kept once", _play)

@@ -11,7 +11,7 @@ from rich.text import Text
 from .block_map import draw_block_map
 from .layouts import group_title
 from .lines import CHANGED_STYLE, EMPTY_SLOT, flow
-from .recording import Case, Step
+from .recording import Story, StoryStep
 from .snapshot import NodeView, Snapshot
 from .table_lines import draw_free_list, draw_tables
 
@@ -19,7 +19,7 @@ WIDTH_MAX: Final = 120
 _WIDTH_MIN: Final = 60
 
 
-def draw_step(case: Case, steps: Sequence[Step], index: int, width: int) -> list[Text]:
+def draw_step(case: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
     """The lines of one step, each at most `width` columns (at least 60, at most 120 are used)."""
     width = max(_WIDTH_MIN, min(width, WIDTH_MAX))
     step = steps[index]
@@ -34,7 +34,7 @@ def draw_step(case: Case, steps: Sequence[Step], index: int, width: int) -> list
     return lines
 
 
-def draw_legend(case: Case, width: int) -> list[Text]:
+def draw_legend(case: Story, width: int) -> list[Text]:
     """What the signs mean."""
     signs = [
         "* changed in this step",
@@ -50,7 +50,7 @@ def draw_legend(case: Case, width: int) -> list[Text]:
     return flow("", [Text(sign, style="dim") for sign in signs], max(_WIDTH_MIN, min(width, WIDTH_MAX)), gap=3)
 
 
-def _intro(case: Case, steps: Sequence[Step], index: int, width: int) -> list[Text]:
+def _intro(case: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
     """What happens and why, and the call that makes it happen."""
     step = steps[index]
     position = f"{case.name} {index + 1}/{len(steps)}"
@@ -76,7 +76,7 @@ def _hang(lead: str, call: str, width: int) -> list[Text]:
 # -- groups and tree
 
 
-def _group(step: Step, index: int, width: int) -> list[list[Text]]:
+def _group(step: StoryStep, index: int, width: int) -> list[list[Text]]:
     """Parts of the picture."""
     before, after, block_size = step.before.groups[index], step.after.groups[index], step.after.block_size
     blocks = draw_block_map(before, after, block_size, width)
@@ -123,7 +123,7 @@ def _name(node: NodeView) -> str:
     return "no name yet" if node.block_hash is None else f"{node.block_hash:016x}"
 
 
-def _violations(step: Step, width: int) -> list[Text]:
+def _violations(step: StoryStep, width: int) -> list[Text]:
     lines = [Text("The core breaks its own laws after this step:", style="bold red")]
     for violation in step.violations:
         lines += [Text(line, style="red") for line in textwrap.wrap(f"{violation.law}: {violation.message}", width)]

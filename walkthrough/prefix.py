@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .layouts import BLOCK_SIZE
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
 
@@ -94,4 +94,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Case("prefix", "a beginning that two chats share is computed once", _play)
+CASE = Story("prefix", "a beginning that two chats share is computed once", _play)

@@ -20,7 +20,7 @@ class Scene(NamedTuple):
     sentences: str
 
 
-class Case(NamedTuple):
+class Story(NamedTuple):
     """A story. `play` makes one call of the worker before each scene that it yields."""
 
     name: str
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     """The groups of the worker."""
 
 
-class Step(NamedTuple):
+class StoryStep(NamedTuple):
     """One call, what it means, and the core before and after it."""
 
     scene: Scene
@@ -43,19 +43,19 @@ class Step(NamedTuple):
     violations: tuple[Violation, ...]
 
 
-def record(case: Case) -> list[Step]:
+def record(case: Story) -> list[StoryStep]:
     """Play a case on a fresh manager and audit it after every step; ends early at a step that breaks a law.
 
     Raises UnexpectedAnswer if the core does not answer as the story needs, though no law is broken.
     """
     worker = Worker(case.layout)
-    steps: list[Step] = []
+    steps: list[StoryStep] = []
     before = take_snapshot(worker)
     play = case.play(worker)
     while (scene := _next_scene(play, worker)) is not None:
         violations = tuple(worker.check().violations)
         after = take_snapshot(worker)
-        steps.append(Step(scene, worker.take_calls(), before, after, violations))
+        steps.append(StoryStep(scene, worker.take_calls(), before, after, violations))
         if violations:
             break
         before = after

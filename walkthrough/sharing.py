@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .layouts import BLOCK_SIZE
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
 
@@ -61,4 +61,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Case("sharing", "two prompts share all blocks but their last", _play)
+CASE = Story("sharing", "two prompts share all blocks but their last", _play)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvpool.cache_service.core.block_pool import State
 
 from .layouts import BLOCK_SIZE, FULL_AND_STATE, GRID_BLOCKS
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
 
@@ -110,4 +110,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Case("state", "layers that keep one state of a text, and snapshots of it", _play, layout=FULL_AND_STATE)
+CASE = Story("state", "layers that keep one state of a text, and snapshots of it", _play, layout=FULL_AND_STATE)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .layouts import Kind, group_title, kind_of
-from .recording import Case, Step
+from .recording import Story, StoryStep
 from .snapshot import BlockView, GroupView, TableView
 
 
-def as_object(case: Case, steps: Sequence[Step]) -> dict[str, Any]:
+def as_object(case: Story, steps: Sequence[StoryStep]) -> dict[str, Any]:
     """The story and its steps.
 
     Of each step: `title` and `text`, the `calls` that were made with their answers, the state after them, and `violations` of laws.
@@ -29,7 +29,7 @@ def as_object(case: Case, steps: Sequence[Step]) -> dict[str, Any]:
     }
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: StoryStep) -> dict[str, Any]:
     groups = [_group(before, after) for before, after in zip(step.before.groups, step.after.groups, strict=True)]
     if len(groups) > 1:
         heads = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvpool.cache_service.core.block_pool import State
 
 from .layouts import BLOCK_SIZE, FULL_AND_WINDOW, WINDOW
-from .recording import Case, Scene
+from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
 
@@ -125,4 +125,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Case("window", "layers that see only the last tokens", _play, layout=FULL_AND_WINDOW)
+CASE = Story("window", "layers that see only the last tokens", _play, layout=FULL_AND_WINDOW)

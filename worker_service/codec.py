@@ -16,9 +16,9 @@ from .engine.beam_search import BeamParams, EarlyStopping
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
-from .engine.request_times import Times
-from .engine.sampling_params import SamplingParams, TokenLogprobs
-from .engine.stream import Chunk, FinishReason, Usage
+from .engine.request_times import EngineTimes
+from .engine.sampling_params import RowLogprobs, SamplingParams
+from .engine.stream import FinishReason, RequestUsage, StreamChunk
 from .model.facts import BatchInvariance
 
 PART_BYTES = 1 << 16
@@ -150,7 +150,7 @@ _FINISH_REASONS = {
 }
 
 
-def encode_chunk(chunk: Chunk) -> Iterator[worker_pb2.GenerateResponse]:
+def encode_chunk(chunk: StreamChunk) -> Iterator[worker_pb2.GenerateResponse]:
     """The next messages of the stream: one, unless log-probabilities of a long prompt need more."""
     prompt = [_encode_prompt_logprobs(logprobs) for logprobs in chunk.prompt_logprobs]
     while len(prompt) > MAX_PROMPT_LOGPROBS:
@@ -174,7 +174,7 @@ def encode_chunk(chunk: Chunk) -> Iterator[worker_pb2.GenerateResponse]:
     yield response
 
 
-def _encode_logprobs(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+def _encode_logprobs(logprobs: RowLogprobs) -> worker_pb2.TokenLogprobs:
     return worker_pb2.TokenLogprobs(
         logprob=logprobs.logprob,
         top_token_ids=[token_id for token_id, _ in logprobs.top],
@@ -182,15 +182,15 @@ def _encode_logprobs(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
     )
 
 
-def _encode_prompt_logprobs(logprobs: TokenLogprobs | None) -> worker_pb2.PromptLogprobs:
+def _encode_prompt_logprobs(logprobs: RowLogprobs | None) -> worker_pb2.PromptLogprobs:
     return worker_pb2.PromptLogprobs(logprobs=None if logprobs is None else _encode_logprobs(logprobs))
 
 
-def _usage_of(chunk: Chunk) -> worker_pb2.Usage | None:
+def _usage_of(chunk: StreamChunk) -> worker_pb2.Usage | None:
     return None if chunk.usage is None else encode_usage(chunk.usage)
 
 
-def encode_usage(usage: Usage) -> worker_pb2.Usage:
+def encode_usage(usage: RequestUsage) -> worker_pb2.Usage:
     return worker_pb2.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
@@ -200,7 +200,7 @@ def encode_usage(usage: Usage) -> worker_pb2.Usage:
     )
 
 
-def _encode_times(times: Times) -> worker_pb2.Times:
+def _encode_times(times: EngineTimes) -> worker_pb2.Times:
     """Rounded down: together at most the time that the stream took."""
     return worker_pb2.Times(
         waiting_ms=int(times.waiting * 1000),

@@ -15,10 +15,10 @@ from kvpool.process.call_status import details_of
 from kvpool.process.manager_channel import ManagerChannel
 from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
-from .cache.link_state import SESSION_OVER, Call
+from .cache.link_state import SESSION_OVER, MutatingCall
 from .engine.engine import Engine
 from .patience import PASSING, Patience
-from .registration import FINAL, Registration
+from .registration import FINAL, WorkerRegistration
 
 log = structlog.get_logger("kvpool.link")
 
@@ -51,7 +51,7 @@ class ManagerLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
-        self._registration = Registration(introduction)
+        self._registration = WorkerRegistration(introduction)
         self._engine = engine
         self._cache = engine.cache
         self._on_session = on_session
@@ -281,7 +281,7 @@ class ManagerLink:
             at = cache.next_call_at(now)
             await _wait_at_most(engine.changed_for_link, None if at is None else max(0.001, at - now))
 
-    async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: Call) -> None:
+    async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: MutatingCall) -> None:
         method = getattr(stub, type(call.request).__name__.removesuffix("Request"))
         try:
             response = await method(call.request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
@@ -292,7 +292,7 @@ class ManagerLink:
             self._cache.on_reply(call, response, self._clock())
             self._announce_if_ready()
 
-    def _on_call_failed(self, call: Call, error: grpc.aio.AioRpcError) -> None:
+    def _on_call_failed(self, call: MutatingCall, error: grpc.aio.AioRpcError) -> None:
         self.num_failed_calls += 1
         self._is_away = _is_of_nobody(error)
         reason = details_of(error).reason

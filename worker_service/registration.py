@@ -11,7 +11,7 @@ FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 """A Register refused with these would be refused again. Other codes may pass: the manager starts or stops."""
 
 
-class Registration:
+class WorkerRegistration:
     """The Registers of one process, one at a time."""
 
     def __init__(self, introduction: cache_pb2.RegisterRequest) -> None:

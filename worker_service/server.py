@@ -28,9 +28,9 @@ from .cache.engine_cache import EngineCache
 from .cache.settings import CacheSettings
 from .cache.windows import grid_tokens
 from .cpu_share import lower_priority
-from .engine.encoder import EncoderSettings
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
+from .engine.split_prompt import EncoderSettings
 from .incarnation import Identity, WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
@@ -69,7 +69,7 @@ async def run_worker(settings: WorkerSettings) -> int:
     PortError, WorkerStateError, ModelError, RegistrationRefused, StoppedWhileLoading."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    server: Server | None = None
+    server: WorkerServer | None = None
     status = 0
 
     def on_signal(number: int) -> None:
@@ -81,7 +81,7 @@ async def run_worker(settings: WorkerSettings) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    loading = asyncio.create_task(Server.load(settings))
+    loading = asyncio.create_task(WorkerServer.load(settings))
     stopping = asyncio.create_task(_wait(stop))
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -105,7 +105,7 @@ def _freeze_permanent_objects() -> None:
     gc.collect()  # of almost nothing: the next full collection depends on how much this one found
 
 
-class Server:
+class WorkerServer:
     """A worker that listens. Created by `load`, started and stopped by `async with`, in the same event loop."""
 
     def __init__(

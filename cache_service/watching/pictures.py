@@ -77,7 +77,7 @@ class PictureFeed:
         finally:
             self._waiting.pop(viewer, None)
         if messages is None:
-            raise status.Unavailable("a picture could not be taken; the manager's log says why: watch again")
+            raise status.ManagerUnavailable("a picture could not be taken; the manager's log says why: watch again")
         return messages
 
     async def _take_for_ever(self) -> None:

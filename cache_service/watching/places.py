@@ -25,7 +25,7 @@ TURN_SECONDS: Final = 10.0
 """A stream keeps its place for so long next to others that have no more than it."""
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """One stream's. `number` makes it different from all others."""
 
     number: int
@@ -40,25 +40,25 @@ class Places:
 
     def __init__(self, max_places: int) -> None:
         self.max_places = max_places
-        self._taken: list[Place] = []
+        self._taken: list[StreamPlace] = []
         """Oldest first."""
         self._num_given = 0
 
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, peer: str, now: float, end: Callable[[Refusal], None]) -> Place:
+    def take(self, peer: str, now: float, end: Callable[[Refusal], None]) -> StreamPlace:
         """A place for a stream of this peer. `end` is called, with the reason, if another one takes it. Raises Refusal:
         TOO_MANY_WATCHERS."""
         host = host_of(peer)
         if len(self._taken) >= self.max_places:
             self._make_room(host, peer, now)
         self._num_given += 1
-        place = Place(self._num_given, host, peer, now, end)
+        place = StreamPlace(self._num_given, host, peer, now, end)
         self._taken.append(place)
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: StreamPlace) -> None:
         """The stream has ended. Idempotent."""
         if place in self._taken:
             self._taken.remove(place)
@@ -94,7 +94,7 @@ class Places:
             )
         self._end(oldest)
 
-    def _end(self, place: Place) -> None:
+    def _end(self, place: StreamPlace) -> None:
         self._taken.remove(place)
         place.end(
             Refusal(

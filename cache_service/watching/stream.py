@@ -92,7 +92,7 @@ class Watching:
                     {stopping, *reading}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
                 )
                 if self._is_stopped:
-                    raise status.Unavailable("the manager is shutting down: watch again when it is back")
+                    raise status.ManagerUnavailable("the manager is shutting down: watch again when it is back")
                 if loop.time() >= end:
                     return
                 if not done:

@@ -16,9 +16,9 @@ from kvpool.load import report
 from kvpool.load.arrivals import DEFAULT_MAX_IN_FLIGHT, MAX_IN_FLIGHT, Arrivals, ClosedLoop, OpenLoop, Pattern
 from kvpool.load.kvpool_engine import KvpoolEngine
 from kvpool.load.load import DEFAULT_STALL_SECONDS, Watch
-from kvpool.load.plan import MAX_REPETITIONS, Case, Measured, Plan, default_sizes, measure
+from kvpool.load.plan import MAX_REPETITIONS, CacheCase, LoadPlan, Measured, default_sizes, measure
 from kvpool.load.sample import RequestSample
-from kvpool.load.workload import DEFAULT_CONVERSATIONS, Workload
+from kvpool.load.workload import DEFAULT_CONVERSATIONS, LoadWorkload
 from kvpool.process.signals import INTERRUPTED
 
 from ..answer_flags import ModelName, Priority, Tenant
@@ -50,13 +50,13 @@ def _bench() -> None:
 @bench.command("serve")
 def serve(
     workload: Annotated[
-        Workload,
+        LoadWorkload,
         typer.Option(
             "--workload",
             help="shared: requests with one prefix. unshared: nothing in common. document: questions about one long document. "
             "chats: conversations of several turns, each with all that was before. mixed: log-normal lengths, some sharing.",
         ),
-    ] = Workload.SHARED,
+    ] = LoadWorkload.SHARED,
     users: Annotated[
         int | None,
         typer.Option(
@@ -180,20 +180,20 @@ def serve(
         generated_tokens=generated_tokens,
         turns=turns,
     )
-    plan = Plan(
+    plan = LoadPlan(
         workload=workload,
         arrivals=_arrivals(users, rate, arrivals, max_in_flight, num_conversations, seed),
         num_conversations=num_conversations,
         sizes=sizes,
         repetitions=repetitions,
-        cases=(Case.COLD, Case.WARM) if warm else (Case.COLD,),
+        cases=(CacheCase.COLD, CacheCase.WARM) if warm else (CacheCase.COLD,),
         warm_up=warm_up,
         seed=seed,
     )
     config = client_config(manager)
     if timeout is not None:
         config = replace(config, timeout=timeout)
-    looks = waste if waste is not None else workload is Workload.MIXED
+    looks = waste if waste is not None else workload is LoadWorkload.MIXED
     measured = Measured(plan)
     engine = KvpoolEngine(config, model=model, priority=priority, tenant=tenant)
     try:

@@ -21,7 +21,7 @@ from kvpool.process.signals import exit_status
 
 from ..launch.cluster import GATEWAY_NAME, HOST, num_cores
 from ..launch.trial import WorkerRefused
-from ..on_ray.plan import Plan, make_plan, mark_folder
+from ..on_ray.plan import RayPlan, make_plan, mark_folder
 from ..on_ray.settings import DEFAULT_NAMESPACE, FLAGS, RaySettings
 from ..pass_through import PassThrough
 from ..terminal import JsonOption, print_json, printed, stderr_console, stdout_console, typed_command
@@ -235,7 +235,7 @@ def _down(cluster: RayCluster, signals: _Signals, patience: int) -> int:
     return signals.exit_status
 
 
-def _say_ready(cluster: RayCluster, plan: Plan, console: Console, stays: bool) -> None:
+def _say_ready(cluster: RayCluster, plan: RayPlan, console: Console, stays: bool) -> None:
     """Where each process is, and what to type next. `stays`: this command does."""
     from ..on_ray.cluster import addresses_of
 

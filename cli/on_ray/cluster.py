@@ -30,7 +30,7 @@ from ..launch.cluster import GATEWAY_NAME, listens
 from ..launch.trial import WorkerRefused, try_settings
 from .connection import ray_errors
 from .places import Resources, free_resources, make_place, places, remove_place, wait_for_room, waits_for_room
-from .plan import MANAGERS_NAME, SMALL_CPUS, Plan, ServiceSpec, is_manager, is_worker
+from .plan import MANAGERS_NAME, SMALL_CPUS, RayPlan, ServiceSpec, is_manager, is_worker
 from .service import Service, remove_actor
 
 _ANSWER_SECONDS: Final = 2.0
@@ -50,7 +50,7 @@ Description = dict[str, Any]
 """What an actor says of itself."""
 
 
-class Turn:
+class CommandTurn:
     """An actor whose name only one command can have at a time. Ray ends it with the command."""
 
     def is_taken(self) -> bool:
@@ -90,7 +90,7 @@ class RayCluster:
         return waits_for_room(MANAGERS_NAME if is_manager(name) else name)
 
     @ray_errors()
-    def up(self, plan: Plan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
+    def up(self, plan: RayPlan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
         """Make the actors of the plan that do not exist, let workers leave that it does not have, and wait until all serve; returns
         the workers.
 
@@ -127,7 +127,7 @@ class RayCluster:
     def _take_turn(self) -> ActorHandle:
         """Raises Unavailable if another command has it."""
         try:
-            turn = ray.remote(num_cpus=0)(Turn).options(name=_TURN_NAME, namespace=self._namespace).remote()
+            turn = ray.remote(num_cpus=0)(CommandTurn).options(name=_TURN_NAME, namespace=self._namespace).remote()
             try:
                 ray.get(turn.is_taken.remote())
             except ActorDiedError:
@@ -155,7 +155,7 @@ class RayCluster:
                 remove_place(name)
         return services
 
-    def _require_same(self, plan: Plan, existing: Mapping[str, Description | None]) -> None:
+    def _require_same(self, plan: RayPlan, existing: Mapping[str, Description | None]) -> None:
         """A worker with other settings than the others would be a surprise, a manager of another folder a danger."""
         managers = [found for name, found in existing.items() if is_manager(name)]
         answers = [found for found in managers if found is not None]
@@ -186,7 +186,7 @@ class RayCluster:
                 reason="OTHER_SETTINGS",
             )
 
-    def _make_managers(self, plan: Plan, existing: Collection[str], made: list[str], on_progress: Progress) -> None:
+    def _make_managers(self, plan: RayPlan, existing: Collection[str], made: list[str], on_progress: Progress) -> None:
         missing = [spec for spec in plan.managers if spec.name not in existing]
         if not missing:
             return
@@ -207,7 +207,7 @@ class RayCluster:
                 made.append(spec.name)
                 self._make(spec, group, index, _SMALL)
 
-    def _make_workers(self, plan: Plan, existing: Collection[str], made: list[str], on_progress: Progress) -> None:
+    def _make_workers(self, plan: RayPlan, existing: Collection[str], made: list[str], on_progress: Progress) -> None:
         resources = {"CPU": float(plan.worker_cpus), "GPU": float(plan.worker_gpus)}
         is_tried = False
         for spec in plan.workers:
@@ -247,7 +247,7 @@ class RayCluster:
         if refused is not None:
             raise WorkerRefused(refused["lines"], refused["exit_status"])
 
-    def _wait_until_ready(self, plan: Plan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
+    def _wait_until_ready(self, plan: RayPlan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
         """Until a manager answers and lists all workers; returns them. Raises KvpoolError if a process cannot be started."""
         names = [spec.name for spec in plan.workers]
         pids: dict[str, set[int]] = {}
@@ -261,7 +261,9 @@ class RayCluster:
             on_progress(self._say_missing(missing, len(names), services) if missing else "waiting for the gateway")
             time.sleep(_LOOK_SECONDS / 2)
 
-    def _require_chance(self, plan: Plan, services: dict[str, Description | None], pids: dict[str, set[int]]) -> None:
+    def _require_chance(
+        self, plan: RayPlan, services: dict[str, Description | None], pids: dict[str, set[int]]
+    ) -> None:
         """Raises KvpoolError if it would be in vain to wait longer. `pids`: of each process so far."""
         for name in plan.names:
             if name not in services:

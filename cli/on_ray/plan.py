@@ -88,7 +88,7 @@ class ServiceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RayPlan:
     """The processes that `kvpool ray up` is to start."""
 
     managers: list[ServiceSpec]
@@ -116,7 +116,7 @@ def make_plan(
     has_gpus: bool,
     mark: str = "",
     environment: Mapping[str, str] = os.environ,
-) -> Plan:
+) -> RayPlan:
     """`has_gpus`: whether the nodes have any. `mark`: of the folder that the managers share."""
     gpus = int(has_gpus) if settings.gpus_per_worker is None else settings.gpus_per_worker
     names = [f"{_MANAGER}{index}" for index in range(settings.num_managers)]
@@ -150,7 +150,7 @@ def make_plan(
             mark=mark if shared else "",
         )
 
-    return Plan(
+    return RayPlan(
         managers=[
             spec(
                 name,

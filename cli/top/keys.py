@@ -19,7 +19,7 @@ _KEY: Final = re.compile(r"\x1b[\[O][0-?]*[ -/]*[@-~]|.", re.DOTALL)
 _READ_BYTES: Final = 1024
 
 
-class Keys:
+class KeyReader:
     """`with Keys() as keys` inside an event loop: `await keys.next()` is the next key, a character or one of the names above.
 
     Ctrl-C stays what it is. Where stdin is no terminal, no key ever comes.

@@ -22,7 +22,7 @@ from kvpool.v1 import cache_pb2
 
 from ..commands.status import cluster_object, worker_object
 from ..terminal import ManagerOption, client_config, print_json, stdout_console
-from .keys import DOWN, UP, Keys
+from .keys import DOWN, UP, KeyReader
 from .rates import RateMeter, SequenceMeter, sequence_name
 from .view import Picture, render
 
@@ -121,7 +121,7 @@ async def _watch(config: ClientConfig, console: Console, worker: str | None, int
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with Client(config=config) as client:
         observer = Observer(client, config.manager, worker)
-        with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        with KeyReader() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
 
             def draw() -> None:
                 live.update(render(observer.picture, console.width, console.height, keys=True), refresh=True)
@@ -175,7 +175,7 @@ async def _pause(seconds: float, wanted: asyncio.Event) -> None:
     wanted.clear()
 
 
-async def _obey(keys: Keys, observer: Observer, draw: Callable[[], None]) -> None:
+async def _obey(keys: KeyReader, observer: Observer, draw: Callable[[], None]) -> None:
     """Until the key that ends it."""
     while (key := await keys.next()) not in ("q", "Q"):
         if key in (UP, "k"):

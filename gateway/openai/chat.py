@@ -17,9 +17,9 @@ from kvpool.client.token_bytes import TokenBytes
 from ..context import gateway_of, request_id_of
 from .bodies import ChatBody, plain, read_body
 from .errors import openai_error
-from .event_stream import EventStream, data
+from .event_stream import GenerationEvents, data
 from .fields import check_other_fields
-from .generation import Generation
+from .generation import GenerationStreams
 from .logprobs import ChatLogprobs, prompt_logprobs
 from .options import chat_options
 from .serving import check_count, respond
@@ -32,7 +32,7 @@ PROMPT_FIELD: Final = "messages"
 def chat_route(known: TokenBytesOfModels) -> Route:
     """The route; `known` is shared by all."""
 
-    async def chat(request: Request) -> Response | EventStream:
+    async def chat(request: Request) -> Response | GenerationEvents:
         gateway = gateway_of(request)
         body = await read_body(request, ChatBody)
         headers = check_other_fields(body, ignore=gateway.settings.ignore_unknown_fields)
@@ -42,7 +42,7 @@ def chat_route(known: TokenBytesOfModels) -> Route:
             stream = gateway.client.chat(plain(body.messages), template_arguments=body.chat_template_kwargs, **options)
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
-        generation = Generation(gateway, [stream], request_id=request_id_of(request))
+        generation = GenerationStreams(gateway, [stream], request_id=request_id_of(request))
         answer = ChatAnswer(body, generation, known)
         return await respond(
             request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers
@@ -54,7 +54,7 @@ def chat_route(known: TokenBytesOfModels) -> Route:
 class ChatAnswer:
     """The pieces of a generation in the form of a chat."""
 
-    def __init__(self, body: ChatBody, generation: Generation, known: TokenBytesOfModels) -> None:
+    def __init__(self, body: ChatBody, generation: GenerationStreams, known: TokenBytesOfModels) -> None:
         self._body = body
         self._generation = generation
         self._known = known

@@ -18,9 +18,9 @@ from ..context import gateway_of, request_id_of
 from ..errors import ApiError
 from .bodies import CompletionBody, read_body
 from .errors import openai_error
-from .event_stream import EventStream, data
+from .event_stream import GenerationEvents, data
 from .fields import check_other_fields
-from .generation import Generation
+from .generation import GenerationStreams
 from .logprobs import CompletionLogprobs, prompt_logprobs
 from .options import completion_options
 from .serving import check_count, respond
@@ -33,7 +33,7 @@ PROMPT_FIELD: Final = "prompt"
 def completion_route(known: TokenBytesOfModels) -> Route:
     """The route; `known` is shared by all."""
 
-    async def complete(request: Request) -> Response | EventStream:
+    async def complete(request: Request) -> Response | GenerationEvents:
         gateway = gateway_of(request)
         body = await read_body(request, CompletionBody)
         headers = check_other_fields(body, ignore=gateway.settings.ignore_unknown_fields)
@@ -44,7 +44,7 @@ def completion_route(known: TokenBytesOfModels) -> Route:
             streams = [gateway.client.generate(prompt, **options) for prompt in prompts]
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
-        generation = Generation(gateway, streams, request_id=request_id_of(request))
+        generation = GenerationStreams(gateway, streams, request_id=request_id_of(request))
         answer = CompletionAnswer(body, generation, known)
         return await respond(
             request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers
@@ -71,7 +71,7 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
 class CompletionAnswer:
     """The pieces of a generation in the form of a completion."""
 
-    def __init__(self, body: CompletionBody, generation: Generation, known: TokenBytesOfModels) -> None:
+    def __init__(self, body: CompletionBody, generation: GenerationStreams, known: TokenBytesOfModels) -> None:
         self._body = body
         self._generation = generation
         self._known = known

@@ -14,20 +14,20 @@ from kvpool.client import KvpoolError
 from ..context import Gateway
 from ..disconnect import ReaderLeft, unless_reader_leaves
 from .errors import openai_error
-from .generation import Generation
+from .generation import GenerationStreams
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
 DONE: Final = b"data: [DONE]\n\n"
 
 
-class EventStream:
+class GenerationEvents:
     """The response: an ASGI application. It ends the generation in any case."""
 
     def __init__(
         self,
         gateway: Gateway,
-        generation: Generation,
+        generation: GenerationStreams,
         events: AsyncIterator[bytes],
         *,
         prompt_field: str,

@@ -15,14 +15,14 @@ from ..errors import ApiError
 from ..request_log import AnswerRecord
 
 
-class Piece(NamedTuple):
+class GenerationPiece(NamedTuple):
     """The next chunk of one answer."""
 
     choice: int
     chunk: Chunk
 
 
-class Generation:
+class GenerationStreams:
     """Streams, of which the reader sees one sequence of pieces. Use it as `async with`: leaving it ends those that still run, and
     their blocks are free."""
 
@@ -35,7 +35,7 @@ class Generation:
         self._num_per_prompt = streams[0].num_answers
         self.num_choices = self._num_per_prompt * len(streams)
         self._began = gateway.clock()
-        self._first: Piece | None = None
+        self._first: GenerationPiece | None = None
         self._has_token = False
         self.usages: dict[int, Usage] = {}
         """The last one of each answer, by index."""
@@ -83,7 +83,7 @@ class Generation:
         """Wait for the first piece, so that an error before it can still be the answer's status. Raises KvpoolError."""
         self._first = await anext(self._pieces)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[GenerationPiece]:
         """All pieces, the first one included. Raises KvpoolError."""
         if self._first is not None:
             first, self._first = self._first, None
@@ -91,22 +91,22 @@ class Generation:
         async for piece in self._pieces:
             yield piece
 
-    async def _alone(self) -> AsyncGenerator[Piece, None]:
+    async def _alone(self) -> AsyncGenerator[GenerationPiece, None]:
         try:
             async for chunk in self._streams[0]:
-                yield self._noted(Piece(chunk.index, chunk))
+                yield self._noted(GenerationPiece(chunk.index, chunk))
         except KvpoolError as error:
             self._on_error(error)
             raise
 
-    async def _merged(self) -> AsyncGenerator[Piece, None]:
+    async def _merged(self) -> AsyncGenerator[GenerationPiece, None]:
         # One piece waits for the reader at most; the streams wait with it.
-        ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(maxsize=1)
+        ready: asyncio.Queue[GenerationPiece | BaseException | None] = asyncio.Queue(maxsize=1)
 
         async def read(index: int, stream: GenerateStream) -> None:
             try:
                 async for chunk in stream:
-                    await ready.put(Piece(index * self._num_per_prompt + chunk.index, chunk))
+                    await ready.put(GenerationPiece(index * self._num_per_prompt + chunk.index, chunk))
             except Exception as error:
                 await ready.put(error)
             else:
@@ -134,7 +134,7 @@ class Generation:
         for record in self._records:
             record.on_error(error)
 
-    def _noted(self, piece: Piece) -> Piece:
+    def _noted(self, piece: GenerationPiece) -> GenerationPiece:
         self._records[piece.choice].on_chunk(piece.chunk)
         if piece.chunk.usage is not None:
             self.usages[piece.choice] = piece.chunk.usage

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvpool.client import KvpoolError
-from kvpool.client.models import ServedModel, served_models
+from kvpool.client.models import KnownModel, served_models
 
 from ..context import Gateway, gateway_of
 from ..errors import ApiError, api_error
@@ -61,7 +61,7 @@ async def _models(gateway: Gateway) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _encode(model: ServedModel) -> dict[str, Any]:
+def _encode(model: KnownModel) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",

@@ -15,11 +15,11 @@ from ..context import Gateway, gateway_of
 from ..disconnect import unless_reader_leaves
 from ..errors import ApiError
 from .errors import openai_error
-from .event_stream import EventStream
-from .generation import Generation
+from .event_stream import GenerationEvents
+from .generation import GenerationStreams
 
 
-class Answer(Protocol):
+class RouteAnswer(Protocol):
     """How the pieces of a generation become a response of one route."""
 
     def events(self) -> AsyncIterator[bytes]:
@@ -33,13 +33,13 @@ class Answer(Protocol):
 
 async def respond(
     request: Request,
-    generation: Generation,
-    answer: Answer,
+    generation: GenerationStreams,
+    answer: RouteAnswer,
     *,
     stream: bool,
     prompt_field: str,
     headers: Mapping[str, str],
-) -> Response | EventStream:
+) -> Response | GenerationEvents:
     """Run the generation. An error before the first token is the status of the response; raises ApiError."""
     gateway = gateway_of(request)
     await generation.__aenter__()
@@ -47,7 +47,7 @@ async def respond(
         await unless_reader_leaves(request.receive, generation.begin())
         if stream:
             # Which ends the generation.
-            return EventStream(gateway, generation, answer.events(), prompt_field=prompt_field, headers=headers)
+            return GenerationEvents(gateway, generation, answer.events(), prompt_field=prompt_field, headers=headers)
         whole = await unless_reader_leaves(request.receive, answer.whole())
     except BaseException as error:
         await generation.__aexit__(None, None, None)

@@ -9,7 +9,7 @@ from typing import Any
 from kvpool.client import Chunk, Usage
 
 from .bodies import StreamOptions
-from .generation import Generation
+from .generation import GenerationStreams
 
 
 def encode_usage(usages: Mapping[int, Usage], num_per_prompt: int, *, drop_generated: bool = False) -> dict[str, Any]:
@@ -30,7 +30,9 @@ class StreamUsage:
     """What the events of a stream say of usage, as its options ask: nothing; null in all but the last one; or, as vLLM has it, in
     each event what its answer has used so far."""
 
-    def __init__(self, generation: Generation, options: StreamOptions | None, *, drop_generated: bool = False) -> None:
+    def __init__(
+        self, generation: GenerationStreams, options: StreamOptions | None, *, drop_generated: bool = False
+    ) -> None:
         """`drop_generated`: the generated tokens were not wanted."""
         self.is_wanted = options is not None and bool(options.include_usage)
         self._is_continuous = self.is_wanted and options is not None and bool(options.continuous_usage_stats)

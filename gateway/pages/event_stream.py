@@ -15,7 +15,7 @@ from ..disconnect import ReaderLeft, unless_reader_leaves
 _HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-class EventStream(Response):
+class PageEvents(Response):
     """Sends events as they come, each when the one before has been taken. The generator is closed when the reader leaves."""
 
     media_type = "text/event-stream"

@@ -25,7 +25,7 @@ SILENCE_SECONDS: Final = 15.0
 
 
 @dataclass(slots=True)
-class Viewer:
+class PageViewer:
     """One browser's stream, and what it has seen."""
 
     include_blocks: bool
@@ -58,7 +58,7 @@ class Hub:
         """Browsers that look now."""
         return len(self._viewers)
 
-    async def events(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
+    async def events(self, viewer: PageViewer) -> AsyncGenerator[bytes, None]:
         """What one browser is sent, in the form of an event stream: first a whole picture, then changes. The next one is made when
         the one before has been taken, so a slow browser gets a later picture and never a queue."""
         self._enter(viewer)
@@ -79,7 +79,7 @@ class Hub:
         finally:
             self._leave(viewer)
 
-    def _news(self, viewer: Viewer) -> list[bytes]:
+    def _news(self, viewer: PageViewer) -> list[bytes]:
         """What this browser has not seen; it has, from now on."""
         news: list[bytes] = []
         if viewer.manager_no != self._manager_no:
@@ -95,14 +95,14 @@ class Hub:
             viewer.requests_version = self._requests.version
         return news
 
-    def _enter(self, viewer: Viewer) -> None:
+    def _enter(self, viewer: PageViewer) -> None:
         self._viewers.add(id(viewer))
         if self._following is None:
             self._following = asyncio.create_task(self._follow(), name="gateway-pictures")
             if self._requests is not None:
                 self._requests.start(self._wake)
 
-    def _leave(self, viewer: Viewer) -> None:
+    def _leave(self, viewer: PageViewer) -> None:
         self._viewers.discard(id(viewer))
         if not self._viewers and self._following is not None:
             self._following.cancel()

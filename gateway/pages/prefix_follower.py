@@ -11,7 +11,7 @@ from kvpool.client import Client
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2
 
-from .prefix_tree import PrefixTree
+from .prefix_tree import PageTree
 
 LINGER_SECONDS: Final = 30.0
 """The contents are followed for so long after the last request."""
@@ -25,18 +25,18 @@ class Prefixes:
     def __init__(self, follow: Callable[[], AsyncGenerator[WatchUpdate, None]]) -> None:
         """`follow` begins to follow the contents."""
         self._follow = follow
-        self.tree = PrefixTree()
+        self.tree = PageTree()
         self._following: asyncio.Task[None] | None = None
         self._ending: asyncio.TimerHandle | None = None
         self._has_come = asyncio.Event()
 
-    async def look(self) -> PrefixTree:
+    async def look(self) -> PageTree:
         """The tree, complete if the manager is there. Raises KvpoolError."""
         if self._ending is not None:
             self._ending.cancel()
         self._ending = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._end)
         if self._following is None or self._following.done():
-            self.tree = PrefixTree()
+            self.tree = PageTree()
             self._has_come.clear()
             self._following = asyncio.create_task(self._read(), name="gateway-prefixes")
         with contextlib.suppress(TimeoutError):

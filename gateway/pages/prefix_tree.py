@@ -28,7 +28,7 @@ class PrefixEntry:
     """Prompt tokens that were served to requests which came at least this far, since somebody looks."""
 
 
-class PrefixTree:
+class PageTree:
     """Put together from the contents of Watch."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from kvpool.client import Client, KvpoolError
 from ..context import gateway_of
 from ..errors import ApiError
 from .page import page_of
-from .prefix_tree import PrefixEntry, PrefixTree
+from .prefix_tree import PageTree, PrefixEntry
 
 MAX_ENTRIES: Final = 200
 
@@ -46,7 +46,7 @@ async def prefixes(request: Request) -> JSONResponse:
     )
 
 
-async def _tokenizers(tree: PrefixTree, entries: Iterable[PrefixEntry], client: Client) -> dict[str, Tokenizer | None]:
+async def _tokenizers(tree: PageTree, entries: Iterable[PrefixEntry], client: Client) -> dict[str, Tokenizer | None]:
     """By model; None if the model has no tokenizer, or no worker serves it now."""
     found: dict[str, Tokenizer | None] = {}
     for fingerprint in {_fingerprint(tree, entry) for entry in entries}:
@@ -57,12 +57,12 @@ async def _tokenizers(tree: PrefixTree, entries: Iterable[PrefixEntry], client: 
     return found
 
 
-def _fingerprint(tree: PrefixTree, entry: PrefixEntry) -> str:
+def _fingerprint(tree: PageTree, entry: PrefixEntry) -> str:
     root, _ = tree.root_of(entry.first)
     return "" if root is None else root.model_fingerprint
 
 
-def _encode(tree: PrefixTree, entry: PrefixEntry, tokenizers: Mapping[str, Tokenizer | None]) -> dict[str, Any]:
+def _encode(tree: PageTree, entry: PrefixEntry, tokenizers: Mapping[str, Tokenizer | None]) -> dict[str, Any]:
     _, salt_number = tree.root_of(entry.first)
     return {
         "node": str(entry.last.node),

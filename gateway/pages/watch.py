@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import ApiError
-from .event_stream import EventStream
-from .hub import Viewer
+from .event_stream import PageEvents
+from .hub import PageViewer
 from .page import page_of
 from .pictures import PICTURE_MS
 
@@ -25,7 +25,7 @@ async def watch(request: Request) -> Response:
         raise ApiError(400, f"blocks is 0 or 1, got {blocks[:64]!r}", param="blocks")
     # The manager's own interval passes anyway between two pictures.
     pause = max(0, interval_ms - PICTURE_MS) / 1000
-    return EventStream(page_of(request).hub.events(Viewer(include_blocks=blocks == "1", pause_seconds=pause)))
+    return PageEvents(page_of(request).hub.events(PageViewer(include_blocks=blocks == "1", pause_seconds=pause)))
 
 
 def _interval_ms(text: str) -> int:

@@ -17,7 +17,7 @@ from kvpool.worker_service.attention.layer import AttentionCall, KVLayer
 from kvpool.worker_service.attention.layout import BlockGroup, PackingError
 from kvpool.worker_service.attention.packing import one_group, pack
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
-from kvpool.worker_service.attention.torch_plan import Shapes
+from kvpool.worker_service.attention.torch_plan import PlanShapes
 from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ class CrossScene:
             first += count
         return parts
 
-    def paged(self, shapes: Shapes) -> torch.Tensor:
+    def paged(self, shapes: PlanShapes) -> torch.Tensor:
         parts = self.parts()
         packing = pack(parts, SIZE, one_group(10_000), CPU)
         packing = replace(packing, encoders=EncoderTables.of(parts, BlockGroup(self.num_blocks), SIZE))
@@ -108,14 +108,14 @@ MIXED = [Text(0, 9, 1), Text(12, 1, 0), Text(0, 5, 3), Text(4, 1, 1), Text(40, 3
 @pytest.mark.parametrize("texts", [DECODES, MIXED, [Text(0, 20, 1)]], ids=["decodes", "mixed", "alone"])
 @pytest.mark.parametrize("lengths", [(5, 33, 1, 16), (300, 17, 4, 700)], ids=["short", "long"])
 def test_every_row_sees_all_of_its_own_encoder_and_nothing_else(
-    lengths: tuple[int, ...], texts: list[Text], shapes: Shapes
+    lengths: tuple[int, ...], texts: list[Text], shapes: PlanShapes
 ) -> None:
     scene = CrossScene(lengths, texts)
     torch.testing.assert_close(scene.paged(shapes), scene.oracle(), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shapes", [FIXED_SHAPES[0], SHORT], ids=["fixed", "short"])
-def test_a_row_has_the_same_bits_alone_and_with_others_over_its_encoder(shapes: Shapes) -> None:
+def test_a_row_has_the_same_bits_alone_and_with_others_over_its_encoder(shapes: PlanShapes) -> None:
     """With shapes that hold here, see test_invariance; elsewhere nothing is promised."""
     scene = CrossScene((300, 17, 4, 700), MIXED)
     together = scene.paged(OWN_SUMS)
@@ -169,7 +169,7 @@ class Biased:
             self.parts.append(SequencePart([0] * new, start, (table,), None))
         self.query = torch.randn(1, HEADS, sum(new for _, new in lengths), DIM)
 
-    def paged(self, shapes: Shapes, min_shared_tokens: int) -> torch.Tensor:
+    def paged(self, shapes: PlanShapes, min_shared_tokens: int) -> torch.Tensor:
         backend = TorchAttention(torch.float32, min_shared_tokens, shapes)
         backend.begin(pack(self.parts, SIZE, (BlockGroup(self.num_blocks, self.window),), CPU))
         new = torch.cat([kv[:, start:] for kv, (start, _) in zip(self.kv, self.lengths, strict=True)], dim=1)
@@ -203,7 +203,7 @@ class Biased:
     ids=["decodes", "mixed", "long"],
 )
 def test_the_bias_is_that_of_the_distance_between_positions(
-    lengths: list[tuple[int, int]], window: int | None, min_shared_tokens: int, shapes: Shapes
+    lengths: list[tuple[int, int]], window: int | None, min_shared_tokens: int, shapes: PlanShapes
 ) -> None:
     """Also for keys in blocks that several texts share, at different distances."""
     scene = Biased(lengths, 32, window)

@@ -14,7 +14,7 @@ from kvpool.worker_service.attention.packing import one_group, pack
 from kvpool.worker_service.attention.selection import choose_backend
 from kvpool.worker_service.attention.spec import AttentionSpec
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.attention.torch_plan import Shapes
+from kvpool.worker_service.attention.torch_plan import PlanShapes
 from scripts.cpus import CHOICE
 from tests.attention.fake_blas import (
     Cuts,
@@ -63,7 +63,7 @@ class Text:
             )
         )
 
-    def rows(self, shapes: Shapes, chunks: Sequence[int], neighbour: bool = False) -> torch.Tensor:
+    def rows(self, shapes: PlanShapes, chunks: Sequence[int], neighbour: bool = False) -> torch.Tensor:
         """[T, Hq, Dv], computed in chunks of these lengths in turn, in the company of as many rows of the neighbour."""
         needs = self._needs
         size = (self._num_blocks, BLOCK_SIZE, needs.num_kv_heads)
@@ -88,7 +88,7 @@ class Text:
         return torch.cat(rows)
 
 
-def is_invariant(needs: LayerNeeds, shapes: Shapes) -> bool:
+def is_invariant(needs: LayerNeeds, shapes: PlanShapes) -> bool:
     """Rows at once, in chunks, one by one and with a neighbour have the same bits."""
     text = Text(needs)
     at_once = text.rows(shapes, [NUM_TOKENS])

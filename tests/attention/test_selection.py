@@ -20,7 +20,7 @@ from kvpool.worker_service.attention.flash import FlashKernel, flash_problem
 from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.packing import Packing
 from kvpool.worker_service.attention.paged import PagedAttention, PagedStep
-from kvpool.worker_service.attention.selection import CANDIDATES, Candidate, UnsuitableBackend, choose_backend
+from kvpool.worker_service.attention.selection import CANDIDATES, BackendCandidate, UnsuitableBackend, choose_backend
 from kvpool.worker_service.attention.spec import AttentionSpec
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.varlen import VarlenKernel, varlen_problem
@@ -212,13 +212,13 @@ def candidate(
     backend: Callable[[AttentionSpec], AttentionBackend] = lambda _: flash_like(),
     problem: str | None = None,
     undone: list[str] | None = None,
-) -> Candidate:
+) -> BackendCandidate:
     noted = [] if undone is None else undone
-    return Candidate(name, lambda _: problem, backend, lambda: f"{name} 1.0", lambda: noted.append(name))
+    return BackendCandidate(name, lambda _: problem, backend, lambda: f"{name} 1.0", lambda: noted.append(name))
 
 
 def choose(
-    name: selection.BackendName, *candidates: Candidate, setting: AttentionSpec = SETTING
+    name: selection.BackendName, *candidates: BackendCandidate, setting: AttentionSpec = SETTING
 ) -> tuple[AttentionBackend, str]:
     lines: list[str] = []
     backend = choose_backend(name, setting, lines.append, candidates)
@@ -353,7 +353,7 @@ def test_this_torch_has_what_the_varlen_backend_calls() -> None:
         assert varlen._function() is not None
 
 
-def check_that_it_serves(candidate: Candidate, setting: AttentionSpec) -> None:
+def check_that_it_serves(candidate: BackendCandidate, setting: AttentionSpec) -> None:
     """It passes, or the test is one of a backend that is refused."""
     try:
         backend = choose_backend(candidate.name, setting, lambda _: None, [candidate])  # type: ignore[arg-type]
@@ -369,7 +369,9 @@ def check_that_it_serves(candidate: Candidate, setting: AttentionSpec) -> None:
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: candidate.name)
-def test_a_candidate_serves_on_a_gpu_or_is_refused(candidate: Candidate, dtype: torch.dtype, block_size: int) -> None:
+def test_a_candidate_serves_on_a_gpu_or_is_refused(
+    candidate: BackendCandidate, dtype: torch.dtype, block_size: int
+) -> None:
     needs = (
         PLAIN._replace(k_head_dim=64, v_head_dim=64, scaling=0.125),
         WINDOWED._replace(k_head_dim=64, v_head_dim=64),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention.packing import Packing, one_group, pack
-from kvpool.worker_service.attention.tiles import Kind, Tile, make_tiles
+from kvpool.worker_service.attention.tiles import Tile, TileKind, make_tiles
 from tests.attention.part import Part
 from tests.attention.test_torch_attention import BLOCK_SIZE
 
@@ -42,7 +42,7 @@ def meetings(tiles: list[Tile], window: int | None) -> Met:
                 first = tile.first if window is None else max(tile.first, position + 1 - window)
                 seen = first, min(tile.end, position + 1)
                 assert seen[0] < seen[1], "a tile has rows that see something of it only"
-                if tile.kind not in (Kind.DIAGONAL, Kind.FRONT):
+                if tile.kind not in (TileKind.DIAGONAL, TileKind.FRONT):
                     assert seen == (tile.first, tile.end), "every row sees every key"
                 met.setdefault((rows.part, position), []).append(seen)
     return met
@@ -77,8 +77,8 @@ def test_what_is_shared_is_read_once() -> None:
     """Whole segments within the common blocks; what is left of these each reads for itself."""
     parts = [Part([0], 30, ([1, 2, 3, 4, 5, 6, 7, 8],)), Part([0] * 3, 25, ([1, 2, 3, 4, 5, 9, 10],))]
     packing = pack(parts, BLOCK_SIZE, one_group(16), torch.device("cpu"))
-    shared = [tile for tile in make_tiles(packing, 0, None, 1, 8) if tile.kind == Kind.SHARED]
+    shared = [tile for tile in make_tiles(packing, 0, None, 1, 8) if tile.kind == TileKind.SHARED]
     assert [(tile.first, tile.end, tile.num_rows) for tile in shared] == [(0, 8, 4), (8, 16, 4)]
-    assert not [tile for tile in make_tiles(packing, 0, None, 17, 8) if tile.kind == Kind.SHARED]
-    free = [tile for tile in make_tiles(packing, 0, None, 17, None) if tile.kind == Kind.SHARED]
+    assert not [tile for tile in make_tiles(packing, 0, None, 17, 8) if tile.kind == TileKind.SHARED]
+    free = [tile for tile in make_tiles(packing, 0, None, 17, None) if tile.kind == TileKind.SHARED]
     assert [(tile.first, tile.end) for tile in free] == [(0, 20)]

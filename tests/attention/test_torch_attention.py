@@ -11,23 +11,23 @@ import torch
 
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
 from kvpool.worker_service.attention.layer import AttentionCall, KVLayer
-from kvpool.worker_service.attention.merge import Piece, merge
+from kvpool.worker_service.attention.merge import AttentionPiece, merge
 from kvpool.worker_service.attention.packing import one_group, pack
 from kvpool.worker_service.attention.softmax import (
-    Attended,
-    Keys,
+    KeyRange,
+    PartialAttention,
     attend,
     attend_plainly,
     attend_publicly,
     fused_cpu_attention_works,
 )
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
-from kvpool.worker_service.attention.torch_plan import Shapes
+from kvpool.worker_service.attention.torch_plan import PlanShapes
 from tests.attention.part import Part
 
 BLOCK_SIZE = 4
 NEVER = 1 << 60
-SHORT_SHAPES = Shapes(partition=12, row_multiple=4, key_multiple=4, value_multiple=4)
+SHORT_SHAPES = PlanShapes(partition=12, row_multiple=4, key_multiple=4, value_multiple=4)
 """Many segments, of which blocks share none with others."""
 EACH_SHAPES = pytest.mark.parametrize(
     "shapes",
@@ -85,7 +85,7 @@ class Scene:
             self.parts.append(Part([0] * new, start, (table,)))
         self.query = torch.randn(1, shape.heads, sum(new for _, new in lengths), shape.k_dim)
 
-    def paged(self, call: AttentionCall, min_shared_tokens: int, shapes: Shapes = FIXED_SHAPES[0]) -> torch.Tensor:
+    def paged(self, call: AttentionCall, min_shared_tokens: int, shapes: PlanShapes = FIXED_SHAPES[0]) -> torch.Tensor:
         backend = TorchAttention(torch.float32, min_shared_tokens, shapes)
         backend.begin(pack(self.parts, BLOCK_SIZE, one_group(self.num_blocks), torch.device("cpu")))
         new_k = torch.cat([key[start:] for key, (start, _) in zip(self.keys, self.lengths, strict=True)])
@@ -146,7 +146,9 @@ LONG = [(600, 1), (250, 270), (5, 1), (0, 300)]
     ],
     ids=["gqa", "mha", "mqa_other_v", "window", "window_1", "softcap", "softcap_window", "sinks", "sinks_window"],
 )
-def test_equals_the_oracle(lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: Shapes) -> None:
+def test_equals_the_oracle(
+    lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: PlanShapes
+) -> None:
     scene = Scene(lengths, shape, call.window)
     result = scene.paged(call, NEVER, shapes)
     assert result.is_contiguous()
@@ -167,7 +169,7 @@ def test_equals_the_oracle(lengths: list[tuple[int, int]], shape: Shape, call: A
     ids=["gqa", "other_v", "softcap", "sinks", "window"],
 )
 def test_a_prefix_attended_once_equals_the_oracle(
-    lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: Shapes
+    lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: PlanShapes
 ) -> None:
     """Merging by log-sum-exp is exact in float32, also beside sequences that share nothing."""
     scene = Scene(lengths, shape, call.window, shared_tokens=16)
@@ -200,7 +202,7 @@ def test_all_ways_to_attend_agree(masked: bool, v_dim: int) -> None:
     torch.manual_seed(2)
     query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, v_dim)
     mask = torch.zeros(2, 1, 3, 40).masked_fill_(torch.rand(2, 1, 3, 40) < 0.5, float("-inf")) if masked else None
-    keys = Keys(key, value, mask)
+    keys = KeyRange(key, value, mask)
     plain = attend_plainly(query, keys, 0.4)
     chosen = attend(query, keys, 0.4)
     public = attend_publicly(query, keys, 0.4)
@@ -213,16 +215,18 @@ def test_halves_merge_to_the_whole() -> None:
     """Any cut of the keys, merged, is attention over all of them."""
     torch.manual_seed(2)
     query, key, value = torch.randn(1, 6, 3, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
-    first, second = (attend(query, Keys(key[:, :, cut], value[:, :, cut]), 0.4) for cut in (slice(13), slice(13, 40)))
-    whole = attend(query, Keys(key, value), 0.4)
-    halves = merge([Piece(None, by_row(first), True), Piece(None, by_row(second), False)], 3)
+    first, second = (
+        attend(query, KeyRange(key[:, :, cut], value[:, :, cut]), 0.4) for cut in (slice(13), slice(13, 40))
+    )
+    whole = attend(query, KeyRange(key, value), 0.4)
+    halves = merge([AttentionPiece(None, by_row(first), True), AttentionPiece(None, by_row(second), False)], 3)
     torch.testing.assert_close(halves, by_row(whole).out, rtol=1e-5, atol=1e-5)
 
 
-def by_row(attended: Attended) -> Attended:
+def by_row(attended: PartialAttention) -> PartialAttention:
     """[1, H, T, …] → [T, H, …]."""
     assert attended.lse is not None
-    return Attended(attended.out[0].transpose(0, 1), attended.lse[0].transpose(0, 1))
+    return PartialAttention(attended.out[0].transpose(0, 1), attended.lse[0].transpose(0, 1))
 
 
 def test_this_torch_has_the_fused_cpu_kernel() -> None:

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from bench.agreement import NUM_FIRST, Agreement, Answers, Listener
-from kvpool.load.engine import Delivery, Served
+from kvpool.load.engine import Delivery, ServedRequest
 
 
 class Counting:
     """An engine whose tokens count on from the prompt's last one. A prompt that begins with 1 fails after one token."""
 
-    async def served(self) -> Served:
-        return Served("counting", range(10), 100)
+    async def served(self) -> ServedRequest:
+        return ServedRequest("counting", range(10), 100)
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
         yield Delivery((), 0)

@@ -8,17 +8,17 @@ import sys
 import pytest
 
 from bench.piped_engine import PipedEngine
-from kvpool.load.engine import Engine, Served
+from kvpool.load.engine import EngineUnderLoad, ServedRequest
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, TinyModel, make_tiny_model
 
 pytestmark = pytest.mark.slow
 
-SERVED = Served("tiny", range(VOCAB_SIZE), MAX_MODEL_LEN)
+SERVED = ServedRequest("tiny", range(VOCAB_SIZE), MAX_MODEL_LEN)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
-async def answer(engine: Engine, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], int | None]:
+async def answer(engine: EngineUnderLoad, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], int | None]:
     """The tokens, and what was cached."""
     tokens: list[int] = []
     cached: int | None = None

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from bench.floors import Cost, ModelSizes
 from bench.machine_speed import MachineSpeed, measure_speed
 from kvpool.load.arrivals import ClosedLoop
-from kvpool.load.plan import Case, Plan
-from kvpool.load.workload import Sizes, Workload
+from kvpool.load.plan import CacheCase, LoadPlan
+from kvpool.load.workload import LoadWorkload, RequestSizes
 
 SIZES = ModelSizes(
     num_layer_weights=100, num_head_weights=10, bytes_per_number=2, num_kv_numbers=3, num_flop_per_pair=1000
@@ -39,22 +39,22 @@ def test_other_programs_can_only_lower_a_speed() -> None:
 
 def test_a_shared_prefix_is_computed_once_and_when_it_is_warm_not_at_all() -> None:
     """3 × (5 shared + 2 + 2): Σ of pairs is that of attention, and each token but an answer's last is computed."""
-    plan = Plan(Workload.SHARED, ClosedLoop(3), 3, Sizes(5, 2, 2))
+    plan = LoadPlan(LoadWorkload.SHARED, ClosedLoop(3), 3, RequestSizes(5, 2, 2))
     tokens, rows = 5 + 3 * 2 + 3, 3 + 3
     pairs = (1 + 2 + 3 + 4 + 5) + 3 * (6 + 7) + 3 * 8
-    assert SIZES.workload_floor_s(plan, Case.COLD, PRODUCTS) == 2 * (100 * tokens + 10 * rows) + 1000 * pairs
+    assert SIZES.workload_floor_s(plan, CacheCase.COLD, PRODUCTS) == 2 * (100 * tokens + 10 * rows) + 1000 * pairs
     tokens, pairs = 3 + 3, 3 * 7 + 3 * 8
-    assert SIZES.workload_floor_s(plan, Case.WARM, PRODUCTS) == 2 * (100 * tokens + 10 * rows) + 1000 * pairs
+    assert SIZES.workload_floor_s(plan, CacheCase.WARM, PRODUCTS) == 2 * (100 * tokens + 10 * rows) + 1000 * pairs
 
 
 def test_a_chat_computes_what_is_new_in_each_turn() -> None:
     """2 users, 3 turns of 4 + 2 tokens: the last token of an answer is computed with the next turn."""
-    plan = Plan(Workload.CHATS, ClosedLoop(2), 2, Sizes(0, 4, 2, turns=3))
+    plan = LoadPlan(LoadWorkload.CHATS, ClosedLoop(2), 2, RequestSizes(0, 4, 2, turns=3))
     tokens, rows = 2 * (4 + 1 + 5 + 1 + 5 + 1), 2 * 6
     pairs = 2 * sum(range(1, 18))
-    assert SIZES.workload_floor_s(plan, Case.COLD, PRODUCTS) == 2 * (100 * tokens + 10 * rows) + 1000 * pairs
+    assert SIZES.workload_floor_s(plan, CacheCase.COLD, PRODUCTS) == 2 * (100 * tokens + 10 * rows) + 1000 * pairs
     keys = [2 * length for length in (4, 5, 10, 11, 16, 17)]
-    assert SIZES.workload_floor_s(plan, Case.COLD, BYTES) == sum(2 * (110 + 3 * count) for count in keys)
+    assert SIZES.workload_floor_s(plan, CacheCase.COLD, BYTES) == sum(2 * (110 + 3 * count) for count in keys)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -12,7 +12,7 @@ from kvpool.client.config import ClientConfig
 from kvpool.load.arrivals import ClosedLoop
 from kvpool.load.kvpool_engine import KvpoolEngine
 from kvpool.load.load import run_load
-from kvpool.load.workload import Conversation, Turn
+from kvpool.load.workload import ChatTurn, Conversation
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.cluster.forked_children import forked_children
@@ -28,7 +28,7 @@ NUM_GENERATED = 6
 async def run_all(cluster: OurCluster, engine: KvpoolEngine) -> Counts:
     """All prompts once, one after the other, and what was counted meanwhile."""
     before = await cluster.counts()
-    conversations = [Conversation((Turn(prompt, NUM_GENERATED),)) for prompt in PROMPTS]
+    conversations = [Conversation((ChatTurn(prompt, NUM_GENERATED),)) for prompt in PROMPTS]
     run = await run_load(engine, conversations, ClosedLoop(1))
     assert run.error is None
     assert len(run.complete) == 3

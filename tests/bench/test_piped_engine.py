@@ -12,14 +12,14 @@ import pytest
 
 from bench.piped_engine import EngineFailed, PipedEngine
 from kvpool.load.arrivals import ClosedLoop
-from kvpool.load.engine import Served
+from kvpool.load.engine import ServedRequest
 from kvpool.load.load import run_load
-from kvpool.load.workload import Conversation, Turn
+from kvpool.load.workload import ChatTurn, Conversation
 from tests.client.processes import is_alive, state
 from tests.cluster.polling import eventually
 from tests.until import until
 
-SERVED = Served("counting", range(10, 100), 1000)
+SERVED = ServedRequest("counting", range(10, 100), 1000)
 
 
 async def start(*arguments: str, seconds: float = 60.0) -> PipedEngine:
@@ -55,7 +55,7 @@ async def test_answers_do_not_mix_and_noise_stays_out() -> None:
 
 async def test_a_workload_runs_on_it() -> None:
     async with counting() as engine:
-        conversations = [Conversation((Turn((10, 20), 2), Turn((30,), 1)))] * 3
+        conversations = [Conversation((ChatTurn((10, 20), 2), ChatTurn((30,), 1)))] * 3
         run = await run_load(engine, conversations, ClosedLoop(2))
     assert run.error is None
     assert len(run.complete) == run.num_planned == 6

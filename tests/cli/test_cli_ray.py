@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.cli.app import main
 from kvpool.cli.commands import ray as ray_command
-from kvpool.cli.on_ray.plan import Plan, make_plan, mark_folder, problem_of_disk
+from kvpool.cli.on_ray.plan import RayPlan, make_plan, mark_folder, problem_of_disk
 from kvpool.cli.on_ray.settings import FLAGS, RaySettings
 from kvpool.client.errors import InvalidRequest
 from kvpool.process.settings import SettingsProblem, load_settings
@@ -20,7 +20,9 @@ def settings(*arguments: str) -> RaySettings:
     return load_settings(RaySettings, arguments)
 
 
-def plan(*arguments: str, has_gpus: bool = False, mark: str = "", environment: Mapping[str, str] | None = None) -> Plan:
+def plan(
+    *arguments: str, has_gpus: bool = False, mark: str = "", environment: Mapping[str, str] | None = None
+) -> RayPlan:
     own, of_workers = FLAGS.split(arguments)
     return make_plan(settings(*own), of_workers, has_gpus=has_gpus, mark=mark, environment=environment or {})
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cli.top import view
 from kvpool.cli.top.rates import WINDOW_SECONDS, RateMeter
@@ -270,16 +270,16 @@ def test_a_manager_that_is_away_is_told_beside_what_was() -> None:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
+async def server(tmp_path: Path) -> AsyncIterator[ManagerServer]:
     settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
     epochs = FileEpochs.open(settings.state_folder)
-    async with Server(settings, epochs) as server:
+    async with ManagerServer(settings, epochs) as server:
         yield server
     epochs.close()
 
 
 @pytest.fixture
-async def workers(server: Server) -> AsyncIterator[tuple[Worker, Worker]]:
+async def workers(server: ManagerServer) -> AsyncIterator[tuple[Worker, Worker]]:
     """Two: on the first, sequence "a" holds four blocks of which "b" shares two, and it says that three run and two wait."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = cache_pb2_grpc.CacheServiceStub(channel)
@@ -308,7 +308,7 @@ def row(output: str, name: str) -> list[str]:
 
 
 async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
-    server: Server, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
+    server: ManagerServer, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Between the two looks the first worker states 400 tokens."""
     address = f"127.0.0.1:{server.port}"
@@ -338,7 +338,7 @@ async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
 
 
 async def test_once_lists_the_requests_of_the_chosen_worker(
-    server: Server, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
+    server: ManagerServer, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the first one if none is named. Between the two looks "a" has 400 tokens more, and "b" none; names do nothing."""
     first, second = workers
@@ -370,7 +370,7 @@ async def test_once_lists_the_requests_of_the_chosen_worker(
 
 
 async def test_an_observer_counts_requests_anew_when_another_look_begins(
-    server: Server, workers: tuple[Worker, Worker]
+    server: ManagerServer, workers: tuple[Worker, Worker]
 ) -> None:
     """With every choice: what would be compared may be far apart, or a moment."""
     first, second = workers
@@ -424,7 +424,7 @@ async def test_an_observer_counts_requests_anew_when_another_look_begins(
         assert await rates() == {"a": None, "b": None}
 
 
-async def test_without_a_terminal_it_looks_once(server: Server, workers: tuple[Worker, Worker]) -> None:
+async def test_without_a_terminal_it_looks_once(server: ManagerServer, workers: tuple[Worker, Worker]) -> None:
     """So that `kvpool top | head` and cron do what is meant."""
     done = await run_kvpool("top", "--interval", "0.1", "--manager", f"127.0.0.1:{server.port}")
     assert done.returncode == 0
@@ -433,7 +433,7 @@ async def test_without_a_terminal_it_looks_once(server: Server, workers: tuple[W
 
 
 async def test_once_says_what_is_wrong(
-    server: Server,
+    server: ManagerServer,
     workers: tuple[Worker, Worker],
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
@@ -470,7 +470,7 @@ def see(user: TerminalUser, is_there: Callable[[str], bool]) -> str:
 
 
 async def test_keys_choose_the_worker_and_the_terminal_is_left_as_it_was(
-    server: Server, workers: tuple[Worker, Worker]
+    server: ManagerServer, workers: tuple[Worker, Worker]
 ) -> None:
     def use() -> None:
         code = PROGRAM.format(address=f"127.0.0.1:{server.port}")
@@ -504,7 +504,11 @@ async def test_keys_choose_the_worker_and_the_terminal_is_left_as_it_was(
 
 @pytest.mark.parametrize(("keys", "signal_number", "status"), [(b"\x03", None, 130), (b"", signal.SIGTERM, 0)])
 async def test_the_terminal_is_left_as_it_was_whatever_ends_it(
-    server: Server, workers: tuple[Worker, Worker], keys: bytes, signal_number: signal.Signals | None, status: int
+    server: ManagerServer,
+    workers: tuple[Worker, Worker],
+    keys: bytes,
+    signal_number: signal.Signals | None,
+    status: int,
 ) -> None:
     def use() -> None:
         code = PROGRAM.format(address=f"127.0.0.1:{server.port}")
@@ -527,15 +531,15 @@ async def test_it_waits_for_a_manager_and_says_when_it_is_away(tmp_path: Path) -
     """Begun before the manager is, and kept while that is gone."""
     settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
     epochs = FileEpochs.open(settings.state_folder)
-    async with Server(settings, epochs) as first:
+    async with ManagerServer(settings, epochs) as first:
         settings = settings.model_copy(update={"port": first.port})
     code = PROGRAM.format(address=f"127.0.0.1:{settings.port}")
     with at_terminal(code=code, columns=100, rows=30) as user:
         await asyncio.to_thread(see, user, lambda screen: "no answer yet" in screen)
-        async with Server(settings, epochs):
+        async with ManagerServer(settings, epochs):
             await asyncio.to_thread(see, user, lambda screen: "no live worker" in screen)
         await asyncio.to_thread(see, user, lambda screen: "no answer for" in screen)
-        async with Server(settings, epochs):
+        async with ManagerServer(settings, epochs):
             await asyncio.to_thread(see, user, lambda screen: "no live worker" in screen and "no answer" not in screen)
         user.press(b"q")
         assert user.end() == 0

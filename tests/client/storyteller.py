@@ -15,7 +15,7 @@ from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.codec import decode_generate, encode_chunk
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
 from tests.client.fakes import UNAVAILABLE, FakeModel, FakeWorker
 
@@ -106,7 +106,7 @@ class Storyteller(FakeWorker):
             for _ in range(size):
                 token = self._story(params.sampling.seed, num_prompt + number)
                 wanted = params.sampling.num_logprobs is not None
-                logprobs = TokenLogprobs(-float(num_prompt + number), []) if wanted else None
+                logprobs = RowLogprobs(-float(num_prompt + number), []) if wanted else None
                 sampled = SampledToken(token, logprobs)
                 told.take(sampled)
                 is_ended = told.deliver(sampled)

@@ -10,11 +10,11 @@ import pytest
 from kvpool.client.errors import InvalidRequest
 from kvpool.client.explanation import Explanation
 from kvpool.client.model import Model
-from kvpool.client.routed_prompt import EncoderFacts, routed_prompt
+from kvpool.client.routed_prompt import EncoderModel, routed_prompt
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 
 ROOT = common_pb2.Root(model_fingerprint="f", adapter="a", tenant_salt="s")
-ENCODER = EncoderFacts(max_tokens=4, decoder_prompt=(2, 9))
+ENCODER = EncoderModel(max_tokens=4, decoder_prompt=(2, 9))
 
 
 def facts(**fields: Any) -> worker_pb2.ModelFacts:
@@ -30,7 +30,7 @@ def model(**fields: Any) -> Model:
 
 
 def test_without_an_encoder_the_prompt_and_what_was_delivered_are_the_text() -> None:
-    assert EncoderFacts.of(facts()) is None
+    assert EncoderModel.of(facts()) is None
     assert routed_prompt(ROOT, None, [5, 6], [7]) == (ROOT, [5, 6, 7], 0)
 
 

@@ -12,12 +12,12 @@ from typing import Any, Unpack
 import torch
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server as ManagerServer
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, Completion, GenerateOptions
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from kvpool.worker_service.server import Server as WorkerServer
+from kvpool.worker_service.server import WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.polling import eventually
 

@@ -12,7 +12,7 @@ import pytest
 from kvpool.client.errors import InvalidRequest
 from kvpool.process.address import PortError
 from kvpool.worker_service import throughput
-from kvpool.worker_service.server import Server
+from kvpool.worker_service.server import WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
 from tests import http2
 from tests.cluster.in_process import in_process_cluster
@@ -103,4 +103,4 @@ async def test_a_worker_says_it_before_it_loads_when_the_metrics_port_is_taken(t
         given: dict[str, Any] = {"model": str(tmp_path / "none"), "metrics_port": port}
         settings = WorkerSettings(**given)
         with pytest.raises(PortError, match=rf"127\.0\.0\.1:{port} for metrics: .*--metrics-port"):
-            await Server.load(settings)
+            await WorkerServer.load(settings)

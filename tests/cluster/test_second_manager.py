@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import SERVICE, Server
+from kvpool.cache_service.server import SERVICE, ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client
 from kvpool.v1 import cache_pb2_grpc
@@ -186,7 +186,7 @@ async def test_a_manager_that_stops_gives_up_its_lead_and_the_next_one_ends_leas
     settings = ManagerSettings(port=0, state_dir=tmp_path, lease_seconds=1, keep_alive_seconds=0.2)
     leading = FileEpochs(tmp_path)
     await leading.lead()
-    async with Server(settings, leading) as first, Server(settings, FileEpochs(tmp_path)) as second:
+    async with ManagerServer(settings, leading) as first, ManagerServer(settings, FileEpochs(tmp_path)) as second:
         await first.stop()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
             await until(lambda: hasattr(second, "manager"))

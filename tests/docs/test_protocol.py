@@ -119,7 +119,7 @@ def kinds_of(status: Any) -> set[str]:
 
 def test_the_table_of_reasons_is_the_managers() -> None:
     expected = {reason.value: manager_status.of_refusal(Refusal(reason, "", position=1)) for reason in Reason}
-    expected["RECOVERING"] = manager_status.of_unavailable(manager_status.Unavailable())
+    expected["RECOVERING"] = manager_status.of_unavailable(manager_status.ManagerUnavailable())
     expected["STANDBY"] = manager_status.of_standby()
     expected["INTERNAL"] = manager_status.of_bug()
     found = {reason: status for reason, status, _ in rows(section("Reasons"))}

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
-from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, Call
+from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
@@ -449,7 +449,7 @@ class World:
                 cache.on_reply(call, response_of(letter), 0.0)
         self._forget_calls_of_lost_session(peer)
 
-    def _call_in_flight(self, peer: Peer) -> Call | None:
+    def _call_in_flight(self, peer: Peer) -> MutatingCall | None:
         link = peer.engine.cache._state.link
         return None if link is None else link.in_flight
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
-from kvpool.gateway.access import COOKIE, SESSION_SECONDS, Access, Keys, session_cookie, session_of
+from kvpool.gateway.access import COOKIE, SESSION_SECONDS, Access, AccessKeys, session_cookie, session_of
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import SettingsProblem, load_settings
 from tests.gateway.serving import http_client, serving
@@ -63,18 +63,18 @@ async def test_the_page_logs_in_once_and_then_needs_no_key() -> None:
 
 def test_a_session_is_of_its_key_and_ends() -> None:
     now = 1_000_000.0
-    keys = Keys([KEY], clock=lambda: now)
+    keys = AccessKeys([KEY], clock=lambda: now)
     digest = keys.find(KEY)
     assert digest is not None
     session = keys.issue(digest)
     assert keys.accepts(session)
-    assert Keys([OTHER, KEY], clock=lambda: now).accepts(session), "any gateway with the key accepts it"
-    assert not Keys([OTHER], clock=lambda: now).accepts(session)
+    assert AccessKeys([OTHER, KEY], clock=lambda: now).accepts(session), "any gateway with the key accepts it"
+    assert not AccessKeys([OTHER], clock=lambda: now).accepts(session)
     end, _, proof = session.partition(".")
     assert not keys.accepts(f"{int(end) + 1}.{proof}"), "its end cannot be changed"
     for broken in ("", ".", "x.y", f"{end}.", f"{end}.é", f"{'9' * 40}.{proof}", "²." + proof):
         assert not keys.accepts(broken)
-    assert not Keys([KEY], clock=lambda: now + SESSION_SECONDS).accepts(session)
+    assert not AccessKeys([KEY], clock=lambda: now + SESSION_SECONDS).accepts(session)
     assert KEY not in repr(keys)
 
 
@@ -228,6 +228,6 @@ def test_a_browser_forgets_its_session_when_it_logs_out() -> None:
 @pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER   {KEY} "])
 async def test_the_key_is_taken_as_http_lets_it_be_written(header: str) -> None:
     """The scheme has no case, and spaces around the key are no part of it."""
-    app = Access(PlainTextResponse("inside"), keys=Keys([KEY]), allowed_hosts=[])
+    app = Access(PlainTextResponse("inside"), keys=AccessKeys([KEY]), allowed_hosts=[])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         assert (await client.get("/load", headers={"Authorization": header})).text == "inside"

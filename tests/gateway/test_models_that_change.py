@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from kvpool.worker_service.server import Server as WorkerServer
+from kvpool.worker_service.server import WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.polling import eventually

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import cast
 
 from kvpool.client import Client, Unimplemented
-from kvpool.gateway.pages.hub import Hub, Viewer
+from kvpool.gateway.pages.hub import Hub, PageViewer
 from kvpool.gateway.pages.pictures import manager_pictures
 from kvpool.v1 import cache_pb2
 from tests.cluster.polling import eventually
@@ -18,7 +18,7 @@ from tests.gateway.scripted_pictures import ScriptedPictures, one_worker
 
 def viewing(hub: Hub) -> AsyncGenerator[bytes, None]:
     """One more browser."""
-    return hub.events(Viewer(include_blocks=True, pause_seconds=0))
+    return hub.events(PageViewer(include_blocks=True, pause_seconds=0))
 
 
 async def take_until(events: AsyncGenerator[bytes, None], mirror: BrowserMirror, number: int) -> None:
@@ -39,7 +39,7 @@ async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them() 
         assert source.num_opened == source.num_open == 1
     await eventually(lambda: _async(source.num_open == 0), "the stream is closed")
     assert hub.num_viewers == 0
-    assert hub._news(Viewer(include_blocks=True, pause_seconds=0, manager_no=1)) == [], (
+    assert hub._news(PageViewer(include_blocks=True, pause_seconds=0, manager_no=1)) == [], (
         "nothing is left of the old picture"
     )
     source.send(one_worker(1, {1: (3, 1, 0, 0)}, whole=True))

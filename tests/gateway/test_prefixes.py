@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.client.watch import WatchUpdate
 from kvpool.gateway.pages.prefix_follower import Prefixes
-from kvpool.gateway.pages.prefix_tree import MAX_CHAIN_BLOCKS, PrefixTree
+from kvpool.gateway.pages.prefix_tree import MAX_CHAIN_BLOCKS, PageTree
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import common_pb2
 from tests.gateway.serving import http_client, serving
@@ -36,8 +36,8 @@ def served(node: int, num_tokens: int) -> pb.ContentEvent:
     return pb.ContentEvent(number=99, served=pb.ContentServed(session=1, node=node, num_cached_tokens=num_tokens))
 
 
-def tree_of(*events: pb.ContentEvent) -> PrefixTree:
-    tree = PrefixTree()
+def tree_of(*events: pb.ContentEvent) -> PageTree:
+    tree = PageTree()
     tree.apply(pb.Contents(epoch=1, whole_begins=True, whole_ends=True, events=events))
     return tree
 

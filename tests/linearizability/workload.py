@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.linearizability.history import Operation
@@ -240,7 +240,7 @@ async def record(
     settings = ManagerSettings(port=0, state_dir=state_folder, lease_seconds=600, keep_alive_seconds=1)
     epochs = FileEpochs.open(settings.state_folder)
     try:
-        async with Server(settings, epochs) as server:
+        async with ManagerServer(settings, epochs) as server:
             start = Specification(server.manager.last_generation, server.manager._last_session)
             proxy = Proxy(server.port, weather or Weather(), seed)
             async with proxy, grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel:

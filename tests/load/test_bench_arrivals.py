@@ -12,11 +12,11 @@ import pytest
 
 from kvpool.client.errors import InvalidRequest
 from kvpool.load.arrivals import Arrivals, ClosedLoop, OpenLoop, Pattern
-from kvpool.load.workload import Conversation, Turn
+from kvpool.load.workload import ChatTurn, Conversation
 
 
 def conversations(count: int) -> list[Conversation]:
-    return [Conversation((Turn((index,), 1),)) for index in range(count)]
+    return [Conversation((ChatTurn((index,), 1),)) for index in range(count)]
 
 
 @dataclass

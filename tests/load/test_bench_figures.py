@@ -10,12 +10,12 @@ import pytest
 
 from kvpool.load import report
 from kvpool.load.arrivals import ClosedLoop, OpenLoop
-from kvpool.load.engine import Served
-from kvpool.load.figures import PERCENTILES, Distribution, Figures
-from kvpool.load.plan import Case, Measured, Plan
+from kvpool.load.engine import ServedRequest
+from kvpool.load.figures import PERCENTILES, Distribution, LoadFigures
+from kvpool.load.plan import CacheCase, LoadPlan, Measured
 from kvpool.load.sample import Arrived, RequestSample, Run
 from kvpool.load.waste import WasteSample
-from kvpool.load.workload import DEFAULT_SIZES, Workload
+from kvpool.load.workload import DEFAULT_SIZES, LoadWorkload
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 99, 100, 101, 1000])
@@ -56,7 +56,7 @@ def test_figures_count_complete_requests_only() -> None:
     refused = RequestSample(1, 0.0, 64, refusal="full")
     broken = RequestSample(1, 0.0, 64, 0, [Arrived(0.001, 1)])
     run = Run(2.0, [sample(0.0, (0.5, 1), (1.0, 3)), refused, broken], num_planned=4)
-    figures = Figures.of([run])
+    figures = LoadFigures.of([run])
     assert figures.time_to_first_token is not None
     assert (figures.time_to_first_token.count, figures.time_to_first_token.median) == (1, 0.5)
     (found,) = figures.runs
@@ -67,7 +67,7 @@ def test_figures_count_complete_requests_only() -> None:
 
 def test_rates_are_medians_of_runs_and_times_are_of_all_requests() -> None:
     runs = [Run(seconds, [sample(0.0, (seconds, 1), (seconds, 9))], 1) for seconds in (1.0, 2.0, 5.0)]
-    figures = Figures.of(runs)
+    figures = LoadFigures.of(runs)
     assert (figures.seconds.median, figures.seconds.least, figures.seconds.most) == (2.0, 1.0, 5.0)
     assert figures.generated_per_second.median == 5.0
     assert figures.time_to_first_token is not None
@@ -75,22 +75,26 @@ def test_rates_are_medians_of_runs_and_times_are_of_all_requests() -> None:
 
 
 def test_an_engine_that_does_not_tell_has_no_hit_rate() -> None:
-    figures = Figures.of([Run(1.0, [sample(0.0, (1.0, 1), cached=None), sample(0.0, (1.0, 1))], 2)])
+    figures = LoadFigures.of([Run(1.0, [sample(0.0, (1.0, 1), cached=None), sample(0.0, (1.0, 1))], 2)])
     assert figures.hit_rate is None
 
 
 def test_turns_are_told_apart_if_there_are_several() -> None:
     samples = [sample(0.0, (0.1 * turn, 1), turn=turn) for turn in (1, 2, 3)]
-    found = Figures.of([Run(1.0, samples, 3)]).by_turn
+    found = LoadFigures.of([Run(1.0, samples, 3)]).by_turn
     assert {turn: times.median for turn, times in found.items()} == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
-    assert Figures.of([Run(1.0, samples[:1], 1)]).by_turn == {}
+    assert LoadFigures.of([Run(1.0, samples[:1], 1)]).by_turn == {}
 
 
 def measured(error: Exception | None = None) -> Measured:
-    plan = Plan(Workload.CHATS, ClosedLoop(2), 2, DEFAULT_SIZES[Workload.CHATS], repetitions=2, cases=tuple(Case))
+    plan = LoadPlan(
+        LoadWorkload.CHATS, ClosedLoop(2), 2, DEFAULT_SIZES[LoadWorkload.CHATS], repetitions=2, cases=tuple(CacheCase)
+    )
     waste = [WasteSample(100, 97, 20), WasteSample(0, 0, 20), WasteSample(300, 297, 20)]
     run = Run(2.0, [sample(0.0, (0.5, 1), (1.0, 3)), sample(0.0, (0.7, 4), turn=2)], 12, error, waste)
-    return Measured(plan, Served("tiny", range(10), 100), {Case.COLD: [run, run], Case.WARM: [run]}, error)
+    return Measured(
+        plan, ServedRequest("tiny", range(10), 100), {CacheCase.COLD: [run, run], CacheCase.WARM: [run]}, error
+    )
 
 
 def test_the_json_has_every_figure_under_its_name() -> None:
@@ -137,7 +141,7 @@ def test_the_json_has_every_figure_under_its_name() -> None:
 
 
 def test_an_open_loop_and_an_error_are_told_too() -> None:
-    plan = Plan(Workload.SHARED, OpenLoop(5.0, seed=3), 2, DEFAULT_SIZES[Workload.SHARED])
+    plan = LoadPlan(LoadWorkload.SHARED, OpenLoop(5.0, seed=3), 2, DEFAULT_SIZES[LoadWorkload.SHARED])
     found = json.loads(json.dumps(report.as_json(Measured(plan, error=ValueError("gone")))))
     assert found["plan"]["arrivals"] == {
         "loop": "open", "rate": 5.0, "pattern": "poisson", "max_in_flight": 256, "seed": 3,

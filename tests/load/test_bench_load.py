@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 from kvpool.client.errors import Unavailable
 from kvpool.load.arrivals import ClosedLoop, OpenLoop
-from kvpool.load.engine import Delivery, Refused, Served
+from kvpool.load.engine import Delivery, RefusedRequest, ServedRequest
 from kvpool.load.load import Stalled, Watch, WrongAnswer, run_load
-from kvpool.load.plan import Case, Measured, Plan, measure
+from kvpool.load.plan import CacheCase, LoadPlan, Measured, measure
 from kvpool.load.sample import RequestSample
 from kvpool.load.waste import WasteSample
-from kvpool.load.workload import DEFAULT_SIZES, Conversation, Turn, Workload
+from kvpool.load.workload import DEFAULT_SIZES, ChatTurn, Conversation, LoadWorkload
 
 HANG = object()
 
@@ -26,8 +26,8 @@ class ScriptedEngine:
         self.num_closed = 0
         self._script = deque(script)
 
-    async def served(self) -> Served:
-        return Served("scripted", range(100, 1000), 8192)
+    async def served(self) -> ServedRequest:
+        return ServedRequest("scripted", range(100, 1000), 8192)
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
         self.prompts.append(tuple(prompt))
@@ -50,12 +50,12 @@ class ScriptedEngine:
 
 
 def single(count: int, num_generated: int = 4) -> list[Conversation]:
-    return [Conversation((Turn((index, index), num_generated),)) for index in range(count)]
+    return [Conversation((ChatTurn((index, index), num_generated),)) for index in range(count)]
 
 
 async def test_a_turn_s_prompt_is_the_whole_conversation_so_far() -> None:
     engine = ScriptedEngine()
-    conversation = Conversation((Turn((1, 2, 3), 2), Turn((4,), 3), Turn((5, 6), 1)))
+    conversation = Conversation((ChatTurn((1, 2, 3), 2), ChatTurn((4,), 3), ChatTurn((5, 6), 1)))
     run = await run_load(engine, [conversation], ClosedLoop(1))
     first = (1, 2, 3)
     second = (*first, 3, 4, 4)
@@ -80,8 +80,8 @@ async def test_what_came_is_noted_with_its_time_and_what_was_cached() -> None:
 
 
 async def test_a_refusal_is_counted_and_ends_its_own_conversation_only() -> None:
-    engine = ScriptedEngine(None, Refused("1,024 requests are waiting already"))
-    conversation = Conversation((Turn((1,), 1), Turn((2,), 1), Turn((3,), 1)))
+    engine = ScriptedEngine(None, RefusedRequest("1,024 requests are waiting already"))
+    conversation = Conversation((ChatTurn((1,), 1), ChatTurn((2,), 1), ChatTurn((3,), 1)))
     run = await run_load(engine, [conversation, *single(1)], ClosedLoop(1))
     assert run.error is None
     assert [sample.refusal is not None for sample in run.samples] == [False, True, False]
@@ -150,14 +150,16 @@ async def test_blocks_are_looked_at_while_it_runs_and_a_look_that_fails_is_left_
 async def test_a_measurement_warms_up_and_repeats_with_fresh_tokens() -> None:
     engine = ScriptedEngine()
     told: list[str] = []
-    plan = Plan(Workload.CHATS, ClosedLoop(2), 3, DEFAULT_SIZES[Workload.CHATS], repetitions=2, cases=tuple(Case))
+    plan = LoadPlan(
+        LoadWorkload.CHATS, ClosedLoop(2), 3, DEFAULT_SIZES[LoadWorkload.CHATS], repetitions=2, cases=tuple(CacheCase)
+    )
     measured = Measured(plan)
     await measure(engine, plan, measured, Watch(), told.append)
     assert told == [
         "warm-up, cold", "warm-up, warm", "repetition 1 of 2, cold", "repetition 1 of 2, warm",
         "repetition 2 of 2, cold", "repetition 2 of 2, warm",
     ]  # fmt: skip
-    assert {case: len(runs) for case, runs in measured.runs.items()} == {Case.COLD: 2, Case.WARM: 2}
+    assert {case: len(runs) for case, runs in measured.runs.items()} == {CacheCase.COLD: 2, CacheCase.WARM: 2}
     assert measured.error is None
     runs = [set(engine.prompts[start : start + 18]) for start in range(0, len(engine.prompts), 18)]
     assert len(runs) == 6
@@ -167,7 +169,7 @@ async def test_a_measurement_warms_up_and_repeats_with_fresh_tokens() -> None:
 
 
 async def test_an_error_in_the_warm_up_ends_the_measurement_with_nothing() -> None:
-    plan = Plan(Workload.SHARED, ClosedLoop(2), 3, DEFAULT_SIZES[Workload.SHARED])
+    plan = LoadPlan(LoadWorkload.SHARED, ClosedLoop(2), 3, DEFAULT_SIZES[LoadWorkload.SHARED])
     measured = Measured(plan)
     await measure(ScriptedEngine(None, ValueError("gone")), plan, measured, Watch(), lambda what: None)
     assert (measured.runs, str(measured.error)) == ({}, "gone")

@@ -9,15 +9,22 @@ import pytest
 
 from kvpool.client.errors import InvalidRequest
 from kvpool.load.arrivals import ClosedLoop
-from kvpool.load.engine import Served
-from kvpool.load.plan import Case, Plan, default_sizes
-from kvpool.load.workload import DEFAULT_SIZES, LOG_NORMAL_SIGMA, Conversation, Sizes, Workload, make_workload
+from kvpool.load.engine import ServedRequest
+from kvpool.load.plan import CacheCase, LoadPlan, default_sizes
+from kvpool.load.workload import (
+    DEFAULT_SIZES,
+    LOG_NORMAL_SIGMA,
+    Conversation,
+    LoadWorkload,
+    RequestSizes,
+    make_workload,
+)
 
 VOCABULARY = range(10, 50_000)
 
 
 def made(
-    workload: Workload, count: int = 8, *, seed: int | str = 1, max_model_len: int = 8192, **sizes: int
+    workload: LoadWorkload, count: int = 8, *, seed: int | str = 1, max_model_len: int = 8192, **sizes: int
 ) -> list[Conversation]:
     return make_workload(
         workload,
@@ -41,34 +48,38 @@ def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     )
 
 
-@pytest.mark.parametrize(("workload", "prefix", "own"), [(Workload.SHARED, 512, 32), (Workload.DOCUMENT, 4096, 32)])
-def test_all_prompts_begin_with_the_prefix_and_with_no_more(workload: Workload, prefix: int, own: int) -> None:
+@pytest.mark.parametrize(
+    ("workload", "prefix", "own"), [(LoadWorkload.SHARED, 512, 32), (LoadWorkload.DOCUMENT, 4096, 32)]
+)
+def test_all_prompts_begin_with_the_prefix_and_with_no_more(workload: LoadWorkload, prefix: int, own: int) -> None:
     found = prompts(made(workload))
     assert {len(prompt) for prompt in found} == {prefix + own}
     assert {num_common(found[0], prompt) for prompt in found[1:]} == {prefix}
 
 
 def test_unshared_prompts_have_nothing_in_common() -> None:
-    found = prompts(made(Workload.UNSHARED))
+    found = prompts(made(LoadWorkload.UNSHARED))
     assert {len(prompt) for prompt in found} == {544}
     assert {num_common(found[0], prompt) for prompt in found[1:]} == {0}
 
 
 def test_chats_have_turns_that_each_add_their_own() -> None:
-    for conversation in made(Workload.CHATS):
+    for conversation in made(LoadWorkload.CHATS):
         assert [(len(turn.new_tokens), turn.num_generated) for turn in conversation.turns] == [(100, 50)] * 6
         assert conversation.num_tokens == 6 * 150
         assert len({turn.new_tokens for turn in conversation.turns}) == 6
 
 
 def test_chats_may_begin_with_one_prefix() -> None:
-    found = made(Workload.CHATS, prefix_tokens=64)
+    found = made(LoadWorkload.CHATS, prefix_tokens=64)
     assert {num_common(prompts(found)[0], prompt) for prompt in prompts(found)[1:]} == {64}
     assert {len(turn.new_tokens) for conversation in found for turn in conversation.turns[1:]} == {100}
 
 
 def test_mixed_lengths_are_log_normal_with_the_mean_asked_for() -> None:
-    found = made(Workload.MIXED, 5_000, max_model_len=1 << 20, prefix_tokens=0, own_tokens=300, generated_tokens=100)
+    found = made(
+        LoadWorkload.MIXED, 5_000, max_model_len=1 << 20, prefix_tokens=0, own_tokens=300, generated_tokens=100
+    )
     lengths = [len(prompt) for prompt in prompts(found)]
     # The standard error of the mean of such a distribution is 1.3 % of it here; the seed is always the same.
     assert statistics.fmean(lengths) == pytest.approx(300, rel=0.03)
@@ -77,7 +88,7 @@ def test_mixed_lengths_are_log_normal_with_the_mean_asked_for() -> None:
 
 
 def test_half_of_the_longer_mixed_prompts_share_the_prefix_and_none_is_too_long() -> None:
-    found = made(Workload.MIXED, 2_000, max_model_len=600)
+    found = made(LoadWorkload.MIXED, 2_000, max_model_len=600)
     assert max(conversation.num_tokens for conversation in found) == 600
     longer = [prompt for prompt in prompts(found) if len(prompt) > 128]
     beginnings = [prompt[:128] for prompt in longer]
@@ -86,16 +97,18 @@ def test_half_of_the_longer_mixed_prompts_share_the_prefix_and_none_is_too_long(
     assert all(num_common(prompt, prefix) == 0 for prompt in longer if prompt[:128] != prefix)
 
 
-@pytest.mark.parametrize("workload", list(Workload))
-def test_the_same_seed_gives_the_same_and_another_one_shares_nothing(workload: Workload) -> None:
+@pytest.mark.parametrize("workload", list(LoadWorkload))
+def test_the_same_seed_gives_the_same_and_another_one_shares_nothing(workload: LoadWorkload) -> None:
     assert made(workload, seed=3) == made(workload, seed=3)
     one, other = prompts(made(workload, seed=3)), prompts(made(workload, seed=4))
     assert {num_common(a, b) for a in one for b in other} <= {0, 1}
 
 
 def test_repetitions_share_nothing_with_each_other() -> None:
-    plan = Plan(Workload.SHARED, ClosedLoop(4), 4, DEFAULT_SIZES[Workload.SHARED], repetitions=3, cases=tuple(Case))
-    served = Served("model", VOCABULARY, 8192)
+    plan = LoadPlan(
+        LoadWorkload.SHARED, ClosedLoop(4), 4, DEFAULT_SIZES[LoadWorkload.SHARED], repetitions=3, cases=tuple(CacheCase)
+    )
+    served = ServedRequest("model", VOCABULARY, 8192)
     firsts = [prompts(plan.conversations(served, repetition))[0] for repetition in range(4)]
     assert all(num_common(a, b) == 0 for a in firsts for b in firsts if a is not b)
 
@@ -103,16 +116,16 @@ def test_repetitions_share_nothing_with_each_other() -> None:
 @pytest.mark.parametrize(
     ("workload", "sizes", "wanted"),
     [
-        (Workload.UNSHARED, {"prefix_tokens": 1}, "--prefix-tokens must be 0, got 1"),
-        (Workload.SHARED, {"turns": 2}, "--workload chats"),
-        (Workload.CHATS, {"turns": 60}, "has 9000 tokens with its answers, its workers take 8192"),
-        (Workload.SHARED, {"own_tokens": 0}, "own_tokens must be at least 1, got 0"),
+        (LoadWorkload.UNSHARED, {"prefix_tokens": 1}, "--prefix-tokens must be 0, got 1"),
+        (LoadWorkload.SHARED, {"turns": 2}, "--workload chats"),
+        (LoadWorkload.CHATS, {"turns": 60}, "has 9000 tokens with its answers, its workers take 8192"),
+        (LoadWorkload.SHARED, {"own_tokens": 0}, "own_tokens must be at least 1, got 0"),
     ],
 )
-def test_nonsense_is_refused_with_what_to_change(workload: Workload, sizes: dict[str, int], wanted: str) -> None:
+def test_nonsense_is_refused_with_what_to_change(workload: LoadWorkload, sizes: dict[str, int], wanted: str) -> None:
     with pytest.raises(InvalidRequest, match=wanted):
         made(workload, **sizes)
 
 
 def test_sizes_that_are_not_given_are_the_workload_s_own() -> None:
-    assert default_sizes(Workload.CHATS, turns=2, own_tokens=None) == Sizes(0, 100, 50, turns=2)
+    assert default_sizes(LoadWorkload.CHATS, turns=2, own_tokens=None) == RequestSizes(0, 100, 50, turns=2)

@@ -16,7 +16,7 @@ from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES
 from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.attention.torch_plan import Shapes
+from kvpool.worker_service.attention.torch_plan import PlanShapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SampledToken, SequencePart, StateBlocks, Step
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, StatesPlan
@@ -136,7 +136,7 @@ class PagedModel:
         loaded: LoadedModel,
         num_blocks: int = 256,
         min_shared_tokens: int = NEVER,
-        shapes: Shapes | None = None,
+        shapes: PlanShapes | None = None,
         backend: AttentionBackend | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:

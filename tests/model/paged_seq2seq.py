@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from kvpool.worker_service.attention.selection import make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.attention.torch_plan import Shapes
+from kvpool.worker_service.attention.torch_plan import PlanShapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import EncoderBlocks, SampledToken, SequencePart
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan
@@ -84,7 +84,7 @@ class PagedSeq2Seq:
         loaded: LoadedModel,
         num_blocks: int = 256,
         min_shared_tokens: int = NEVER,
-        shapes: Shapes | None = None,
+        shapes: PlanShapes | None = None,
     ) -> None:
         assert loaded.facts.encoder is not None
         self._free, self._free_cross = (list(range(1, num_blocks)) for _ in range(2))

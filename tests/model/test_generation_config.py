@@ -13,7 +13,13 @@ from transformers import GenerationConfig
 
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.generation import FIELDS, Generation, Use, read_generation, read_generation_config
+from kvpool.worker_service.model.generation import (
+    FIELDS,
+    GenerationDefaults,
+    Use,
+    read_generation,
+    read_generation_config,
+)
 from kvpool.worker_service.model.source.convert import ending_ids
 from scripts.models import document
 
@@ -35,7 +41,7 @@ ASKS: dict[str, Any] = {
 
 def read(
     folder: Path, generation: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None, **facts: Any
-) -> Generation:
+) -> GenerationDefaults:
     (folder / "config.json").write_text(json.dumps(config or {}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))

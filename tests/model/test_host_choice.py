@@ -16,7 +16,7 @@ from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.model.sampling.choice import draw_exactly, draw_tokens
 from kvpool.worker_service.model.sampling.draw import Draw
 from kvpool.worker_service.model.sampling.host_choice import choose
-from kvpool.worker_service.model.sampling.truncation import Limits, weigh
+from kvpool.worker_service.model.sampling.truncation import TruncationLimits, weigh
 
 VOCAB_SIZE = 3000
 """Many blocks, and more tokens than are looked at to estimate a weight."""
@@ -79,7 +79,7 @@ def test_numbers_at_the_ends_of_tokens_are_not_decided_by_rounded_sums(temperatu
     """Each number is the share at which a token ends. The next ones are decided, if the token is not too small."""
     logits = rows_of(1, 3)
     params = SamplingParams(temperature=temperature)
-    cumulative = weigh(logits, Limits.of([params], VOCAB_SIZE, logits.device)).cumsum(dim=-1)[0]
+    cumulative = weigh(logits, TruncationLimits.of([params], VOCAB_SIZE, logits.device)).cumsum(dim=-1)[0]
     ends = (cumulative / cumulative[-1])[:-1].tolist()
     many = logits.expand(len(ends), -1).contiguous()
     assert num_certain(many, [params] * len(ends), ends) == 0

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvpool.worker_service.model.native.kept_choice import Choice, ChoiceFile, NotKept
-from kvpool.worker_service.model.native.timing import Figures
+from kvpool.worker_service.model.native.timing import StepSeconds
 
 KEY: dict[str, str | int] = {"fingerprint": "f", "native_threads": 2}
-CHOICE = Choice("torch", Figures(1.5, 0.25), Figures(0.5, 0.5))
+CHOICE = Choice("torch", StepSeconds(1.5, 0.25), StepSeconds(0.5, 0.5))
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ async def test_the_thread_that_loads_and_runs_the_model_enters_its_device_first(
     monkeypatch.setattr(torch.cuda, "set_device", note)
     monkeypatch.setattr(server, "load_model", load_model)
     with pytest.raises(ModelError, match="without a GPU"):
-        await server.Server.load(WorkerSettings(device="cuda:1", model="any"))  # type: ignore[call-arg]
+        await server.WorkerServer.load(WorkerSettings(device="cuda:1", model="any"))  # type: ignore[call-arg]
     names, events = zip(*seen, strict=True)
     assert events == (torch.device("cuda", 1), "load")
     assert len(set(names)) == 1

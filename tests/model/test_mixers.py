@@ -19,7 +19,7 @@ from kvpool.worker_service.model.forward import mixers as finding
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.layers import find_attention_layers
-from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, Piece, StateSpec, state_bytes
+from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, MixerPiece, StateSpec, state_bytes
 from kvpool.worker_service.model.forward.mixer_binding import MixerBinding, lay_out
 from kvpool.worker_service.model.forward.mixers import find_mixers
 from kvpool.worker_service.model.guard.support import check_layers, check_replica, guarded_layers
@@ -153,11 +153,11 @@ def test_decodes_as_one_batch_equal_each_alone() -> None:
     hidden = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         call = MixerCall(mixer, MixerForward.of(mixer), (), {"hidden_states": hidden})
-        before = [call.run(Piece.of_one(first, first + 3), None)[1] for first in (0, 3, 6)]
+        before = [call.run(MixerPiece.of_one(first, first + 3), None)[1] for first in (0, 3, 6)]
         together = [torch.cat(states) for states in zip(*before, strict=True)]
-        output, after = call.run(Piece(torch.tensor([9, 10, 11]), 3, 1), together)
+        output, after = call.run(MixerPiece(torch.tensor([9, 10, 11]), 3, 1), together)
         for number, states in enumerate(before):
-            alone, own = call.run(Piece.of_one(9 + number, 10 + number), states)
+            alone, own = call.run(MixerPiece.of_one(9 + number, 10 + number), states)
             assert torch.allclose(output[number], alone[0], atol=1e-6)
             for state, expected in zip(after, own, strict=True):
                 assert torch.allclose(state[number], expected[0], atol=1e-6)
@@ -184,8 +184,8 @@ def test_a_scan_from_a_state_equals_token_by_token(architecture: str) -> None:
         results = []
         for one in (mixer, mixer._replace(scan=None)):
             call = MixerCall(one, MixerForward.of(one), (), {"hidden_states": hidden})
-            _, before = call.run(Piece.of_one(0, 40), None)
-            results.append(call.run(Piece.of_one(40, 200), before))
+            _, before = call.run(MixerPiece.of_one(0, 40), None)
+            results.append(call.run(MixerPiece.of_one(40, 200), before))
     for ours, expected in zip(*((output, *states) for output, states in results), strict=True):
         assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
 

@@ -17,7 +17,7 @@ import torch
 from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.forward.forward import Runtime
+from kvpool.worker_service.model.forward.contract import Runtime
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
@@ -25,7 +25,7 @@ from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import kept_choice
 from kvpool.worker_service.model.native import load as native_load
-from kvpool.worker_service.model.native.timing import Figures, Measure, Workload, measure_runtime
+from kvpool.worker_service.model.native.timing import Measure, StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.native import cpu_info
@@ -35,19 +35,19 @@ from kvpool.worker_service.native.weights import PackedModel
 from tests.model.paged import GREEDY
 from tests.tiny_models import build_model, make_tiny_model
 
-WORKLOAD = Workload(8, 409, 102)
+WORKLOAD = TimedWorkload(8, 409, 102)
 """Within the 512 tokens of a tiny model."""
-SLOW = Figures(prefill=0.4, decode=0.01)
-FAST_PREFILL = Figures(prefill=0.1, decode=0.02)
-MIDDLE = Figures(prefill=0.2, decode=0.01)
+SLOW = StepSeconds(prefill=0.4, decode=0.01)
+FAST_PREFILL = StepSeconds(prefill=0.1, decode=0.02)
+MIDDLE = StepSeconds(prefill=0.2, decode=0.01)
 
 
 @dataclass
 class Stopwatch:
     """A Measure that reports these figures, and counts."""
 
-    of_native: Figures
-    of_torch: Figures
+    of_native: StepSeconds
+    of_torch: StepSeconds
     timed: list[str] = field(default_factory=list)
 
     def __call__(
@@ -56,8 +56,8 @@ class Stopwatch:
         layers: Sequence[AttentionLayer],
         dtype: torch.dtype,
         block_size: int,
-        workload: Workload,
-    ) -> Figures:
+        workload: TimedWorkload,
+    ) -> StepSeconds:
         assert workload == WORKLOAD
         is_native = isinstance(runtime, NativeRuntime)
         self.timed.append("native" if is_native else "torch")
@@ -147,7 +147,7 @@ def have_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["torch", "native"],
 )
 def test_the_faster_runtime_serves_and_a_restart_makes_the_same_choice(
-    native: Figures, kind: type[Runtime], shown: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    native: StepSeconds, kind: type[Runtime], shown: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are timed once, natively first. A load never holds two models."""
     models = loaded_models(monkeypatch)
@@ -264,7 +264,7 @@ def test_a_runtime_that_cannot_be_timed_leaves_the_native_one(
     models = loaded_models(monkeypatch)
     stopwatch = Stopwatch(SLOW, FAST_PREFILL)
 
-    def measure(runtime: Runtime, *rest: Any) -> Figures:
+    def measure(runtime: Runtime, *rest: Any) -> StepSeconds:
         if isinstance(runtime, NativeRuntime) == (fails == "native"):
             raise RuntimeError("could not create a primitive")
         return stopwatch(runtime, *rest)
@@ -309,7 +309,7 @@ def test_a_choice_that_another_worker_has_kept_meanwhile_comes_first(worker: Wor
     other = Worker(Path(worker.settings.model), worker.settings.cache_dir)  # type: ignore[arg-type]
     stopwatch = Stopwatch(SLOW, FAST_PREFILL)
 
-    def measure(runtime: Runtime, *rest: Any) -> Figures:
+    def measure(runtime: Runtime, *rest: Any) -> StepSeconds:
         if not isinstance(runtime, NativeRuntime):
             other.start(Stopwatch(MIDDLE, FAST_PREFILL))
         return stopwatch(runtime, *rest)

@@ -12,7 +12,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.model.sampling.ranking import best, best_on_device, most_likely
-from kvpool.worker_service.model.sampling.truncation import Limits, truncate, weigh
+from kvpool.worker_service.model.sampling.truncation import TruncationLimits, truncate, weigh
 from tests.model import sampling_oracle
 
 VOCAB_SIZE = 40
@@ -30,7 +30,7 @@ def options(draw: st.DrawFn) -> SamplingParams:
 
 def kept(logits: torch.Tensor, params: list[SamplingParams], num_candidates: int) -> list[list[int] | None]:
     """Per row of the logits the ids with any weight, ascending; None if more candidates are needed."""
-    limits = Limits.of(params, logits.shape[1], logits.device)
+    limits = TruncationLimits.of(params, logits.shape[1], logits.device)
     ranked = limits.is_ranked(logits.shape[1])
     ids, weights, is_complete = truncate(logits, limits, num_candidates)
     whole = weigh(logits, limits)
@@ -78,7 +78,7 @@ def test_equal_logits_are_kept_by_id_and_few_candidates_are_enough_or_told_not_t
         top_k = min(params.top_k or VOCAB_SIZE, VOCAB_SIZE)
         may_need_more = len(before[row]) > num_candidates or num_candidates < top_k < VOCAB_SIZE
         assert found[row] == (None if may_need_more and found[row] is None else expected[row])
-    limits = Limits.of(batch, VOCAB_SIZE, logits.device)
+    limits = TruncationLimits.of(batch, VOCAB_SIZE, logits.device)
     few, whole = truncate(logits, limits, num_candidates), truncate(logits, limits, VOCAB_SIZE)
     for row in few.is_complete.nonzero()[:, 0].tolist():
         assert torch.equal(few.ids[row], whole.ids[row, :num_candidates])

@@ -10,7 +10,7 @@ import pytest
 from kvpool.worker_service.engine.step import PartResult, Step
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import load_model
-from kvpool.worker_service.model.native.timing import Figures, Workload, measure_runtime
+from kvpool.worker_service.model.native.timing import StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
 from tests.model.paged import quiet
 from tests.tiny_models import make_tiny_model
@@ -47,11 +47,13 @@ class ScriptedClock:
 def test_the_workload_keeps_to_the_limits_of_the_worker(
     limits: tuple[int, int, int], expected: tuple[int, int, int]
 ) -> None:
-    assert Workload.within(*limits) == expected
+    assert TimedWorkload.within(*limits) == expected
 
 
 def test_a_workload_is_a_prefill_for_each_request_and_decodes_for_all_together() -> None:
-    assert Figures(prefill=0.5, decode=0.02).total(Workload(8, 512, 128)) == pytest.approx(8 * 0.5 + 128 * 0.02)
+    assert StepSeconds(prefill=0.5, decode=0.02).total(TimedWorkload(8, 512, 128)) == pytest.approx(
+        8 * 0.5 + 128 * 0.02
+    )
 
 
 @pytest.mark.parametrize("runtime", [pytest.param("native", marks=pytest.mark.compiler), "torch"])
@@ -67,9 +69,9 @@ def test_the_fastest_run_of_each_step_counts(
     steps = recorded_steps(monkeypatch)
     for _ in range(2):  # the model is free again after the first time
         clock = ScriptedClock([9, 3, 8, 7, 2, 6, 5])
-        workload = Workload(3, prompt_tokens, 8)
+        workload = TimedWorkload(3, prompt_tokens, 8)
         found = measure_runtime(loaded.runtime, loaded.layers, loaded.dtype, block_size, workload, clock)
-        assert found == Figures(prefill=3, decode=2)
+        assert found == StepSeconds(prefill=3, decode=2)
         assert clock.is_used_up
     prefill, decode = [(0, prompt_tokens)], 3 * [(prompt_tokens, 1)]
     assert steps == 2 * [*2 * [prefill], *5 * [decode]]

@@ -25,7 +25,7 @@ from kvpool.client.model import Model
 from kvpool.client.models import Models
 from kvpool.client.prompt import Prompt
 from kvpool.client.request import build_request
-from kvpool.client.routed_prompt import EncoderFacts, routed_prompt
+from kvpool.client.routed_prompt import EncoderModel, routed_prompt
 from kvpool.client.stream import GenerateStream
 from kvpool.client.template_process import TemplateProcess
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
@@ -227,7 +227,7 @@ class ClientProcess(Process):
             if kind == "route":
                 salt, tokens = argument
                 root = common_pb2.Root(model_fingerprint=FINGERPRINT, tenant_salt=salt)
-                encoder = EncoderFacts(MAX_ENCODER_TOKENS, (START,)) if self.world.has_encoder else None
+                encoder = EncoderModel(MAX_ENCODER_TOKENS, (START,)) if self.world.has_encoder else None
                 await self._manager.route(deadline, routed_prompt(root, encoder, tokens))
             elif kind == "describe":
                 first = 1 if argument else None

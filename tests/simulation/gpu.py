@@ -11,7 +11,14 @@ from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.cache.units import Unit
-from kvpool.worker_service.engine.step import Candidate, Candidates, PartResult, SampledToken, SequencePart, Step
+from kvpool.worker_service.engine.step import (
+    BeamCandidate,
+    BeamCandidates,
+    PartResult,
+    SampledToken,
+    SequencePart,
+    Step,
+)
 from tests import tracer
 
 if TYPE_CHECKING:
@@ -332,7 +339,7 @@ class Gpu:
         if part.num_candidates:
             best = tracer.best_tokens(read, part.num_candidates)
             return PartResult(
-                candidates=Candidates([Candidate(token_id, score, score) for token_id, score in best], [])
+                candidates=BeamCandidates([BeamCandidate(token_id, score, score) for token_id, score in best], [])
             )
         token, *forks = (SampledToken(tracer.next_token(read, way.seed)) for way in part.ways)
         return PartResult(token, forks=tuple(forks))

@@ -13,8 +13,8 @@ from kvpool.cache_service.election.epoch import EpochStore, LeadershipLost, Stat
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.election.kubernetes import LeaseEpochs, LeaseName
 from kvpool.cache_service.keys import SESSION_KEY_BYTES
+from kvpool.cache_service.leader_gate import LeaderGate
 from kvpool.cache_service.servicer import CacheServicer
-from kvpool.cache_service.standby import StandbyServicer
 from kvpool.v1 import cache_pb2_grpc
 from tests.simulation import lease_server
 from tests.simulation.disk import Path, PowerLoss
@@ -83,16 +83,16 @@ class ManagerProcess(Process):
         )
         epochs.identity = self.name
         self.epochs = epochs
-        standby = StandbyServicer()
-        self._listen(standby)
+        gate = LeaderGate()
+        self._listen(gate)
         self.kernel.trace(self.name, "stands by")
-        self._leading = self.spawn(self._lead_by_lease(standby))
+        self._leading = self.spawn(self._lead_by_lease(gate))
 
-    async def _lead_by_lease(self, standby: StandbyServicer) -> None:
+    async def _lead_by_lease(self, gate: LeaderGate) -> None:
         """As cache_service/server.py does. The end of its lead is its own end."""
         try:
             await self.epochs.lead()
-            standby.leading = self._begin_life(self.epochs)
+            gate.leading = self._begin_life(self.epochs)
             self.loop.create_task(self._tick_for_ever())
             await self.epochs.keep()
         except (LeadershipLost, StateError) as end:

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session import SessionEnd
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.servicer import CacheServicer
 from kvpool.cache_service.settings import ManagerSettings
 from tests.cache_service.edge.peer import registration
@@ -37,7 +37,7 @@ async def test_two_lives_with_one_epoch_do_not_number_their_sessions_alike(tmp_p
     starts = []
     for name in ("a", "b"):
         epochs = FileEpochs.open(tmp_path / name)
-        server = Server(ManagerSettings(state_dir=tmp_path / name), epochs)
+        server = ManagerServer(ManagerSettings(state_dir=tmp_path / name), epochs)
         starts.append(server.manager._last_session)
         epochs.close()
     assert starts[0] != starts[1]

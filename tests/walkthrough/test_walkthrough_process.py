@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from kvpool.walkthrough.__main__ import CASES, main
-from kvpool.walkthrough.recording import Case, Scene
+from kvpool.walkthrough.recording import Scene, Story
 from kvpool.walkthrough.worker import Worker
 
 COMMAND = [sys.executable, "-m", "kvpool.walkthrough"]
@@ -159,7 +159,7 @@ def test_a_broken_law_is_shown_and_ends_the_story(
     play: object, title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The core's own words about it, under the step that broke it; exit status 1."""
-    monkeypatch.setitem(CASES, "broken", Case("broken", "a story with a wrong count", play))  # type: ignore[arg-type]
+    monkeypatch.setitem(CASES, "broken", Story("broken", "a story with a wrong count", play))  # type: ignore[arg-type]
     assert main(["broken"]) == 1
     output = capsys.readouterr().out
     assert "broken 1/2 │ All is well" in output
@@ -179,7 +179,7 @@ def test_an_answer_that_the_story_does_not_expect_is_an_error(
         worker.allocate("A", "too many words " * 30)
         yield Scene("Not reached", "Never shown.")
 
-    monkeypatch.setitem(CASES, "changed", Case("changed", "a story that does not fit", play))
+    monkeypatch.setitem(CASES, "changed", Story("changed", "a story that does not fit", play))
     assert main(["changed"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

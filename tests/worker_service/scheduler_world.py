@@ -13,7 +13,7 @@ from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import boundaries
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.entry import BlockCopy
-from kvpool.worker_service.cache.forks import Forked
+from kvpool.worker_service.cache.forks import ForkedSequence
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch
@@ -22,7 +22,7 @@ from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.results import computed, next_tokens
 from kvpool.worker_service.engine.scheduler import ForkCopies, Scheduled, Scheduler
-from kvpool.worker_service.engine.step import Candidate, Candidates, PartResult, SampledToken
+from kvpool.worker_service.engine.step import BeamCandidate, BeamCandidates, PartResult, SampledToken
 
 
 def token_at(sequence_id: str, position: int) -> int:
@@ -31,12 +31,14 @@ def token_at(sequence_id: str, position: int) -> int:
     return int(answer or 0) * 10_000_000 + int(request) * 100_000 + position
 
 
-def candidates_of(tokens: Sequence[int], count: int) -> Candidates:
+def candidates_of(tokens: Sequence[int], count: int) -> BeamCandidates:
     """What a beam with these tokens may continue with: each token tells its place, and its rank among them."""
     first, size = tokens[0] // 100_000 * 100_000, hash(tuple(tokens))
     scores = accumulate(-0.125 * (1 + (size >> (3 * rank) & 7)) for rank in range(count))
     ids = ((1 + rank) * 10_000_000 + first + len(tokens) for rank in range(count))
-    return Candidates([Candidate(token_id, score, score) for token_id, score in zip(ids, scores, strict=True)], [])
+    return BeamCandidates(
+        [BeamCandidate(token_id, score, score) for token_id, score in zip(ids, scores, strict=True)], []
+    )
 
 
 def expected_beams(request: Request) -> list[list[int]]:
@@ -99,7 +101,7 @@ class FakeCache:
         sequence.tables[0].extend(taken)
         sequence.num_entries += count
 
-    def fork(self, parent: CacheSequence, sequence_id: str) -> Forked | None:
+    def fork(self, parent: CacheSequence, sequence_id: str) -> ForkedSequence | None:
         """Shares the full blocks, and copies the tail."""
         assert parent.state is SequenceState.LIVE
         assert not parent.in_step
@@ -113,9 +115,9 @@ class FakeCache:
         self.num_tables.update(shared)
         child.num_computed_tokens, child.state = len(parent.tokens), SequenceState.LIVE
         if not num_tail:
-            return Forked(child, ())
+            return ForkedSequence(child, ())
         self.take(child, 1)
-        return Forked(child, (BlockCopy(0, parent.tables[0][num_shared], child.tables[0][-1]),))
+        return ForkedSequence(child, (BlockCopy(0, parent.tables[0][num_shared], child.tables[0][-1]),))
 
     def add_token(self, sequence: CacheSequence, token_id: int) -> None:
         assert not sequence.in_step

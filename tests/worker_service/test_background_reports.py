@@ -11,9 +11,9 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import report as report_module
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
-from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, Call
+from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, MutatingCall
 from kvpool.worker_service.cache.report import Report
-from kvpool.worker_service.cache.reserve import ReservedBlock
+from kvpool.worker_service.cache.reserve import SpareBlock
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.cache.units import UnitLedger
@@ -66,7 +66,7 @@ def test_reserves_and_idle_blocks_are_those_of_all_groups_in_as_many_parts_as_ne
     monkeypatch.setattr(report_module, "_MAX_BLOCKS", 4)
     ledgers = (BlockLedger(9), BlockLedger(9, 1))
     _chain(ledgers[0], 1, 2, 3)
-    reserves = [[ReservedBlock(4, _OLD)], [ReservedBlock(block, _OLD) for block in (5, 6, 7)]]
+    reserves = [[SpareBlock(4, _OLD)], [SpareBlock(block, _OLD) for block in (5, 6, 7)]]
     report = Report(ledgers, [], reserves)
     in_use = [report.part]
     while not report.part.live:
@@ -128,7 +128,7 @@ def test_blocks_of_the_reserve_hold_nothing_in_a_report() -> None:
     ledger.use(4)
     ledger.complete(4, last)
     ledger.drop(4)
-    parts = _parts(Report((ledger,), [], [[ReservedBlock(3, _OLD)]]))
+    parts = _parts(Report((ledger,), [], [[SpareBlock(3, _OLD)]]))
     assert _blocks(parts) == [0, 0, 4]
 
 
@@ -161,13 +161,13 @@ class _Worker:
         self.cache.lose("the manager is gone")
         self.cache.on_registered(cache_pb2.RegisterResponse(epoch=2, session=2, report_wanted=True))
 
-    def call(self, *candidates: CacheSequence, now: float = 0.0) -> Call:
+    def call(self, *candidates: CacheSequence, now: float = 0.0) -> MutatingCall:
         """The next one, which must be there."""
         call = self.cache.next_call(lambda: list(candidates), now)
         assert call is not None
         return call
 
-    def reply(self, call: Call, response: Any) -> None:
+    def reply(self, call: MutatingCall, response: Any) -> None:
         self.cache.on_reply(call, response, 0.0)
 
     def step(self, sequence: CacheSequence, num_tokens: int) -> None:
@@ -186,7 +186,7 @@ class _Worker:
             self.reply(call, cache_pb2.ReportResponse())
 
 
-def kind(call: Call) -> str:
+def kind(call: MutatingCall) -> str:
     """Its method."""
     return type(call.request).__name__.removesuffix("Request")
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch, EarlyStopping
-from kvpool.worker_service.engine.step import Candidate, Candidates
+from kvpool.worker_service.engine.step import BeamCandidate, BeamCandidates
 
 VOCAB_SIZE = 24
 NUM_NEW = 9
@@ -41,13 +41,15 @@ def model() -> LlamaForCausalLM:
     return found
 
 
-def candidates_of(model: LlamaForCausalLM, texts: Sequence[Sequence[int]], count: int) -> list[Candidates]:
+def candidates_of(model: LlamaForCausalLM, texts: Sequence[Sequence[int]], count: int) -> list[BeamCandidates]:
     """The best next tokens of each text, all of the same length."""
     with torch.inference_mode():
         logits = model(torch.tensor(texts)).logits[:, -1].float()
     best = torch.log_softmax(logits, dim=-1).topk(min(count, VOCAB_SIZE))
     return [
-        Candidates([Candidate(token_id, score, score) for token_id, score in zip(ids, scores, strict=True)], top=[])
+        BeamCandidates(
+            [BeamCandidate(token_id, score, score) for token_id, score in zip(ids, scores, strict=True)], top=[]
+        )
         for ids, scores in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
 

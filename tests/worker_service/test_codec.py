@@ -8,9 +8,9 @@ from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
-from kvpool.worker_service.engine.sampling_params import SamplingParams, TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
 from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import Chunk, FinishReason, Usage
+from kvpool.worker_service.engine.stream import FinishReason, RequestUsage, StreamChunk
 
 PROMPTS = PromptEncoder(None, 1000)
 
@@ -55,13 +55,13 @@ def test_a_continuation_tells_nothing_of_its_prompt() -> None:
 @pytest.mark.parametrize("count", [0, 1, MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS + 1, 3 * MAX_PROMPT_LOGPROBS])
 def test_a_long_prompt_is_told_in_several_messages(count: int) -> None:
     """In order, each small enough for gRPC's default limit of 4 MiB; everything else is in the last, the end of all."""
-    entry = TokenLogprobs(-1.5, [(index + 200_000, -0.5) for index in range(20)])
-    prompt: list[TokenLogprobs | None] = [None, *[entry] * (count - 1)] if count else []
-    chunk = Chunk(
+    entry = RowLogprobs(-1.5, [(index + 200_000, -0.5) for index in range(20)])
+    prompt: list[RowLogprobs | None] = [None, *[entry] * (count - 1)] if count else []
+    chunk = StreamChunk(
         0,
-        [SampledToken(9, TokenLogprobs(-0.25, []))],
+        [SampledToken(9, RowLogprobs(-0.25, []))],
         "text",
-        Usage(count, 0, 1, 0),
+        RequestUsage(count, 0, 1, 0),
         FinishReason.LENGTH,
         prompt_logprobs=prompt,
     )

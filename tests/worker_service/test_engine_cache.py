@@ -11,7 +11,7 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.ledger import Content
-from kvpool.worker_service.cache.link_state import Call
+from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 
@@ -72,7 +72,7 @@ def test_calls_grow_with_time_and_not_with_steps(report_seconds: float, steps_on
     cache = _cache(block_size=1, num_blocks=256, report_seconds=report_seconds)
     sequence = _live(cache, 200)
     num_calls, num_steps = 0, 180
-    on_the_way: list[tuple[int, Call]] = []
+    on_the_way: list[tuple[int, MutatingCall]] = []
     for step in range(num_steps):
         now = step * _STEP_SECONDS
         assert cache.extend(sequence, len(sequence.tokens))

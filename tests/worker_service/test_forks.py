@@ -7,7 +7,7 @@ import pytest
 from kvpool.cache_service.core.messages import Boundary, Limits, SequenceKey
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events
-from kvpool.worker_service.cache.engine_cache import Computed, Forked
+from kvpool.worker_service.cache.engine_cache import Computed, ForkedSequence
 from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from tests.worker_service.windowed import Worker, ring_of
@@ -33,7 +33,7 @@ def _decoding(worker: Worker, name: str, num_tokens: int, *, num_new: int = 20, 
     return sequence
 
 
-def _fork(worker: Worker, parent: CacheSequence, name: str) -> Forked:
+def _fork(worker: Worker, parent: CacheSequence, name: str) -> ForkedSequence:
     forked = worker.cache.fork(parent, name)
     assert forked is not None
     return forked

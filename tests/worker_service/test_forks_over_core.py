@@ -17,7 +17,7 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.stream import Chunk, FinishReason
+from kvpool.worker_service.engine.stream import FinishReason, StreamChunk
 from tests import tracer
 from tests.lockstep import in_lockstep
 from tests.tracer import expected_text
@@ -333,7 +333,7 @@ async def test_usage_and_statistics_count_the_prompt_once() -> None:
     prompt = list(range(20))
     world = World(num_blocks=100, block_size=4, max_num_seqs=8)
     async with world.running():
-        chunks: list[Chunk] = []
+        chunks: list[StreamChunk] = []
         request = world.submit(prompt, 6, **several(3))
         while (chunk := await request.stream.get()) is not None:
             chunks.append(chunk)

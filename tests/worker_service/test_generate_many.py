@@ -20,9 +20,9 @@ from kvpool.protocol.status import reason_of
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import Chunk, FinishReason, TokenStream
+from kvpool.worker_service.engine.stream import FinishReason, StreamChunk, TokenStream
 from kvpool.worker_service.generate_many import MESSAGE_BYTES, RequestGroup
 from kvpool.worker_service.server import SERVICE
 from tests import http2
@@ -251,7 +251,7 @@ class Caller:
             self.messages.put_nowait(start(number, max_tokens))
 
 
-LAST = Chunk(0, finish_reason=FinishReason.STOP)
+LAST = StreamChunk(0, finish_reason=FinishReason.STOP)
 
 
 async def test_no_more_is_read_than_there_is_room_for() -> None:
@@ -295,7 +295,7 @@ async def test_much_is_sent_in_several_messages_and_every_request_gets_its_turn(
     caller.start(1, 2)
     await until(lambda: len(caller.begun) == 2)
     best = [(token, -1.5) for token in range(20)]
-    caller.begun[0].stream.put(Chunk(0, prompt_logprobs=[TokenLogprobs(-1.0, best)] * 5000))
+    caller.begun[0].stream.put(StreamChunk(0, prompt_logprobs=[RowLogprobs(-1.0, best)] * 5000))
     caller.begun[0].stream.put(LAST)
     caller.begun[1].stream.put(LAST)
     num_logprobs, order = 0, []
@@ -320,7 +320,7 @@ async def test_all_chunks_that_wait_are_sent_without_another_event() -> None:
     caller.start(1)
     await until(lambda: caller.begun)
     for first in (0, 200):
-        caller.begun[0].stream.put(Chunk(first, tokens=[SampledToken(5, None)] * 200))
+        caller.begun[0].stream.put(StreamChunk(first, tokens=[SampledToken(5, None)] * 200))
     message = await caller.group.next_message()
     assert message is not None
     assert [len(answer.response.token_ids) for answer in message.answers] == [200, 200]
@@ -366,7 +366,7 @@ async def test_what_came_before_an_error_is_sent_with_it() -> None:
     caller = Caller()
     caller.start(1)
     await until(lambda: caller.begun)
-    caller.begun[0].stream.put(Chunk(0, tokens=[SampledToken(5, None)]))
+    caller.begun[0].stream.put(StreamChunk(0, tokens=[SampledToken(5, None)]))
     caller.begun[0].stream.fail(EngineError(ErrorKind.BUSY, "lost"))
     message = await caller.group.next_message()
     assert message is not None
@@ -383,7 +383,7 @@ async def test_a_request_for_several_answers_ends_with_the_last_of_them() -> Non
     caller.start(2)
     await until(lambda: caller.begun)
     for index in (1, 0):
-        caller.begun[0].stream.put(Chunk(0, finish_reason=FinishReason.STOP, index=index))
+        caller.begun[0].stream.put(StreamChunk(0, finish_reason=FinishReason.STOP, index=index))
         message = await caller.group.next_message()
         assert message is not None
         assert [(answer.number, answer.response.index) for answer in message.answers] == [(1, index)]

@@ -12,7 +12,7 @@ from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
-from kvpool.worker_service.engine.sampling_params import SamplingParams, TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
 from kvpool.worker_service.engine.step import SampledToken
 from tests.tracer import VOCAB_SIZE
 from tests.worker_service.world import World, read
@@ -55,14 +55,14 @@ async def test_each_token_of_a_prompt_is_told_of_once(
             behind = part.start + rows.first + 1
             assert rows.targets == prompt[behind : behind + len(rows.targets)]
             told += rows.targets
-            asked.on_prompt_logprobs([TokenLogprobs(-float(target), []) for target in rows.targets])
+            asked.on_prompt_logprobs([RowLogprobs(-float(target), []) for target in rows.targets])
         sequence.num_computed_tokens += num_tokens
         # Nothing that could be told is left behind.
         assert len(told) >= min(sequence.num_computed_tokens, len(prompt) - 1)
     assert told == prompt[1 : 1 + len(told)]
     chunk = await asked.stream.get()
     assert chunk is not None
-    assert chunk.prompt_logprobs == [None, *(TokenLogprobs(-float(token), []) for token in told)]
+    assert chunk.prompt_logprobs == [None, *(RowLogprobs(-float(token), []) for token in told)]
 
 
 def test_nothing_is_told_of_a_prompt_that_nobody_asks_about() -> None:

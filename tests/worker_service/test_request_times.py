@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvpool.worker_service.codec import encode_usage
-from kvpool.worker_service.engine.request_times import RequestTimes, Times
-from kvpool.worker_service.engine.stream import Usage
+from kvpool.worker_service.engine.request_times import EngineTimes, RequestTimes
+from kvpool.worker_service.engine.stream import RequestUsage
 from tests.lockstep import in_lockstep
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.world import World
@@ -30,7 +30,7 @@ def test_a_preemption_counts_until_the_request_is_as_far_as_before() -> None:
     times.on_computed(41, 25.0)
     times.on_computed(42, 26.0)
     times.on_token(30.0)
-    assert times.totals() == Times(waiting=1.0, prefill=2.0, decode=12.0, preempted=5.0)
+    assert times.totals() == EngineTimes(waiting=1.0, prefill=2.0, decode=12.0, preempted=5.0)
 
 
 def test_a_preemption_before_the_first_token_is_no_prefill() -> None:
@@ -39,7 +39,7 @@ def test_a_preemption_before_the_first_token_is_no_prefill() -> None:
     times.on_preempted(40, 12.0)
     times.on_computed(40, 15.0)
     times.on_token(16.0)
-    assert times.totals() == Times(waiting=1.0, prefill=2.0, decode=0.0, preempted=3.0)
+    assert times.totals() == EngineTimes(waiting=1.0, prefill=2.0, decode=0.0, preempted=3.0)
 
 
 def test_a_request_that_is_preempted_on_its_way_back_goes_on_waiting_for_the_same_place() -> None:
@@ -52,7 +52,7 @@ def test_a_request_that_is_preempted_on_its_way_back_goes_on_waiting_for_the_sam
     times.on_computed(16, 23.0)
     times.on_computed(40, 24.0)
     times.on_token(30.0)
-    assert times.totals() == Times(waiting=1.0, prefill=1.0, decode=14.0, preempted=4.0)
+    assert times.totals() == EngineTimes(waiting=1.0, prefill=1.0, decode=14.0, preempted=4.0)
 
 
 def test_a_preemption_after_the_last_token_is_no_part_of_the_time() -> None:
@@ -61,7 +61,7 @@ def test_a_preemption_after_the_last_token_is_no_part_of_the_time() -> None:
     times.on_token(12.0)
     times.on_preempted(40, 12.0)
     times.on_computed(40, 15.0)
-    assert times.totals() == Times(waiting=1.0, prefill=1.0, decode=0.0, preempted=0.0)
+    assert times.totals() == EngineTimes(waiting=1.0, prefill=1.0, decode=0.0, preempted=0.0)
 
 
 def test_without_a_token_there_is_nothing_to_say() -> None:
@@ -72,10 +72,10 @@ def test_without_a_token_there_is_nothing_to_say() -> None:
 
 def test_milliseconds_are_rounded_down() -> None:
     """So that their sum is at most the time that the request took."""
-    message = encode_usage(Usage(3, 0, 1, 0, times=Times(0.0019, 0.0029, 0.0039, 0.0049)))
+    message = encode_usage(RequestUsage(3, 0, 1, 0, times=EngineTimes(0.0019, 0.0029, 0.0039, 0.0049)))
     times = message.times
     assert (times.waiting_ms, times.prefill_ms, times.decode_ms, times.preempted_ms) == (1, 2, 3, 4)
-    assert not encode_usage(Usage(3, 0, 1, 0)).HasField("times")
+    assert not encode_usage(RequestUsage(3, 0, 1, 0)).HasField("times")
 
 
 @pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])

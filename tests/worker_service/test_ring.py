@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.worker_service.cache.entry import Entry
-from kvpool.worker_service.cache.reserve import ReservedBlock
+from kvpool.worker_service.cache.reserve import SpareBlock
 from kvpool.worker_service.cache.ring import Ring
 from kvpool.worker_service.cache.windows import largest_chunk, ring_blocks, span
 
@@ -17,8 +17,8 @@ SIZE = 4
 Draw = st.DataObject
 
 
-def blocks(first: int, count: int) -> list[ReservedBlock]:
-    return [ReservedBlock(block, 1) for block in range(first, first + count)]
+def blocks(first: int, count: int) -> list[SpareBlock]:
+    return [SpareBlock(block, 1) for block in range(first, first + count)]
 
 
 def hits(first_index: int, count: int) -> list[Entry]:

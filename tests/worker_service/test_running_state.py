@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpool.cache_service.core.messages import Boundary, SequenceKey
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache.entry import Entry
-from kvpool.worker_service.cache.reserve import ReservedBlock
+from kvpool.worker_service.cache.reserve import SpareBlock
 from kvpool.worker_service.cache.running_state import RunningState, StateUse
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.worker_service.windowed import Worker, state_of
@@ -232,8 +232,8 @@ def test_all_is_there_after_the_manager_has_lost_it() -> None:
     one.check()
 
 
-def blocks(first: int, count: int) -> list[ReservedBlock]:
-    return [ReservedBlock(block, 1) for block in range(first, first + count)]
+def blocks(first: int, count: int) -> list[SpareBlock]:
+    return [SpareBlock(block, 1) for block in range(first, first + count)]
 
 
 @given(num_hits=st.integers(0, 3), scratch=st.integers(1, 3), draw=st.data())

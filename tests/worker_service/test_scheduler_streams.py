@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, Chunk, FinishReason, TokenStream, Usage
+from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, FinishReason, RequestUsage, StreamChunk, TokenStream
 from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import World, read_right
@@ -53,13 +53,13 @@ async def test_a_reader_that_comes_at_the_end_gets_one_chunk() -> None:
 
 async def test_what_came_before_an_error_is_read_before_it() -> None:
     stream = TokenStream()
-    stream.put(Chunk(0, [SampledToken(5)], "a", Usage(1, 0, 0, 0)))
-    stream.put(Chunk(1, [SampledToken(6)], "b"))
+    stream.put(StreamChunk(0, [SampledToken(5)], "a", RequestUsage(1, 0, 0, 0)))
+    stream.put(StreamChunk(1, [SampledToken(6)], "b"))
     stream.fail(EngineError(ErrorKind.INTERNAL, "gone"))
     chunk = await stream.get()
     assert chunk is not None
     assert ([token.token_id for token in chunk.tokens], chunk.text) == ([5, 6], "ab")
-    assert chunk.usage == Usage(1, 0, 0, 0)
+    assert chunk.usage == RequestUsage(1, 0, 0, 0)
     with pytest.raises(EngineError, match="gone"):
         await stream.get()
 
@@ -80,7 +80,7 @@ async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
     stream, count = TokenStream(), 2 * MAX_CHUNK_TOKENS + 3
     for index in range(count):
         last = FinishReason.LENGTH if index == count - 1 else None
-        stream.put(Chunk(index, [SampledToken(index)], chr(ord("a") + index % 26), finish_reason=last))
+        stream.put(StreamChunk(index, [SampledToken(index)], chr(ord("a") + index % 26), finish_reason=last))
     chunks = []
     while (chunk := await stream.get()) is not None:
         chunks.append(chunk)
@@ -96,17 +96,17 @@ async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
 def test_a_chunk_that_follows_one_that_waits_adds_all_that_it_says() -> None:
     """A slow reader misses nothing: values of the prompt's tokens, what was used by then, how the answer ended, and its score."""
     stream = TokenStream()
-    first, second = Usage(5, 0, 1, 0), Usage(5, 0, 2, 0)
-    stream.put(Chunk(0, [SampledToken(7, None)], "a", first, prompt_logprobs=[None]))
-    stream.put(Chunk(1, [SampledToken(8, None)], "b", second, prompt_logprobs=[TokenLogprobs(-1.0, [])]))
-    stream.put(Chunk(2, text="c", finish_reason=FinishReason.STOP, score=-3.5))
-    assert stream.take() == Chunk(
+    first, second = RequestUsage(5, 0, 1, 0), RequestUsage(5, 0, 2, 0)
+    stream.put(StreamChunk(0, [SampledToken(7, None)], "a", first, prompt_logprobs=[None]))
+    stream.put(StreamChunk(1, [SampledToken(8, None)], "b", second, prompt_logprobs=[RowLogprobs(-1.0, [])]))
+    stream.put(StreamChunk(2, text="c", finish_reason=FinishReason.STOP, score=-3.5))
+    assert stream.take() == StreamChunk(
         0,
         [SampledToken(7, None), SampledToken(8, None)],
         "abc",
         second,
         FinishReason.STOP,
-        [None, TokenLogprobs(-1.0, [])],
+        [None, RowLogprobs(-1.0, [])],
         score=-3.5,
     )
     assert stream.is_read
@@ -114,14 +114,14 @@ def test_a_chunk_that_follows_one_that_waits_adds_all_that_it_says() -> None:
 
 def test_answers_wait_apart_and_the_stream_ends_with_the_last_of_them() -> None:
     stream = TokenStream(2)
-    stream.put(Chunk(0, text="a"))
-    stream.put(Chunk(0, text="x", index=1))
-    stream.put(Chunk(0, text="b", finish_reason=FinishReason.STOP))
+    stream.put(StreamChunk(0, text="a"))
+    stream.put(StreamChunk(0, text="x", index=1))
+    stream.put(StreamChunk(0, text="b", finish_reason=FinishReason.STOP))
     assert not stream.is_finished
     taken = [stream.take(), stream.take()]
     assert [(chunk.index, chunk.text) for chunk in taken if chunk is not None] == [(0, "ab"), (1, "x")]
     assert not stream.is_read
-    stream.put(Chunk(1, text="y", index=1, finish_reason=FinishReason.LENGTH))
+    stream.put(StreamChunk(1, text="y", index=1, finish_reason=FinishReason.LENGTH))
     assert stream.is_finished
     last = stream.take()
     assert last is not None

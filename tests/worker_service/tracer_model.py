@@ -6,11 +6,11 @@ import math
 import threading
 import time
 
-from kvpool.worker_service.engine.sampling_params import TokenLogprobs
+from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import (
     BadLogits,
-    Candidate,
-    Candidates,
+    BeamCandidate,
+    BeamCandidates,
     PartResult,
     SampledToken,
     SequencePart,
@@ -62,7 +62,7 @@ class TracerModel:
                 of_group.write(table, start, slots[start:])
             self.num_forwarded += len(tokens)
             targets = [] if part.prompt_rows is None else part.prompt_rows.targets
-            told = [TokenLogprobs(-float(target), []) for target in targets]
+            told = [RowLogprobs(-float(target), []) for target in targets]
             result = _end_of(part, slots)._replace(prompt_logprobs=told)
             bad = self._bad_logits(part)
             results.append(result if bad is None else PartResult(bad_logits=bad))
@@ -121,6 +121,8 @@ def _end_of(part: SequencePart, slots: list[int]) -> PartResult:
         return PartResult()
     if part.num_candidates:
         best = tracer.best_tokens(slots, part.num_candidates)
-        return PartResult(candidates=Candidates([Candidate(token_id, score, score) for token_id, score in best], []))
+        return PartResult(
+            candidates=BeamCandidates([BeamCandidate(token_id, score, score) for token_id, score in best], [])
+        )
     token, *forks = (SampledToken(tracer.next_token(slots, way.seed)) for way in (part.sampling, *part.forks))
     return PartResult(token, forks=tuple(forks))

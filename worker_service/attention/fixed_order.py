@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from .softmax import Attended, Keys, hide, scores_of
+from .softmax import KeyRange, PartialAttention, hide, scores_of
 
 
-def attend_in_fixed_order(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
+def attend_in_fixed_order(
+    query: torch.Tensor, keys: KeyRange, scaling: float, softcap: float | None = None
+) -> PartialAttention:
     """As attend, with the log-sum-exp. query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one key.
 
     Keys that a query does not see, and their number, change no bit of its result.
@@ -25,7 +27,7 @@ def attend_in_fixed_order(query: torch.Tensor, keys: Keys, scaling: float, softc
     value = torch.nn.functional.pad(keys.value.float(), (0, 1), value=1.0)
     sums = matmul_in_fixed_order(weights, value).view(batch, heads, length, -1)
     out, total = sums[..., :-1] / sums[..., -1:], sums[..., -1]
-    return Attended(out.to(query.dtype), peak[..., 0] + torch.log(total))
+    return PartialAttention(out.to(query.dtype), peak[..., 0] + torch.log(total))
 
 
 def matmul_in_fixed_order(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -19,18 +19,18 @@ import torch
 from .layer import AttentionCall, KVLayer, LayerNeeds
 from .packing import BlankPart, Packer, one_group
 from .torch_backend import TorchAttention
-from .torch_plan import Shapes
+from .torch_plan import PlanShapes
 
 
-def fixed_shapes(partition: int) -> Shapes:
+def fixed_shapes(partition: int) -> PlanShapes:
     """Shapes that limit the rows and keys of a product to few numbers. partition: a multiple of 16."""
     key_multiple = next(multiple for multiple in (64, 32, 16) if partition % multiple == 0)
-    return Shapes(partition, row_multiple=16, key_multiple=key_multiple)
+    return PlanShapes(partition, row_multiple=16, key_multiple=key_multiple)
 
 
 FIXED_SHAPES = tuple(fixed_shapes(partition) for partition in (256, 192, 128, 96, 64, 32, 16))
 """In the order of the trials: longer segments need fewer calls and fewer merges."""
-OWN_SUMS = Shapes(partition=256, row_multiple=1, key_multiple=1, own_sums=True)
+OWN_SUMS = PlanShapes(partition=256, row_multiple=1, key_multiple=1, own_sums=True)
 """The last resort: independent of the BLAS, many times slower."""
 
 _VALUE_MULTIPLE = 4
@@ -48,7 +48,7 @@ _SCORE_DEVIATION = 1.0
 class Rejected(NamedTuple):
     """Shapes that are not batch-invariant here."""
 
-    shapes: Shapes
+    shapes: PlanShapes
     difference: str
     """The first one found."""
 
@@ -57,7 +57,7 @@ class Rejected(NamedTuple):
 class Finding:
     """The self-test's result for the layers of a model."""
 
-    shapes: Shapes
+    shapes: PlanShapes
     """To be used, whether or not they hold."""
     holds: bool
     """A row has the same bits in every step."""
@@ -99,7 +99,7 @@ def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
     return Finding(FIXED_SHAPES[0], False, tuple(rejected), time.monotonic() - started)
 
 
-def _candidates(needs: Sequence[LayerNeeds]) -> Iterator[Shapes]:
+def _candidates(needs: Sequence[LayerNeeds]) -> Iterator[PlanShapes]:
     is_odd = any(each.v_head_dim % _VALUE_MULTIPLE for each in needs)
     for shapes in FIXED_SHAPES:
         yield shapes
@@ -108,7 +108,7 @@ def _candidates(needs: Sequence[LayerNeeds]) -> Iterator[Shapes]:
     yield OWN_SUMS
 
 
-def _cases(needs: Sequence[LayerNeeds], shapes: Shapes) -> list[LayerNeeds]:
+def _cases(needs: Sequence[LayerNeeds], shapes: PlanShapes) -> list[LayerNeeds]:
     """The distinct shapes of layers. A window is changed to one that begins and ends in the text."""
     assert shapes.partition is not None
     return list(dict.fromkeys(_case(each, shapes.partition) for each in needs))
@@ -125,12 +125,12 @@ def _case(needs: LayerNeeds, partition: int) -> LayerNeeds:
     return heads._replace(window=window, is_cross=False, has_bias=False)
 
 
-def _tried(needs: LayerNeeds, shapes: Shapes) -> str | None:
+def _tried(needs: LayerNeeds, shapes: PlanShapes) -> str | None:
     return _difference(needs, shapes, torch.get_num_threads())
 
 
 @lru_cache(maxsize=256)
-def _difference(needs: LayerNeeds, shapes: Shapes, num_threads: int) -> str | None:
+def _difference(needs: LayerNeeds, shapes: PlanShapes, num_threads: int) -> str | None:
     """The first difference in bits for such a layer; None if there is none. num_threads is only part of the cache key."""
     with torch.inference_mode():
         return _Trial(needs, shapes).run()
@@ -161,7 +161,7 @@ _Pieces = list[tuple[int, int, int]]
 class _Trial:
     """One shape of layer under one choice of shapes."""
 
-    def __init__(self, needs: LayerNeeds, shapes: Shapes) -> None:
+    def __init__(self, needs: LayerNeeds, shapes: PlanShapes) -> None:
         assert shapes.partition is not None
         self._needs, self._partition = needs, shapes.partition
         self._step = max(shapes.key_multiple, _BLOCK_SIZE)

@@ -93,7 +93,7 @@ class GroupLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class KVLayout:
     """Which sequences a step has, in which order, with which block tables. A step keeps the layout of the step before it if both
     compute one token for each of the same sequences in the same order, and tables differ at most by one more block."""
 

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from .softmax import Attended
+from .softmax import PartialAttention
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """Attention of some rows of a step over one segment each."""
 
     rows: torch.Tensor | None
     """[N] distinct rows; None: all rows in order."""
-    attended: Attended
+    attended: PartialAttention
     is_first: bool
     """No earlier piece has any of these rows."""
 
@@ -31,7 +31,7 @@ class _Running(NamedTuple):
     """[ΣT, Hq] float32; None: 1 everywhere, as after the first segment."""
 
 
-def join(pieces: Iterable[Piece], num_rows: int) -> torch.Tensor:
+def join(pieces: Iterable[AttentionPiece], num_rows: int) -> torch.Tensor:
     """The outputs of pieces without common rows, [ΣT, Hq, Dv]. Every row must be in one piece."""
     joined: torch.Tensor | None = None
     for rows, attended, _ in pieces:
@@ -44,7 +44,7 @@ def join(pieces: Iterable[Piece], num_rows: int) -> torch.Tensor:
     return joined
 
 
-def merge(pieces: Iterable[Piece], num_rows: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def merge(pieces: Iterable[AttentionPiece], num_rows: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Attention over the union of each row's segments, [ΣT, Hq, Dv] in float32; every piece has a log-sum-exp.
 
     Online softmax, as in FlashAttention, in the order of the pieces. exp is the only operation that is not rounded exactly, and
@@ -61,7 +61,7 @@ def merge(pieces: Iterable[Piece], num_rows: int, sinks: torch.Tensor | None = N
     return running.sum if weight is None else running.sum / weight[..., None]
 
 
-def _add(running: _Running | None, piece: Piece, num_rows: int) -> _Running:
+def _add(running: _Running | None, piece: AttentionPiece, num_rows: int) -> _Running:
     rows, (out, lse), is_first = piece
     assert lse is not None, "computed if there is more than one segment"
     if rows is None:

@@ -12,7 +12,7 @@ import torch
 
 from .block_tables import NO_CHANGES, BlockTables, Changes, IntArray
 from .encoder_tables import EncoderTables
-from .layout import BlockGroup, GroupLayout, Grown, Layout, PackedPart, PackingError
+from .layout import BlockGroup, GroupLayout, Grown, KVLayout, PackedPart, PackingError
 from .shared_prefix import SharedPrefix, find_shared_prefixes
 from .staging import Staging
 
@@ -78,7 +78,7 @@ class Packing:
 
     block_size: int
     device: torch.device
-    layout: Layout
+    layout: KVLayout
     starts: list[int]
     """Per part: position of its first new token = number of tokens whose KV its blocks hold."""
     on_device: PartTensors
@@ -165,7 +165,7 @@ class Packer:
         """By group."""
         per_part = _SHARED_NUMBERS - 1 + _NUMBERS_PER_GROUP * len(groups)
         self._staging = Staging(device, sizes.max_num_tokens + per_part * sizes.max_num_seqs)
-        self._layout: Layout | None = None
+        self._layout: KVLayout | None = None
         """Of the step before, like the following."""
         self._packing: Packing | None = None
         self._tensors: list[torch.Tensor] = []
@@ -239,7 +239,7 @@ class Packer:
             layouts.append(GroupLayout(group, sources, tables, placement.tables, placement.rows, firsts))
             changes.append(placement.changes)
         offsets = [end - length for end, length in zip(accumulate(query_lens), query_lens, strict=True)]
-        self._layout = Layout(tuple(layouts), query_lens, offsets)
+        self._layout = KVLayout(tuple(layouts), query_lens, offsets)
         return changes
 
     def _group_of(
@@ -260,7 +260,7 @@ class Packer:
         return _WantedTables(sources, tables, firsts, num_known)
 
     def _send(
-        self, layout: Layout, parts: Sequence[PackedPart], starts: list[int], all_changes: Sequence[Changes]
+        self, layout: KVLayout, parts: Sequence[PackedPart], starts: list[int], all_changes: Sequence[Changes]
     ) -> Packing:
         """Send the step to the device."""
         num_tokens = layout.offsets[-1] + layout.query_lens[-1]

@@ -29,7 +29,7 @@ class UnsuitableBackend(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class BackendCandidate:
     """A backend that may serve."""
 
     name: str
@@ -43,14 +43,17 @@ class Candidate:
 
 
 CANDIDATES = (
-    Candidate("flash", flash_problem, make_flash, flash_version),
-    Candidate("varlen", varlen_problem, make_varlen, varlen_version, undo_varlen),
+    BackendCandidate("flash", flash_problem, make_flash, flash_version),
+    BackendCandidate("varlen", varlen_problem, make_varlen, varlen_version, undo_varlen),
 )
 """In the order in which auto tries them."""
 
 
 def choose_backend(
-    name: BackendName, setting: AttentionSpec, say: Callable[[str], None], candidates: Sequence[Candidate] = CANDIDATES
+    name: BackendName,
+    setting: AttentionSpec,
+    say: Callable[[str], None],
+    candidates: Sequence[BackendCandidate] = CANDIDATES,
 ) -> AttentionBackend:
     """The backend of that name; auto: the first candidate that passes its self-test here, else plain torch.
 
@@ -98,7 +101,7 @@ def find_invariance(dtype: torch.dtype, device: torch.device, needs: Sequence[La
     return find_shapes(needs) if dtype == torch.float32 and device.type == "cpu" else None
 
 
-def _try(candidate: Candidate, setting: AttentionSpec) -> tuple[AttentionBackend | None, str]:
+def _try(candidate: BackendCandidate, setting: AttentionSpec) -> tuple[AttentionBackend | None, str]:
     """The backend, or None and the reason."""
     problem = candidate.problem(setting)
     if problem is not None:
@@ -116,7 +119,7 @@ def _try(candidate: Candidate, setting: AttentionSpec) -> tuple[AttentionBackend
     return None, reason
 
 
-def _advice(candidate: Candidate, setting: AttentionSpec) -> str:
+def _advice(candidate: BackendCandidate, setting: AttentionSpec) -> str:
     if candidate.problem(setting) is not None:
         return ""
     others = [size for size in _OTHER_BLOCK_SIZES if size != setting.block_size]

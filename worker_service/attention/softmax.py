@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class Attended(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over some of a query's keys."""
 
     out: torch.Tensor
@@ -18,7 +18,7 @@ class Attended(NamedTuple):
     """[B, Hq, T] float32: natural log of the sum of exp(score) over these keys; None if not requested."""
 
 
-class Keys(NamedTuple):
+class KeyRange(NamedTuple):
     """Gathered keys and values, and their visibility to queries."""
 
     key: torch.Tensor
@@ -32,8 +32,8 @@ class Keys(NamedTuple):
 
 
 def attend(
-    query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None, *, need_lse: bool = True
-) -> Attended:
+    query: torch.Tensor, keys: KeyRange, scaling: float, softcap: float | None = None, *, need_lse: bool = True
+) -> PartialAttention:
     """query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one key."""
     if softcap is not None:
         return attend_plainly(query, keys, scaling, softcap)
@@ -45,7 +45,7 @@ def attend(
     return attend_publicly(query, keys, scaling)
 
 
-def _fused_cpu(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
+def _fused_cpu(query: torch.Tensor, keys: KeyRange, scaling: float) -> PartialAttention:
     key, value = keys.key, keys.value
     k_dim, v_dim = key.shape[-1], value.shape[-1]
     if k_dim != v_dim:  # the kernel has one head size; zeros change neither scores nor values
@@ -55,10 +55,10 @@ def _fused_cpu(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, keys.causal, attn_mask=keys.mask, scale=scaling
     )
-    return Attended(out[..., :v_dim], lse)
+    return PartialAttention(out[..., :v_dim], lse)
 
 
-def attend_publicly(query: torch.Tensor, keys: Keys, scaling: float) -> Attended:
+def attend_publicly(query: torch.Tensor, keys: KeyRange, scaling: float) -> PartialAttention:
     """With torch's public function, which selects a kernel for the device but does not return the log-sum-exp."""
     groups = query.shape[1] // keys.key.shape[1]
     # Repeated here: with a mask and grouped heads torch selects no fused CUDA kernel, and stores the scores.
@@ -66,10 +66,12 @@ def attend_publicly(query: torch.Tensor, keys: Keys, scaling: float) -> Attended
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=keys.mask, is_causal=keys.causal, scale=scaling
     )
-    return Attended(out, None)
+    return PartialAttention(out, None)
 
 
-def attend_plainly(query: torch.Tensor, keys: Keys, scaling: float, softcap: float | None = None) -> Attended:
+def attend_plainly(
+    query: torch.Tensor, keys: KeyRange, scaling: float, softcap: float | None = None
+) -> PartialAttention:
     """With matrix products in float32; stores all scores. For all arguments and devices."""
     batch, heads, length, _ = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
@@ -77,12 +79,12 @@ def attend_plainly(query: torch.Tensor, keys: Keys, scaling: float, softcap: flo
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None]).view(batch, kv_heads, -1, num_keys)
     out = torch.matmul(weights, keys.value.float())
-    return Attended(out.view(batch, heads, length, -1).to(query.dtype), lse)
+    return PartialAttention(out.view(batch, heads, length, -1).to(query.dtype), lse)
 
 
 def scores_of(
     query: torch.Tensor,
-    keys: Keys,
+    keys: KeyRange,
     scaling: float,
     softcap: float | None,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
@@ -97,7 +99,7 @@ def scores_of(
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
-def hide(scores: torch.Tensor, keys: Keys) -> torch.Tensor:
+def hide(scores: torch.Tensor, keys: KeyRange) -> torch.Tensor:
     """The scores [B, Hq, T, S] with −inf where a query does not see a key."""
     if keys.mask is not None:
         scores = scores + keys.mask
@@ -118,7 +120,7 @@ def fused_cpu_attention_works() -> bool:
     numbers = torch.linspace(-1, 1, 4 * 2 * 8)
     query = numbers.view(1, 4, 2, 8)
     key = numbers[:48].view(1, 2, 3, 8)
-    keys = Keys(key, key.flip(-1), mask=torch.tensor([[[[0, 0, float("-inf")], [0, 0, 0]]]]))
+    keys = KeyRange(key, key.flip(-1), mask=torch.tensor([[[[0, 0, float("-inf")], [0, 0, 0]]]]))
     try:
         fused = _fused_cpu(query, keys, scaling=0.5)
     except (RuntimeError, TypeError):

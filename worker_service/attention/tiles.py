@@ -28,7 +28,7 @@ from .packing import Packing
 from .shared_prefix import SharedPrefix, find_shared_prefixes
 
 
-class Kind(IntEnum):
+class TileKind(IntEnum):
     """The kinds of tiles, in the order in which a row sees them from left to right."""
 
     FRONT = 0
@@ -47,7 +47,7 @@ class Kind(IntEnum):
     """All rows of the parts with one encoder's output see all of a segment of it, whose last one may be short."""
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """New tokens of one part, by position."""
 
     part: int
@@ -58,8 +58,8 @@ class Rows(NamedTuple):
 class Tile(NamedTuple):
     """Rows that attend to keys of one segment."""
 
-    kind: Kind
-    rows: tuple[Rows, ...]
+    kind: TileKind
+    rows: tuple[TileRows, ...]
     """Of one part, or of all that share the segment."""
     first: int
     """Position of the first key; a multiple of the partition, if there is one."""
@@ -85,15 +85,15 @@ def make_tiles(
     tiles: list[Tile] = []
     firsts = [0] * len(packing.starts)
     for prefix in _shared_prefixes(packing, group, window, min_shared_tokens, partition):
-        rows = tuple(Rows(part, packing.starts[part], packing.context_lens[part]) for part in prefix.parts)
+        rows = tuple(TileRows(part, packing.starts[part], packing.context_lens[part]) for part in prefix.parts)
         length = prefix.num_blocks * packing.block_size
         for first, end in _whole_segments(length, partition):
-            tiles.append(Tile(Kind.SHARED, rows, first, end))
+            tiles.append(Tile(TileKind.SHARED, rows, first, end))
             for part in prefix.parts:
                 firsts[part] = end
     context_lens = packing.context_lens
     for part, first in enumerate(firsts):
-        new = Rows(part, packing.starts[part], context_lens[part])
+        new = TileRows(part, packing.starts[part], context_lens[part])
         tiles.extend(_own_tiles(new, first, window, partition))
     return sorted(tiles, key=lambda tile: (tile.kind, tile.first))
 
@@ -101,11 +101,11 @@ def make_tiles(
 def make_cross_tiles(packing: Packing, encoders: EncoderTables, partition: int | None) -> list[Tile]:
     """All tiles of a step for cross attention, in an order that has each row's keys from left to right. Keys are positions of the
     encoder's input. Parts with the same blocks read them once."""
-    sharers: dict[tuple[tuple[int, ...], int], list[Rows]] = {}
+    sharers: dict[tuple[tuple[int, ...], int], list[TileRows]] = {}
     for part, (start, end) in enumerate(zip(packing.starts, packing.context_lens, strict=True)):
-        sharers.setdefault((encoders.tables[part], encoders.num_tokens[part]), []).append(Rows(part, start, end))
+        sharers.setdefault((encoders.tables[part], encoders.num_tokens[part]), []).append(TileRows(part, start, end))
     tiles = [
-        Tile(Kind.CROSS, tuple(rows), first, min(first + (partition or length), length))
+        Tile(TileKind.CROSS, tuple(rows), first, min(first + (partition or length), length))
         for (_, length), rows in sharers.items()
         for first in range(0, length, partition or length)
     ]
@@ -131,12 +131,12 @@ def _whole_segments(length: int, partition: int | None) -> Iterator[tuple[int, i
         yield first, first + step
 
 
-def _own_tiles(rows: Rows, first: int, window: int | None, partition: int | None) -> Iterator[Tile]:
+def _own_tiles(rows: TileRows, first: int, window: int | None, partition: int | None) -> Iterator[Tile]:
     """Tiles of one part's rows over the keys from position `first`, where a segment begins."""
     if window is not None:
         first = max(first, rows.first + 1 - window)
     if partition is None:
-        yield Tile(Kind.DIAGONAL, (rows,), first, rows.end)
+        yield Tile(TileKind.DIAGONAL, (rows,), first, rows.end)
         return
     sight = rows.end if window is None else window
     for begin in range(first // partition * partition, rows.end, partition):
@@ -145,19 +145,19 @@ def _own_tiles(rows: Rows, first: int, window: int | None, partition: int | None
         after = _between(rows, end, begin + sight)
         far = _between(rows, max(end, begin + sight), end + sight - 1)
         if inside:
-            yield Tile(Kind.DIAGONAL, (inside,), begin, min(end, inside.end))
+            yield Tile(TileKind.DIAGONAL, (inside,), begin, min(end, inside.end))
         if after:
             yield Tile(_kind(after, rows), (after,), begin, end)
         if far:
-            yield Tile(Kind.FRONT, (far,), begin, end)
+            yield Tile(TileKind.FRONT, (far,), begin, end)
 
 
-def _between(rows: Rows, first: int, end: int) -> Rows | None:
+def _between(rows: TileRows, first: int, end: int) -> TileRows | None:
     first, end = max(first, rows.first), min(end, rows.end)
-    return Rows(rows.part, first, end) if first < end else None
+    return TileRows(rows.part, first, end) if first < end else None
 
 
-def _kind(after: Rows, rows: Rows) -> Kind:
+def _kind(after: TileRows, rows: TileRows) -> TileKind:
     if after.end < rows.end:
-        return Kind.LEAVING
-    return Kind.STEADY if after.first == rows.first else Kind.ENTERING
+        return TileKind.LEAVING
+    return TileKind.STEADY if after.first == rows.first else TileKind.ENTERING

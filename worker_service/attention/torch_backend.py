@@ -10,16 +10,16 @@ import torch
 
 from .fixed_order import attend_in_fixed_order
 from .layer import AttentionCall, KVLayer
-from .merge import Piece, join, merge
+from .merge import AttentionPiece, join, merge
 from .packing import Packing
-from .softmax import Attended, Keys, attend
-from .torch_plan import Batch, Shapes, Sight, View, build_view
+from .softmax import KeyRange, PartialAttention, attend
+from .torch_plan import PlanShapes, Sight, TileBatch, View, build_view
 
 MIN_SHARED_TOKENS = 1024
 """KV reads per layer that a shared prefix must save to pay for its extra calls."""
 NEVER_SHARE = 1 << 62
 """As min_shared_tokens: gather the blocks of every sequence."""
-FREE_SHAPES = Shapes(partition=None, row_multiple=1, key_multiple=1)
+FREE_SHAPES = PlanShapes(partition=None, row_multiple=1, key_multiple=1)
 """As few calls and as little padding as possible."""
 
 
@@ -36,7 +36,7 @@ class TorchAttention:
     """
 
     def __init__(
-        self, dtype: torch.dtype, min_shared_tokens: int = MIN_SHARED_TOKENS, shapes: Shapes = FREE_SHAPES
+        self, dtype: torch.dtype, min_shared_tokens: int = MIN_SHARED_TOKENS, shapes: PlanShapes = FREE_SHAPES
     ) -> None:
         """shapes: of kernel calls; FREE_SHAPES are the fastest, and not batch-invariant."""
         self._dtype = dtype
@@ -104,7 +104,7 @@ def _attend_view(
     """query [ΣT, Hq, Dk] → [ΣT, Hq, Dv]. masks: those of the batches, with a bias."""
     need_lse = view.merges or call.sinks is not None
     pieces = (
-        Piece(span.rows, _slice(attended, span.first, span.end), span.is_first)
+        AttentionPiece(span.rows, _slice(attended, span.first, span.end), span.is_first)
         for batch, mask in zip(view.batches, repeat(None) if masks is None else masks, strict=masks is not None)
         for attended in (_attend_batch(batch, query, k_rows, v_rows, call, view.shapes, need_lse, mask),)
         for span in batch.spans
@@ -115,15 +115,15 @@ def _attend_view(
 
 
 def _attend_batch(
-    batch: Batch,
+    batch: TileBatch,
     query: torch.Tensor,
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
     call: AttentionCall,
-    shapes: Shapes,
+    shapes: PlanShapes,
     need_lse: bool,
     biased_mask: torch.Tensor | None,
-) -> Attended:
+) -> PartialAttention:
     """query [ΣT, Hq, Dk] → out [B · T, Hq, Dv], lse [B · T, Hq]. biased_mask: [B, Hq, T', S] instead of the batch's."""
     selected = query if batch.rows is None else query.index_select(0, batch.rows)
     num_tiles, num_rows = batch.num_tiles, batch.num_rows
@@ -145,7 +145,7 @@ def _attend_batch(
     v_dim = value.shape[-1]
     if v_dim % shapes.value_multiple:
         value = torch.nn.functional.pad(value, (0, -v_dim % shapes.value_multiple))
-    keys = Keys(key.transpose(1, 2), value.transpose(1, 2), mask, batch.causal)
+    keys = KeyRange(key.transpose(1, 2), value.transpose(1, 2), mask, batch.causal)
     if shapes.own_sums:
         out, lse = attend_in_fixed_order(tiles, keys, call.scaling, call.softcap)
     else:
@@ -158,11 +158,11 @@ def _attend_batch(
     else:
         out, lse = out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
     out = out.reshape(num_tiles * num_rows, heads, -1)
-    return Attended(out, None if lse is None else lse.reshape(num_tiles * num_rows, heads))
+    return PartialAttention(out, None if lse is None else lse.reshape(num_tiles * num_rows, heads))
 
 
-def _slice(attended: Attended, first: int, end: int) -> Attended:
+def _slice(attended: PartialAttention, first: int, end: int) -> PartialAttention:
     out, lse = attended
     if end - first == out.shape[0]:
         return attended
-    return Attended(out[first:end], None if lse is None else lse[first:end])
+    return PartialAttention(out[first:end], None if lse is None else lse[first:end])

@@ -12,7 +12,7 @@ import torch
 
 from .encoder_tables import slots_of
 from .packing import Packing
-from .tiles import Kind, Tile, make_cross_tiles, make_tiles
+from .tiles import Tile, TileKind, make_cross_tiles, make_tiles
 
 _MAX_PADDING_SHARE = 0.5
 """A tile shorter than this share of a batch's longest goes into another batch."""
@@ -20,7 +20,7 @@ _MAX_BATCH_TOKENS = 1 << 16
 """Rows or keys of a batch, the larger number: it bounds the memory of one call. A single tile may have more."""
 
 
-class Shapes(NamedTuple):
+class PlanShapes(NamedTuple):
     """Constraints on the shapes of kernel calls."""
 
     partition: int | None
@@ -46,7 +46,7 @@ class Span(NamedTuple):
     """Its keys are the first ones of all its rows."""
 
 
-class Batch(NamedTuple):
+class TileBatch(NamedTuple):
     """Tiles with the same number of rows, and keys padded to the same number."""
 
     num_tiles: int
@@ -70,8 +70,8 @@ class Batch(NamedTuple):
 class View(NamedTuple):
     """The plan for layers with the same window. The spans of all batches, in order, have each row's keys from left to right."""
 
-    batches: list[Batch]
-    shapes: Shapes
+    batches: list[TileBatch]
+    shapes: PlanShapes
 
     @property
     def merges(self) -> bool:
@@ -93,7 +93,7 @@ class Sight(NamedTuple):
     """Scores have a bias by distance."""
 
 
-def build_view(packing: Packing, sight: Sight, dtype: torch.dtype, min_shared_tokens: int, shapes: Shapes) -> View:
+def build_view(packing: Packing, sight: Sight, dtype: torch.dtype, min_shared_tokens: int, shapes: PlanShapes) -> View:
     """Batches of all parts."""
     if sight.is_cross:
         assert packing.encoders is not None, "the runner gives the encoders of a model that has cross attention"
@@ -111,17 +111,17 @@ def _groups(tiles: list[Tile], window: int | None) -> Iterator[list[Tile]]:
         for tile in of_kind:
             groups.setdefault(_group_key(tile, window), []).append(tile)
         for members in groups.values():
-            if kind == Kind.DIAGONAL:
+            if kind == TileKind.DIAGONAL:
                 members.sort(key=lambda tile: -tile.num_keys)
-            if kind == Kind.CROSS:
+            if kind == TileKind.CROSS:
                 members.sort(key=lambda tile: (tile.first, -tile.num_keys))
             yield from _cut(members)
 
 
 def _group_key(tile: Tile, window: int | None) -> Hashable:
-    if tile.kind == Kind.SHARED:
+    if tile.kind == TileKind.SHARED:
         return tile.rows
-    if tile.kind in (Kind.LEAVING, Kind.ENTERING):
+    if tile.kind in (TileKind.LEAVING, TileKind.ENTERING):
         # A part has a sequence of such tiles with different numbers of rows.
         return tile.first, tile.num_rows
     return tile.num_rows, _is_causal(tile, window)  # never causal in cross attention
@@ -129,7 +129,7 @@ def _group_key(tile: Tile, window: int | None) -> Hashable:
 
 def _is_causal(tile: Tile, window: int | None) -> bool:
     """Row t sees keys 0 … t, and there is more than one row."""
-    if tile.kind != Kind.DIAGONAL or tile.num_rows != tile.num_keys or tile.num_rows == 1:
+    if tile.kind != TileKind.DIAGONAL or tile.num_rows != tile.num_keys or tile.num_rows == 1:
         return False
     return window is None or tile.num_rows <= window
 
@@ -151,13 +151,13 @@ def _cut(tiles: list[Tile]) -> Iterator[list[Tile]]:
 class _Builder:
     """Builds the tensors of groups of tiles, in the order of merging."""
 
-    def __init__(self, packing: Packing, sight: Sight, dtype: torch.dtype, shapes: Shapes) -> None:
+    def __init__(self, packing: Packing, sight: Sight, dtype: torch.dtype, shapes: PlanShapes) -> None:
         self._packing, self._sight, self._dtype, self._shapes = packing, sight, dtype, shapes
         self._window = sight.window
         self._all_rows = np.arange(packing.num_tokens)
         self._seen = np.zeros(packing.num_tokens, dtype=bool)
 
-    def build(self, tiles: list[Tile]) -> Batch:
+    def build(self, tiles: list[Tile]) -> TileBatch:
         num_rows = tiles[0].num_rows
         rows = np.concatenate([self._rows(tile) for tile in tiles])
         biased = self._sight.is_biased
@@ -171,7 +171,7 @@ class _Builder:
             # whether a key before its window is read for another row of the tile, is not read, or has no block any more.
             first = self._first_seen(tile)
             slots[index, first - tile.first : tile.num_keys] = self._slots(tile, first)
-        return Batch(
+        return TileBatch(
             num_tiles=len(tiles),
             num_rows=num_rows,
             rows=self._index(rows),
@@ -185,7 +185,7 @@ class _Builder:
     def _slots(self, tile: Tile, first: int) -> npt.NDArray[np.int64]:
         """Of the tile's keys from position `first` on."""
         packing, part = self._packing, tile.rows[0].part
-        if tile.kind == Kind.CROSS:
+        if tile.kind == TileKind.CROSS:
             assert packing.encoders is not None, "see build_view"
             return slots_of(packing.encoders.tables[part], first, tile.end, packing.block_size)
         return packing.slots(part, first, tile.end, self._sight.group)
@@ -222,9 +222,9 @@ class _Builder:
 
     def _mask(self, tiles: list[Tile], width: int) -> torch.Tensor | None:
         """−inf where a row may not see a key; None if every row sees every key."""
-        if tiles[0].kind == Kind.CROSS:
+        if tiles[0].kind == TileKind.CROSS:
             return self._mask_of_padding(tiles, width)
-        if tiles[0].kind not in (Kind.DIAGONAL, Kind.FRONT):
+        if tiles[0].kind not in (TileKind.DIAGONAL, TileKind.FRONT):
             return None
         num_rows = tiles[0].num_rows
         key = np.arange(width)[None, None, :] + np.array([tile.first for tile in tiles])[:, None, None]
@@ -259,7 +259,7 @@ class _Builder:
 def _span_bounds(tiles: list[Tile]) -> Iterator[tuple[int, int]]:
     """Ranges of a batch's rows without duplicates."""
     num_rows = tiles[0].num_rows
-    if tiles[0].kind not in (Kind.SHARED, Kind.STEADY, Kind.CROSS):
+    if tiles[0].kind not in (TileKind.SHARED, TileKind.STEADY, TileKind.CROSS):
         yield 0, len(tiles) * num_rows
         return
     first = 0

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from kvpool.v1 import cache_pb2, common_pb2
 
 from . import boundaries, events, forks, naming, next_call, parking, replies
-from .forks import Forked as Forked
+from .forks import ForkedSequence as ForkedSequence
 from .ledger import DisagreementError
-from .link_state import BACKOFF_MOST_SECONDS, MAX_STALE_CALLS, SESSION_OVER, Call, LinkState
+from .link_state import BACKOFF_MOST_SECONDS, MAX_STALE_CALLS, SESSION_OVER, LinkState, MutatingCall
 from .sequence import CacheSequence, SequenceState
 from .settings import CacheSettings
 from .state import CacheState
@@ -148,7 +148,7 @@ class EngineCache:
         *,
         max_new_tokens: int | None = None,
         num_tokens: int | None = None,
-    ) -> Forked | None:
+    ) -> ForkedSequence | None:
         """Make a live sequence that goes on from where `parent`, which is live and in no step, has computed all its tokens, or all
         but one. It shares the parent's full blocks; of the others it gets the copies of the result, which the step launched next
         must make, whichever sequences it computes. Parent and fork may be freed at any time; they keep their blocks as long as
@@ -313,7 +313,7 @@ class EngineCache:
 
     # -- for the edge: calls
 
-    def next_call(self, candidates: Callable[[], List[CacheSequence]], now: float) -> Call | None:
+    def next_call(self, candidates: Callable[[], List[CacheSequence]], now: float) -> MutatingCall | None:
         """The next mutating call, if one is due and none is in flight.
 
         `candidates` returns the WAITING sequences that the engine would run now, in order.
@@ -332,14 +332,14 @@ class EngineCache:
             return None
         return next_call.next_call_at(self._state, link, now)
 
-    def on_reply(self, call: Call, response: replies.Response, now: float) -> None:
+    def on_reply(self, call: MutatingCall, response: replies.Response, now: float) -> None:
         """The call was executed. A reply to a call that was given up is dropped."""
         link = self._state.link
         if link is not None and link.in_flight is call:
             link.succeeded()
             self._guarded(lambda: replies.take_reply(self._state, link, call, response, now))
 
-    def on_refused(self, call: Call, why: str) -> None:
+    def on_refused(self, call: MutatingCall, why: str) -> None:
         """The call was refused, and would be refused again with the same state. No effect if the call was given up."""
         link = self._state.link
         if link is None or link.in_flight is not call:
@@ -349,7 +349,7 @@ class EngineCache:
         else:
             self.lose(f"the manager refused a call: {why}")
 
-    def on_failure(self, call: Call, reason: str, now: float) -> None:
+    def on_failure(self, call: MutatingCall, reason: str, now: float) -> None:
         """The call was not answered, or refused as a whole. `reason`: its ErrorInfo.reason, empty for the transport's own errors.
 
         Its state is sent again under a larger call_no. If it was executed all the same, the next reply shows its effects.

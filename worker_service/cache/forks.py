@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from . import events
 from .entry import BlockCopy
-from .scratch import Forked as ForkedScratch
+from .scratch import ForkedScratch
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState, Copying
 
 
-class Forked(NamedTuple):
+class ForkedSequence(NamedTuple):
     """A fork, as the engine gets it."""
 
     sequence: CacheSequence
@@ -31,7 +31,7 @@ class Forked(NamedTuple):
 
 def fork(
     state: CacheState, parent: CacheSequence, sequence_id: str, *, max_new_tokens: int | None, num_tokens: int | None
-) -> Forked | None:
+) -> ForkedSequence | None:
     """See EngineCache.fork."""
     assert parent.state is SequenceState.LIVE
     assert not parent.in_step
@@ -62,7 +62,7 @@ def fork(
     state.sequences[child.id] = child
     if state.report_due_at is None:
         state.report_due_at = parent.progress_at + state.settings.report_seconds
-    return Forked(child, _copy_later(state, parent, child, copies))
+    return ForkedSequence(child, _copy_later(state, parent, child, copies))
 
 
 def _take_blocks(state: CacheState, parent: CacheSequence, child: CacheSequence) -> list[BlockCopy] | None:

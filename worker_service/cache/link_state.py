@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from .reserve import ReservedBlock
+from .reserve import SpareBlock
 from .scratch import Statement
 from .sequence import CacheSequence
 
@@ -29,7 +29,7 @@ BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MOST_SECONDS = 0.25
 
 
-Returned = tuple[tuple[ReservedBlock, ...], ...]
+Returned = tuple[tuple[SpareBlock, ...], ...]
 """Surplus of the reserves, by group."""
 
 
@@ -49,7 +49,7 @@ class Stated(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Call:
+class MutatingCall:
     """One mutating call, to be sent now. Pass the reply to `EngineCache.on_reply`, a failure to `on_failure`."""
 
     request: (
@@ -75,7 +75,7 @@ class LinkState:
         self.session = session
         self.key = key
         """The session's secret, which every call carries."""
-        self.in_flight: Call | None = None
+        self.in_flight: MutatingCall | None = None
         self.report: Report | None = None
         """To be sent before any other call until it is live, then in between; None once it is complete."""
         self.retry_at = 0.0

@@ -7,7 +7,7 @@ from kvpool.protocol.tokens import pack_tokens
 
 from . import boundaries
 from .ledger import Content
-from .reserve import ReservedBlock
+from .reserve import SpareBlock
 from .scratch import Scratch
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
@@ -115,7 +115,7 @@ def _give_contents(
     group: int,
     scratch: Scratch,
     num_blocks: int,
-    replacements: list[ReservedBlock],
+    replacements: list[SpareBlock],
 ) -> None:
     """Name a window or snapshot of one group, and note what its blocks hold."""
     named = {entry.table_index: entry.block for entry in scratch.name(num_blocks, replacements)}

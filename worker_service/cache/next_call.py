@@ -11,7 +11,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from . import forks, naming, parking
 from .entry import add_entries
-from .link_state import Call, LinkState, Stated
+from .link_state import LinkState, MutatingCall, Stated
 from .scratch import Statement
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
@@ -19,7 +19,7 @@ from .state import CacheState
 
 def next_call(
     state: CacheState, link: LinkState, candidates: Callable[[], List[CacheSequence]], now: float
-) -> Call | None:
+) -> MutatingCall | None:
     """The next call, if one is due. `candidates` is called after parked sequences are woken."""
     report = link.report
     if report is None:
@@ -41,7 +41,7 @@ def next_call(
 
 def _working_call(
     state: CacheState, link: LinkState, candidates: Callable[[], List[CacheSequence]], now: float
-) -> Call | None:
+) -> MutatingCall | None:
     parking.wake(state, now)
     targets = state.spare_targets()
     return (
@@ -118,7 +118,7 @@ def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], 
     return wishes
 
 
-def _free(state: CacheState, link: LinkState, targets: list[int]) -> Call | None:
+def _free(state: CacheState, link: LinkState, targets: list[int]) -> MutatingCall | None:
     ready = _one_call(state, (sequence for sequence in state.ending if forks.may_free(state, sequence)))
     if not ready:
         return None
@@ -130,7 +130,7 @@ def _free(state: CacheState, link: LinkState, targets: list[int]) -> Call | None
     return free_call(state, link, ready, _wishes(state, link, ready, targets))
 
 
-def _fork(state: CacheState, link: LinkState, targets: list[int], now: float) -> Call | None:
+def _fork(state: CacheState, link: LinkState, targets: list[int], now: float) -> MutatingCall | None:
     if now < state.forks_retry_at or not (_is_due(state, now) or forks.is_pressing(state)):
         return None
     ready = _one_call(state, forks.to_state(state))
@@ -146,7 +146,7 @@ def _is_due(state: CacheState, now: float) -> bool:
     return state.is_urgent or (state.report_due_at is not None and now >= state.report_due_at)
 
 
-def _append(state: CacheState, link: LinkState, targets: list[int], now: float) -> Call | None:
+def _append(state: CacheState, link: LinkState, targets: list[int], now: float) -> MutatingCall | None:
     # Their forks must be stated first, and before that what the forks share.
     ending = []
     if state.forks and now >= state.forks_retry_at and forks.is_pressing(state):
@@ -195,7 +195,7 @@ def _has_idle_surplus(state: CacheState, targets: list[int]) -> bool:
 
 def _allocate(
     state: CacheState, link: LinkState, targets: list[int], candidates: List[CacheSequence], now: float
-) -> Call | None:
+) -> MutatingCall | None:
     is_short = any(
         state.pool_is_empty[group] and len(state.reserves[group]) < targets[group] for group in state.full_groups
     )
@@ -296,15 +296,15 @@ def _state_scratch(
     return tuple(statements)
 
 
-def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> Call:
+def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> MutatingCall:
     """Send the next part of the report."""
     request = cache_pb2.ReportRequest()
     request.CopyFrom(part)
     request.uplink.CopyFrom(link.uplink((), ()))
-    return Call(request, (), ())
+    return MutatingCall(request, (), ())
 
 
-def free_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> Call:
+def free_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> MutatingCall:
     """End these sequences. States all computed tokens, so that their blocks are sealed first."""
     returned = state.returning()
     request = cache_pb2.FreeRequest(uplink=link.uplink(wishes, returned))
@@ -313,10 +313,10 @@ def free_call(state: CacheState, link: LinkState, sequences: List[CacheSequence]
         update, what = _update(state, sequence, len(sequence.tokens), sequence.num_computed_tokens)
         request.items.add(update=update)
         stated.append(what)
-    return Call(request, tuple(stated), returned)
+    return MutatingCall(request, tuple(stated), returned)
 
 
-def fork_call(state: CacheState, link: LinkState, children: List[CacheSequence], wishes: List[int]) -> Call:
+def fork_call(state: CacheState, link: LinkState, children: List[CacheSequence], wishes: List[int]) -> MutatingCall:
     """State these forks, in order, with their full computed blocks."""
     returned, block_size = state.returning(), state.settings.block_size
     request = cache_pb2.ForkRequest(uplink=link.uplink(wishes, returned))
@@ -329,10 +329,10 @@ def fork_call(state: CacheState, link: LinkState, children: List[CacheSequence],
         update, what = _update(state, child, len(child.tokens), num_full)
         request.items.add(parent=child.parent.key, num_shared_blocks=num_shared, update=update)
         stated.append(what)
-    return Call(request, tuple(stated), returned)
+    return MutatingCall(request, tuple(stated), returned)
 
 
-def append_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> Call:
+def append_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> MutatingCall:
     """State the full computed blocks of these sequences, and the wish for the reserve."""
     returned, block_size = state.returning(), state.settings.block_size
     request = cache_pb2.AppendRequest(uplink=link.uplink(wishes, returned))
@@ -342,10 +342,12 @@ def append_call(state: CacheState, link: LinkState, sequences: List[CacheSequenc
         update, what = _update(state, sequence, num_full, num_full)
         request.items.add(update=update)
         stated.append(what)
-    return Call(request, tuple(stated), returned)
+    return MutatingCall(request, tuple(stated), returned)
 
 
-def allocate_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> Call:
+def allocate_call(
+    state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]
+) -> MutatingCall:
     """Request block tables for these sequences, in this order."""
     returned, settings = state.returning(), state.settings
     request = cache_pb2.AllocateRequest(uplink=link.uplink(wishes, returned))
@@ -364,4 +366,4 @@ def allocate_call(state: CacheState, link: LinkState, sequences: List[CacheSeque
             num_encoder_tokens=sequence.num_encoder_tokens,
         )
         stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
-    return Call(request, tuple(stated), returned)
+    return MutatingCall(request, tuple(stated), returned)

@@ -12,8 +12,8 @@ from kvpool.v1 import cache_pb2, common_pb2
 from . import events, forks, naming, parking
 from .entry import Entry
 from .ledger import Content, DisagreementError
-from .link_state import Call, LinkState, Stated
-from .reserve import ReservedBlock
+from .link_state import LinkState, MutatingCall, Stated
+from .reserve import SpareBlock
 from .ring import Ring
 from .running_state import RunningState
 from .scratch import Scratch
@@ -36,7 +36,7 @@ Response = (
 )
 
 
-def take_reply(state: CacheState, link: LinkState, call: Call, response: Response, now: float) -> None:
+def take_reply(state: CacheState, link: LinkState, call: MutatingCall, response: Response, now: float) -> None:
     """Apply the reply to a call, which was executed."""
     if any(call.returned):
         for reserve, returned in zip(state.reserves, call.returned, strict=True):
@@ -235,7 +235,7 @@ class _Window(NamedTuple):
 
     entries: list[Entry]
     """Of the window or snapshot that is hit, in order."""
-    scratch: list[ReservedBlock]
+    scratch: list[SpareBlock]
 
 
 def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> dict[int, _Window]:
@@ -256,7 +256,7 @@ def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Gran
                 f"{sequence!r} was granted {len(entries)} blocks of group {group} from index {run.start_index} on as the window "
                 f"before block {num_hits}, which has the indexes {expected}"
             )
-        blocks = list(map(ReservedBlock, *scratch.get(group, ((), ()))))
+        blocks = list(map(SpareBlock, *scratch.get(group, ((), ()))))
         num_needed = min(settings.scratch_blocks(group), sequence.most_blocks(settings.block_size) - num_hits)
         if len(blocks) < num_needed:
             raise DisagreementError(
@@ -284,7 +284,7 @@ def _make_scratch(state: CacheState, sequence: CacheSequence, windows: dict[int,
     )
 
 
-def _new_scratch(state: CacheState, group: int, hits: list[Entry], granted: list[ReservedBlock]) -> Scratch:
+def _new_scratch(state: CacheState, group: int, hits: list[Entry], granted: list[SpareBlock]) -> Scratch:
     settings = state.settings
     if settings.is_state(group):
         return RunningState(settings.grid_blocks, settings.block_size, hits, granted)

@@ -16,7 +16,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from .entry import Entry, add_entries
 from .ledger import BlockLedger, Content
-from .reserve import ReservedBlock
+from .reserve import SpareBlock
 from .sequence import CacheSequence
 from .units import Unit, UnitLedger
 
@@ -38,7 +38,7 @@ class _SequenceSnapshot(NamedTuple):
     num_cached_tokens: int
     tables: list[list[Entry]]
     """By group."""
-    scratch: list[list[ReservedBlock]]
+    scratch: list[list[SpareBlock]]
     boundaries: tuple[int, ...]
     encoder_computed: bool
 
@@ -51,7 +51,7 @@ class Report:
     """After so many other calls a part is sent, whatever else is due."""
 
     def __init__(
-        self, ledgers: tuple[BlockLedger, ...], sequences: list[CacheSequence], reserves: list[list[ReservedBlock]]
+        self, ledgers: tuple[BlockLedger, ...], sequences: list[CacheSequence], reserves: list[list[SpareBlock]]
     ) -> None:
         self.is_live = False
         """The manager serves the session: other calls may be made."""
@@ -233,7 +233,7 @@ def _entries(sequence: CacheSequence, group: int) -> list[Entry]:
     return list(map(Entry, range(len(sequence.tables[group])), sequence.tables[group], sequence.generations[group]))
 
 
-def _block_parts(reserves: list[list[ReservedBlock]], idle: list[list[int]]) -> Iterator[cache_pb2.ReportRequest]:
+def _block_parts(reserves: list[list[SpareBlock]], idle: list[list[int]]) -> Iterator[cache_pb2.ReportRequest]:
     """By group; those of each in order."""
     most = max(1, _MAX_BLOCKS // (len(reserves) + len(idle)))
     lengths = [*map(len, reserves), *map(len, idle)]

@@ -12,7 +12,7 @@ _FALL_SECONDS = 5.0
 """A slower step has its duration's share of this as weight, at most _RISE."""
 
 
-class ReservedBlock(NamedTuple):
+class SpareBlock(NamedTuple):
     """A granted block that is bound to no sequence."""
 
     block: int
@@ -23,25 +23,25 @@ class Reserve:
     """Spare blocks, oldest grant first, and surplus to return."""
 
     def __init__(self) -> None:
-        self._spare: deque[ReservedBlock] = deque()
-        self.returning: list[ReservedBlock] = []
+        self._spare: deque[SpareBlock] = deque()
+        self.returning: list[SpareBlock] = []
         """Surplus, stated in every call until one is acknowledged."""
 
     def __len__(self) -> int:
         return len(self._spare)
 
-    def spare(self) -> list[ReservedBlock]:
+    def spare(self) -> list[SpareBlock]:
         """The spare blocks, oldest grant first."""
         return list(self._spare)
 
     def add(self, block: int, generation: int) -> None:
-        self._spare.append(ReservedBlock(block, generation))
+        self._spare.append(SpareBlock(block, generation))
 
-    def put_back(self, blocks: Iterable[ReservedBlock]) -> None:
+    def put_back(self, blocks: Iterable[SpareBlock]) -> None:
         """Blocks that were taken and have not been given to the manager as anything else."""
         self._spare.extend(blocks)
 
-    def take(self) -> ReservedBlock:
+    def take(self) -> SpareBlock:
         """Remove the oldest spare block. The caller has checked that there is one."""
         return self._spare.popleft()
 
@@ -50,7 +50,7 @@ class Reserve:
         for _ in range(count):
             self.returning.append(self._spare.pop())
 
-    def returned(self, stated: tuple[ReservedBlock, ...]) -> None:
+    def returned(self, stated: tuple[SpareBlock, ...]) -> None:
         """A call that stated these as surplus was executed."""
         gone = set(stated)
         self.returning = [block for block in self.returning if block not in gone]

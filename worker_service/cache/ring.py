@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 
 from .entry import Entry
-from .reserve import ReservedBlock
-from .scratch import Forked, Scratch
+from .reserve import SpareBlock
+from .scratch import ForkedScratch, Scratch
 
 
 class Ring(Scratch):
@@ -26,7 +26,7 @@ class Ring(Scratch):
         span: int,
         block_size: int,
         hits: Iterable[Entry],
-        scratch: Iterable[ReservedBlock],
+        scratch: Iterable[SpareBlock],
         *,
         size: int = 0,
         grid_blocks: int = 1,
@@ -46,7 +46,7 @@ class Ring(Scratch):
     def __repr__(self) -> str:
         return f"<Ring named={sorted(self.named)} placed={sorted(self.placed)} free={len(self.free)}>"
 
-    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[ReservedBlock] = ()) -> None:
+    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[SpareBlock] = ()) -> None:
         """Turn the ring, and place a block for each index up to `num_slots` positions; see Scratch."""
         for reserved in spare:
             self._add(reserved)
@@ -85,7 +85,7 @@ class Ring(Scratch):
     def num_for_fork(self, num_computed_tokens: int, num_to_come: int) -> int:
         return self._num_needed(len(self._kept(num_computed_tokens)) + num_to_come, True)
 
-    def fork(self, num_computed_tokens: int, spare: List[ReservedBlock]) -> Forked:
+    def fork(self, num_computed_tokens: int, spare: List[SpareBlock]) -> ForkedScratch:
         ring = Ring(self.span, self._block_size, (), (), size=self._size, grid_blocks=self._grid_blocks)
         for reserved in spare:
             ring._add(reserved)
@@ -97,7 +97,7 @@ class Ring(Scratch):
             ring.table[index] = reserved.block
             copies.append((self.table[index], reserved.block))
         ring._first = min(ring.placed, default=len(ring.table))
-        return Forked(ring, copies)
+        return ForkedScratch(ring, copies)
 
     def settle(self, num_to_come: int) -> None:
         """Decoding needs the window and the block that is being filled; see Scratch."""

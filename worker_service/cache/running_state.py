@@ -18,8 +18,8 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from .entry import Entry
-from .reserve import ReservedBlock
-from .scratch import Forked, Scratch
+from .reserve import SpareBlock
+from .scratch import ForkedScratch, Scratch
 
 SCRATCH_BLOCKS = 2
 """Granted to a sequence: the running state, and the first copy."""
@@ -39,9 +39,7 @@ class StateUse(NamedTuple):
 class RunningState(Scratch):
     """One sequence in the group of recurrent layers."""
 
-    def __init__(
-        self, grid_blocks: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[ReservedBlock]
-    ) -> None:
+    def __init__(self, grid_blocks: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[SpareBlock]) -> None:
         """`hits`: the snapshot from which it goes on, if there is one. `scratch`: one block at least."""
         super().__init__(1, block_size, hits, scratch)
         self._grid_blocks = grid_blocks
@@ -61,7 +59,7 @@ class RunningState(Scratch):
         copy = None if rest else self.placed.get(index - 1)
         return StateUse(source, self.running.block, 0 if copy is None else copy.block)
 
-    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[ReservedBlock] = ()) -> None:
+    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[SpareBlock] = ()) -> None:
         """Release the snapshots that the sequence has gone on from, and place a copy if the step ends on the grid; see Scratch."""
         for reserved in spare:
             self._add(reserved)
@@ -80,14 +78,14 @@ class RunningState(Scratch):
         """The running state; a copy of it that may become a snapshot is only useful. See Scratch."""
         return 1
 
-    def fork(self, num_computed_tokens: int, spare: List[ReservedBlock]) -> Forked:
+    def fork(self, num_computed_tokens: int, spare: List[SpareBlock]) -> ForkedScratch:
         fork = RunningState(self._grid_blocks, self._block_size, (), spare)
         for reserved in spare:
             fork._scratch[reserved] = fork._from_reserve[reserved] = None
         source = self.use(num_computed_tokens, num_computed_tokens).source
         if source:
             fork._begin = -1  # also after a hit: the snapshot is copied
-        return Forked(fork, [(source, fork.running.block)] if source else [])
+        return ForkedScratch(fork, [(source, fork.running.block)] if source else [])
 
     def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
         """It always has what a step needs: the running state."""
@@ -110,5 +108,5 @@ class RunningState(Scratch):
         is_to_come = boundary is not None or num_to_come >= self._grid_blocks
         return int(is_to_come and not (self.free or self.placed))
 
-    def scratch(self) -> list[ReservedBlock]:
+    def scratch(self) -> list[SpareBlock]:
         return [self.running, *super().scratch()]

@@ -18,18 +18,18 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from .entry import Entry
-from .reserve import ReservedBlock
+from .reserve import SpareBlock
 
 
 class Statement(NamedTuple):
     """What a call states of a sequence's scratch in one group. Everything is stated again until a call is executed."""
 
     bound: tuple[Entry, ...] = ()
-    scratch: tuple[ReservedBlock, ...] = ()
+    scratch: tuple[SpareBlock, ...] = ()
     released: tuple[Entry, ...] = ()
 
 
-class Forked(NamedTuple):
+class ForkedScratch(NamedTuple):
     """What a fork has in one group."""
 
     scratch: Scratch
@@ -40,27 +40,27 @@ class Forked(NamedTuple):
 class Scratch(ABC):
     """One sequence in one group. All counts are blocks; boundaries are blocks of tokens too."""
 
-    def __init__(self, span: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[ReservedBlock]) -> None:
+    def __init__(self, span: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[SpareBlock]) -> None:
         self.span = span
         """Blocks before a boundary that are kept for others."""
         self._block_size = block_size
-        self.named = {entry.table_index: ReservedBlock(entry.block, entry.generation) for entry in hits}
-        self.placed: dict[int, ReservedBlock] = {}
+        self.named = {entry.table_index: SpareBlock(entry.block, entry.generation) for entry in hits}
+        self.placed: dict[int, SpareBlock] = {}
         self.free = list(scratch)
         self.table: list[int] = []
         """Block ids from position 0, for layers that attend; 0 where nothing is kept."""
         self._bound: dict[Entry, None] = {}
-        self._scratch: dict[ReservedBlock, None] = {}
+        self._scratch: dict[SpareBlock, None] = {}
         self._released: dict[Entry, None] = {}
         self._to_drop: list[int] = []
         """Released blocks that this worker has not stopped using: the call that states it is not sent yet."""
-        self._from_reserve: dict[ReservedBlock, None] = {}
+        self._from_reserve: dict[SpareBlock, None] = {}
         """Blocks that the manager may still count as reserved."""
 
     # -- steps
 
     @abstractmethod
-    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[ReservedBlock] = ()) -> None:
+    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[SpareBlock] = ()) -> None:
         """Prepare the blocks for a step that computes up to `num_slots` tokens. No step may use the sequence. `spare`: blocks of
         the reserve, as many as `num_missing` says and, if there are more, `num_useful`."""
 
@@ -81,16 +81,16 @@ class Scratch(ABC):
         """Blocks of the reserve that `fork` needs."""
 
     @abstractmethod
-    def fork(self, num_computed_tokens: int, spare: List[ReservedBlock]) -> Forked:
+    def fork(self, num_computed_tokens: int, spare: List[SpareBlock]) -> ForkedScratch:
         """The scratch of a fork of the sequence, which no step may use, where so many tokens are computed. Nothing is shared: it is
         made of `spare`, as many blocks of the reserve as `num_for_fork` says."""
 
     @property
-    def from_reserve(self) -> list[ReservedBlock]:
+    def from_reserve(self) -> list[SpareBlock]:
         """Blocks that the manager may still count as reserved. Of a fork that it does not know they are all."""
         return list(self._from_reserve)
 
-    def _add(self, reserved: ReservedBlock) -> None:
+    def _add(self, reserved: SpareBlock) -> None:
         self.free.append(reserved)
         self._scratch[reserved] = self._from_reserve[reserved] = None
 
@@ -121,7 +121,7 @@ class Scratch(ABC):
         """Blocks that should be in the reserve for the next boundary, after which so many blocks of tokens can follow; None: only
         the end of the text is to come, which is so many blocks away."""
 
-    def name(self, boundary: int, replacements: Iterable[ReservedBlock] = ()) -> list[Entry]:
+    def name(self, boundary: int, replacements: Iterable[SpareBlock] = ()) -> list[Entry]:
         """Give the blocks at a boundary their names; returns those that had none. `replacements` become scratch."""
         entries = []
         for index in self.window(boundary):
@@ -165,13 +165,13 @@ class Scratch(ABC):
         """A call that stated this was executed."""
         for entry in stated.bound:
             self._bound.pop(entry, None)
-            self._from_reserve.pop(ReservedBlock(entry.block, entry.generation), None)
+            self._from_reserve.pop(SpareBlock(entry.block, entry.generation), None)
         for reserved in stated.scratch:
             self._scratch.pop(reserved, None)
             self._from_reserve.pop(reserved, None)
         for entry in stated.released:
             self._released.pop(entry, None)
-            self._from_reserve.pop(ReservedBlock(entry.block, entry.generation), None)
+            self._from_reserve.pop(SpareBlock(entry.block, entry.generation), None)
 
     def acknowledge_all(self) -> list[int]:
         """A report states the present; returns the blocks that this worker stops using with it."""
@@ -179,7 +179,7 @@ class Scratch(ABC):
         dropped, self._to_drop = self._to_drop, []
         return dropped
 
-    def scratch(self) -> list[ReservedBlock]:
+    def scratch(self) -> list[SpareBlock]:
         """What is not named."""
         return [*self.placed.values(), *self.free]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvpool.v1 import common_pb2
 
 from .ledger import Content
-from .reserve import ReservedBlock
+from .reserve import SpareBlock
 from .running_state import RunningState, StateUse
 from .scratch import Scratch
 
@@ -203,7 +203,7 @@ class CacheSequence:
         scratch = self.scratch[group] if self.scratch else None
         return reversed(self.tables[group]) if scratch is None else scratch.blocks()
 
-    def own_blocks(self, group: int) -> list[ReservedBlock]:
+    def own_blocks(self, group: int) -> list[SpareBlock]:
         """Of a fork that the manager does not know: the blocks of a group that it does not share with its parent."""
         scratch = self.scratch[group] if self.scratch else None
         if scratch is not None:
@@ -211,7 +211,7 @@ class CacheSequence:
         if group == self.cross_group:
             return []
         first = self.acked_entries
-        return list(map(ReservedBlock, self.tables[group][first:], self.generations[group][first:]))
+        return list(map(SpareBlock, self.tables[group][first:], self.generations[group][first:]))
 
     def alone(self, sequence_id: str, tokens: list[int] | None = None) -> CacheSequence:
         """Another sequence that begins with these tokens, None: all that this one has, holding nothing."""

@@ -10,7 +10,7 @@ from .entry import BlockCopy
 from .ledger import BlockLedger
 from .link_state import LinkState
 from .report import Report
-from .reserve import DecodingRate, Reserve, ReservedBlock, spare_target
+from .reserve import DecodingRate, Reserve, SpareBlock, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .settings import CacheSettings
 from .units import UnitLedger
@@ -208,7 +208,7 @@ class CacheState:
         """Blocks that each sequence of one block more could take: of the smallest reserve of a group without a window."""
         return min((len(self.reserves[group]) for group in self.full_groups), default=0)
 
-    def returning(self) -> tuple[tuple[ReservedBlock, ...], ...]:
+    def returning(self) -> tuple[tuple[SpareBlock, ...], ...]:
         """Surplus of the reserves, by group."""
         return tuple(tuple(reserve.returning) for reserve in self.reserves)
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .sampling_params import TokenLogprobs
-from .step import Candidate, Candidates
+from .sampling_params import RowLogprobs
+from .step import BeamCandidate, BeamCandidates
 
 _IMPOSSIBLE = np.float32(-1e9)
 """Added to the score of what must not be chosen; also the score of what is not there."""
@@ -45,22 +45,22 @@ class BeamParams:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class BeamNode:
     """The last token of a text, and what is before it. Texts share their beginnings."""
 
-    parent: Node | None
+    parent: BeamNode | None
     """None: the prompt is before it."""
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: RowLogprobs
     length: int
     """Tokens of the text."""
 
-    def tokens(self) -> list[Node]:
+    def tokens(self) -> list[BeamNode]:
         """All of the text, first to last."""
         return list(self._backwards())[::-1]
 
-    def _backwards(self) -> Iterator[Node]:
-        node: Node | None = self
+    def _backwards(self) -> Iterator[BeamNode]:
+        node: BeamNode | None = self
         while node is not None:
             yield node
             node = node.parent
@@ -71,14 +71,14 @@ class Continuation(NamedTuple):
 
     beam: int
     """Index of the beam of this step that it continues."""
-    node: Node
+    node: BeamNode
     """With its last token."""
 
 
-class Ended(NamedTuple):
+class EndedText(NamedTuple):
     """A text that has ended."""
 
-    node: Node
+    node: BeamNode
     score: float
     """Of transformers' `sequences_scores`."""
     has_met_end: bool
@@ -89,7 +89,7 @@ class _Found(NamedTuple):
     """One of the best continuations of a step."""
 
     beam: int
-    candidate: Candidate
+    candidate: BeamCandidate
     score: np.float32
     """Sum of the text's log-probabilities."""
     has_met_end: bool
@@ -105,7 +105,7 @@ class BeamSearch:
         self.params = params
         self.num_candidates = max(2, 1 + num_ending_ids) * params.num_beams
         """Candidates needed for each beam; fewer if the vocabulary has fewer."""
-        self.beams: list[Node | None] = [None]
+        self.beams: list[BeamNode | None] = [None]
         """Running texts, best first; None: the prompt alone."""
         self.is_over = False
         self._max_new_tokens = max_new_tokens
@@ -113,16 +113,16 @@ class BeamSearch:
         self._scores = [np.float32(0), *[_IMPOSSIBLE] * (params.num_beams - 1)]
         self._length = 0
         self._may_improve = True
-        nothing = Ended(Node(None, -1, TokenLogprobs(0.0, []), 0), float(_IMPOSSIBLE), False)
+        nothing = EndedText(BeamNode(None, -1, RowLogprobs(0.0, []), 0), float(_IMPOSSIBLE), False)
         self._ended = [(nothing, False)] * params.num_beams
         """The best ended texts, and whether there is one at that place."""
 
     @property
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[EndedText]:
         """The texts that have ended, best first; when the search is over, as many as beams."""
         return [text for text, is_there in self._ended if is_there]
 
-    def advance(self, rows: Sequence[Candidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
+    def advance(self, rows: Sequence[BeamCandidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
         """Take the candidates of each beam, in the order of `beams`; returns the beams of the next step, which are `beams` then.
         None if the search is over. `ends`: whether the beam's text ends with that token."""
         assert not self.is_over
@@ -130,7 +130,7 @@ class BeamSearch:
         with np.errstate(over="ignore"):  # of what must not be chosen, divided by a small number
             return self._advance(rows, ends)
 
-    def _advance(self, rows: Sequence[Candidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
+    def _advance(self, rows: Sequence[BeamCandidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
         found = self._best(rows, ends)
         nodes = [self._node(rows, one) for one in found]
         self._end_texts(found, nodes)
@@ -151,7 +151,7 @@ class BeamSearch:
     def _is_full(self) -> bool:
         return all(is_there for _, is_there in self._ended)
 
-    def _best(self, rows: Sequence[Candidates], ends: Callable[[int, int], bool]) -> list[_Found]:
+    def _best(self, rows: Sequence[BeamCandidates], ends: Callable[[int, int], bool]) -> list[_Found]:
         """The continuations with the best sums, best first."""
         # Before the first step there is one row for all beams.
         of_beams = [(index, rows[index % len(rows)].best) for index in range(self.params.num_beams)]
@@ -169,16 +169,16 @@ class BeamSearch:
             found.append(_Found(beam, candidate, score, has_met_end, has_met_end or is_longest))
         return found
 
-    def _node(self, rows: Sequence[Candidates], found: _Found) -> Node:
-        logprobs = TokenLogprobs(found.candidate.logprob, rows[found.beam].top)
-        return Node(self.beams[found.beam], found.candidate.token_id, logprobs, self._length + 1)
+    def _node(self, rows: Sequence[BeamCandidates], found: _Found) -> BeamNode:
+        logprobs = RowLogprobs(found.candidate.logprob, rows[found.beam].top)
+        return BeamNode(self.beams[found.beam], found.candidate.token_id, logprobs, self._length + 1)
 
     def _go_on(self, found: list[_Found]) -> list[tuple[int, np.float32]]:
         """The best of what has not ended: indices into `found`, and their sums."""
         scored = [(index, one.score + _IMPOSSIBLE if one.is_last else one.score) for index, one in enumerate(found)]
         return nlargest(self.params.num_beams, scored, key=lambda one: one[1])
 
-    def _end_texts(self, found: list[_Found], nodes: list[Node]) -> None:
+    def _end_texts(self, found: list[_Found], nodes: list[BeamNode]) -> None:
         """Keep the best of the texts that had ended before and those that end now. Only the best `num_beams` continuations may end:
         the others are there so that beams are left."""
         num_beams = self.params.num_beams
@@ -190,7 +190,7 @@ class BeamSearch:
             score = one.score / divisor
             for is_out in (is_closed, not self._may_improve, not has_ended):
                 score += _IMPOSSIBLE if is_out else np.float32(0)
-            merged.append((score, (Ended(node, float(score), one.has_met_end), has_ended)))
+            merged.append((score, (EndedText(node, float(score), one.has_met_end), has_ended)))
         self._ended = [text for _, text in nlargest(num_beams, merged, key=lambda one: one[0])]
 
     def _can_improve(self) -> bool:

@@ -17,11 +17,11 @@ from kvpool.protocol.answers import answer_id
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
-from .beam_search import BeamSearch, Ended, Node
+from .beam_search import BeamNode, BeamSearch, EndedText
 from .detokenizer import TextDecoder
 from .request import GenerationParams, Request
-from .step import BlockCopy, Candidates, SampledToken, SequencePart
-from .stream import MAX_CHUNK_TOKENS, Chunk, FinishReason
+from .step import BeamCandidates, BlockCopy, SampledToken, SequencePart
+from .stream import MAX_CHUNK_TOKENS, FinishReason, StreamChunk
 from .token_counts import TokenCounts
 from .token_rules import TokenRules
 
@@ -57,7 +57,7 @@ class BeamRequest(Request):
         """The next beams, best first; they replace those that there are as soon as there are blocks for all of them."""
         self._branched: dict[int, CacheSequence] = {}
         """Sequences of the branches, by index, that have theirs."""
-        self._rows: dict[CacheSequence, Candidates] = {}
+        self._rows: dict[CacheSequence, BeamCandidates] = {}
         """What each beam may continue with, as far as it is computed."""
         self._decoders: list[TextDecoder] = []
         """One for each beam, where stop strings may end a text."""
@@ -105,7 +105,7 @@ class BeamRequest(Request):
     def _rules_for(self, sequence: CacheSequence) -> TokenRules | None:
         return self._rules_of(sequence.tokens)
 
-    def take_row(self, sequence: CacheSequence, row: Candidates | None) -> bool:
+    def take_row(self, sequence: CacheSequence, row: BeamCandidates | None) -> bool:
         """A step has computed a sequence to its end; `row`: what it may continue with, None of a root that is computed again.
         Returns whether all beams are there: then the next ones are chosen, or the search is over."""
         if row is None:
@@ -196,16 +196,16 @@ class BeamRequest(Request):
         assert self.stream.is_finished
         return self.finish_reason
 
-    def _chunks(self, index: int, ended: Ended, reason: FinishReason) -> Iterator[Chunk]:
+    def _chunks(self, index: int, ended: EndedText, reason: FinishReason) -> Iterator[StreamChunk]:
         decoder = None if self._tokenizer is None else self.params.text_decoder(self._tokenizer)
         nodes = ended.node.tokens()
         if nodes[-1].token_id in self._stop_token_ids:
             nodes.pop()
-        chunk = Chunk(0, index=index)
+        chunk = StreamChunk(0, index=index)
         for place, node in enumerate(nodes):
             if len(chunk.tokens) == MAX_CHUNK_TOKENS:
                 yield chunk
-                chunk = Chunk(place, index=index)
+                chunk = StreamChunk(place, index=index)
             chunk.tokens.append(self._token(node))
             if decoder is not None:
                 chunk.text += decoder.add(node.token_id)
@@ -215,7 +215,7 @@ class BeamRequest(Request):
         chunk.usage = replace(self.usage(), num_generated_tokens=ended.node.length)
         yield chunk
 
-    def _token(self, node: Node) -> SampledToken:
+    def _token(self, node: BeamNode) -> SampledToken:
         return SampledToken(node.token_id, None if self.params.sampling.num_logprobs is None else node.logprobs)
 
 

@@ -26,13 +26,13 @@ from .admission import Admission
 from .beams import BeamRequest
 from .capacity import Capacity
 from .detokenizer import TextDecoder
-from .encoder import EncoderSettings, check_input
 from .errors import EngineError, ErrorKind, invalid
 from .policy import SchedulingPolicy
 from .prompt import PromptEncoder
 from .request import GenerationParams, Payer, Request
 from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step
+from .split_prompt import EncoderSettings, check_input
 from .stats import CANCELLED, EngineStats
 from .step import PartResult, SampledToken, StepRunner
 from .stream import FinishReason

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer
 
 from kvpool.protocol.text_bound import TextBound, text_bound
 
-from .encoder import EncoderSettings, SplitPrompt, split, too_long
 from .errors import invalid
+from .split_prompt import EncoderSettings, SplitPrompt, split, too_long
 
 
 class PromptEncoder:

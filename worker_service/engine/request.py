@@ -15,9 +15,9 @@ from ..cache.sequence import CacheSequence
 from .beam_search import BeamParams
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes
-from .sampling_params import SamplingParams, TokenLogprobs
+from .sampling_params import RowLogprobs, SamplingParams
 from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart, StateBlocks
-from .stream import Chunk, FinishReason, TokenStream, Usage
+from .stream import FinishReason, RequestUsage, StreamChunk, TokenStream
 from .token_counts import TokenCounts
 from .token_rules import NextIds, TokenRules
 
@@ -158,9 +158,9 @@ class Request:
         """Tokens of all answers."""
         return sum(answer.num_generated for answer in self.answers)
 
-    def usage(self) -> Usage:
+    def usage(self) -> RequestUsage:
         """Token counts and preemptions so far; where the time went once it has finished."""
-        return Usage(
+        return RequestUsage(
             self.num_prompt_tokens,
             self.num_cached_tokens,
             self.num_generated,
@@ -175,7 +175,7 @@ class Request:
             self.num_cached_tokens = self.sequence.num_cached_tokens
             if self.params.encoder_token_ids:
                 self.num_cached_tokens = self.sequence.num_encoder_tokens if self.sequence.encoder_cached else 0
-            chunk = Chunk(0, usage=self.usage())
+            chunk = StreamChunk(0, usage=self.usage())
             self.stream.put(chunk)
             if self.params.wants_prompt_logprobs:
                 self._put_prompt_logprobs([None])
@@ -242,16 +242,16 @@ class Request:
         targets = self.params.token_ids[self._num_prompt_returned : end + 1]
         return PromptRows(self._num_prompt_returned - 1 - start, targets, wanted) if targets else None
 
-    def on_prompt_logprobs(self, logprobs: List[TokenLogprobs]) -> None:
+    def on_prompt_logprobs(self, logprobs: List[RowLogprobs]) -> None:
         """Pass on the prompt log-probabilities of the last step."""
         if logprobs:
             self._put_prompt_logprobs(logprobs)
 
-    def _put_prompt_logprobs(self, logprobs: List[TokenLogprobs | None]) -> None:
+    def _put_prompt_logprobs(self, logprobs: List[RowLogprobs | None]) -> None:
         """Each answer has them, as if it were alone."""
         self._num_prompt_returned += len(logprobs)
         for index in range(self.params.num_answers):
-            self.stream.put(Chunk(0, prompt_logprobs=list(logprobs), index=index))
+            self.stream.put(StreamChunk(0, prompt_logprobs=list(logprobs), index=index))
 
     def preempt(self, cache: EngineCache) -> None:
         """Give its blocks back, and be computed again from its tokens."""
@@ -273,7 +273,7 @@ class Request:
             num_answers=1,
         )
 
-    def fork(self, cache: EngineCache, *, may_share: bool) -> Fork:
+    def fork(self, cache: EngineCache, *, may_share: bool) -> AnswerFork:
         """The next answer, which shares the KV of the prompt, just computed. Its first token is to be taken next. Without blocks
         for it, or unless it `may_share`, it gets them like a request that was preempted."""
         index = len(self.answers)
@@ -290,8 +290,8 @@ class Request:
         answer._rules = None if self._rules is None else self._rules.copy()
         self.answers.append(answer)
         self.num_forks_due -= 1
-        self.stream.put(Chunk(0, usage=answer.usage(), index=index))
-        return Fork(answer, () if forked is None else forked.copies)
+        self.stream.put(StreamChunk(0, usage=answer.usage(), index=index))
+        return AnswerFork(answer, () if forked is None else forked.copies)
 
     def take(self, token: SampledToken) -> bool:
         """Count the next token; returns whether none can follow it. `deliver` is to be called before the next one."""
@@ -307,9 +307,9 @@ class Request:
         a stop string."""
         index = self.num_generated - 1
         if token.token_id in self._stop_token_ids:
-            self._finish(Chunk(index, index=self.index), FinishReason.STOP)
+            self._finish(StreamChunk(index, index=self.index), FinishReason.STOP)
             return True
-        chunk = Chunk(index, [token], index=self.index)
+        chunk = StreamChunk(index, [token], index=self.index)
         if self._decoder is not None:
             chunk.text = self._decoder.add(token.token_id)
             if self._decoder.is_stopped:
@@ -321,7 +321,7 @@ class Request:
         self.stream.put(chunk)
         return False
 
-    def _finish(self, chunk: Chunk, reason: FinishReason) -> None:
+    def _finish(self, chunk: StreamChunk, reason: FinishReason) -> None:
         if self._decoder is not None:
             chunk.text += self._decoder.finish()
         chunk.finish_reason = self.finish_reason = reason
@@ -329,7 +329,7 @@ class Request:
         self.stream.put(chunk)
 
 
-class Fork(NamedTuple):
+class AnswerFork(NamedTuple):
     """One more answer of a request."""
 
     request: Request

@@ -6,7 +6,7 @@ from copy import copy
 from typing import NamedTuple
 
 
-class Times(NamedTuple):
+class EngineTimes(NamedTuple):
     """Seconds of a finished request. Together at most the time from its arrival to its last token."""
 
     waiting: float
@@ -75,11 +75,11 @@ class RequestTimes:
         self._preempted_since_token = 0.0
         self.last_token_at = now
 
-    def totals(self) -> Times | None:
+    def totals(self) -> EngineTimes | None:
         """Where the time went; None without a token."""
         if self.granted_at is None or self.first_token_at is None:
             return None
-        return Times(
+        return EngineTimes(
             waiting=self.granted_at - self.arrived_at,
             prefill=self.first_token_at - self.granted_at - self._preempted_prefill,
             decode=self.last_token_at - self.first_token_at - self._preempted_decode,

@@ -16,7 +16,7 @@ class SamplingParams(Sampling):
     """None: no log-probabilities; 0: of the sampled token; n: also of the n most likely tokens."""
 
 
-class TokenLogprobs(NamedTuple):
+class RowLogprobs(NamedTuple):
     """Natural log-probabilities under the model (temperature 1, no penalties, no truncation)."""
 
     logprob: float

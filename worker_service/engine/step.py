@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from ..cache.entry import BlockCopy as BlockCopy
-from .sampling_params import SamplingParams, TokenLogprobs
+from .sampling_params import RowLogprobs, SamplingParams
 from .token_counts import TokenCounts
 
 
@@ -96,11 +96,11 @@ class SampledToken(NamedTuple):
     """The token after a sequence's part."""
 
     token_id: int
-    logprobs: TokenLogprobs | None = None
+    logprobs: RowLogprobs | None = None
     """If requested."""
 
 
-class Candidate(NamedTuple):
+class BeamCandidate(NamedTuple):
     """A token that a beam may continue with."""
 
     token_id: int
@@ -110,10 +110,10 @@ class Candidate(NamedTuple):
     """Its log-probability under the model."""
 
 
-class Candidates(NamedTuple):
+class BeamCandidates(NamedTuple):
     """What a beam may continue with."""
 
-    best: Sequence[Candidate]
+    best: Sequence[BeamCandidate]
     """As many as were asked for, or all tokens if there are fewer; best score first."""
     top: list[tuple[int, float]]
     """As in TokenLogprobs, if log-probabilities are requested."""
@@ -139,13 +139,13 @@ class PartResult(NamedTuple):
 
     token: SampledToken | None = None
     """None if the part does not sample."""
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[RowLogprobs] = ()
     """One for each of the part's prompt_rows."""
     bad_logits: BadLogits | None = None
     """If set, the request cannot continue and there is no other result. Other parts are not affected."""
     forks: Sequence[SampledToken] = ()
     """One for each of the part's forks."""
-    candidates: Candidates | None = None
+    candidates: BeamCandidates | None = None
     """If the part asks for candidates, in place of the token."""
 
 

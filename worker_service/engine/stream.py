@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Final
 
 from .errors import EngineError
-from .request_times import Times
-from .sampling_params import TokenLogprobs
+from .request_times import EngineTimes
+from .sampling_params import RowLogprobs
 from .step import SampledToken
 
 MAX_CHUNK_TOKENS: Final = 256
@@ -26,34 +26,34 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RequestUsage:
     """What a request has used so far."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     num_preemptions: int
-    times: Times | None = None
+    times: EngineTimes | None = None
     """Of a finished request; None before, and without a token."""
 
 
 @dataclass(slots=True)
-class Chunk:
+class StreamChunk:
     """Tokens and text since the previous chunk."""
 
     start_index: int
     tokens: list[SampledToken] = field(default_factory=list)
     text: str = ""
-    usage: Usage | None = None
+    usage: RequestUsage | None = None
     finish_reason: FinishReason | None = None
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[RowLogprobs | None] = field(default_factory=list)
     """Of the prompt's next tokens; None for its first, which has no context."""
     index: int = 0
     """Which of the request's answers it is a piece of."""
     score: float | None = None
     """Of a text found by beam search, in its last chunk."""
 
-    def merge(self, later: Chunk) -> None:
+    def merge(self, later: StreamChunk) -> None:
         """Append the chunk of the same answer that follows this one."""
         self.tokens += later.tokens
         self.text += later.text
@@ -68,8 +68,8 @@ class TokenStream:
     are in order; those of other answers are between them."""
 
     def __init__(self, num_answers: int = 1) -> None:
-        self._pending: deque[Chunk] = deque()
-        self._last: dict[int, Chunk] = {}
+        self._pending: deque[StreamChunk] = deque()
+        self._last: dict[int, StreamChunk] = {}
         """By answer, the last of its pending chunks."""
         self._num_unfinished = num_answers
         self._error: EngineError | None = None
@@ -77,7 +77,7 @@ class TokenStream:
         self._on_change: Callable[[], None] | None = None
         self.is_finished = False
 
-    def put(self, chunk: Chunk) -> None:
+    def put(self, chunk: StreamChunk) -> None:
         """Append a chunk. None of its answer may follow a chunk with a finish reason."""
         assert not self.is_finished
         last = self._last.get(chunk.index)
@@ -118,7 +118,7 @@ class TokenStream:
         self._on_change = on_change
         on_change()
 
-    def take(self) -> Chunk | None:
+    def take(self) -> StreamChunk | None:
         """The next chunk; None if there is none, now or ever (`is_finished`). Raises EngineError if the stream failed."""
         if self._pending:
             chunk = self._pending.popleft()
@@ -129,7 +129,7 @@ class TokenStream:
             raise self._error
         return None
 
-    async def get(self) -> Chunk | None:
+    async def get(self) -> StreamChunk | None:
         """Wait for the next chunk; None at the end. Raises EngineError if the stream failed."""
         while (chunk := self.take()) is None and not self.is_finished:
             self._changed.clear()

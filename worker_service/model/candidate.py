@@ -16,7 +16,7 @@ from .source.resolve import ConfigSource, find_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class CandidateModel:
     """A model that was found and is not checked any more closely."""
 
     source: ConfigSource
@@ -28,7 +28,7 @@ class Candidate:
         return f"{self.source.name}{kind}: {self.source.file}"
 
 
-def find_candidate(settings: ModelSettings, progress: Progress) -> Candidate:
+def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateModel:
     """Find the model and check what can be checked without the seconds that importing torch and transformers takes.
 
     That is: cache folder, model, --device (torch is imported only to look for a GPU), and --max-model-len if config.json states
@@ -43,7 +43,7 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> Candidate:
     if cuda_index(settings.device) is not None:
         choose_device(settings.device)
     architecture = config.get("model_type")
-    return Candidate(source, architecture if isinstance(architecture, str) else None)
+    return CandidateModel(source, architecture if isinstance(architecture, str) else None)
 
 
 def _config_json(source: ConfigSource) -> dict[str, Any]:

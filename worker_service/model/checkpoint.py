@@ -25,7 +25,7 @@ Spelling = Callable[[Any, str], set[str]]
 """Gives the names in a checkpoint of the model's tensor of a name: several, if it is merged of them."""
 
 
-class Whole(NamedTuple):
+class WholeCheckpoint(NamedTuple):
     """A model that has all of its tensors."""
 
     model: Any
@@ -33,7 +33,9 @@ class Whole(NamedTuple):
     """Tensors of the checkpoint that the model does not use."""
 
 
-def load_whole(auto: Any, checkpoint: Path, names: Collection[str], spelling: Spelling, **options: Any) -> Whole:
+def load_whole(
+    auto: Any, checkpoint: Path, names: Collection[str], spelling: Spelling, **options: Any
+) -> WholeCheckpoint:
     """The model that `auto.from_pretrained` makes of a folder, or of the GGUF file with its options, with every parameter and
     persistent buffer from the checkpoint, tied to one that is, or computed by its class.
 
@@ -61,7 +63,7 @@ def load_whole(auto: Any, checkpoint: Path, names: Collection[str], spelling: Sp
     if missing or mismatched:
         lacking = _lacking(model, [*missing, *mismatched], names, spelling) or sorted(missing)
         raise incomplete(checkpoint, lacking, unused) if lacking else _misshapen(checkpoint, mismatched)
-    return Whole(model, unused)
+    return WholeCheckpoint(model, unused)
 
 
 def incomplete(checkpoint: Path, lacking: Sequence[str], unused: Sequence[str] = ()) -> ModelError:

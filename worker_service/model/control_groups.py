@@ -10,20 +10,20 @@ PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 
-class Group(NamedTuple):
+class ControlGroup(NamedTuple):
     """One control group. Its folder may not exist."""
 
     folder: Path
     is_v2: bool
 
 
-def groups(controller: str, proc: Path = PROC, cgroup: Path = CGROUP) -> list[Group]:
+def groups(controller: str, proc: Path = PROC, cgroup: Path = CGROUP) -> list[ControlGroup]:
     """Those that limit this process's memory or cpu, from its own up to the root."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[Group] = []
+    found: list[ControlGroup] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -32,7 +32,7 @@ def groups(controller: str, proc: Path = PROC, cgroup: Path = CGROUP) -> list[Gr
         # In a container the process's own group is mounted as the root, under any name.
         inner = root / path.lstrip("/")
         folders = [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
-        found.extend(Group(folder, not controllers) for folder in folders)
+        found.extend(ControlGroup(folder, not controllers) for folder in folders)
     return found
 
 
@@ -42,7 +42,7 @@ def cpu_quota(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     return max(1, math.ceil(min(quotas))) if quotas else None
 
 
-def _quota(group: Group) -> float | None:
+def _quota(group: ControlGroup) -> float | None:
     try:
         if group.is_v2:
             quota, period = (group.folder / "cpu.max").read_text().split()

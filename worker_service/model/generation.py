@@ -139,7 +139,7 @@ _NEUTRAL: Final[Mapping[str, Any]] = GenerationConfig._get_default_generation_pa
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationDefaults:
     """What a model's files ask of texts."""
 
     eos_token_ids: tuple[int, ...]
@@ -174,7 +174,7 @@ def read_generation(
     end_of_turn: Mapping[str, int],
     num_forced: int = 0,
     has_tokenizer: bool = True,
-) -> Generation:
+) -> GenerationDefaults:
     """`end_of_turn`: names and ids of tokens that end a turn of a chat; `num_forced`: tokens that generate counts as new ones, and
     that are no part of an answer. Raises ModelError, naming the field."""
     source = _source(folder)
@@ -208,7 +208,7 @@ def read_generation(
     unknown = sorted(name for name in vars(config) if name not in FIELDS and not name.startswith("_"))
     if unknown:
         lines.append(f"{source}: unknown, and without effect: {', '.join(unknown)}")
-    return Generation(eos_token_ids, tuple(sorted(set(more.values()))), defaults, tuple(lines))
+    return GenerationDefaults(eos_token_ids, tuple(sorted(set(more.values()))), defaults, tuple(lines))
 
 
 def _says(name: str, value: Any) -> bool:

@@ -19,13 +19,13 @@ from ..attention.spec import AttentionSpec
 from .device import choose_device
 from .errors import ModelError
 from .facts import EncoderFacts, ModelFacts, TokenizerFiles, read_encoder_facts
-from .forward.forward import Runtime
+from .forward.contract import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
 from .forward.layers import AttentionLayer
 from .forward.native import NativeRuntime
 from .forward.runner import ModelRunner
-from .generation import Generation, read_generation, read_generation_config
+from .generation import GenerationDefaults, read_generation, read_generation_config
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
 from .length import choose_max_encoder_tokens, choose_max_model_len, encoder_config, is_encoder_decoder
@@ -185,7 +185,7 @@ def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelS
 
 def read_ends_and_defaults(
     files: TokenizerFiles, config: Any, max_encoder_tokens: int | None
-) -> tuple[EncoderFacts | None, Generation]:
+) -> tuple[EncoderFacts | None, GenerationDefaults]:
     """How texts begin and end, and what requests mean by default. Raises ModelError."""
     generation_config = read_generation_config(files.folder)
     encoder = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .candidate import Candidate
+from .candidate import CandidateModel
 from .facts import TokenizerFiles
 from .library_errors import library_errors
 from .load import prepare, read_ends_and_defaults
@@ -51,7 +51,7 @@ class Outline:
         return plan_memory(facts, settings, group_needs(layers, self.dtype), cross)
 
 
-def outline_model(candidate: Candidate, settings: ModelSettings) -> Outline:
+def outline_model(candidate: CandidateModel, settings: ModelSettings) -> Outline:
     """Check the config as load_model does. Reads no weights, converts nothing; some seconds.
 
     Raises ModelError.

@@ -12,8 +12,8 @@ import torch
 from ..attention.interface import ATTENTION_NAME, register
 from .checkpoint import listed, load_whole, stored_spelling
 from .errors import ModelError
+from .forward.contract import Runtime
 from .forward.encoder_decoder import EncoderDecoderRuntime
-from .forward.forward import Runtime
 from .forward.layers import AttentionLayer
 from .forward.mixer import describe_mixers
 from .forward.modules import ModulesRuntime
@@ -25,7 +25,7 @@ from .language_model import attention_of, class_to_load
 from .native.comparison import Comparison
 from .native.errors import NotNative
 from .native.load import NotNativeAfterAll, try_native
-from .native.timing import Measure, Workload
+from .native.timing import Measure, TimedWorkload
 from .progress import Progress
 from .settings import ModelSettings
 from .source.files import check_weights
@@ -74,7 +74,7 @@ class RuntimeLoader:
             fingerprint,
             self.dtype,
             self.settings.block_size,
-            Workload.within(
+            TimedWorkload.within(
                 self.lengths.max_model_len, self.settings.max_num_batched_tokens, self.settings.max_num_seqs
             ),
             self.cache_dir,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
@@ -35,10 +35,10 @@ def settings(tmp_path: Path) -> ManagerSettings:
 
 
 @pytest.fixture
-async def server(settings: ManagerSettings) -> AsyncIterator[Server]:
+async def server(settings: ManagerSettings) -> AsyncIterator[ManagerServer]:
     """A started manager; its laws hold at the end of every test."""
     epochs = FileEpochs.open(settings.state_folder)
-    server = Server(settings, epochs)
+    server = ManagerServer(settings, epochs)
     await server.start()
     yield server
     await server.stop(notice_seconds=0)
@@ -47,7 +47,7 @@ async def server(settings: ManagerSettings) -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(server: ManagerServer) -> AsyncIterator[grpc.aio.Channel]:
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
         yield channel

@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2
 
 from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.request_sizes import request_limits
-from kvpool.cache_service.server import SERVICE, Server
+from kvpool.cache_service.server import SERVICE, ManagerServer
 from kvpool.process.request_guard import SMALL
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
@@ -43,12 +43,12 @@ async def refused_paths(connection: http2.Connection, number: int = 3) -> None:
                 asked.discard(frame.stream)
 
 
-async def until_rebuilt(server: Server, number: int) -> None:
+async def until_rebuilt(server: ManagerServer, number: int) -> None:
     await until(lambda: server._grpc.num_rebuilds >= number)
 
 
 async def test_sessions_blocks_and_leases_outlive_the_server(
-    loop_of_grpcio: None, server: Server, worker: Worker
+    loop_of_grpcio: None, server: ManagerServer, worker: Worker
 ) -> None:
     """The worker's channel connects anew; its session is the same, and so are its table and the block counts."""
     first = await worker.allocate(item("a", prompt(9)))
@@ -82,7 +82,7 @@ async def test_a_process_goes_on_and_ends_with_status_0(tmp_path: Path, managers
 
 @pytest.mark.parametrize("attack", at_manager.ALL, ids=str)
 async def test_a_message_of_a_stranger_is_refused_and_changes_nothing(
-    server: Server, stub: Stub, channel: grpc.aio.Channel, worker: Worker, attack: at_manager.Attack
+    server: ManagerServer, stub: Stub, channel: grpc.aio.Channel, worker: Worker, attack: at_manager.Attack
 ) -> None:
     """Neither tokens nor blocks, nor a lease, a call_no, a downlink or the epoch; and the worker goes on as if nothing had been."""
     await busy(worker)
@@ -98,7 +98,7 @@ async def test_a_message_of_a_stranger_is_refused_and_changes_nothing(
     await goes_on(worker)
 
 
-async def test_bytes_that_are_no_message_are_counted_and_one_line(server: Server, channel: Any) -> None:
+async def test_bytes_that_are_no_message_are_counted_and_one_line(server: ManagerServer, channel: Any) -> None:
     """However many there are."""
     with structlog.testing.capture_logs() as logged:
         for _ in range(10):

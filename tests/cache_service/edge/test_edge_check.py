@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.cache_service.core.integrity import OnlineAudit
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, item, prompt
@@ -51,7 +51,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+def watched(server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """From now until the end of the test; a server is asked for first, so that its own last check is not watched."""
     with monkeypatch.context() as patch:
         watched = Watched(patch)
@@ -74,7 +74,7 @@ async def test_other_calls_are_answered_between_the_slices(stub: Stub, worker: W
 
 
 async def test_calls_that_come_during_an_audit_share_the_next(
-    stub: Stub, server: Server, worker: Worker, watched: Watched
+    stub: Stub, server: ManagerServer, worker: Worker, watched: Watched
 ) -> None:
     """The one under way may have passed by what was broken before they asked."""
     table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
@@ -96,7 +96,7 @@ async def test_calls_that_come_during_an_audit_share_the_next(
     assert "references" in [violation.law for violation in broken.violations]
 
 
-async def test_an_audit_that_nobody_waits_for_is_given_up(stub: Stub, server: Server, watched: Watched) -> None:
+async def test_an_audit_that_nobody_waits_for_is_given_up(stub: Stub, server: ManagerServer, watched: Watched) -> None:
     """The running one as well as the one that is to come; and the next call is served as if nothing had been."""
     watched.held = True
     running = stub.Check(pb.CheckRequest())
@@ -117,7 +117,7 @@ async def test_an_audit_that_nobody_waits_for_is_given_up(stub: Stub, server: Se
 
 
 async def test_one_that_leaves_does_not_take_the_audit_of_others_with_it(
-    stub: Stub, server: Server, watched: Watched
+    stub: Stub, server: ManagerServer, watched: Watched
 ) -> None:
     watched.held = True
     first = asyncio.ensure_future(stub.Check(pb.CheckRequest()))

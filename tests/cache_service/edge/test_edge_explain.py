@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration, tokens
@@ -74,7 +74,7 @@ async def test_another_worker_and_another_root_are_named(stub: Stub, worker: Wor
     assert (miss.other_root, miss.other_block_size, miss.other_salt) == (ROOT, 4, False)
 
 
-async def test_other_salts_are_not_spoken_of(server: Server, stub: Stub, worker: Worker) -> None:
+async def test_other_salts_are_not_spoken_of(server: ManagerServer, stub: Stub, worker: Worker) -> None:
     """Unless the manager was started with --explain-across-salts; the salt itself is not told even then."""
     salted = common_pb2.Root(model_fingerprint=FINGERPRINT, tenant_salt="secret")
     await serve(worker, "a", prompt(10), salted)

@@ -14,7 +14,7 @@ import pytest
 
 from kvpool.cache_service.core.session import SessionEnd
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cache_service.worker_codec import decode_registration
 from kvpool.v1 import cache_pb2 as pb
@@ -57,7 +57,7 @@ async def test_a_larger_attempt_elsewhere_fences_the_smaller_and_tells_its_worke
 
 
 async def test_only_a_heartbeat_that_acknowledges_news_renews_the_lease(
-    server: Server, stub: Stub, worker: Worker
+    server: ManagerServer, stub: Stub, worker: Worker
 ) -> None:
     """Over the wire: not set is not 0, and the answers are numbered."""
 
@@ -108,7 +108,7 @@ async def test_workers_that_register_at_once_with_a_larger_epoch_raise_ours_once
 
 
 async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothing(
-    settings: ManagerSettings, server: Server, stub: Stub
+    settings: ManagerSettings, server: ManagerServer, stub: Stub
 ) -> None:
     (settings.state_folder / "epoch.tmp").mkdir()
     request = registration(highest_epoch_seen=7)
@@ -124,7 +124,7 @@ async def test_after_a_restart_the_manager_refuses_old_sessions_and_serves_who_r
     for life in range(3):
         epochs = FileEpochs.open(tmp_path)
         async with (
-            Server(settings, epochs) as server,
+            ManagerServer(settings, epochs) as server,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
         ):
             worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration(register_no=life + 1))
@@ -152,7 +152,7 @@ async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leas
     """After the lease a silent worker's blocks are gone from the tree and it may register again; the other noticed nothing."""
     epochs = FileEpochs.open(short_leases.state_folder)
     async with (
-        Server(short_leases, epochs) as server,
+        ManagerServer(short_leases, epochs) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         stub = cache_pb2_grpc.CacheServiceStub(channel)
@@ -178,7 +178,7 @@ async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leas
 
 
 async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between_the_slices(
-    server: Server, stub: Stub, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    server: ManagerServer, stub: Stub, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one tick; had each slice to wait for its own, a large pool would take long."""
     monkeypatch.setattr("kvpool.cache_service.core.manager.SWEEP_SLICE_NODES", 1)
@@ -213,7 +213,7 @@ async def test_leases_end_although_sessions_are_begun_and_ended_without_end(
     monkeypatch.setattr("kvpool.cache_service.core.manager.SWEEP_SLICE_NODES", 1)
     now = 100.0
     epochs = FileEpochs.open(short_leases.state_folder)
-    server = Server(short_leases, epochs, clock=lambda: now)
+    server = ManagerServer(short_leases, epochs, clock=lambda: now)
     introduction = decode_registration(registration("again"))
     introduction = introduction._replace(layout=introduction.layout._replace(groups=introduction.layout.groups * 16))
     server.manager.register(decode_registration(registration("dead")), now)

@@ -15,7 +15,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kvpool.cache_service import status
 from kvpool.cache_service.core.refusal import Reason, Refusal
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.status import MAX_TEXT_BYTES
 from kvpool.v1 import cache_pb2 as pb
@@ -182,7 +182,7 @@ _Spoiler = Callable[[pb.ForkItem], object]
     ],
 )
 async def test_a_wrong_fork_changes_nothing(
-    server: Server, stub: Stub, worker: Worker, spoil: _Spoiler, code: int, reason: str
+    server: ManagerServer, stub: Stub, worker: Worker, spoil: _Spoiler, code: int, reason: str
 ) -> None:
     """The parent has computed 6 tokens, and so one full block."""
     await worker.allocate(item("a", prompt(9)))
@@ -242,7 +242,7 @@ async def test_an_empty_uplink_is_a_stale_session(stub: Stub) -> None:
 
 
 async def test_a_message_over_the_limit_is_refused_by_the_transport_and_costs_nothing(
-    server: Server, stub: Stub, worker: Worker
+    server: ManagerServer, stub: Stub, worker: Worker
 ) -> None:
     """gRPC answers before us, so without an ErrorInfo: peers check the size before they send."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -279,7 +279,7 @@ async def test_a_long_name_in_a_message_is_clipped_to_what_headers_hold(stub: St
 
 
 async def test_a_bug_is_logged_and_answered_without_leaking_and_the_manager_lives_on(
-    server: Server, stub: Stub, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: ManagerServer, stub: Stub, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode() -> None:
         raise ZeroDivisionError("a secret")

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.cache_service.core.refusal import Reason
 from kvpool.cache_service.counts import METHODS
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests import http2
@@ -23,7 +23,7 @@ from tests.scrape import Scrape, num_listening_sockets, scrape
 Stub = cache_pb2_grpc.CacheServiceStub
 
 
-async def look(server: Server) -> Scrape:
+async def look(server: ManagerServer) -> Scrape:
     assert server.metrics is not None
     return await scrape(server.metrics.url)
 
@@ -37,7 +37,7 @@ def update(sequence_id: str, start: int, what: bytes, num_computed_tokens: int) 
     return pb.SequenceUpdate(key=key(sequence_id), start=start, tokens=what, num_computed_tokens=num_computed_tokens)
 
 
-async def test_an_empty_manager_tells_its_epoch_and_zeroes(server: Server) -> None:
+async def test_an_empty_manager_tells_its_epoch_and_zeroes(server: ManagerServer) -> None:
     page = await look(server)
     assert page.value("kvpool_manager_epoch") == server.manager.epoch
     assert page.labelled("kvpool_manager_sessions", "state") == {"serving": 0, "recovering": 0, "draining": 0}
@@ -49,7 +49,7 @@ async def test_an_empty_manager_tells_its_epoch_and_zeroes(server: Server) -> No
     assert page.families["kvpool_manager_call_duration_seconds"].type == "histogram"
 
 
-async def test_blocks_tokens_and_hits_are_those_of_the_pool(server: Server, worker: Worker) -> None:
+async def test_blocks_tokens_and_hits_are_those_of_the_pool(server: ManagerServer, worker: Worker) -> None:
     """Two blocks of "a" are sealed, "b" shares them, and one more is in the reserve."""
     await worker.allocate(item("a", prompt(2 * BLOCK_SIZE + 1)))
     await worker.append(update("a", 2 * BLOCK_SIZE + 1, tokens(7, 8, 9), 2 * BLOCK_SIZE + 3))
@@ -67,7 +67,7 @@ async def test_blocks_tokens_and_hits_are_those_of_the_pool(server: Server, work
     assert 0 < page.value("kvpool_manager_lease_remaining_seconds", **labels) <= 600
 
 
-async def test_said_again_a_token_is_not_counted_again(server: Server, worker: Worker) -> None:
+async def test_said_again_a_token_is_not_counted_again(server: ManagerServer, worker: Worker) -> None:
     """An Append is a statement of state: the same one counts once."""
     await worker.allocate(item("a", prompt(BLOCK_SIZE)))
     for _ in range(3):
@@ -76,7 +76,7 @@ async def test_said_again_a_token_is_not_counted_again(server: Server, worker: W
 
 
 async def test_calls_are_told_by_method_and_code_and_refusals_by_reason(
-    server: Server, worker: Worker, stub: Stub
+    server: ManagerServer, worker: Worker, stub: Stub
 ) -> None:
     """One refusal of a whole call, one of an item of a batch that went well."""
     await stub.Describe(pb.DescribeRequest())
@@ -99,7 +99,7 @@ async def test_calls_are_told_by_method_and_code_and_refusals_by_reason(
     assert page.value("kvpool_manager_call_duration_seconds_sum", method="Describe") > 0
 
 
-async def test_a_server_that_was_built_anew_is_counted(loop_of_grpcio: None, server: Server) -> None:
+async def test_a_server_that_was_built_anew_is_counted(loop_of_grpcio: None, server: ManagerServer) -> None:
     name = "kvpool_manager_server_rebuilds_total"
     assert (await look(server)).value(name) == 0
     for number in (1, 2):
@@ -109,7 +109,7 @@ async def test_a_server_that_was_built_anew_is_counted(loop_of_grpcio: None, ser
         assert (await look(server)).value(name) == number
 
 
-async def test_bugs_are_counted_from_zero(server: Server) -> None:
+async def test_bugs_are_counted_from_zero(server: ManagerServer) -> None:
     """Of a counter that appears with 1 Prometheus knows no rate."""
     page = await look(server)
     for method in METHODS:
@@ -117,7 +117,7 @@ async def test_bugs_are_counted_from_zero(server: Server) -> None:
 
 
 async def test_a_bug_and_a_call_given_up_are_told_by_their_codes(
-    server: Server, stub: Stub, monkeypatch: pytest.MonkeyPatch
+    server: ManagerServer, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call is counted once, however it ends."""
     counts = server._servicer.counts
@@ -142,7 +142,7 @@ async def test_a_bug_and_a_call_given_up_are_told_by_their_codes(
     assert page.value(calls, method="Check", code="CANCELLED") == 1
 
 
-async def test_sessions_are_told_by_state_and_by_their_end(server: Server, worker: Worker, stub: Stub) -> None:
+async def test_sessions_are_told_by_state_and_by_their_end(server: ManagerServer, worker: Worker, stub: Stub) -> None:
     await worker.register()  # fences the session that the fixture has begun
     beat = pb.KeepAliveRequest(
         session=worker.session,
@@ -166,7 +166,7 @@ async def test_sessions_are_told_by_state_and_by_their_end(server: Server, worke
 
 
 async def test_reports_are_told_with_their_time_and_what_they_became(
-    server: Server, worker: Worker, stub: Stub
+    server: ManagerServer, worker: Worker, stub: Stub
 ) -> None:
     worker.request.holds_state = True
     await worker.register()
@@ -184,7 +184,7 @@ async def test_reports_are_told_with_their_time_and_what_they_became(
     assert blocks(page)["cached"] == 2
 
 
-async def test_audits_are_counted_with_what_they_find(server: Server, worker: Worker, stub: Stub) -> None:
+async def test_audits_are_counted_with_what_they_find(server: ManagerServer, worker: Worker, stub: Stub) -> None:
     table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
     await stub.Check(pb.CheckRequest())
     pool = server.manager.worker("w").pools[0]
@@ -196,7 +196,7 @@ async def test_audits_are_counted_with_what_they_find(server: Server, worker: Wo
     assert page.value("kvpool_manager_violations_total") == found > 0
 
 
-async def test_what_clients_send_never_becomes_a_label(server: Server, worker: Worker, stub: Stub) -> None:
+async def test_what_clients_send_never_becomes_a_label(server: ManagerServer, worker: Worker, stub: Stub) -> None:
     """However many names are asked for: the series are as many as before."""
 
     async def ask(name: str) -> None:

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool.cache_service import servicer
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import (
@@ -28,7 +28,7 @@ from tests.cache_service.edge.peer import (
 Stub = cache_pb2_grpc.CacheServiceStub
 
 
-async def test_register_tells_the_lease_and_stamps_begin_with_the_epoch(server: Server, worker: Worker) -> None:
+async def test_register_tells_the_lease_and_stamps_begin_with_the_epoch(server: ManagerServer, worker: Worker) -> None:
     registered = worker.registered
     assert (registered.epoch, registered.lease_ms, registered.keep_alive_interval_ms) == (1, 600_000, 100)
     assert registered.session >> 40 == registered.epoch
@@ -227,7 +227,9 @@ async def test_check_counts_what_it_looked_at(stub: Stub, worker: Worker) -> Non
     assert counts == (16, 1, 2, 1)
 
 
-async def test_check_names_block_sequence_and_owner_of_a_broken_law(server: Server, stub: Stub, worker: Worker) -> None:
+async def test_check_names_block_sequence_and_owner_of_a_broken_law(
+    server: ManagerServer, stub: Stub, worker: Worker
+) -> None:
     table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
     pool = server.manager.worker("w").pools[0]
     pool._ref_count[table.block_ids[1]] += 1
@@ -329,7 +331,7 @@ async def test_a_fork_shares_what_its_parent_has_computed(stub: Stub, worker: Wo
 
 
 async def test_health_answers_for_the_server_and_the_service_until_it_stops(
-    server: Server, channel: grpc.aio.Channel
+    server: ManagerServer, channel: grpc.aio.Channel
 ) -> None:
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", "kvpool.v1.CacheService"):
@@ -341,7 +343,7 @@ async def test_health_answers_for_the_server_and_the_service_until_it_stops(
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_reflection_lists_the_services(server: Server, channel: grpc.aio.Channel) -> None:
+async def test_reflection_lists_the_services(server: ManagerServer, channel: grpc.aio.Channel) -> None:
     stub_type: Any = reflection_pb2_grpc.ServerReflectionStub  # its types know no aio
     reflection = stub_type(channel)
     call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))

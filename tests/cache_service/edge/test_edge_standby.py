@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import SERVICE, Server
+from kvpool.cache_service.server import SERVICE, ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
@@ -77,7 +77,7 @@ async def test_a_manager_whose_lead_is_over_answers_no_call(tmp_path: Path) -> N
     epochs = Epochs(tmp_path)
     await epochs.lead()
     async with (
-        Server(ManagerSettings(port=0, state_dir=tmp_path), epochs) as server,
+        ManagerServer(ManagerSettings(port=0, state_dir=tmp_path), epochs) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         stub = cache_pb2_grpc.CacheServiceStub(channel)

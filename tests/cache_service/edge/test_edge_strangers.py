@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.keys import SESSION_KEY_BYTES
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.attacks import at_manager
@@ -30,7 +30,7 @@ LARGEST = 2**64 - 1
 @pytest.mark.parametrize("attack", at_manager.FOREIGN, ids=str)
 @pytest.mark.parametrize("kind", ["none", "zeros", "one byte less", "one byte more", "one bit wrong"])
 async def test_without_its_key_a_session_cannot_be_changed(
-    server: Server, stub: Stub, channel: grpc.aio.Channel, worker: Worker, attack: at_manager.Attack, kind: str
+    server: ManagerServer, stub: Stub, channel: grpc.aio.Channel, worker: Worker, attack: at_manager.Attack, kind: str
 ) -> None:
     """test_edge_attacks.py has the key of the stranger's own session."""
     await busy(worker)
@@ -48,7 +48,7 @@ async def test_without_its_key_a_session_cannot_be_changed(
     assert state_of(server) == before
 
 
-async def test_the_report_of_another_worker_cannot_be_told(server: Server, stub: Stub) -> None:
+async def test_the_report_of_another_worker_cannot_be_told(server: ManagerServer, stub: Stub) -> None:
     """A stranger that gets in first would say what the worker's blocks hold."""
     worker = await Worker.begin(stub, registration(holds_state=True))
     run = common_pb2.BlockRun(tier=common_pb2.TIER_DEVICE, block_ids=[1], generations=[1])
@@ -79,7 +79,7 @@ async def test_every_session_has_a_key_of_its_own(stub: Stub, worker: Worker) ->
     assert {len(one) for one in keys} == {SESSION_KEY_BYTES} == {16}
 
 
-async def test_a_key_is_never_shown(server: Server, stub: Stub) -> None:
+async def test_a_key_is_never_shown(server: ManagerServer, stub: Stub) -> None:
     """Not in Describe, the metrics, a log line, a refusal or the text of an object."""
     worker = Worker(stub, registration())
     shown: list[bytes] = []
@@ -113,7 +113,7 @@ async def test_a_key_is_never_shown(server: Server, stub: Stub) -> None:
 # -- the second line: numbers have bounds
 
 
-async def test_the_furthest_call_no_that_is_taken(server: Server, stub: Stub, worker: Worker) -> None:
+async def test_the_furthest_call_no_that_is_taken(server: ManagerServer, stub: Stub, worker: Worker) -> None:
     """One further is refused even with the key, and uses up nothing."""
     await busy(worker)
     before = snapshot(server.manager)
@@ -126,7 +126,9 @@ async def test_the_furthest_call_no_that_is_taken(server: Server, stub: Stub, wo
     assert (await worker.append()).downlink.counts
 
 
-async def test_entries_that_were_never_sent_cannot_be_acknowledged(server: Server, stub: Stub, worker: Worker) -> None:
+async def test_entries_that_were_never_sent_cannot_be_acknowledged(
+    server: ManagerServer, stub: Stub, worker: Worker
+) -> None:
     """Else the entries that come under those numbers would never be heard."""
     await busy(worker)
     before = snapshot(server.manager)

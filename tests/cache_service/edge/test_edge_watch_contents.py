@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cache_service.watching import contents
 from kvpool.client import Client, ContentsView, ManagerAway
@@ -70,7 +70,7 @@ async def compute(worker: Worker, name: str, text: bytes) -> None:
 
 
 @pytest.fixture
-async def updates(server: Server) -> AsyncIterator[AsyncGenerator[WatchUpdate, None]]:
+async def updates(server: ManagerServer) -> AsyncIterator[AsyncGenerator[WatchUpdate, None]]:
     async with (
         Client(f"127.0.0.1:{server.port}") as client,
         contextlib.aclosing(client.watch(pictures=False, contents=True)) as updates,
@@ -79,7 +79,7 @@ async def updates(server: Server) -> AsyncIterator[AsyncGenerator[WatchUpdate, N
 
 
 async def test_what_is_cached_comes_first_and_then_what_changes(
-    server: Server, worker: Worker, updates: AsyncGenerator[WatchUpdate, None]
+    server: ManagerServer, worker: Worker, updates: AsyncGenerator[WatchUpdate, None]
 ) -> None:
     await compute(worker, "a", prompt(10))
     view = ContentsView()
@@ -94,7 +94,7 @@ async def test_what_is_cached_comes_first_and_then_what_changes(
 
 
 async def test_a_follower_that_comes_back_gets_only_what_it_has_missed(
-    server: Server, stub: Stub, worker: Worker
+    server: ManagerServer, stub: Stub, worker: Worker
 ) -> None:
     await compute(worker, "a", prompt(10))
     first = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions()))
@@ -115,7 +115,7 @@ async def test_a_follower_that_comes_back_gets_only_what_it_has_missed(
 
 @pytest.mark.parametrize("epoch", [0, 1, 99])
 async def test_one_that_names_what_is_not_known_gets_the_whole_state(
-    server: Server, stub: Stub, worker: Worker, epoch: int
+    server: ManagerServer, stub: Stub, worker: Worker, epoch: int
 ) -> None:
     await compute(worker, "a", prompt(10))
     call = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions(epoch=epoch, after=1 << 60)))
@@ -133,7 +133,7 @@ async def test_a_new_manager_lists_what_its_workers_report(tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("state")
     view = ContentsView()
     with contextlib.closing(FileEpochs.open(folder)) as epochs:
-        server = Server(ManagerSettings(port=0, state_dir=folder), epochs)
+        server = ManagerServer(ManagerSettings(port=0, state_dir=folder), epochs)
         await server.start()
         port = server.port
         client = Client(f"127.0.0.1:{port}")
@@ -142,7 +142,7 @@ async def test_a_new_manager_lists_what_its_workers_report(tmp_path_factory: pyt
         await server.stop()
         assert isinstance(await _until_away(updates), ManagerAway)
     with contextlib.closing(FileEpochs.open(folder)) as epochs:
-        async with Server(ManagerSettings(port=port, state_dir=folder), epochs) as server:
+        async with ManagerServer(ManagerSettings(port=port, state_dir=folder), epochs) as server:
             view.is_complete = False
             await until_equal(updates, view, server.manager)
             assert view.epoch == server.manager.epoch
@@ -157,7 +157,7 @@ async def _until_away(updates: AsyncGenerator[WatchUpdate, None]) -> WatchUpdate
 
 
 async def test_a_follower_too_slow_for_the_ring_gets_the_whole_state_anew(
-    server: Server, stub: Stub, worker: Worker
+    server: ManagerServer, stub: Stub, worker: Worker
 ) -> None:
     server._servicer.watching._contents._max_events = 4
     await compute(worker, "a", prompt(10))
@@ -176,7 +176,7 @@ async def test_a_follower_too_slow_for_the_ring_gets_the_whole_state_anew(
         view.apply(await read(call))
 
 
-async def test_nothing_is_kept_when_nobody_follows(server: Server, stub: Stub, worker: Worker) -> None:
+async def test_nothing_is_kept_when_nobody_follows(server: ManagerServer, stub: Stub, worker: Worker) -> None:
     feed = server._servicer.watching._contents
     call = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions()))
     await read(call)

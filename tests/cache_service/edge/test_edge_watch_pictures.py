@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, SyncClient, WorkerView
 from kvpool.client import watch as watch_module
@@ -62,7 +62,9 @@ async def assert_equals_describe(stub: Stub, view: WorkerView) -> None:
     assert view.description.counts == worker.counts
 
 
-async def test_a_view_put_together_from_changes_equals_describe(server: Server, stub: Stub, worker: Worker) -> None:
+async def test_a_view_put_together_from_changes_equals_describe(
+    server: ManagerServer, stub: Stub, worker: Worker
+) -> None:
     """A whole picture first, then only what has changed; sequences and sessions come and go."""
     view = PictureView()
     async with Client(f"127.0.0.1:{server.port}") as client:
@@ -83,7 +85,7 @@ async def test_a_view_put_together_from_changes_equals_describe(server: Server, 
             await until(updates, view, lambda view: view.workers.keys() == {second.session})
 
 
-async def test_the_blocking_client_watches_too(server: Server, worker: Worker) -> None:
+async def test_the_blocking_client_watches_too(server: ManagerServer, worker: Worker) -> None:
     def look() -> PictureView:
         view = PictureView()
         with (
@@ -127,7 +129,7 @@ async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> N
     call.cancel()
 
 
-async def test_a_picture_that_was_not_read_is_never_sent(stub: Stub, worker: Worker, server: Server) -> None:
+async def test_a_picture_that_was_not_read_is_never_sent(stub: Stub, worker: Worker, server: ManagerServer) -> None:
     """A viewer that reads late finds few pictures, and the last of them is the present."""
     await worker.allocate(item("a", prompt(10)))
     source = server._servicer.watching.serve(ALL, "", lambda refusal: None)
@@ -142,7 +144,7 @@ async def test_a_picture_that_was_not_read_is_never_sent(stub: Stub, worker: Wor
     await source.aclose()
 
 
-async def test_nothing_is_kept_once_the_last_viewer_has_left(server: Server, stub: Stub, worker: Worker) -> None:
+async def test_nothing_is_kept_once_the_last_viewer_has_left(server: ManagerServer, stub: Stub, worker: Worker) -> None:
     call = stub.Watch(ALL)
     await call.read()
     (session,) = server.manager.sessions
@@ -168,7 +170,7 @@ async def test_bad_options_are_refused(stub: Stub, request_: pb.WatchRequest, re
     await refused(stub.Watch(request_).read(), grpc.StatusCode.INVALID_ARGUMENT, reason)
 
 
-async def test_more_streams_than_the_limit_are_refused(server: Server, stub: Stub) -> None:
+async def test_more_streams_than_the_limit_are_refused(server: ManagerServer, stub: Stub) -> None:
     server._servicer.watching.places.max_places = 1
     first = stub.Watch(ALL)
     await first.read()
@@ -176,7 +178,7 @@ async def test_more_streams_than_the_limit_are_refused(server: Server, stub: Stu
     first.cancel()
 
 
-async def test_a_manager_that_stops_ends_the_stream_with_unavailable(server: Server, stub: Stub) -> None:
+async def test_a_manager_that_stops_ends_the_stream_with_unavailable(server: ManagerServer, stub: Stub) -> None:
     call = stub.Watch(pb.WatchRequest(picture=pb.PictureOptions(interval_ms=10_000)))
     await call.read()
     server._servicer.refuse_calls()
@@ -185,7 +187,7 @@ async def test_a_manager_that_stops_ends_the_stream_with_unavailable(server: Ser
     server._servicer._stopping = False  # Check, at the end
 
 
-async def test_a_stream_ends_with_the_age_of_a_connection(server: Server, stub: Stub) -> None:
+async def test_a_stream_ends_with_the_age_of_a_connection(server: ManagerServer, stub: Stub) -> None:
     server._servicer.watching._max_seconds = 0.2
     call = stub.Watch(ALL)
     async with asyncio.timeout(20):
@@ -197,7 +199,7 @@ async def test_a_stream_ends_with_the_age_of_a_connection(server: Server, stub: 
 async def test_a_view_comes_through_a_restart_of_the_manager(settings: ManagerSettings) -> None:
     view = PictureView()
     epochs = FileEpochs.open(settings.state_folder)
-    server = Server(settings, epochs)
+    server = ManagerServer(settings, epochs)
     await server.start()
     again = settings.model_copy(update={"port": server.port, "metrics_port": None})
     async with (
@@ -211,7 +213,7 @@ async def test_a_view_comes_through_a_restart_of_the_manager(settings: ManagerSe
         async with asyncio.timeout(20):
             assert [update async for update in _until_away(updates)]
         epochs = FileEpochs.open(settings.state_folder)
-        async with Server(again, epochs):
+        async with ManagerServer(again, epochs):
             await until(updates, view, lambda view: view.epoch > epoch)
         epochs.close()
 
@@ -223,7 +225,7 @@ async def _until_away(updates: AsyncGenerator[WatchUpdate, None]) -> AsyncGenera
             return
 
 
-async def test_one_block_is_described_with_its_prefix_and_its_owners(server: Server, worker: Worker) -> None:
+async def test_one_block_is_described_with_its_prefix_and_its_owners(server: ManagerServer, worker: Worker) -> None:
     """A sealed block, shared by two; a block that is being filled; a free one; and one that does not exist."""
     granted = (await worker.allocate(item("a", prompt(10)))).results[0].granted
     table = list(granted.tables[0].block_ids)
@@ -249,7 +251,7 @@ async def test_one_block_is_described_with_its_prefix_and_its_owners(server: Ser
 
 
 async def test_a_manager_that_says_nothing_is_noticed_and_asked_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: ManagerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frozen manager closes no connection; silence is the only sign."""
     monkeypatch.setattr(watch_module, "_SILENCE_SECONDS", 0.5)

@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from kvpool.cache_service.core.refusal import Reason, Refusal
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.watching import places as places_module
-from kvpool.cache_service.watching.places import TURN_SECONDS, Place, Places, host_of
+from kvpool.cache_service.watching.places import TURN_SECONDS, Places, StreamPlace, host_of
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests import http2
@@ -31,7 +31,7 @@ class Room:
         self.places = Places(max_places)
         self.lost: list[str] = []
 
-    def take(self, peer: str, now: float) -> Place:
+    def take(self, peer: str, now: float) -> StreamPlace:
         def end(refusal: Refusal) -> None:
             assert refusal.reason is Reason.TOO_MANY_WATCHERS
             self.lost.append(peer)
@@ -122,7 +122,7 @@ def test_the_host_of_a_peer_is_its_address_without_the_port(peer: str, host: str
 
 @contextlib.asynccontextmanager
 async def watcher(
-    server: Server, name: str
+    server: ManagerServer, name: str
 ) -> AsyncIterator[grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]]:
     """A stream over a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.primary_user_agent", name)]
@@ -136,7 +136,7 @@ async def read_to_the_end(call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.Wat
 
 
 async def test_a_stream_that_loses_its_place_is_told_why(
-    server: Server, stub: cache_pb2_grpc.CacheServiceStub, monkeypatch: pytest.MonkeyPatch
+    server: ManagerServer, stub: cache_pb2_grpc.CacheServiceStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of one connection, and the second place is taken by another one; the first goes on."""
     monkeypatch.setattr(places_module, "TURN_SECONDS", 3600.0)
@@ -158,7 +158,7 @@ async def test_a_stream_that_loses_its_place_is_told_why(
     await until(lambda: not len(places))
 
 
-async def test_streams_that_nobody_reads_give_their_places_too(server: Server) -> None:
+async def test_streams_that_nobody_reads_give_their_places_too(server: ManagerServer) -> None:
     """They cannot be told; what they held at the manager is gone all the same."""
     watching = server._servicer.watching
     watching.places.max_places = 4

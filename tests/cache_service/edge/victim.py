@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.core.lockstep import snapshot
@@ -23,7 +23,7 @@ async def busy(worker: Worker) -> None:
     await worker.allocate(item("a", prompt(2 * BLOCK_SIZE)), wish=3)
 
 
-def state_of(server: Server) -> Any:
+def state_of(server: ManagerServer) -> Any:
     """All of the manager that a message could change. From now on the manager's own pauses on a busy machine are not added to its
     leases."""
     manager = server.manager

@@ -13,7 +13,7 @@ from ...attention.interface import bind
 from ...attention.layer import AttentionCall, KVLayer
 from ...attention.packing import Packing
 from ...engine.step import StateBlocks
-from .forward import Forward, Selected
+from .contract import Forward, Selected
 from .kv_cache import KVCache
 from .layers import AttentionLayer, PlaceholderTarget, bind_layers, unbind_layers
 from .mixer import Mixer

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .running import Call, following
+from .running import ForwardCall, following
 
 _TILE = 32
 """Rows of a product."""
@@ -51,7 +51,7 @@ def replacing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) 
 class _Watch(TorchFunctionMode):
     """Records modules whose own forward, not that of a submodule, calls operations with a replacement."""
 
-    def __init__(self, running: Sequence[Call]) -> None:
+    def __init__(self, running: Sequence[ForwardCall]) -> None:
         super().__init__()
         self.found: list[Any] = []
         self._running = running

@@ -10,7 +10,7 @@ import torch
 
 from ...attention.layer import KVLayer
 from ...engine.step import BlockCopy
-from ...pages import zero_pages
+from ...huge_pages import zero_pages
 from ..errors import KVCacheTooLarge
 from .kv_groups import sights
 from .kv_plan import KVCachePlan, show_bytes

@@ -76,7 +76,7 @@ def describe_mixers(mixers: Sequence[Mixer]) -> str:
     return line
 
 
-class Piece(NamedTuple):
+class MixerPiece(NamedTuple):
     """Sequences of a packed row that are computed in one call, each with the same number of tokens."""
 
     rows: slice | torch.Tensor
@@ -125,7 +125,7 @@ class MixerCall:
         first = next(iter(self._arguments.values()))
         self._num_tokens, self._device = first.shape[1], first.device
 
-    def run(self, piece: Piece, before: Sequence[torch.Tensor] | None) -> tuple[Any, list[torch.Tensor]]:
+    def run(self, piece: MixerPiece, before: Sequence[torch.Tensor] | None) -> tuple[Any, list[torch.Tensor]]:
         """The output for the piece, tensors [sequences, tokens, …], and the states after it, [sequences, …] each.
 
         before: the states to go on from; they may be changed. None: the state that the layer begins with.
@@ -158,7 +158,7 @@ class MixerCall:
         bound = inspect.BoundArguments(self._forward.signature, arguments)
         return forward(*bound.args, **bound.kwargs)
 
-    def _cache(self, piece: Piece, states: Sequence[torch.Tensor] | None) -> Cache:
+    def _cache(self, piece: MixerPiece, states: Sequence[torch.Tensor] | None) -> Cache:
         """A cache that the mixer changes in place. transformers would make the tensors later, and mark them for compilers."""
         layer = LinearAttentionLayer(number_of_states=self._mixer.num_states)
         layer.device = self._device

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...engine.step import StateBlocks
-from .mixer import Mixer, MixerCall, MixerForward, Piece, join
+from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, join
 from .state_tensors import StateTensors
 
 _REPLACED = "kvpool_replaced_forward"
@@ -29,7 +29,7 @@ class Snapshots(NamedTuple):
 class StepStates(NamedTuple):
     """A step as mixers see it."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[MixerPiece]
     running: torch.Tensor
     """[sequences] int64: blocks that get the states after the step, in the order of the pieces."""
     snapshots: Snapshots | None
@@ -50,16 +50,16 @@ def lay_out(
     going_on = [index for index in single if blocks[index].source]
     beginning = [index for index in single if not blocks[index].source]
     order: list[int] = []
-    pieces: list[Piece] = []
+    pieces: list[MixerPiece] = []
     for parts in filter(None, (going_on, beginning)):
         sources = on_device([blocks[index].source for index in parts]) if parts is going_on else None
-        pieces.append(Piece(on_device([offsets[index] for index in parts]), len(parts), 1, sources))
+        pieces.append(MixerPiece(on_device([offsets[index] for index in parts]), len(parts), 1, sources))
         order += parts
     for index, length in enumerate(query_lens):
         if length > 1:
             source = blocks[index].source
             first = offsets[index]
-            pieces.append(Piece.of_one(first, first + length, on_device([source]) if source else None))
+            pieces.append(MixerPiece.of_one(first, first + length, on_device([source]) if source else None))
             order.append(index)
     kept = [number for number, index in enumerate(order) if blocks[index].snapshot]
     snapshots = None
@@ -139,7 +139,7 @@ class _BoundMixer:
         return join(outputs, lambda tensors: _in_row(step.pieces, tensors))
 
 
-def _in_row(pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _in_row(pieces: Sequence[MixerPiece], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The pieces' outputs [sequences, tokens, …] as one packed row [1, tokens, …]."""
     num_tokens = sum(piece.num_sequences * piece.num_tokens for piece in pieces)
     row = tensors[0].new_empty(1, num_tokens, *tensors[0].shape[2:])

@@ -15,8 +15,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...attention.interface import UnsupportedAttention, bind, unbind
 from ..errors import UnsupportedModel
 from .layers import PlaceholderTarget
-from .mixer import Mixer, MixerCall, MixerForward, Piece, StateKind, StateSpec, has_tokens
-from .running import Call, following
+from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, StateKind, StateSpec, has_tokens
+from .running import ForwardCall, following
 from .scan import ScanFromState
 from .time_steps import clamp_time_steps
 
@@ -78,7 +78,7 @@ _TOLERANCE_OF_SCANS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16:
 class _Use(NamedTuple):
     """A module's use of a state."""
 
-    call: Call
+    call: ForwardCall
     kind: StateKind
     layer_idx: int
     state_idx: int
@@ -89,7 +89,7 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.running: list[Call] = []
+        self.running: list[ForwardCall] = []
         self.uses: dict[Any, list[_Use]] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
@@ -154,7 +154,7 @@ def _check_distinct(mixers: Sequence[Mixer]) -> None:
                 raise UnsupportedModel(f"Its modules {other} and {mixer.name} share a state.")
 
 
-def _with_ways(mixers: Sequence[Mixer], recorded: dict[Any, Call]) -> list[Mixer]:
+def _with_ways(mixers: Sequence[Mixer], recorded: dict[Any, ForwardCall]) -> list[Mixer]:
     """The mixers with the way in which each goes on from its state, tried once for each class."""
     forgetful: dict[type, bool] = {}
     scanning: dict[type, bool] = {}
@@ -173,7 +173,7 @@ def _with_ways(mixers: Sequence[Mixer], recorded: dict[Any, Call]) -> list[Mixer
     return found
 
 
-def _scans_as(scanning: Mixer, serial: Mixer, recorded: Call) -> bool:
+def _scans_as(scanning: Mixer, serial: Mixer, recorded: ForwardCall) -> bool:
     """Whether several tokens come out the same, and leave the same states, as one by one. Again from another state."""
     expected = _from_another_state(serial, recorded)
     try:
@@ -188,11 +188,11 @@ def _scans_as(scanning: Mixer, serial: Mixer, recorded: Call) -> bool:
     )
 
 
-def _from_another_state(mixer: Mixer, recorded: Call) -> list[torch.Tensor]:
+def _from_another_state(mixer: Mixer, recorded: ForwardCall) -> list[torch.Tensor]:
     """Output and states after several tokens."""
     call = MixerCall(mixer, MixerForward.of(mixer), recorded.args, recorded.kwargs)
-    _, before = call.run(Piece.of_one(0, _FIRST), None)
-    output, states = call.run(Piece.of_one(_FIRST, _WATCHED_TOKENS), [_changed(state) for state in before])
+    _, before = call.run(MixerPiece.of_one(0, _FIRST), None)
+    output, states = call.run(MixerPiece.of_one(_FIRST, _WATCHED_TOKENS), [_changed(state) for state in before])
     return [_output(output), *(state.double() for state in states)]
 
 
@@ -201,15 +201,15 @@ def _changed(state: torch.Tensor) -> torch.Tensor:
     return state.roll(1, dims=1) + max(1.0, float(state.abs().max()))
 
 
-def _forgets(mixer: Mixer, recorded: Call) -> bool:
+def _forgets(mixer: Mixer, recorded: ForwardCall) -> bool:
     """Whether the mixer, given several tokens, does not use one of its states as it does with a single one.
 
     Its state is replaced by another one, so that the effect is large; then the next token alone must have the same output as when
     more tokens come after it.
     """
     call = MixerCall(mixer, MixerForward.of(mixer), recorded.args, recorded.kwargs)
-    _, before = call.run(Piece.of_one(0, _FIRST), None)
-    alone, several = Piece.of_one(_FIRST, _FIRST + 1), Piece.of_one(_FIRST, _FIRST + _MORE)
+    _, before = call.run(MixerPiece.of_one(0, _FIRST), None)
+    alone, several = MixerPiece.of_one(_FIRST, _FIRST + 1), MixerPiece.of_one(_FIRST, _FIRST + _MORE)
     unchanged = _output(call.run(alone, _copies(before))[0])
     for number in range(len(before)):
         changed = _copies(before)

@@ -11,7 +11,7 @@ import torch
 from ...attention.backend import AttentionBackend
 from ...attention.packing import Packing
 from ...engine.step import StateBlocks
-from .forward import Forward, Runtime, Selected
+from .contract import Forward, Runtime, Selected
 from .kv_cache import KVCache
 from .layers import AttentionLayer, bind_layers, unbind_layers
 from .mixer import Mixer

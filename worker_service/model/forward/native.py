@@ -14,7 +14,7 @@ from ...engine.step import StateBlocks
 from ...native.program import OutOfMemory, Program
 from ...native.weights import PackedModel
 from ..errors import ModelError
-from .forward import Forward, Selected
+from .contract import Forward, Selected
 from .kv_cache import KVCache
 from .mixer import Mixer
 

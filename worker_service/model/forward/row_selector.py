@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModel
-from .forward import Selected
+from .contract import Selected
 
 
 class RowSelector:

@@ -12,12 +12,12 @@ from ...attention.backend import AttentionBackend
 from ...attention.encoder_tables import EncoderTables, slots_of
 from ...attention.layout import BlockGroup
 from ...attention.packing import Packer, Packing, StepSizes
-from ...engine.sampling_params import SamplingParams, TokenLogprobs
-from ...engine.step import BadLogits, Candidates, PartResult, PromptRows, SampledToken, SequencePart, Step
+from ...engine.sampling_params import RowLogprobs, SamplingParams
+from ...engine.step import BadLogits, BeamCandidates, PartResult, PromptRows, SampledToken, SequencePart, Step
 from ..sampling.candidates import candidates
 from ..sampling.draw import Draw
 from ..sampling.sampler import prompt_logprobs, sample
-from .forward import Runtime
+from .contract import Runtime
 from .kv_cache import KVCache
 from .passes import PassPart, passes
 from .state_blocks import states_of
@@ -134,17 +134,17 @@ class _Outcome:
 
     tokens: list[SampledToken] = field(default_factory=list)
     """The part's own, then those of its forks."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    candidates: Candidates | None = None
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
+    candidates: BeamCandidates | None = None
     bad_logits: BadLogits | None = None
 
-    def add(self, found: SampledToken | Candidates | list[TokenLogprobs] | BadLogits) -> None:
+    def add(self, found: SampledToken | BeamCandidates | list[RowLogprobs] | BadLogits) -> None:
         """Add a token, what a beam may continue with, or log-probabilities of the prompt."""
         if isinstance(found, BadLogits):
             self.bad_logits = self.bad_logits or found
         elif isinstance(found, SampledToken):
             self.tokens.append(found)
-        elif isinstance(found, Candidates):
+        elif isinstance(found, BeamCandidates):
             self.candidates = found
         else:
             self.prompt_logprobs += found

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Call(NamedTuple):
+class ForwardCall(NamedTuple):
     """A call of a module's forward."""
 
     module: Any
@@ -18,12 +18,12 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def following(model: torch.nn.Module) -> Iterator[list[Call]]:
+def following(model: torch.nn.Module) -> Iterator[list[ForwardCall]]:
     """The calls that are running, the innermost last. The hooks are gone afterwards, also after an error."""
-    running: list[Call] = []
+    running: list[ForwardCall] = []
 
     def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running.append(Call(module, args, kwargs))
+        running.append(ForwardCall(module, args, kwargs))
 
     def leave(*_: Any) -> None:
         running.pop()

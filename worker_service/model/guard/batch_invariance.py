@@ -14,8 +14,8 @@ from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks
 from ...native.program import PARTITION
 from ..facts import BatchInvariance
+from ..forward.contract import Runtime
 from ..forward.encoder_decoder import EncoderDecoderRuntime
-from ..forward.forward import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.layers import AttentionLayer

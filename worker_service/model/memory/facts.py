@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedModel
-from ..forward.forward import Runtime
+from ..forward.contract import Runtime
 from ..forward.kv_groups import groups_of
 from ..forward.layers import AttentionLayer
 from ..forward.mixer import state_bytes

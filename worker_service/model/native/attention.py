@@ -11,7 +11,7 @@ from ...native.description import HeadNorms, NormDescription, RotaryDescription,
 from ..forward.layers import AttentionLayer
 from .errors import NotNative
 from .layer_calls import LayerCalls, outputs_of
-from .observation import TOLERANCE, Attended, Call, same
+from .observation import TOLERANCE, ModuleCall, ObservedAttention, same
 from .rotation import Rotation, Table, find_rotation
 
 
@@ -35,7 +35,7 @@ class Attention(NamedTuple):
 class _Piece(NamedTuple):
     """Outputs of a linear layer."""
 
-    call: Call
+    call: ModuleCall
     outputs: slice | torch.Tensor
 
     @property
@@ -59,7 +59,7 @@ class _Way(NamedTuple):
 
 
 def recognise_attention(
-    attention: AttentionLayer, attended: Attended, layer: LayerCalls, tables: Sequence[Table]
+    attention: AttentionLayer, attended: ObservedAttention, layer: LayerCalls, tables: Sequence[Table]
 ) -> Attention:
     """Raises NotNative."""
     pieces = [piece for call in layer.linears for piece in _pieces(call, attention)]
@@ -99,7 +99,7 @@ def recognise_attention(
     )
 
 
-def _pieces(call: Call, attention: AttentionLayer) -> Iterator[_Piece]:
+def _pieces(call: ModuleCall, attention: AttentionLayer) -> Iterator[_Piece]:
     """What may be Q, K or V: all outputs, or those of one of the usual layouts."""
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.k_head_dim
     group, num_outputs = heads // kv_heads, call.output_rows.shape[1]

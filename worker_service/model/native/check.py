@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...engine.step import SequencePart
-from ..forward.forward import Runtime
+from ..forward.contract import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
 from ..forward.layers import AttentionLayer

@@ -18,7 +18,7 @@ import torch
 from ...native import cpu_info
 from ...native.compiler import NumberType, source_digest
 from ...native.library import Library
-from ..forward.forward import Runtime
+from ..forward.contract import Runtime
 from ..forward.layers import AttentionLayer
 from ..placement import dtype_name
 from ..progress import Progress
@@ -26,7 +26,7 @@ from ..settings import ModelSettings
 from .errors import NotNative
 from .kept_choice import Choice, ChoiceFile, NotKept
 from .load import NATIVE_DTYPES, num_threads
-from .timing import Figures, Measure, Workload
+from .timing import Measure, StepSeconds, TimedWorkload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Comparison:
     """Of the model."""
     dtype: torch.dtype
     block_size: int
-    workload: Workload
+    workload: TimedWorkload
     cache_dir: Path
     progress: Progress
     measure: Measure
@@ -63,7 +63,7 @@ class Comparison:
             raise NotNative(found)
         self.progress(f"runtime: native; not torch: {found}")
 
-    def time(self, name: str, runtime: Runtime, layers: Sequence[AttentionLayer]) -> Figures | None:
+    def time(self, name: str, runtime: Runtime, layers: Sequence[AttentionLayer]) -> StepSeconds | None:
         """None with a line to progress if it fails: then there is nothing to compare."""
         try:
             return self.measure(runtime, layers, self.dtype, self.block_size, self.workload)
@@ -71,7 +71,7 @@ class Comparison:
             self.progress(f"runtime: native; {name} could not be timed: {type(error).__name__}: {error}")
             return None
 
-    def choose(self, library: Library, native: Figures, torch_figures: Figures) -> Choice:
+    def choose(self, library: Library, native: StepSeconds, torch_figures: StepSeconds) -> Choice:
         """The runtime that takes less time for the workload, kept. What another worker has kept meanwhile comes first."""
         file = self._file(library)
         choice, how = file.read(), f"another worker's choice, kept in {file.path}"

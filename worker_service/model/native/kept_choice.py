@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ...native.trusted_folder import NotTrusted, folder_of_steps, read_trusted, trusted_folder
 from ..source.cache_dir import write_atomically
-from .timing import Figures
+from .timing import StepSeconds
 
 
 class NotKept(RuntimeError):
@@ -24,8 +24,8 @@ class Choice:
     """The faster runtime, and the figures of both."""
 
     runtime: Literal["native", "torch"]
-    native: Figures
-    torch: Figures
+    native: StepSeconds
+    torch: StepSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def _choice(content: dict[str, Any]) -> Choice | None:
     return Choice(runtime, native, torch)
 
 
-def _figures(content: Any) -> Figures | None:
-    if not isinstance(content, dict) or set(content) != set(Figures._fields):
+def _figures(content: Any) -> StepSeconds | None:
+    if not isinstance(content, dict) or set(content) != set(StepSeconds._fields):
         return None
     if not all(isinstance(value, float) and math.isfinite(value) and value >= 0 for value in content.values()):
         return None
-    return Figures(**content)
+    return StepSeconds(**content)

@@ -10,13 +10,13 @@ from transformers.pytorch_utils import Conv1D
 from ...native.description import NormDescription, Rows
 from .errors import NotNative
 from .norms import recognise_norm
-from .observation import Call, Observation, is_linear, same
+from .observation import ModuleCall, Observation, is_linear, same
 
 
-class Norm(NamedTuple):
+class NormCall(NamedTuple):
     """A called norm."""
 
-    call: Call
+    call: ModuleCall
     description: NormDescription
 
 
@@ -25,17 +25,17 @@ class LayerCalls(NamedTuple):
 
     inputs: torch.Tensor
     outputs: torch.Tensor
-    linears: list[Call]
-    norms: list[Norm]
-    functions: list[Call]
+    linears: list[ModuleCall]
+    norms: list[NormCall]
+    functions: list[ModuleCall]
     """Of modules without weights that are no norms, such as activations."""
     dtype: torch.dtype
 
-    def norm_with_inputs(self, numbers: torch.Tensor) -> Norm | None:
+    def norm_with_inputs(self, numbers: torch.Tensor) -> NormCall | None:
         """The norm that has these inputs [tokens, numbers]; None if none has."""
         return next((norm for norm in self.norms if same(norm.call.input_rows, numbers)), None)
 
-    def norm_with_outputs(self, numbers: torch.Tensor) -> Norm | None:
+    def norm_with_outputs(self, numbers: torch.Tensor) -> NormCall | None:
         """The norm that has these outputs [tokens, numbers]; None if none has."""
         return next((norm for norm in self.norms if same(norm.call.output_rows, numbers)), None)
 
@@ -43,14 +43,14 @@ class LayerCalls(NamedTuple):
 def layer_calls(layer: torch.nn.Module, seen: Observation, dtype: torch.dtype) -> LayerCalls:
     """Raises NotNative if a module is called several times, or the layer has weights of other modules."""
     (whole,) = seen.of([layer])
-    linears: list[Call] = []
-    norms: list[Norm] = []
-    functions: list[Call] = []
+    linears: list[ModuleCall] = []
+    norms: list[NormCall] = []
+    functions: list[ModuleCall] = []
     for call in seen.of(module for module in layer.modules() if module is not layer):
         if is_linear(call.module):
             linears.append(call)
         elif call.inputs is not None and (norm := recognise_norm(call)) is not None:
-            norms.append(Norm(call, norm))
+            norms.append(NormCall(call, norm))
         elif next(call.module.parameters(), None) is None:
             functions.append(call)
     modules = [call.module for call in linears] + [norm.call.module for norm in norms]

@@ -11,7 +11,7 @@ from ...native.description import Rows
 from ...native.library import Activation
 from .errors import NotNative
 from .layer_calls import LayerCalls, outputs_of
-from .observation import TOLERANCE, Call, difference, same
+from .observation import TOLERANCE, ModuleCall, difference, same
 
 _NUM_TRIED = 64
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -42,7 +42,7 @@ class _Half(NamedTuple):
     outputs: torch.Tensor
 
 
-def recognise_mlp(calls: Sequence[Call], layer: LayerCalls) -> MLP:
+def recognise_mlp(calls: Sequence[ModuleCall], layer: LayerCalls) -> MLP:
     """calls: of the linear layers that are not those of attention. Raises NotNative."""
     if len(calls) not in (2, 3) or any(not same(call.input_rows, calls[0].input_rows) for call in calls[:-1]):
         raise NotNative(f"its MLP has {len(calls)} linear layers; needed: gate, up and down, or up and down")
@@ -66,7 +66,7 @@ def recognise_mlp(calls: Sequence[Call], layer: LayerCalls) -> MLP:
     raise NotNative(f"its MLP is none of up, activation, down, with or without a gate; known activations: {names}")
 
 
-def _ways(calls: Sequence[Call], num_inputs: int) -> Iterator[tuple[_Half | None, _Half]]:
+def _ways(calls: Sequence[ModuleCall], num_inputs: int) -> Iterator[tuple[_Half | None, _Half]]:
     """Gate and up."""
     whole = [_Half(outputs_of(call.module), call.output_rows) for call in calls]
     if len(whole) == 2:

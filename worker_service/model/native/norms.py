@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ...native.description import NormDescription
-from .observation import Call
+from .observation import ModuleCall
 
 _NUM_TRIED = 3
 _SMALL = 3e-3
@@ -15,7 +15,7 @@ _SMALL = 3e-3
 _USUAL_EPSILONS = (*(10.0**-digits for digits in range(3, 13)), torch.finfo(torch.float32).eps)
 
 
-def recognise_norm(call: Call) -> NormDescription | None:
+def recognise_norm(call: ModuleCall) -> NormDescription | None:
     """The RMSNorm or LayerNorm that the called module computes over the last dimension; None if it is neither."""
     module = call.module
     parameters = dict(module.named_parameters())

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 """Of numbers that were computed in another way, as a share of the token's largest."""
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A module's call. Tensors are copies in float32."""
 
     module: torch.nn.Module
@@ -46,7 +46,7 @@ class Call(NamedTuple):
         return rows(self.outputs[0])
 
 
-class Attended(NamedTuple):
+class ObservedAttention(NamedTuple):
     """An attention call, in float32."""
 
     query: torch.Tensor
@@ -62,11 +62,11 @@ class Observation(NamedTuple):
     ids: torch.Tensor
     positions: torch.Tensor
     """[tokens]"""
-    calls: Sequence[Call]
+    calls: Sequence[ModuleCall]
     """Of modules without children and of the decoder's layers, in order."""
-    attended: dict[torch.nn.Module, Attended]
+    attended: dict[torch.nn.Module, ObservedAttention]
 
-    def of(self, modules: Iterable[torch.nn.Module]) -> list[Call]:
+    def of(self, modules: Iterable[torch.nn.Module]) -> list[ModuleCall]:
         """The calls of these modules."""
         wanted = set(modules)
         return [call for call in self.calls if call.module in wanted]
@@ -135,8 +135,8 @@ class _Recorder:
 
     def __init__(self, head: torch.nn.Module) -> None:
         self._head = head
-        self.calls: list[Call] = []
-        self.attended: dict[torch.nn.Module, Attended] = {}
+        self.calls: list[ModuleCall] = []
+        self.attended: dict[torch.nn.Module, ObservedAttention] = {}
 
     def record(self, module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
         if is_linear(module) and module is not self._head and output.shape[-2] == _NUM_TOKENS:
@@ -145,7 +145,7 @@ class _Recorder:
         first = next((value for value in (*arguments, *keywords.values()) if _is_float(value)), None)
         all_outputs = output if isinstance(output, tuple) else (output,)
         self.calls.append(
-            Call(
+            ModuleCall(
                 module,
                 None if first is None else _copy(first),
                 tuple(_copy(value) for value in all_outputs if _is_float(value)),
@@ -164,7 +164,7 @@ class _Recorder:
         call: AttentionCall,
     ) -> torch.Tensor:
         output = placeholder_output(query, value)
-        self.attended[module] = Attended(*(rows(_copy(one)) for one in (query, key, value, output)))
+        self.attended[module] = ObservedAttention(*(rows(_copy(one)) for one in (query, key, value, output)))
         return output
 
 

@@ -19,7 +19,7 @@ from .errors import NotNative
 from .layer_calls import LayerCalls, layer_calls, outputs_of
 from .mlp import recognise_mlp
 from .norms import recognise_norm
-from .observation import TOLERANCE, Attended, Observation, difference, factor, is_linear, observe, same
+from .observation import TOLERANCE, Observation, ObservedAttention, difference, factor, is_linear, observe, same
 from .rotation import Table, rotary_tables
 
 _MOST_OFFSET = 8
@@ -83,7 +83,7 @@ class _Layer(NamedTuple):
     sums: list[_Sum]
 
 
-def _layer(calls: LayerCalls, layer: AttentionLayer, attended: Attended, tables: Sequence[Table]) -> _Layer:
+def _layer(calls: LayerCalls, layer: AttentionLayer, attended: ObservedAttention, tables: Sequence[Table]) -> _Layer:
     attention = recognise_attention(layer, attended, calls, tables)
     mlp = recognise_mlp([call for call in calls.linears if call.module not in attention.linears], calls)
     before_attention, residual = _normed(attention.inputs, calls)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...native.description import RotaryDescription
-from .observation import Call, Observation, difference, factor
+from .observation import ModuleCall, Observation, difference, factor
 
 
 class Table:
     """cos and sin of a rotary module."""
 
-    def __init__(self, call: Call, positions: torch.Tensor, max_model_len: int) -> None:
+    def __init__(self, call: ModuleCall, positions: torch.Tensor, max_model_len: int) -> None:
         """call: of the module, at these positions."""
         self._call = call
         self._max_model_len = max_model_len

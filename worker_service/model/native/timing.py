@@ -11,7 +11,7 @@ import torch
 from ...attention.selection import make_torch
 from ...engine.sampling_params import SamplingParams
 from ...engine.step import SequencePart, Step
-from ..forward.forward import Runtime
+from ..forward.contract import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
 from ..forward.layers import AttentionLayer
@@ -29,7 +29,7 @@ _PREFILLS, _DECODES = 2, 5
 """Runs, of which the fastest counts: the first one also prepares kernels, and other processes may disturb one."""
 
 
-class Workload(NamedTuple):
+class TimedWorkload(NamedTuple):
     """Requests that run together. The model computes each prompt in one step, then a token of every request in each step.
 
     A prefill alone would not compare runtimes: a user waits for the decodes too, and in them another runtime may be faster. A
@@ -52,7 +52,7 @@ class Workload(NamedTuple):
         return f"{self.num_requests} requests of {self.prompt_tokens} + {self.generated_tokens} tokens"
 
 
-class Figures(NamedTuple):
+class StepSeconds(NamedTuple):
     """What a runtime takes for the steps of a workload, in seconds."""
 
     prefill: float
@@ -60,12 +60,12 @@ class Figures(NamedTuple):
     decode: float
     """A step with a token of each request."""
 
-    def total(self, workload: Workload) -> float:
+    def total(self, workload: TimedWorkload) -> float:
         """Seconds of the whole workload."""
         return workload.num_requests * self.prefill + workload.generated_tokens * self.decode
 
 
-Measure = Callable[[Runtime, Sequence[AttentionLayer], torch.dtype, int, Workload], Figures]
+Measure = Callable[[Runtime, Sequence[AttentionLayer], torch.dtype, int, TimedWorkload], StepSeconds]
 """Times a runtime, as `measure_runtime` does."""
 
 
@@ -74,9 +74,9 @@ def measure_runtime(
     layers: Sequence[AttentionLayer],
     dtype: torch.dtype,
     block_size: int,
-    workload: Workload,
+    workload: TimedWorkload,
     clock: Clock = time.perf_counter,
-) -> Figures:
+) -> StepSeconds:
     """Time its steps on the CPU, in the calling thread. The requests share the blocks of one prompt, so that their KV takes little
     memory. The runtime is unbound afterwards. Raises what a forward pass raises."""
     device = torch.device("cpu")
@@ -96,7 +96,7 @@ def measure_runtime(
     decode = Step([SequencePart(tokens[-1:], length, ([*shared, block],), greedy) for block in own])
     runner = ModelRunner(runtime, KVCache(plan, layers, dtype, device), backend, device)
     try:
-        return Figures(_fastest(runner, prefill, _PREFILLS, clock), _fastest(runner, decode, _DECODES, clock))
+        return StepSeconds(_fastest(runner, prefill, _PREFILLS, clock), _fastest(runner, decode, _DECODES, clock))
     finally:
         runner.close()
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engine.step import BadLogits, Candidate, Candidates
+from ...engine.step import BadLogits, BeamCandidate, BeamCandidates
 from .adjustment import adjust
 from .draw import Draw
 from .ranking import best, most_likely
 
 
-def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int]) -> list[Candidates | BadLogits]:
+def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int]) -> list[BeamCandidates | BadLogits]:
     """For each row of logits [N, vocab_size], which do not change, its `counts` best tokens; BadLogits for a row without a choice.
 
     A score is the log-probability, adjusted: transformers' beam search applies its processors to log-probabilities, not to logits,
@@ -25,7 +25,7 @@ def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int
     if any(draw.adjusts_logits for draw in draws):
         scores = logprobs.clone()
         adjust(scores, draws)
-    found: list[Candidates | BadLogits] = []
+    found: list[BeamCandidates | BadLogits] = []
     most = min(max(counts), logits.shape[1])
     # Bad rows have no order; they are left out below.
     ids = best(torch.nan_to_num(scores, nan=-math.inf), most)
@@ -37,8 +37,8 @@ def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int
         elif not math.isfinite(chosen[row][0]):
             found.append(BadLogits(draw.position, chosen[row][0], is_adjusted=True))
         else:
-            listed = map(Candidate, of_row[:count], chosen[row], own[row])
-            found.append(Candidates(list(listed), top[row]))
+            listed = map(BeamCandidate, of_row[:count], chosen[row], own[row])
+            found.append(BeamCandidates(list(listed), top[row]))
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from ...engine.sampling_params import SamplingParams
 from . import host_choice
 from .draw import Draw
-from .truncation import NUM_CANDIDATES, Limits, portions, select, truncate, weigh
+from .truncation import NUM_CANDIDATES, TruncationLimits, portions, select, truncate, weigh
 
 MAX_WEIGHTS = 1 << 22
 """Weights of the exact choice computed at a time: 32 MiB. More rows are drawn in slices."""
@@ -88,7 +88,7 @@ def _draw_slice(logits: torch.Tensor, params: Sequence[SamplingParams], drawn: S
     device, vocab_size = logits.device, logits.shape[1]
     tokens = torch.empty(len(params), dtype=torch.int64, device=device)
     numbers = torch.tensor(drawn, dtype=torch.float64, device=device)[:, None]
-    limits = Limits.of(params, vocab_size, device)
+    limits = TruncationLimits.of(params, vocab_size, device)
     ranked = limits.is_ranked(vocab_size)
     rows = (~ranked).nonzero()[:, 0]
     for some in portions(rows, vocab_size):

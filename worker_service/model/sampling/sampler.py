@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engine.sampling_params import TokenLogprobs
+from ...engine.sampling_params import RowLogprobs
 from ...engine.step import BadLogits, SampledToken
 from .adjustment import adjust
 from .choice import draw_tokens
@@ -49,7 +49,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | B
 
 def prompt_logprobs(
     logits: torch.Tensor, targets: Sequence[int], num_top: int, position: int
-) -> list[TokenLogprobs] | BadLogits:
+) -> list[RowLogprobs] | BadLogits:
     """The log-probability of the prompt's token at each row of logits [N, vocab_size]; BadLogits if a row has none. `position`: of
     the first of these tokens."""
     for row, largest in _not_finite(logits.amax(dim=-1).tolist()):

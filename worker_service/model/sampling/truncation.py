@@ -20,7 +20,7 @@ the system and zeroed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TruncationLimits:
     """Temperature and truncation of each row. All [N, 1]."""
 
     temperature: torch.Tensor
@@ -35,7 +35,7 @@ class Limits:
     """Whether any min_p is above 0."""
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Limits:
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> TruncationLimits:
         """One row for each of the params."""
 
         def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
@@ -49,11 +49,13 @@ class Limits:
             any(sampling.min_p for sampling in params),
         )
 
-    def rows(self, rows: torch.Tensor) -> Limits:
+    def rows(self, rows: torch.Tensor) -> TruncationLimits:
         """Some of the rows, in order."""
         if len(rows) == len(self.temperature):
             return self
-        return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.has_min_p)
+        return TruncationLimits(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.has_min_p
+        )
 
     def is_ranked(self, vocab_size: int) -> torch.Tensor:
         """[N] bool: rows in which a token's rank decides whether it is kept."""
@@ -71,7 +73,7 @@ class Kept(NamedTuple):
     """[N] bool: whether all kept tokens are in `ids`. Other rows need more candidates."""
 
 
-def weigh(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
+def weigh(logits: torch.Tensor, limits: TruncationLimits) -> torch.Tensor:
     """Weights [N, vocab_size] float64 of all tokens, relative to the most likely one; 0: dropped by min-p. Only for rows that are
     not ranked."""
     weights = _relative(logits, logits.amax(dim=-1, keepdim=True), limits)
@@ -80,7 +82,7 @@ def weigh(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
     return weights
 
 
-def truncate(logits: torch.Tensor, limits: Limits, num_candidates: int) -> Kept:
+def truncate(logits: torch.Tensor, limits: TruncationLimits, num_candidates: int) -> Kept:
     """The tokens kept of the logits [N, vocab_size], float32. Of equally likely tokens the lower id counts as more likely.
 
     A complete row's result does not depend on num_candidates: sums have one order, most likely tokens first (top-p's total, without
@@ -100,7 +102,7 @@ def truncate(logits: torch.Tensor, limits: Limits, num_candidates: int) -> Kept:
     return Kept(ids, weights, (all_of_top_k | rest_not_needed)[:, 0])
 
 
-def _relative(logits: torch.Tensor, largest: torch.Tensor, limits: Limits) -> torch.Tensor:
+def _relative(logits: torch.Tensor, largest: torch.Tensor, limits: TruncationLimits) -> torch.Tensor:
     # In place: new memory for each of the numbers costs more than the arithmetic.
     exponents = logits.double().div_(limits.temperature)
     return exponents.sub_(largest.double() / limits.temperature).exp_()
@@ -118,7 +120,7 @@ def select(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return logits if len(rows) == len(logits) else logits[rows]
 
 
-def _total(logits: torch.Tensor, cumulative: torch.Tensor, limits: Limits) -> torch.Tensor:
+def _total(logits: torch.Tensor, cumulative: torch.Tensor, limits: TruncationLimits) -> torch.Tensor:
     """[N, 1]: the sum of weights that top-p is a share of."""
     vocab_size = logits.shape[1]
     total = cumulative[:, -1:].clone()

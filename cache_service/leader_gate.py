@@ -16,7 +16,7 @@ from . import status
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class StandbyServicer:
+class LeaderGate:
     """The RPCs of a process that may lead one day, as a CacheServiceServicer has them."""
 
     def __init__(self) -> None:
@@ -24,8 +24,8 @@ class StandbyServicer:
         """What answers from when this process leads."""
 
 
-def _unary(name: str) -> Callable[[StandbyServicer, Any, Context], Awaitable[Any]]:
-    async def answer(self: StandbyServicer, request: Any, context: Context) -> Any:
+def _unary(name: str) -> Callable[[LeaderGate, Any, Context], Awaitable[Any]]:
+    async def answer(self: LeaderGate, request: Any, context: Context) -> Any:
         if self.leading is None:
             set_status(context, status.of_standby())
             return cast(Any, None)  # which gRPC does not send, the status not being OK
@@ -34,8 +34,8 @@ def _unary(name: str) -> Callable[[StandbyServicer, Any, Context], Awaitable[Any
     return answer
 
 
-def _stream(name: str) -> Callable[[StandbyServicer, Any, Context], AsyncGenerator[Any, None]]:
-    async def answer(self: StandbyServicer, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+def _stream(name: str) -> Callable[[LeaderGate, Any, Context], AsyncGenerator[Any, None]]:
+    async def answer(self: LeaderGate, request: Any, context: Context) -> AsyncGenerator[Any, None]:
         if self.leading is None:
             set_status(context, status.of_standby())
             return
@@ -48,4 +48,4 @@ def _stream(name: str) -> Callable[[StandbyServicer, Any, Context], AsyncGenerat
 
 for _method in cache_pb2.DESCRIPTOR.services_by_name["CacheService"].methods:
     _make = _stream if _method.server_streaming else _unary
-    setattr(StandbyServicer, _method.name, _make(_method.name))
+    setattr(LeaderGate, _method.name, _make(_method.name))

@@ -24,7 +24,7 @@ HEALTH_SECONDS: Final = 2.0
 """For the manager to answer: a probe of Kubernetes waits one second by default, Docker's thirty."""
 
 
-def state_routes() -> list[BaseRoute]:
+def status_routes() -> list[BaseRoute]:
     """All of them."""
     return [
         Route("/health", health, methods=["GET"]),
