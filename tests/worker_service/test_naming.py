@@ -192,6 +192,21 @@ def test_a_worker_that_registers_again_reports_its_windows() -> None:
     one.check()
 
 
+def test_a_boundary_that_is_reached_but_not_named_is_not_reported_as_still_to_come() -> None:
+    """The reserve cannot replace the window's blocks: it is tried again after the next step, of which the manager need not know."""
+    one = worker(window_blocks=1 + 5 + 2)
+    one.begin("b", range(50, 56), 2)
+    sequence = one.begin("a", range(41))
+    one.step(sequence)
+    one.step(sequence)
+    tell(one, "a", sequence.num_computed_tokens)
+    assert sequence.boundaries == (16, 40)
+    one.cache.lose("the manager has gone")
+    one.register()
+    assert one.manager.sessions[0].sequences["a", 1].boundaries == (10,)
+    one.check()
+
+
 def test_a_window_that_is_named_during_a_report_is_stated_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report is of one moment: what is scratch in one of its parts holds nothing in another."""
     monkeypatch.setattr(report, "_MAX_CONTENTS", 1)

@@ -74,7 +74,8 @@ class Report:
                 sequence.num_cached_tokens,
                 [_entries(sequence, group) for group in range(len(sequence.tables))],
                 [[] if scratch is None else scratch.scratch() for scratch in sequence.scratch],
-                sequence.boundaries,
+                # One where it is just now is for the worker alone: it is named after the next step.
+                tuple(one for one in sequence.boundaries if one > sequence.num_computed_tokens),
                 sequence.encoder_computed,
             )
             for sequence in sequences
