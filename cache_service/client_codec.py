@@ -21,7 +21,7 @@ from .worker_codec import TIER, encode_counts, encode_key, encode_load, encode_u
 MAX_VIOLATIONS = 256
 """In one answer of Check."""
 
-BLOCK_STATES: Mapping[State, cache_pb2.BlockState.ValueType] = {
+BLOCK_STATES: Mapping[State, cache_pb2.BlockState] = {
     State.FREE: cache_pb2.BLOCK_STATE_FREE,
     State.CACHED: cache_pb2.BLOCK_STATE_CACHED,
     State.HELD: cache_pb2.BLOCK_STATE_HELD,

@@ -12,7 +12,7 @@ from .worker_codec import encode_key
 
 _MAX_AGE_MS = (1 << 32) - 1
 
-_CAUSES: Mapping[MissCause, cache_pb2.MissCause.ValueType] = {
+_CAUSES: Mapping[MissCause, cache_pb2.MissCause] = {
     MissCause.NEVER_SEEN: cache_pb2.MISS_CAUSE_NEVER_SEEN,
     MissCause.EVICTED: cache_pb2.MISS_CAUSE_EVICTED,
     MissCause.OTHER_ROOT: cache_pb2.MISS_CAUSE_OTHER_ROOT,

@@ -87,13 +87,13 @@ def decode_batch(messages: Iterable[Message], decode: Callable[[Message], Item])
 # -- the parts
 
 
-def _check_tier(tier: common_pb2.Tier.ValueType, field: str) -> None:
+def _check_tier(tier: common_pb2.Tier, field: str) -> None:
     if tier != TIER:
         name = common_pb2.Tier.Name(tier) if tier in common_pb2.Tier.values() else str(tier)
         raise bad_field(f"{field}.tier", f"this version has TIER_DEVICE only, got {name}")
 
 
-def _check_place(group: int, tier: common_pb2.Tier.ValueType, field: str) -> None:
+def _check_place(group: int, tier: common_pb2.Tier, field: str) -> None:
     _check_tier(tier, field)
     if group >= MAX_GROUPS:
         raise bad_field(f"{field}.group", f"a worker has at most {MAX_GROUPS} groups, got group {group}")

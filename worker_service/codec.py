@@ -26,7 +26,7 @@ PART_BYTES = 1 << 16
 MAX_PROMPT_LOGPROBS = 256
 """In one message: 50 KB with 20 most likely tokens each."""
 
-ModelFiles = dict["worker_pb2.ModelFile.ValueType", bytes]
+ModelFiles = dict["worker_pb2.ModelFile", bytes]
 """The files that GetModel streams, by kind."""
 
 

@@ -13,7 +13,7 @@ RESERVED, COPYING = cache_pb2.BLOCK_STATE_RESERVED, cache_pb2.BLOCK_STATE_COPYIN
 
 
 def block(
-    block_id: int, state: cache_pb2.BlockState.ValueType, *owners: str, ref_count: int = 0, sealed: bool = True
+    block_id: int, state: cache_pb2.BlockState, *owners: str, ref_count: int = 0, sealed: bool = True
 ) -> cache_pb2.BlockDescription:
     return cache_pb2.BlockDescription(
         block_id=block_id,

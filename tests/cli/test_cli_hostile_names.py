@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import grpc
 import grpc.aio
@@ -126,7 +126,7 @@ ANSWERS = [
     pytest.param([nasty_status(code_pb2.UNAVAILABLE)], id="is unavailable"),
     pytest.param([nasty_status(code_pb2.INTERNAL)], id="fails"),
     pytest.param(
-        [worker_pb2.GenerateResponse(finish_reason=worker_pb2.FinishReason.ValueType(99))], id="breaks the protocol"
+        [worker_pb2.GenerateResponse(finish_reason=cast(worker_pb2.FinishReason, 99))], id="breaks the protocol"
     ),
 ]
 COMMANDS: dict[str, list[list[str]]] = {

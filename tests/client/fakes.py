@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -128,11 +128,11 @@ class FakeModel:
         messages = [worker_pb2.GetModelResponse(facts=facts)]
         for file, content in self.files.items():
             digest = hashlib.sha256(content).digest()
-            facts.files.add(file=worker_pb2.ModelFile.ValueType(file), size_bytes=len(content), digest=digest)
+            facts.files.add(file=cast(worker_pb2.ModelFile, file), size_bytes=len(content), digest=digest)
             sent = bytes([content[0] ^ 1]) + content[1:] if self.is_corrupt else content
             for offset in range(0, len(sent), 100):
                 part = worker_pb2.FilePart(
-                    file=worker_pb2.ModelFile.ValueType(file), offset_bytes=offset, data=sent[offset : offset + 100]
+                    file=cast(worker_pb2.ModelFile, file), offset_bytes=offset, data=sent[offset : offset + 100]
                 )
                 messages.append(worker_pb2.GetModelResponse(part=part))
         facts.facts_digest = self.facts_digest

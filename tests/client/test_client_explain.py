@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer
@@ -22,7 +22,7 @@ BOS = 1
 KEY = common_pb2.SequenceKey(sequence_id="leader", attempt=1)
 
 
-def answered(cause: cache_pb2.MissCause.ValueType, **fields: Any) -> cache_pb2.ExplainResponse:
+def answered(cause: cache_pb2.MissCause, **fields: Any) -> cache_pb2.ExplainResponse:
     """One worker that serves 16 tokens."""
     miss = cache_pb2.Miss(position=16, cause=cause, **fields)
     worker = cache_pb2.WorkerExplanation(worker_id="w", num_cached_tokens=16, miss=miss)
@@ -86,7 +86,7 @@ def test_each_cause_has_its_words(response: cache_pb2.ExplainResponse, words: st
 def test_every_cause_of_the_manager_is_known_to_the_client() -> None:
     for value in cache_pb2.MissCause.values():
         found = Explanation.from_proto(
-            answered(cache_pb2.MissCause.ValueType(value)), RoutedPrompt(ROOT, list(range(40)), 0)
+            answered(cast(cache_pb2.MissCause, value)), RoutedPrompt(ROOT, list(range(40)), 0)
         )
         assert (found.workers[0].miss.cause is MissCause.UNKNOWN) == (value == cache_pb2.MISS_CAUSE_UNSPECIFIED)
 

@@ -13,7 +13,7 @@ RESERVED, FREE = cache_pb2.BLOCK_STATE_RESERVED, cache_pb2.BLOCK_STATE_FREE
 
 
 def block(
-    state: cache_pb2.BlockState.ValueType, index: int = 0, *owners: str, sealed: bool = False, token_count: int = 0
+    state: cache_pb2.BlockState, index: int = 0, *owners: str, sealed: bool = False, token_count: int = 0
 ) -> cache_pb2.BlockDescription:
     return cache_pb2.BlockDescription(
         state=state,

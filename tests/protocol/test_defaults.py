@@ -54,7 +54,7 @@ def test_each_option_overrides_its_own_default_alone(field: str, value: Any) -> 
     rest = worker_pb2.SamplingParams()
     rest.CopyFrom(DEFAULTS.sampling)
     for one in (request.sampling, rest):
-        one.ClearField(field)  # type: ignore[arg-type]
+        one.ClearField(field)
     assert request.sampling == rest
 
 

@@ -28,7 +28,7 @@ class BlockCopy(NamedTuple):
 class Runs(Protocol):
     """A repeated field of block runs."""
 
-    def add(self, *, group: int, tier: common_pb2.Tier.ValueType, start_index: int) -> common_pb2.BlockRun:
+    def add(self, *, group: int, tier: common_pb2.Tier, start_index: int) -> common_pb2.BlockRun:
         """Append a run."""
 
 

@@ -16,7 +16,7 @@ def fill_in(
     request.sampling.CopyFrom(defaults.sampling)
     # In place of the default, where a merge would join two lists.
     for entry, _ in explicit.ListFields():
-        request.sampling.ClearField(entry.name)  # type: ignore[arg-type]
+        request.sampling.ClearField(entry.name)
     request.sampling.MergeFrom(explicit)
     _fill_in_beams(request, defaults, has_temperature=explicit.temperature > 0)
     _fill_in_lengths(request, defaults, num_first, max_model_len - num_first)
