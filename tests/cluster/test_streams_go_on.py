@@ -233,9 +233,10 @@ async def test_streams_survive_a_manager_that_is_killed(subject: Subject) -> Non
 
 PROMPT = (77, *range(10))
 ANSWERS = GenerateOptions(n=4, temperature=TEMPERATURE, seed=2**64 - 2, max_tokens=NUM_TOKENS)
-BEAMS = GenerateOptions(n=3, num_beams=4, max_tokens=NUM_TOKENS)
+BEAMS = GenerateOptions(n=3, num_beams=4, max_tokens=5 * NUM_TOKENS)
+"""So long that a search still runs when a test that was not scheduled for a while has seen that it does."""
 NUM_HELD_BY_BEAMS = 20
-"""Blocks. The prompt has three; four beams of a hundred tokens each, had they nothing in common, would have a hundred."""
+"""Blocks. The prompt has three; four beams, had they nothing in common, would have a hundred for each hundred tokens."""
 
 
 async def test_each_of_several_answers_goes_on_when_their_worker_is_killed(subject: Subject) -> None:
