@@ -55,6 +55,25 @@ def _state(worker: Worker, sequence: CacheSequence) -> object:
     return worker.manager.sessions[0].sequences.get(sequence.id)
 
 
+@pytest.mark.parametrize(("num_blocks", "num_made"), [(7, 0), (9, 1)])
+def test_blocks_that_the_prompt_needed_go_to_the_forks_that_wait_for_them(num_blocks: int, num_made: int) -> None:
+    """Beams wait for all of their forks: no step comes that would have the release stated, or make the copies of the first."""
+    worker = Worker((num_blocks,), (5,), block_size=4, chunk=8, retention_interval=16)
+    sequence = worker.sequence("a", range(25), 6)
+    sequence.num_forks_to_come = num_made + 1
+    worker.call(sequence)
+    for num_computed_tokens in (8, 16, 24, 25):
+        worker.launch(sequence)
+        next_token = 7 if num_computed_tokens == 25 else None
+        worker.cache.end_step([Computed(sequence, num_computed_tokens, next_token)], worker.now)
+        worker.call_now()
+    for number in range(num_made):
+        _fork(worker, sequence, f"fork-{number}")
+    assert worker.cache.fork(sequence, "the last") is None
+    worker.call()
+    _fork(worker, sequence, "the last")
+
+
 @pytest.mark.parametrize("num_tokens", [10, 12])
 def test_a_fork_shares_full_blocks_and_gets_a_copy_of_the_tail(num_tokens: int) -> None:
     worker = _worker()

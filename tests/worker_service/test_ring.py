@@ -123,9 +123,11 @@ def test_a_block_that_is_copied_is_released_after_the_copy() -> None:
     (named,) = ring.name(1)
     ring.advance(SIZE, 2 * SIZE)
     ring.advance(2 * SIZE, 3 * SIZE)
-    statement, dropped = ring.state(is_copied=True)
+    statement, dropped = ring.state({named.block})
     assert (statement.bound, statement.released, dropped) == ((named,), (), [])
     ring.acknowledge(statement)
+    assert not ring.has_to_release({named.block})
+    assert ring.has_to_release(())
     statement, dropped = ring.state()
     assert (statement.released, dropped) == ((named,), [named.block])
 

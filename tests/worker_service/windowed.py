@@ -95,6 +95,10 @@ class Worker:
     def call(self, *waiting: CacheSequence) -> None:
         """All calls that are due, for these waiting sequences among others."""
         self.now += 1.0
+        self.call_now(*waiting)
+
+    def call_now(self, *waiting: CacheSequence) -> None:
+        """Those that need no time to pass."""
         while (call := self.cache.next_call(lambda: waiting, self.now)) is not None:
             self.cache.on_reply(call, self.execute(call.request), self.now)
 

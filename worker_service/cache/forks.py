@@ -165,6 +165,12 @@ def drop_copies(state: CacheState, child: CacheSequence) -> None:
     state.copies_due = [copying for copying in state.copies_due if copying.fork is not child]
 
 
+def blocks_to_copy(state: CacheState, group: int) -> set[int]:
+    """Blocks of a group from or to which a step has yet to copy."""
+    copies = (copy for copying in (*state.copies_due, *state.copies_made) for copy in copying.copies)
+    return {block for copy in copies if copy.group == group for block in (copy.source, copy.target)}
+
+
 def _end(copying: Copying) -> None:
     copying.source.num_copies -= 1
     copying.fork.num_copies -= 1

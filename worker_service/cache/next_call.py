@@ -152,7 +152,7 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
     if state.forks and now >= state.forks_retry_at and forks.is_pressing(state):
         ending = [parent for parent in forks.behind(state) if parent.state is SequenceState.ENDING]
     wants_blocks = _wants_refill(state, targets) or _has_idle_surplus(state, targets)
-    if not (ending or _is_due(state, now) or wants_blocks):
+    if not (ending or _is_due(state, now) or wants_blocks or _makes_room_for_a_fork(state, targets)):
         return None
     size = state.settings.block_size
     unreported = ending + [
@@ -186,6 +186,21 @@ def _wants_refill(state: CacheState, targets: list[int]) -> bool:
         return True
     # At most one block per sequence is due: cheaper to compare first.
     return num_spare < (target + 1) // 2 or (num_spare < len(state.sequences) and num_spare < state.num_blocks_due())
+
+
+def _makes_room_for_a_fork(state: CacheState, targets: list[int]) -> bool:
+    """Whether forks wait for blocks that sequences have released, and the manager does not know it. The sequences may wait for the
+    forks, so that no progress would have it stated."""
+    if not state.num_forks_to_come:
+        return False
+    live = [one for one in state.sequences.values() if one.state is SequenceState.LIVE and one.parent is None]
+    for group in state.scratch_groups:
+        if len(state.reserves[group]) < targets[group]:
+            copied = forks.blocks_to_copy(state, group)
+            scratches = (sequence.scratch[group] for sequence in live)
+            if any(scratch is not None and scratch.has_to_release(copied) for scratch in scratches):
+                return True
+    return False
 
 
 def _has_idle_surplus(state: CacheState, targets: list[int]) -> bool:
@@ -283,7 +298,7 @@ def _state_scratch(
         if scratch is None:
             statements.append(None)
             continue
-        statement, dropped = scratch.state(is_copied=sequence.num_copies > 0)
+        statement, dropped = scratch.state(forks.blocks_to_copy(state, group) if sequence.num_copies else ())
         statements.append(statement)
         if sequence.uses_blocks:
             for block in dropped:

@@ -13,7 +13,7 @@ What is not named is the sequence's scratch: the manager knows which blocks it i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
@@ -153,13 +153,17 @@ class Scratch(ABC):
         """Size of the statement."""
         return len(self._bound) + len(self._scratch) + len(self._released)
 
-    def state(self, *, is_copied: bool = False) -> tuple[Statement, list[int]]:
-        """What the next call states, and the blocks that this worker stops using with it. `is_copied`: a step has yet to copy
-        blocks for a fork, so none is released."""
-        if is_copied:
-            return Statement(tuple(self._bound), tuple(self._scratch)), []
-        dropped, self._to_drop = self._to_drop, []
-        return Statement(tuple(self._bound), tuple(self._scratch), tuple(self._released)), dropped
+    def has_to_release(self, copied: Container[int]) -> bool:
+        """Whether the next call can release blocks, with the same argument as `state`."""
+        return any(entry.block not in copied for entry in self._released)
+
+    def state(self, copied: Container[int] = ()) -> tuple[Statement, list[int]]:
+        """What the next call states, and the blocks that this worker stops using with it. `copied`: blocks that a step has yet to
+        copy for a fork, which are not released before."""
+        dropped = [block for block in self._to_drop if block not in copied]
+        self._to_drop = [block for block in self._to_drop if block in copied]
+        released = tuple([entry for entry in self._released if entry.block not in copied])
+        return Statement(tuple(self._bound), tuple(self._scratch), released), dropped
 
     def acknowledge(self, stated: Statement) -> None:
         """A call that stated this was executed."""
