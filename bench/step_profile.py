@@ -38,7 +38,7 @@ from kvpool.worker_service.model.placement import dtype_name
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
-from kvpool.worker_service.native.compiler import NoNativeLibrary, NumberType
+from kvpool.worker_service.native.cpu.compiler import NoNativeLibrary, NumberType
 
 MODEL: Final = "smollm2"
 

@@ -1,7 +1,7 @@
 """python -m scripts.native_builds [FOLDER]: compile the native step for other CPUs than this one, for an image or a wheel.
 
-Needs the Python package ziglang, which compiles for every CPU. FOLDER becomes that of kvpool.worker_service.native.prebuilt, and is
-that one if it is not given. Each file that this CPU can run is tried.
+Needs the Python package ziglang, which compiles for every CPU. FOLDER becomes that of
+kvpool.worker_service.native.cpu.prebuilt, and is that one if it is not given. Each file that this CPU can run is tried.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpool.worker_service.native import cpu_info
-from kvpool.worker_service.native.compiler import (
+from kvpool.worker_service.native.cpu import cpu_info
+from kvpool.worker_service.native.cpu.compiler import (
     Compiler,
     NoNativeLibrary,
     NumberType,
@@ -27,8 +27,8 @@ from kvpool.worker_service.native.compiler import (
     find_zig,
     source_digest,
 )
-from kvpool.worker_service.native.prebuilt import FOLDER, MANIFEST, Build, Manifest, write_manifest
-from kvpool.worker_service.native.trial import why_it_does_not_run
+from kvpool.worker_service.native.cpu.prebuilt import FOLDER, MANIFEST, Build, Manifest, write_manifest
+from kvpool.worker_service.native.cpu.trial import why_it_does_not_run
 
 _LIMIT_S = 900.0
 """Of one file: nothing waits for it, and the machine may have much else to build."""

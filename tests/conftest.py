@@ -90,7 +90,7 @@ def _has_cuda() -> bool:
 
 
 def _why_no_compiler() -> str | None:
-    from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
+    from kvpool.worker_service.native.cpu.compiler import NoNativeLibrary, find_compilers
 
     try:
         find_compilers()

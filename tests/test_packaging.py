@@ -59,7 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in REPOSITORY.iterdir():
         if file.is_file():
             shutil.copy(file, source)
-    prebuilt = source / "worker_service/native/builds"
+    prebuilt = source / "worker_service/native/cpu/builds"
     prebuilt.mkdir()
     for name in PREBUILT:
         (prebuilt / name).touch()
@@ -113,7 +113,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: set[str]) -> None:
 
 def test_prebuilt_steps_are_in_the_wheel_if_they_were_built(wheel: Path, names: set[str]) -> None:
     """One wheel for all machines: it has the files of each."""
-    assert {f"kvpool/worker_service/native/builds/{name}" for name in PREBUILT} <= names
+    assert {f"kvpool/worker_service/native/cpu/builds/{name}" for name in PREBUILT} <= names
     assert wheel.name.endswith("-py3-none-any.whl")
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvpool.worker_service.native import cpu_info
+from kvpool.worker_service.native.cpu import cpu_info
 from tests.compose.containers import MANAGER, SERVICES, WORKERS, Containers, address
 from tests.compose.project import NAME, TAG
 from tests.scrape import Scrape

@@ -20,7 +20,7 @@ from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError, Unsu
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.outline import outline_model
 from kvpool.worker_service.model.settings import ModelSettings
-from kvpool.worker_service.native import cpu_info
+from kvpool.worker_service.native.cpu import cpu_info
 from kvpool.worker_service.settings import WorkerSettings
 from tests.model.fresh_imports import FreshImports
 from tests.model.gguf_files import write_gguf

@@ -29,7 +29,7 @@ from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings, QuantizationName, RuntimeName
-from kvpool.worker_service.native.weights import PackedModel
+from kvpool.worker_service.native.cpu.weights import PackedModel
 from scripts.models.subjects import default_config
 from scripts.models.trial import save
 from tests.model.paged import GREEDY, load

@@ -15,9 +15,8 @@ from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.errors import NotNative
 from kvpool.worker_service.model.native.recognition import describe
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from kvpool.worker_service.native.build_cache import compiled_library
-from kvpool.worker_service.native.description import ModelDescription
-from kvpool.worker_service.native.library import Activation
+from kvpool.worker_service.native.cpu.build_cache import compiled_library
+from kvpool.worker_service.native.description import Activation, ModelDescription
 from scripts.models.subjects import default_config
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.

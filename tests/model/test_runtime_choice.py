@@ -28,10 +28,10 @@ from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.timing import Measure, StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from kvpool.worker_service.native import cpu_info
-from kvpool.worker_service.native.compiler import NumberType
-from kvpool.worker_service.native.selection import select_library
-from kvpool.worker_service.native.weights import PackedModel
+from kvpool.worker_service.native.cpu import cpu_info
+from kvpool.worker_service.native.cpu.compiler import NumberType
+from kvpool.worker_service.native.cpu.selection import select_library
+from kvpool.worker_service.native.cpu.weights import PackedModel
 from tests.model.paged import GREEDY
 from tests.tiny_models import build_model, make_tiny_model
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from kvpool.worker_service.native import build_cache, prebuilt
-from kvpool.worker_service.native.build_cache import compiled_library
-from kvpool.worker_service.native.compiler import NumberType
-from kvpool.worker_service.native.trial import why_it_does_not_run
+from kvpool.worker_service.native.cpu import build_cache, prebuilt
+from kvpool.worker_service.native.cpu.build_cache import compiled_library
+from kvpool.worker_service.native.cpu.compiler import NumberType
+from kvpool.worker_service.native.cpu.trial import why_it_does_not_run
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.native import build_cache, build_lock, compiler, cpu_info
-from kvpool.worker_service.native.build_cache import compiled_library
-from kvpool.worker_service.native.compiler import NoNativeLibrary, find_compilers
-from kvpool.worker_service.native.library import open_library
+from kvpool.worker_service.native.cpu import build_cache, build_lock, compiler, cpu_info
+from kvpool.worker_service.native.cpu.build_cache import compiled_library
+from kvpool.worker_service.native.cpu.compiler import NoNativeLibrary, find_compilers
+from kvpool.worker_service.native.cpu.library import open_library
 from tests.native.fake_compiler import FakeCompiler
 from tests.until import until
 
@@ -333,7 +333,7 @@ def test_what_killed_processes_left_is_removed_and_the_work_of_others_is_not(
 
 
 IN_A_PROCESS = (
-    "import sys, pathlib; from kvpool.worker_service.native.build_cache import compiled_library;"
+    "import sys, pathlib; from kvpool.worker_service.native.cpu.build_cache import compiled_library;"
     "print(compiled_library('float32', pathlib.Path(sys.argv[1]), lambda line: print(line, file=sys.stderr)).path)"
 )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.native import cpu_info
+from kvpool.worker_service.native.cpu import cpu_info
 
 X86 = "processor\t: {n}\nflags\t\t: fpu avx2 avx512f avx512_bf16 {more}\n\n"
 ARM = "processor\t: {n}\nFeatures\t: fp asimd {more}\n\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.native import cpu_info
-from kvpool.worker_service.native.compiler import SOURCE_DIR, Compiler, NumberType, find_compilers, run_command
+from kvpool.worker_service.native.cpu import cpu_info
+from kvpool.worker_service.native.cpu.compiler import SOURCE_DIR, Compiler, NumberType, find_compilers, run_command
 from scripts.native_builds import X86_64_V3, X86_64_V4
 
 pytestmark = pytest.mark.compiler

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.worker_service.native import compiler, cpu_info, prebuilt
-from kvpool.worker_service.native.compiler import Compiler, NoNativeLibrary, find_zig
-from kvpool.worker_service.native.prebuilt import MANIFEST, Build, read_manifest, write_manifest
-from kvpool.worker_service.native.selection import select_library
+from kvpool.worker_service.native.cpu import compiler, cpu_info, prebuilt
+from kvpool.worker_service.native.cpu.compiler import Compiler, NoNativeLibrary, find_zig
+from kvpool.worker_service.native.cpu.prebuilt import MANIFEST, Build, read_manifest, write_manifest
+from kvpool.worker_service.native.cpu.selection import select_library
 from scripts.native_builds import AARCH64, TARGETS, X86_64_V3, X86_64_V4_AMX, Target, build
 from tests.native.fake_compiler import FakeCompiler
 from tests.native.test_tile_registers import TILE_PRODUCT

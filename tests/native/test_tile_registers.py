@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.native.compiler import compile_step, find_compilers
-from kvpool.worker_service.native.trial import why_it_does_not_run
+from kvpool.worker_service.native.cpu.compiler import compile_step, find_compilers
+from kvpool.worker_service.native.cpu.trial import why_it_does_not_run
 from scripts.native_builds import X86_64_V4_AMX
 
 TILE_PRODUCT = bytes.fromhex("c4e24a5cc4")

@@ -1,14 +1,23 @@
-"""What the native step needs to know of a model: sizes, norms, and where the weights are."""
+"""What a native step needs to know of a model: sizes, norms, and where the weights are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from .library import Activation
+
+class Activation(IntEnum):
+    """Of the MLP. The numbers are those of cpu/csrc/step.h."""
+
+    silu = 0
+    gelu_tanh = 1
+    gelu = 2
+    relu = 3
+    relu_squared = 4
 
 
 class Rows(NamedTuple):

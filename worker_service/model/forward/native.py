@@ -11,8 +11,8 @@ import torch
 from ...attention.backend import AttentionBackend
 from ...attention.packing import Packing
 from ...engine.step import StateBlocks
-from ...native.program import OutOfMemory, Program
-from ...native.weights import PackedModel
+from ...native.cpu.program import OutOfMemory, Program
+from ...native.cpu.weights import PackedModel
 from ..errors import ModelError
 from .contract import Forward, Selected
 from .kv_cache import KVCache

@@ -12,7 +12,7 @@ from ...attention.invariance import Finding
 from ...attention.selection import find_invariance
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks
-from ...native.program import PARTITION
+from ...native.cpu.program import PARTITION
 from ..facts import BatchInvariance
 from ..forward.contract import Runtime
 from ..forward.encoder_decoder import EncoderDecoderRuntime

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from ...native import cpu_info
-from ...native.compiler import NumberType, source_digest
-from ...native.library import Library
+from ...native.cpu import cpu_info
+from ...native.cpu.compiler import NumberType, source_digest
+from ...native.cpu.library import Library
 from ..forward.contract import Runtime
 from ..forward.layers import AttentionLayer
 from ..placement import dtype_name

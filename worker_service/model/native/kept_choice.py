@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...native.trusted_folder import NotTrusted, folder_of_steps, read_trusted, trusted_folder
+from ...native.cpu.trusted_folder import NotTrusted, folder_of_steps, read_trusted, trusted_folder
 from ..source.cache_dir import write_atomically
 from .timing import StepSeconds
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ...native.compiler import NoNativeLibrary
-from ...native.library import Library
-from ...native.program import OutOfMemory
-from ...native.selection import select_library
-from ...native.weights import PackedModel
+from ...native.cpu.compiler import NoNativeLibrary
+from ...native.cpu.library import Library
+from ...native.cpu.program import OutOfMemory
+from ...native.cpu.selection import select_library
+from ...native.cpu.weights import PackedModel
 from ..control_groups import cpu_quota
 from ..errors import ModelError
 from ..forward.layers import AttentionLayer, find_attention_layers

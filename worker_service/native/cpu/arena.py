@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..huge_pages import zero_pages
+from ...huge_pages import zero_pages
 
 _CHUNK = 64 << 20
 """Bytes mapped at a time; what is not used takes no memory."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..description import LayerDescription, ModelDescription, NormDescription, Rows
 from .arena import Arena
-from .description import LayerDescription, ModelDescription, NormDescription, Rows
 from .library import Layer, Library, Linear, Norm, Sizes
 from .quantization import quantize
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..attention.layer import KVLayer
-from ..attention.packing import Packing
-from ..attention.shared_prefix import SharedPrefix
+from ...attention.layer import KVLayer
+from ...attention.packing import Packing
+from ...attention.shared_prefix import SharedPrefix
 from .library import Group, Layer, Sizes, StepArguments
 from .weights import PackedModel
 

@@ -6,23 +6,12 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 
 class LibraryMismatch(RuntimeError):
     """The file was not built from this step.h."""
-
-
-class Activation(IntEnum):
-    """Of the MLP."""
-
-    silu = 0
-    gelu_tanh = 1
-    gelu = 2
-    relu = 3
-    relu_squared = 4
 
 
 class Linear(Structure):
