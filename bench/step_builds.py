@@ -2,8 +2,8 @@
 
 python -m bench.step_builds [--dtype bfloat16] [--quantize int8] [--runs N] [--json] FILE FILE …
 
-A file is one of `python -m scripts.native_builds FOLDER`, or one that a worker compiled, in ~/.cache/kvpool/native. All have the
-number type --dtype and vectors of one width, so that one copy of the weights and of the KV serves them. They run in turn.
+A file is one of worker_service/native/cpu/builds, or a copy of one that another compiler or source has made. All have the number
+type --dtype and vectors of one width, so that one copy of the weights and of the KV serves them. They run in turn.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 
 from bench.floors import ModelSizes
-from bench.machine_speed import measure_speed
+from bench.machine_speed import CannotMeasure, measure_speed
 from bench.neighbours import next_to_programs, show_next_to
 from bench.report import command_line, facts, print_table, progress, report_as
 from bench.steps import BLOCK_SIZE, CASES, MEMORY, step
@@ -38,7 +38,7 @@ from kvpool.worker_service.model.placement import dtype_name
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
-from kvpool.worker_service.native.cpu.compiler import NoNativeLibrary, NumberType
+from kvpool.worker_service.native.cpu.targets import NumberType
 
 MODEL: Final = "smollm2"
 
@@ -118,7 +118,7 @@ def _profiles(loaded: LoadedModel, num_threads: int, runs: int, has_floors: bool
     sizes = ModelSizes.of_folder(resolve_model(MODEL, default_cache_dir(), progress).path, dtype)
     try:
         speed = measure_speed(dtype, num_threads)
-    except NoNativeLibrary as error:
+    except CannotMeasure as error:
         progress(f"no floors: {error}")
         return found
     progress(f"with {num_threads} threads this machine {speed}")

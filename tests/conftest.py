@@ -1,5 +1,5 @@
-"""For all tests: those that need a GPU, a C compiler or zig are left out where there is none. The summary has their number, and the
-time of each part."""
+"""For all tests: those that need a GPU, the native step, a C compiler or zig are left out where there is none. The summary has
+their number, and the time of each part."""
 
 from __future__ import annotations
 
@@ -89,14 +89,24 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _why_no_compiler() -> str | None:
-    from kvpool.worker_service.native.cpu.compiler import NoNativeLibrary, find_compilers
+def _why_no_native_step() -> str | None:
+    from kvpool.worker_service.native.cpu.selection import NoNativeStep, load_step
 
     try:
-        find_compilers()
-    except NoNativeLibrary as error:
+        load_step("float32", print), load_step("bfloat16", print)
+    except NoNativeStep as error:
         return str(error)
     return None
+
+
+def _why_no_compiler() -> str | None:
+    from kvpool.worker_service.native.cpu.targets import find_compiler
+
+    return "there is no C compiler" if find_compiler() is None else None
+
+
+def _why_no_zig() -> str | None:
+    return "there is no Python package ziglang" if importlib.util.find_spec("ziglang") is None else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,7 +117,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is marked `gpu`, `zig` or `compiler`, or uses a compiled step, on a machine without one."""
+    """Deselect what is marked `gpu`, `native`, `compiler` or `zig` on a machine without one."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     for file in {item.path for item in on_gpu}:
         if not _has_gpu_tests(file):
@@ -116,17 +126,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
     if on_gpu and not _has_cuda():
         left_out.leave_out(config, items, on_gpu, "GPU tests were left out: torch finds no CUDA device here")
-    cross_compiled = [item for item in items if item.get_closest_marker("zig")]
-    if cross_compiled and importlib.util.find_spec("ziglang") is None:
-        no_zig = "tests of compiling for other CPUs were left out: there is no Python package ziglang"
-        left_out.leave_out(config, items, cross_compiled, no_zig)
-    compiled = [
-        item
-        for item in items
-        if item.get_closest_marker("compiler") or "step_file" in getattr(item, "fixturenames", ())
-    ]
-    if compiled and (why := _why_no_compiler()):
-        left_out.leave_out(config, items, compiled, f"tests of the compiled step were left out: {why}")
+    for mark, found_by, what in (
+        ("native", _why_no_native_step, "tests of the native step were left out"),
+        ("compiler", _why_no_compiler, "tests that compile were left out"),
+        ("zig", _why_no_zig, "tests of compiling for other CPUs were left out"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and (why := found_by()):
+            left_out.leave_out(config, items, marked, f"{what}: {why}")
 
 
 @pytest.hookimpl(tryfirst=True)

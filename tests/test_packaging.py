@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import email
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -12,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kvpool.worker_service.native.cpu.targets import TARGETS
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +31,7 @@ PACKAGES = {
     "kvpool/client": "client",
     "kvpool/gateway": "gateway",
 }
-PREBUILT = ("manifest.json", "x86-64-v3-float32.so")
+BUILDS = "kvpool/worker_service/native/cpu/builds/"
 # Nothing of these may be needed before a model is loaded.
 TENSOR_SIDE = ("accelerate", "gguf", "huggingface_hub", "safetensors", "torch", "transformers")
 FORBID = f"""
@@ -42,16 +46,19 @@ sys.meta_path.insert(0, Forbidden())
 """
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
+def run(*command: str | Path, cwd: Path | None = None, variables: dict[str, str] | None = None) -> str:
     """Run a command to its good end; returns what it printed."""
-    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, so that the checkout stays clean and leftovers in it do not get in."""
+    """Built from a copy of the sources, so that the checkout stays clean and leftovers in it do not get in; the native step by a
+    compiler that writes empty files."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "builds")
     for name in SOURCES:
@@ -59,11 +66,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in REPOSITORY.iterdir():
         if file.is_file():
             shutil.copy(file, source)
-    prebuilt = source / "worker_service/native/cpu/builds"
-    prebuilt.mkdir()
-    for name in PREBUILT:
-        (prebuilt / name).touch()
-    log = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source)
+    (source / "worker_service/native/cpu/builds").mkdir()
+    (source / "worker_service/native/cpu/builds/old.so").touch()
+    compiler = target / "cc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    variables = {**os.environ, "CC": str(compiler), "KVPOOL_NATIVE": "required"}
+    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source)
+    log = run(*build, variables=variables)
     assert "is absent from the `packages` configuration" not in log, "it takes folders of data for packages"
     (built,) = target.glob("*.whl")
     return built
@@ -104,17 +114,20 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: set[str]) -> None:
         root = REPOSITORY / folder
         files = {
             f"{package}/{path.relative_to(root).as_posix()}"
-            for pattern in ("*.py", "*.pyi", "*.proto", "py.typed", "*.c", "*.h")
+            for pattern in ("*.py", "*.pyi", "*.proto", "py.typed")
             for path in root.rglob(pattern)
         }
         assert files <= names, sorted(files - names)
     assert not [name for name in names if "__pycache__" in name or "test" in name]
 
 
-def test_prebuilt_steps_are_in_the_wheel_if_they_were_built(wheel: Path, names: set[str]) -> None:
-    """One wheel for all machines: it has the files of each."""
-    assert {f"kvpool/worker_service/native/cpu/builds/{name}" for name in PREBUILT} <= names
-    assert wheel.name.endswith("-py3-none-any.whl")
+def test_the_native_step_is_in_the_wheel(wheel: Path, names: set[str]) -> None:
+    """All builds for this kind of machine and no source; for every version of Python, since only ctypes opens them."""
+    machine = platform.machine()
+    wanted = {one.file_name(kind) for one in TARGETS if one.machine == machine for kind in one.number_types}
+    assert {name.removeprefix(BUILDS) for name in names if name.startswith(BUILDS)} == wanted
+    assert not [name for name in names if name.endswith((".c", ".h"))]
+    assert wheel.name.endswith(f"-py3-none-linux_{machine}.whl")
 
 
 def test_the_types_come_along(names: set[str]) -> None:

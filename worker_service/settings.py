@@ -136,7 +136,7 @@ class WorkerSettings(ServerSettings):
     )
     runtime: RuntimeName = Field(
         "auto",
-        description="What computes a step on a CPU. native: C of our own, compiled at the first start, for the models that it "
+        description="What computes a step on a CPU. native: C of our own, if it was built, for the models that it "
         "recognises; torch: transformers' modules; auto: native if it computes what they do, else torch. If only torch uses the "
         "CPU's matrix unit, auto is the faster of the two: the first start times both.",
     )

@@ -16,7 +16,6 @@ from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, Completion, GenerateOptions
 from kvpool.v1 import cache_pb2
-from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.server import WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.polling import eventually
@@ -101,7 +100,7 @@ async def in_process_cluster(model: Path, folder: Path, **settings: Any) -> Asyn
                         "model": str(model),
                         "dtype": "float32",
                         "device": "cpu",
-                        "cache_dir": default_cache_dir(),  # where the native step is compiled once
+                        "cache_dir": folder / "cache",
                         "state_dir": folder / "state-worker",
                         "block_size": 4,
                         "num_blocks": 129,

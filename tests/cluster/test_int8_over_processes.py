@@ -24,7 +24,7 @@ from tests.tiny_models import TinyModel
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.compiler,
+    pytest.mark.native,
 ]
 
 NUM_TOKENS = 24

@@ -78,7 +78,7 @@ async def test_a_worker_runs_the_step_that_its_image_carries(worker: str, contai
     if not cpu_info.flags() & {"avx2", "asimd"}:
         pytest.skip("the image carries steps for x86-64 with AVX2 and for aarch64; this CPU is another")
     (runtime,) = set(re.findall(r"runtime: (.*?)[;)]", await containers.log(worker)))
-    assert re.fullmatch(r"native \([\w-]+, float32, prebuilt for [\w+-]+, 1 threads", runtime), runtime
+    assert re.fullmatch(r"native \([\w-]+, float32, built for [\w+-]+, 1 threads", runtime), runtime
 
 
 @pytest.mark.parametrize("service", SERVICES)

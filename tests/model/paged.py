@@ -58,7 +58,7 @@ class Place(NamedTuple):
         """What it needs of the machine."""
         if self.device != "cpu":
             return [pytest.mark.gpu]
-        return [pytest.mark.compiler] if self.backend == "native" else []
+        return [pytest.mark.native] if self.backend == "native" else []
 
     def __str__(self) -> str:
         return f"{self.device}-{self.backend}"
@@ -89,8 +89,7 @@ def load(
         dtype="float32",
         device=device,
         max_model_len=max_model_len,
-        # The native step is compiled once for all tests.
-        cache_dir=None if runtime == "native" else cache_dir or folder / "cache",
+        cache_dir=cache_dir or folder / "cache",
         runtime=runtime,
         block_size=BLOCK_SIZE,
         num_threads=NUM_THREADS,

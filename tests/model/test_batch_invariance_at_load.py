@@ -127,7 +127,7 @@ def of_bfloat16(folder: Path, runtime: RuntimeName) -> BatchInvariance:
     return found(load_model(ModelSettings(str(path), "bfloat16", "cpu", runtime=runtime, num_threads=1), quiet))
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 def test_natively_it_is_promised_in_bfloat16_too(tmp_path: Path) -> None:
     said = of_bfloat16(tmp_path, "native")
     assert said.is_promised

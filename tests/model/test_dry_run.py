@@ -80,13 +80,13 @@ def rows(text: str) -> dict[str, str]:
 def test_the_runtime_that_a_start_is_expected_to_choose(
     changes: dict[str, Any], flag: str | None, expected: str, config_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without timing: a dry run compiles nothing and reads no weights."""
+    """Without timing: a dry run reads no weights."""
     monkeypatch.setattr(cpu_info, "matrix_unit", lambda number_type: flag if number_type == "bfloat16" else None)
     wanted = WorkerSettings(
         model=str(config_only), device="cpu", cache_dir=config_only / "cache", **{"dtype": "bfloat16", **changes}
     ).model_settings()
     assert outline_model(find_candidate(wanted, quiet), wanted).runtime == expected
-    assert not (config_only / "cache" / "native").exists()
+    assert not (config_only / "cache" / "runtimes").exists()
 
 
 def test_a_config_is_enough(config_only: Path) -> None:

@@ -29,6 +29,7 @@ from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings, QuantizationName, RuntimeName
+from kvpool.worker_service.native.cpu import selection
 from kvpool.worker_service.native.cpu.weights import PackedModel
 from scripts.models.subjects import default_config
 from scripts.models.trial import save
@@ -36,7 +37,7 @@ from tests.model.paged import GREEDY, load
 from tests.model.truth.dense import NATIVE_ARCHITECTURES
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
 
-pytestmark = pytest.mark.compiler
+pytestmark = pytest.mark.native
 
 CPU = torch.device("cpu")
 LENGTH = 400
@@ -133,14 +134,17 @@ def test_the_text_model_of_a_composite_one_runs_natively(tmp_path: Path) -> None
     assert isinstance(load(tmp_path, max_model_len=128, runtime="native").runtime, NativeRuntime)
 
 
-def test_without_a_compiler_torch_serves_and_says_so(
+def test_where_the_step_was_not_built_torch_serves_and_says_what_to_do(
     llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setattr(selection, "BUILDS", tmp_path)
     lines: list[str] = []
     settings = ModelSettings(str(llama), "float32", "cpu", cache_dir=tmp_path, num_threads=1)
     assert isinstance(load_model(settings, lines.append).runtime, ModulesRuntime)
-    assert [line for line in lines if line.startswith("runtime: torch; not native: ") and "no-such-compiler" in line]
+    assert (
+        "runtime: torch; not native: The native step was not built: run `make native`, or install kvpool again, "
+        "with a C compiler."
+    ) in lines
 
 
 def test_weights_are_held_once(llama: Path) -> None:

@@ -14,8 +14,7 @@ from kvpool.worker_service.model.guard.tiny_replica import build_replica
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.errors import NotNative
 from kvpool.worker_service.model.native.recognition import describe
-from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from kvpool.worker_service.native.cpu.build_cache import compiled_library
+from kvpool.worker_service.native.cpu.selection import load_step
 from kvpool.worker_service.native.description import Activation, ModelDescription
 from scripts.models.subjects import default_config
 
@@ -71,7 +70,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 @pytest.mark.parametrize("name", KINDS)
 def test_a_recognised_model_computes_what_transformers_computes(name: str) -> None:
     """The check at load, of a small model with the published one's rules."""
@@ -79,7 +78,7 @@ def test_a_recognised_model_computes_what_transformers_computes(name: str) -> No
     config = default_config(kind)
     for field, value in fields.items():
         setattr(config, field, value)
-    native_load._check_replica(config, compiled_library("float32", default_cache_dir(), print), LENGTH)
+    native_load._check_replica(config, load_step("float32", print), LENGTH)
 
 
 @pytest.mark.parametrize(

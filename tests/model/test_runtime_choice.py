@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,10 +26,7 @@ from kvpool.worker_service.model.native import kept_choice
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.timing import Measure, StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import ModelSettings
-from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.native.cpu import cpu_info
-from kvpool.worker_service.native.cpu.compiler import NumberType
-from kvpool.worker_service.native.cpu.selection import select_library
 from kvpool.worker_service.native.cpu.weights import PackedModel
 from tests.model.paged import GREEDY
 from tests.tiny_models import build_model, make_tiny_model
@@ -65,7 +61,7 @@ class Stopwatch:
 
 
 class Worker:
-    """Starts of a worker with one cache folder, on a CPU with AMX and with a step that was compiled without."""
+    """Starts of a worker with one cache folder, on a CPU with AMX and with a step that does not use it."""
 
     def __init__(self, model: Path, cache_dir: Path) -> None:
         self.settings = ModelSettings(str(model), "bfloat16", "cpu", cache_dir=cache_dir, num_threads=1)
@@ -89,7 +85,7 @@ class Worker:
     @property
     def kept(self) -> list[Path]:
         assert self.settings.cache_dir is not None
-        return list((self.settings.cache_dir / "native").glob("choice-*"))
+        return list((self.settings.cache_dir / "runtimes").glob("*"))
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +93,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path
 
 
-@pytest.fixture(scope="module")
-def step_files() -> list[Path]:
-    """In the user's cache folder, where all tests share them; or prebuilt."""
-    types: list[NumberType] = ["float32", "bfloat16"]
-    return [select_library(number_type, default_cache_dir(), print).path for number_type in types]
-
-
 @pytest.fixture
-def worker(llama: Path, step_files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    folder = tmp_path / "cache" / "native"
-    folder.mkdir(mode=0o700, parents=True)
-    for file in step_files:
-        shutil.copy2(file, folder)
+def worker(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     have_matrix_unit("amx_bf16", monkeypatch)
     have_tiles(False, monkeypatch)
-    return Worker(llama, folder.parent)
+    return Worker(llama, tmp_path / "cache")
 
 
 def have_matrix_unit(flag: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +110,7 @@ def have_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_load, "_library", lambda *rest: replace(select(*rest), has_tiles=has_tiles))
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("native", "kind", "shown"),
     [
@@ -202,7 +187,7 @@ def token(loaded: LoadedModel) -> int:
     return result.token.token_id
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 @pytest.mark.parametrize("changes", [{"num_threads": 2}, {"max_num_seqs": 8, "model": "another"}], ids=str)
 def test_what_the_choice_depends_on_is_timed_again(changes: dict[str, Any], worker: Worker, tmp_path: Path) -> None:
     worker.start(Stopwatch(SLOW, FAST_PREFILL))
@@ -220,7 +205,7 @@ def test_what_the_choice_depends_on_is_timed_again(changes: dict[str, Any], work
     assert isinstance(worker.restart().runtime, ModulesRuntime)
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("changes", "flag", "has_tiles"),
     [
@@ -247,7 +232,7 @@ def test_nothing_is_timed_where_there_is_nothing_to_choose(
     assert len(models) == 1
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 def test_a_model_that_is_not_native_is_not_timed(worker: Worker, tmp_path: Path) -> None:
     stopwatch = Stopwatch(SLOW, FAST_PREFILL)
     path = make_tiny_model("gpt_oss", tmp_path / "gpt_oss").path
@@ -255,7 +240,7 @@ def test_a_model_that_is_not_native_is_not_timed(worker: Worker, tmp_path: Path)
     assert stopwatch.timed == []
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 @pytest.mark.parametrize("fails", ["native", "torch"])
 def test_a_runtime_that_cannot_be_timed_leaves_the_native_one(
     fails: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
@@ -277,7 +262,7 @@ def test_a_runtime_that_cannot_be_timed_leaves_the_native_one(
     assert len(models) == (1 if fails == "native" else 3)
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 def test_a_model_that_torch_cannot_serve_is_native(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(*_: Any) -> Any:
         raise ModelError("its logits differ")
@@ -289,7 +274,7 @@ def test_a_model_that_torch_cannot_serve_is_native(worker: Worker, monkeypatch: 
     assert worker.kept == []
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 def test_a_choice_that_cannot_be_kept_is_made_at_each_start(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(path: Path, content: bytes) -> None:
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
@@ -303,7 +288,7 @@ def test_a_choice_that_cannot_be_kept_is_made_at_each_start(worker: Worker, monk
         assert line.endswith(" cannot be written: Read-only file system. Give another --cache-dir, or mend this one")
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 def test_a_choice_that_another_worker_has_kept_meanwhile_comes_first(worker: Worker, tmp_path: Path) -> None:
     """Workers that start together make one choice, so that each makes it again after a restart."""
     other = Worker(Path(worker.settings.model), worker.settings.cache_dir)  # type: ignore[arg-type]
@@ -318,7 +303,7 @@ def test_a_choice_that_another_worker_has_kept_meanwhile_comes_first(worker: Wor
     assert worker.line("runtime: native; not torch: ").endswith(f"another worker's choice, kept in {worker.kept[0]}")
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 def test_a_real_choice_is_kept(worker: Worker) -> None:
     """Timed by the clock, so either runtime may be the faster one here."""
     first = worker.start(measure_runtime)

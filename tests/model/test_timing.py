@@ -56,7 +56,7 @@ def test_a_workload_is_a_prefill_for_each_request_and_decodes_for_all_together()
     )
 
 
-@pytest.mark.parametrize("runtime", [pytest.param("native", marks=pytest.mark.compiler), "torch"])
+@pytest.mark.parametrize("runtime", [pytest.param("native", marks=pytest.mark.native), "torch"])
 @pytest.mark.parametrize(("block_size", "prompt_tokens"), [(4, 32), (16, 27), (16, 1)])
 def test_the_fastest_run_of_each_step_counts(
     runtime: RuntimeName, block_size: int, prompt_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

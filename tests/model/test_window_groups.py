@@ -63,8 +63,8 @@ def ways() -> Iterator[Bits]:
 @pytest.mark.parametrize(
     ("runtime", "dtype"),
     [
-        pytest.param("native", "float32", marks=pytest.mark.compiler),
-        pytest.param("native", "bfloat16", marks=pytest.mark.compiler),
+        pytest.param("native", "float32", marks=pytest.mark.native),
+        pytest.param("native", "bfloat16", marks=pytest.mark.native),
         pytest.param("torch", "float32", marks=NEEDS_PACKING),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_text_has_the_same_bits_with_and_without_the_blocks_before_its_window(
     assert num_turned > 4, "no ring turned"
 
 
-@pytest.mark.compiler
+@pytest.mark.native
 def test_native_threads_share_a_long_window(tmp_path: Path) -> None:
     """Few decodes are split into partitions among threads, and those before the window are left out."""
     loaded = open_model(make_gemma3(tmp_path, 100), "float32", "native")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,17 +34,22 @@ def copy(source: Path, target: Path) -> None:
     half_written = shutil.ignore_patterns("*.pyc.*")
     for name in NEEDED:
         shutil.copytree(source / name, target / name, symlinks=True, copy_function=_link, ignore=half_written)
-    shutil.copy2(source / "pyproject.toml", target / "pyproject.toml")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy2(source / name, target / name)
 
 
 def mutate(mutant: Mutant, root: Path) -> None:
-    """Make the mistake in a copy. Raises PatchError."""
-    for name, text in mutated(mutant, root).items():
+    """Make the mistake in a copy. Raises PatchError. C that does not compile gets no verdict: the tests of it are left out."""
+    texts = mutated(mutant, root)
+    for name, text in texts.items():
         path = root / name
         path.unlink()  # a hard link: what it is linked to must stay as it is
         path.write_text(text, encoding="utf-8")
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
+    if any(name.endswith((".c", ".h")) for name in texts):
+        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -58,7 +64,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def modules(paths: list[str]) -> list[str]:
-    """The names under which files of Python are imported; those in C are compiled by the tests."""
+    """The names under which files of Python are imported; those in C are compiled."""
     python = [path.removeprefix("common/kvpool/") for path in paths if path.endswith(".py")]
     return [f"kvpool.{path.removesuffix('.py').replace('/', '.')}" for path in python]
 

@@ -126,7 +126,6 @@ class RuntimeLoader:
                 self.device,
                 self.lengths.max_model_len,
                 settings.block_size,
-                self.cache_dir,
                 self.progress,
                 settings.quantize == "int8",
                 None if comparison is None else comparison.follow_kept,

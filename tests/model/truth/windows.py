@@ -151,5 +151,5 @@ def subjects() -> Iterator[Any]:
     """Every architecture with the backends that compute its windows in a way of their own."""
     for architecture, backends in BACKENDS.items():
         for backend in backends:
-            marks = [pytest.mark.compiler] if backend == "native" else []
+            marks = [pytest.mark.native] if backend == "native" else []
             yield pytest.param((make, architecture, backend), id=f"{architecture}-{backend}", marks=marks)

@@ -1,7 +1,8 @@
 """`--runtime auto` where torch may be faster than the native step: both are timed once, and the choice is kept.
 
 Where the step uses the fastest instructions of the CPU, it is faster than torch, and nothing is timed. But a CPU may have a unit
-that multiplies matrices, which torch uses and the step does not, because its compiler or its prebuilt file does not. Then torch
+that multiplies matrices, which torch uses and the step does not, because Linux refuses it, or there was no compiler for
+it. Then torch
 computes prompts in a fraction of the time, and the step may still be ahead in decodes, which read more than they multiply.
 """
 
@@ -16,8 +17,8 @@ from pathlib import Path
 import torch
 
 from ...native.cpu import cpu_info
-from ...native.cpu.compiler import NumberType, source_digest
 from ...native.cpu.library import Library
+from ...native.cpu.targets import NumberType
 from ..forward.contract import Runtime
 from ..forward.layers import AttentionLayer
 from ..placement import dtype_name
@@ -107,7 +108,7 @@ class Comparison:
             "block_size": self.block_size,
             **self.workload._asdict(),
             "step": library.path.name,
-            "source": source_digest(),
+            "build": hashlib.sha256(library.path.read_bytes()).hexdigest(),
             "torch": str(torch.__version__),
             "cpu": cpu,
             "native_threads": num_threads(),
@@ -124,7 +125,7 @@ def expected_runtime(
     is_recurrent: bool = False,
     has_encoder: bool = False,
 ) -> str:
-    """What a start can be expected to choose, without a compiled step and weights: for a user. is_recurrent: some layers are."""
+    """What a start can be expected to choose, without a step and weights: for a user. is_recurrent: some layers are."""
     if device.type != "cpu" or settings.runtime == "torch":
         return "torch"
     if settings.runtime == "native" or settings.quantize != "none":

@@ -1,4 +1,4 @@
-"""Which runtime was faster, kept in the folder of the compiled step, so that the next start makes the same choice."""
+"""Which runtime was faster, kept in the cache folder, so that the next start makes the same choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...native.cpu.trusted_folder import NotTrusted, folder_of_steps, read_trusted, trusted_folder
 from ..source.cache_dir import write_atomically
 from .timing import StepSeconds
 
@@ -39,15 +38,13 @@ class ChoiceFile:
     @property
     def path(self) -> Path:
         digest = hashlib.sha256(json.dumps(dict(self.key), sort_keys=True).encode()).hexdigest()
-        return folder_of_steps(self.cache_dir) / f"choice-{digest[:32]}.json"
+        return self.cache_dir / "runtimes" / f"{digest[:32]}.json"
 
     def read(self) -> Choice | None:
-        """The kept choice; None if there is none that is whole and that only this user can have written."""
+        """The kept choice; None if there is none that is whole."""
         try:
-            trusted_folder(self.cache_dir)
-            content = read_trusted(self.path)
-            found = None if content is None else json.loads(content)
-        except (NotTrusted, OSError, ValueError, RecursionError):
+            found = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
             return None
         return _choice(found) if isinstance(found, dict) and found.get("key") == self.key else None
 
@@ -60,10 +57,7 @@ class ChoiceFile:
             "torch": choice.torch._asdict(),
         }
         try:
-            trusted_folder(self.cache_dir)
             write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())
-        except NotTrusted as problem:
-            raise NotKept(str(problem)) from problem
         except OSError as error:
             raise NotKept(f"{self.path} cannot be written: {error.strerror}") from error
 

@@ -1,19 +1,17 @@
-"""From a transformers model to one that runs natively: described, compiled, packed and checked."""
+"""From a transformers model to one that runs natively: described, packed and checked."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...native.cpu.compiler import NoNativeLibrary
 from ...native.cpu.library import Library
 from ...native.cpu.program import OutOfMemory
-from ...native.cpu.selection import select_library
+from ...native.cpu.selection import NoNativeStep, load_step
 from ...native.cpu.weights import PackedModel
 from ..control_groups import cpu_quota
 from ..errors import ModelError
@@ -41,7 +39,6 @@ def try_native(
     device: torch.device,
     max_model_len: int,
     block_size: int,
-    cache_dir: Path,
     progress: Progress,
     is_quantized: bool = False,
     before_packing: Callable[[Library], None] | None = None,
@@ -62,11 +59,11 @@ def try_native(
     started = time.monotonic()
     with _reasons(NotNative):
         description = describe(model, layers, dtype, max_model_len)
-        library = _library(dtype, cache_dir, progress)
+        library = _library(dtype, progress)
         if before_packing is not None:
             before_packing(library)
         _check_sizes(library, layers, block_size)
-        _check_replica(config, _library(torch.float32, cache_dir, progress), max_model_len)
+        _check_replica(config, _library(torch.float32, progress), max_model_len)
         reference = Reference(model, device, max_model_len)
     with _reasons(NotNativeAfterAll):
         runtime = NativeRuntime(
@@ -97,10 +94,10 @@ def num_threads() -> int:
     return min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
 
 
-def _library(dtype: torch.dtype, cache_dir: Path, progress: Progress) -> Library:
+def _library(dtype: torch.dtype, progress: Progress) -> Library:
     try:
-        return select_library("bfloat16" if dtype == torch.bfloat16 else "float32", cache_dir, progress)
-    except NoNativeLibrary as error:
+        return load_step("bfloat16" if dtype == torch.bfloat16 else "float32", progress)
+    except NoNativeStep as error:
         raise NotNative(str(error)) from error
 
 

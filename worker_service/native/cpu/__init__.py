@@ -4,10 +4,10 @@
   after each; Q, K and V from separate or joint linear layers, with biases and norms; rotation of whole heads or a
   part; windows, soft caps; MLPs with or without a gate. Not known: mixtures of experts, attention sinks, latent
   attention, layers that share KV.
-* **Building** (`selection`): prebuilt files, with a manifest of digests and CPU flags, are tried in another process
-  (`trial`), the fastest first. If there is none, or `$CC` is set, the C is compiled at the first start and kept under
-  digests of source, CPU, flags and compiler (`build_cache`). Workers that start together compile once (`build_lock`).
-  With none of these torch serves.
+* **Building** (`targets`, setup.py): an installation compiles the C for every kind of CPU in the list, into `builds/`;
+  what its compiler cannot compile is left out. `selection` takes the fastest build that this CPU can run, by the
+  CPU's flags and, for AMX, Linux's permission. If there is none, or if it is older than its source, torch serves.
+  All CPUs for which a build is taken compute the same bits with it.
 * **Arithmetic** (`csrc/`): every output is one sum over k = 0, 1, …; keys are summed in partitions of 256, folded
   from the first to the last. Nothing depends on the step, so bits are the same alone, packed, permuted, chunked,
   shared and decoded, with any number of threads.

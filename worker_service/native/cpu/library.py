@@ -126,7 +126,7 @@ class Library:
     functions: Any
     """The ctypes library. Its calls release the GIL."""
     origin: str = ""
-    """For the log: `prebuilt for x86-64-v4`, `compiled by gcc 12.2.0`."""
+    """For the log: `built for x86-64-v4`."""
 
     def describe(self) -> str:
         """Instruction set, number type and origin, for the log."""

@@ -1,52 +1,75 @@
-"""Which compiled step a worker loads."""
+"""Which build of the step this process loads: of those that its CPU can run, the fastest that is there."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from .build_cache import compiled_library
-from .compiler import NoNativeLibrary, NumberType, given_command
-from .library import Library
-from .prebuilt import NoPrebuiltStep, NothingPrebuilt, prebuilt_library
+from . import cpu_info
+from .library import Library, LibraryMismatch, open_library
+from .targets import TARGETS, BuildTarget, NumberType
+
+BUILDS = Path(__file__).parent / "builds"
+"""Where setup.py puts them."""
+SOURCES = Path(__file__).parent / "csrc"
+"""Only in a checkout."""
+_BUILD = "run `make native`, or install kvpool again, with a C compiler"
+_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
+"""The system call of x86-64, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA."""
 
 
-def select_library(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
-    """The step for this number type: a prebuilt one, else one compiled here. With $CC: one compiled by that compiler, else a
-    prebuilt one.
-
-    A prebuilt step is as fast as one compiled for this very CPU, needs no compiler and no seconds, and computes the same bits on
-    all CPUs of its kind. progress gets a line with the reason if the second choice is taken. Raises NoNativeLibrary, and nothing
-    else.
-    """
-    if given_command():
-        return _compiled_or_prebuilt(number_type, cache_dir, progress)
-    return _prebuilt_or_compiled(number_type, cache_dir, progress)
+class NoNativeStep(RuntimeError):
+    """There is no step that can run here. The message is one line: why, and what to do."""
 
 
-def _compiled_or_prebuilt(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
+def load_step(number_type: NumberType, progress: Callable[[str], None]) -> Library:
+    """The step for this number type. The CPU's flags decide before a file is opened, so that no instruction is executed that
+    the CPU lacks. progress gets a line if there could be a faster one. Raises NoNativeStep."""
+    missing: list[str] = []
+    for target in fitting_targets(number_type):
+        file = BUILDS / target.file_name(number_type)
+        if not file.exists():
+            missing.append(target.name)
+            continue
+        if target.has_tiles and (why := tile_refusal()):
+            progress(f"Linux does not give AMX's tile registers to this process: {why}")
+            continue
+        if missing:
+            progress(f"The native step for {missing[0]} was not built, the one for {target.name} is slower: {_BUILD}.")
+        return replace(_open(file), origin=f"built for {target.name}")
+    raise NoNativeStep(f"The native step was not built: {_BUILD}.")
+
+
+def fitting_targets(number_type: NumberType) -> list[BuildTarget]:
+    """Those whose builds every CPU here can run, since the threads of a step run on all of them; the fastest first. Raises
+    NoNativeStep if there is none."""
+    machine, flags = platform.machine(), cpu_info.flags()
+    of_machine = [one for one in TARGETS if one.machine == machine and number_type in one.number_types]
+    if not of_machine:
+        raise NoNativeStep(f"There is no native step for {machine}.")
+    if fitting := [target for target in of_machine if target.cpu_flags <= flags]:
+        return fitting
+    lacking = ", ".join(sorted(of_machine[-1].cpu_flags - flags))
+    raise NoNativeStep(f"The native step needs a CPU with {lacking}, which this one lacks.")
+
+
+def _open(file: Path) -> Library:
+    """Raises NoNativeStep."""
+    newest = max((source.stat().st_mtime for source in SOURCES.glob("*.[ch]")), default=0.0)
+    if newest > file.stat().st_mtime:
+        raise NoNativeStep(f"The native step was built before its source was changed: {_BUILD}.")
     try:
-        return compiled_library(number_type, cache_dir, progress)
-    except NoNativeLibrary as error:
-        try:
-            library = prebuilt_library(number_type, progress)
-        except NothingPrebuilt:
-            raise error from None
-        except NoPrebuiltStep as other:
-            raise NoNativeLibrary(f"{error} {other}") from other
-        progress(f"{error} The prebuilt step is used.")
-        return library
+        return open_library(file)
+    except (OSError, LibraryMismatch) as error:
+        raise NoNativeStep(f"The native step cannot be loaded ({error}): {_BUILD}.") from error
 
 
-def _prebuilt_or_compiled(number_type: NumberType, cache_dir: Path, progress: Callable[[str], None]) -> Library:
-    try:
-        return prebuilt_library(number_type, progress)
-    except NoPrebuiltStep as error:
-        missing = error
-    try:
-        library = compiled_library(number_type, cache_dir, progress)
-    except NoNativeLibrary as error:
-        raise NoNativeLibrary(f"{missing} {error}") from error
-    if not isinstance(missing, NothingPrebuilt):
-        progress(str(missing))
-    return library
+def tile_refusal() -> str | None:
+    """Ask Linux for AMX's tile registers, which it gives to a process once for all its threads. None, or its reason."""
+    if ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0:
+        return None
+    return os.strerror(ctypes.get_errno())
