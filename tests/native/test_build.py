@@ -14,6 +14,7 @@ import pytest
 from kvpool.worker_service.native.cpu.selection import SOURCES
 from kvpool.worker_service.native.cpu.targets import (
     AARCH64,
+    AARCH64_BF16,
     FLAGS,
     TARGETS,
     X86_64_V3,
@@ -132,7 +133,12 @@ def test_zig_is_told_the_cpu_in_its_own_words(checkout: Checkout) -> None:
 @pytest.mark.zig
 @pytest.mark.parametrize(
     ("target", "elf_machine", "found"),
-    [(X86_64_V3, b"\x3e\0", b""), (X86_64_V4_AMX, b"\x3e\0", TILE_PRODUCT), (AARCH64, b"\xb7\0", b"")],
+    [
+        (X86_64_V3, b"\x3e\0", b""),
+        (X86_64_V4_AMX, b"\x3e\0", TILE_PRODUCT),
+        (AARCH64, b"\xb7\0", b""),
+        (AARCH64_BF16, b"\xb7\0", b""),
+    ],
     ids=lambda given: given.name if isinstance(given, BuildTarget) else "",
 )
 def test_zig_compiles_for_other_machines(target: BuildTarget, elf_machine: bytes, found: bytes, tmp_path: Path) -> None:
