@@ -62,15 +62,16 @@ def test_blocks_that_the_prompt_needed_go_to_the_forks_that_wait_for_them(num_bl
     sequence = worker.sequence("a", range(25), 6)
     sequence.num_forks_to_come = num_made + 1
     worker.call(sequence)
-    for num_computed_tokens in (8, 16, 24, 25):
+    for num_computed_tokens in (8, 16, 24):
         worker.launch(sequence)
-        next_token = 7 if num_computed_tokens == 25 else None
-        worker.cache.end_step([Computed(sequence, num_computed_tokens, next_token)], worker.now)
+        worker.cache.end_step([Computed(sequence, num_computed_tokens, None)], worker.now)
         worker.call_now()
+    worker.launch(sequence)
+    worker.cache.end_step([Computed(sequence, 25, 7)], worker.now)
     for number in range(num_made):
         _fork(worker, sequence, f"fork-{number}")
     assert worker.cache.fork(sequence, "the last") is None
-    worker.call()
+    worker.call_now()
     _fork(worker, sequence, "the last")
 
 
