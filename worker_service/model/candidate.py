@@ -47,7 +47,7 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateMode
 
 
 def _config_json(source: ConfigSource) -> dict[str, Any]:
-    """Empty for a GGUF file. Raises ModelError if a small file of the model is broken."""
+    """The content of config.json; empty for a GGUF file. Raises ModelError if a small file of the model is broken."""
     if source.gguf is not None:
         require_gguf(source.file)
         return {}

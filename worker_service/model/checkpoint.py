@@ -18,11 +18,11 @@ from .progress import quiet_transformers
 
 _NUM_NAMED: Final = 3
 _REPORT = "LOAD REPORT"
-"""In transformers' own account of what did not fit, many lines long."""
+"""Marks transformers' own report of what did not fit, many lines long."""
 
 
 Spelling = Callable[[Any, str], set[str]]
-"""Gives the names in a checkpoint of the model's tensor of a name: several, if it is merged of them."""
+"""Gives the names that a checkpoint has for a tensor of the model: several, if the tensor is merged from them."""
 
 
 class WholeCheckpoint(NamedTuple):
@@ -44,7 +44,7 @@ def load_whole(
     folder = checkpoint.parent if "gguf_file" in options else checkpoint
     with quiet_transformers(), _quiet_report(), library_errors(f"transformers cannot load the weights of {checkpoint}"):
         try:
-            model, found = auto.from_pretrained(
+            model, loading_info = auto.from_pretrained(
                 folder,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -56,10 +56,10 @@ def load_whole(
         except RuntimeError as error:
             _refuse_unconvertible(auto, checkpoint, names, spelling, options["config"], error)
             raise
-    missing = {*found["missing_keys"], *_ignored(model, names)}
+    missing = {*loading_info["missing_keys"], *_ignored(model, names)}
     missing = {name for name in missing if not _is_computed(model, name)}
-    mismatched = {name: (tuple(there), tuple(needed)) for name, there, needed in found["mismatched_keys"]}
-    unused = sorted(found["unexpected_keys"])
+    mismatched = {name: (tuple(there), tuple(needed)) for name, there, needed in loading_info["mismatched_keys"]}
+    unused = sorted(loading_info["unexpected_keys"])
     if missing or mismatched:
         lacking = _lacking(model, [*missing, *mismatched], names, spelling) or sorted(missing)
         raise incomplete(checkpoint, lacking, unused) if lacking else _misshapen(checkpoint, mismatched)
@@ -82,7 +82,7 @@ def listed(names: Sequence[str], what: str = "tensors") -> str:
 
 
 def stored_spelling(model: Any, name: str) -> set[str]:
-    """The names that transformers gives the tensor when it saves the model: of experts that are merged at load, all of them."""
+    """The names that transformers gives the tensor when it saves the model: several, if it is merged at load, as experts are."""
     model._weight_conversions = None  # those of its type, and not of the checkpoint that it is from
     try:
         return set(revert_weight_conversion(model, {name: model.state_dict()[name].to("meta")}))
@@ -112,17 +112,17 @@ def _refuse_unconvertible(
         raise incomplete(folder, lacking) from error
 
 
-def _lacking(model: Any, wanted: Iterable[str], names: Collection[str], spelling: Spelling) -> list[str]:
-    """Those of the wanted tensors of the model that the checkpoint has under no name. One of the bare model has no prefix."""
+def _lacking(model: Any, required: Iterable[str], names: Collection[str], spelling: Spelling) -> list[str]:
+    """The required tensors of the model that the checkpoint has under no name. A checkpoint of the bare model has no prefix."""
     prefix = f"{model.base_model_prefix}."
-    stored = {one for name in wanted for one in spelling(model, name)}
-    return sorted(one for one in stored if one not in names and one.removeprefix(prefix) not in names)
+    stored = {spelled for name in required for spelled in spelling(model, name)}
+    return sorted(spelled for spelled in stored if spelled not in names and spelled.removeprefix(prefix) not in names)
 
 
 def _ignored(model: Any, names: Collection[str]) -> Iterator[str]:
     """Tensors that the checkpoint lacks and that transformers, by a list of the class, does not report.
 
-    Right is that list for checkpoints that were written without them: by models that have none in any layer, or by the bare model,
+    That list is right for checkpoints that were written without them: by models that have none in any layer, or by the bare model,
     which has no buffer of the head.
     """
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
@@ -145,7 +145,7 @@ def _is_computed(model: Any, name: str) -> bool:
 
 @contextmanager
 def _quiet_report() -> Iterator[None]:
-    """Without transformers' report, which is ours to give."""
+    """Suppress transformers' report inside: load_whole raises an error of its own."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:

@@ -18,12 +18,12 @@ class ControlGroup(NamedTuple):
 
 
 def groups(controller: str, proc: Path = PROC, cgroup: Path = CGROUP) -> list[ControlGroup]:
-    """Those that limit this process's memory or cpu, from its own up to the root."""
+    """The control groups that limit this process's memory or cpu, from its own up to the root."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[ControlGroup] = []
+    limiting: list[ControlGroup] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -32,8 +32,8 @@ def groups(controller: str, proc: Path = PROC, cgroup: Path = CGROUP) -> list[Co
         # In a container the process's own group is mounted as the root, under any name.
         inner = root / path.lstrip("/")
         folders = [folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents]
-        found.extend(ControlGroup(folder, not controllers) for folder in folders)
-    return found
+        limiting.extend(ControlGroup(folder, not controllers) for folder in folders)
+    return limiting
 
 
 def cpu_quota(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:

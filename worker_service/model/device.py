@@ -1,4 +1,4 @@
-"""The device of a model. Without an import of torch where none is needed."""
+"""The device of a model. Imports torch only where it is needed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def enter_device(device: torch.device) -> None:
-    """Make it the calling thread's current CUDA device; no effect for a CPU.
+    """Make the device the calling thread's current CUDA device; no effect for a CPU.
 
     Each thread has a current device, at first the first GPU. Triton launches kernels there, and graphs are captured there, wherever
     the tensors are: so the thread that runs the model calls this first.

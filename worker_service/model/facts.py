@@ -22,7 +22,7 @@ class BatchInvariance:
     """Whether the bits of a row's logits are the same in every step, as tested at load."""
 
     is_promised: bool
-    """They are: a request has one text, alone or batched with others."""
+    """True: they are, so a request has one text, alone or batched with others."""
     attention_partition: int
     """Largest number of keys that attention sums at once; 0: all of them."""
     reason: str
@@ -41,7 +41,7 @@ class EncoderFacts:
     """Facts about a model whose prompt feeds an encoder."""
 
     max_tokens: int
-    """Of an input of the encoder."""
+    """Tokens of the encoder's longest input."""
     vocab_size: int
     """Ids of its input are 0 … vocab_size − 1."""
     decoder_start_token_id: int
@@ -67,7 +67,7 @@ class ModelFacts:
     architecture: str
     """`model_type` of the config, e.g. llama."""
     dtype: str
-    """Of weights and KV, e.g. bfloat16."""
+    """Type of weights and KV, e.g. bfloat16."""
     device: str
     """cpu or cuda:N."""
     vocab_size: int
@@ -86,9 +86,9 @@ class ModelFacts:
     encoder: EncoderFacts | None = None
     """None: the prompt is the beginning of the text."""
     end_of_turn_token_ids: tuple[int, ...] = ()
-    """Ids that end a text too, in chats."""
+    """Ids that also end a text in chats."""
     defaults: worker_pb2.GenerationDefaults = field(default_factory=worker_pb2.GenerationDefaults)
-    """Of requests, from the model's files."""
+    """Defaults of requests, from the model's files."""
 
     @property
     def special_tokens_json(self) -> bytes:
@@ -107,7 +107,7 @@ class TokenizerFiles:
         self._config = self._json(TOKENIZER_CONFIG)
 
     def tokenizer_json(self) -> bytes | None:
-        """Its content. Raises ModelError if the tokenizers library cannot read it."""
+        """The content of tokenizer.json; None: there is none. Raises ModelError if the tokenizers library cannot read it."""
         return None if self._tokenizer is None else self._tokenizer[0]
 
     @cached_property
@@ -139,7 +139,8 @@ class TokenizerFiles:
         return template
 
     def special_tokens(self) -> dict[str, str]:
-        """By the names that transformers gives them in chat templates, those of the model's own included (image_token, …)."""
+        """The special tokens, by the names that transformers gives them in chat templates, with the model's own (image_token,
+        …)."""
         # A folder that lists its added tokens needs the older file no more; without the list, the older file decides.
         older = {} if "added_tokens_decoder" in self._config else self._json("special_tokens_map.json")
         fields = {**self._config, **older}

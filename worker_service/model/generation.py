@@ -41,7 +41,7 @@ class Field(NamedTuple):
 
     use: Use
     why: str
-    """What requests override it with; why it is nothing; what it needs."""
+    """The option of requests that overrides it, why it has no effect, or what it would need."""
 
 
 _ONE_BY_ONE = "tokens are computed one by one here, and a draft changes no text"
@@ -145,15 +145,15 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...]
     """Ids that end a text, ascending."""
     end_of_turn_token_ids: tuple[int, ...]
-    """Ids that end one too, in chats."""
+    """Ids that also end a text in chats."""
     defaults: worker_pb2.GenerationDefaults
-    """Of requests."""
+    """Defaults of requests."""
     lines: tuple[str, ...]
-    """What is said at load."""
+    """Lines for the log at load."""
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """The file, or what config.json states of it. Raises ModelError."""
+    """Read the file, or its fields in config.json if there is no such file. Raises ModelError."""
     with library_errors(f"transformers cannot read {folder / _source(folder)}", "Correct the file, or fetch it again."):
         if _source(folder) == GENERATION_CONFIG:
             return GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -175,31 +175,32 @@ def read_generation(
     num_forced: int = 0,
     has_tokenizer: bool = True,
 ) -> GenerationDefaults:
-    """`end_of_turn`: names and ids of tokens that end a turn of a chat; `num_forced`: tokens that generate counts as new ones, and
-    that are no part of an answer. Raises ModelError, naming the field."""
+    """Check the fields and make them defaults of requests and lines for the log. `end_of_turn`: names and ids of tokens that end a
+    turn of a chat; `num_forced`: tokens that generate counts as new ones, and that are no part of an answer. Raises ModelError,
+    naming the field."""
     source = _source(folder)
-    stated = {name: value for name, value in vars(config).items() if name in FIELDS and _says(name, value)}
-    _refuse(stated, source)
-    if "stop_strings" in stated and not has_tokenizer:
+    fields = {name: value for name, value in vars(config).items() if name in FIELDS and _says(name, value)}
+    _refuse(fields, source)
+    if "stop_strings" in fields and not has_tokenizer:
         raise _wrong(source, "stop_strings", "this model has no tokenizer, so there is no text to find them in")
     lines: list[str] = []
     eos, where = _eos(config, folder, source)
     eos_token_ids = _in_vocabulary(eos, "eos_token_id", where, vocab_size, lines)
-    more = {name: one for name, one in end_of_turn.items() if one not in eos_token_ids}
+    more = {name: token_id for name, token_id in end_of_turn.items() if token_id not in eos_token_ids}
     ends = ", ".join(map(str, eos_token_ids)) or "none"
     lines.append(f"ids that end a text: {ends} ({where})")
     if more:
-        shown = ", ".join(f"{one} ({name})" for name, one in more.items())
+        shown = ", ".join(f"{token_id} ({name})" for name, token_id in more.items())
         lines.append(f"in chats these ids end it too: {shown}, the tokenizer's")
     defaults = _defaults(config, source, num_forced, vocab_size, lines)
-    told = [name for name in stated if FIELDS[name].use is Use.DEFAULT]
-    if "temperature" in told and config.do_sample is not True:
-        told.remove("temperature")
-    if told:
-        values = ", ".join(f"{name} {_short(stated[name])}" for name in told)
+    overridable = [name for name in fields if FIELDS[name].use is Use.DEFAULT]
+    if "temperature" in overridable and config.do_sample is not True:
+        overridable.remove("temperature")
+    if overridable:
+        values = ", ".join(f"{name} {_short(fields[name])}" for name in overridable)
         lines.append(f"{source}: defaults of requests: {values}")
-    ignored = [name for name in stated if FIELDS[name].use in (Use.NOTHING, Use.WHILE_SAMPLING)]
-    if not num_forced and "forced_bos_token_id" in stated:
+    ignored = [name for name in fields if FIELDS[name].use in (Use.NOTHING, Use.WHILE_SAMPLING)]
+    if not num_forced and "forced_bos_token_id" in fields:
         ignored.append("forced_bos_token_id")
     ignored = [name for name in ignored if name not in ("pad_token_id", "transformers_version", "_from_model_config")]
     if ignored:
@@ -212,7 +213,7 @@ def read_generation(
 
 
 def _says(name: str, value: Any) -> bool:
-    """Whether the value asks for anything that would not be without it."""
+    """Whether the value asks for something that generate would not do without the field."""
     if name in ("temperature", "top_k", "do_sample", "num_beams", "min_new_tokens"):
         return value is not None
     return value is not None and value is not False and value not in (0, [], {}) and value != _NEUTRAL.get(name)
@@ -227,11 +228,11 @@ def _wrong(source: str, name: str, what: str) -> ModelError:
     return ModelError(f"{source}: {name}: {what}. Mend the field, or take it out of the file.")
 
 
-def _refuse(stated: Mapping[str, Any], source: str) -> None:
-    """What texts would depend on, and is not carried out."""
-    is_sampled = stated.get("do_sample") is True
-    has_beams = _is_number(stated.get("num_beams")) and stated["num_beams"] > 1
-    for name, value in stated.items():
+def _refuse(fields: Mapping[str, Any], source: str) -> None:
+    """Raises ModelError for a field that texts depend on and that is not carried out."""
+    is_sampled = fields.get("do_sample") is True
+    has_beams = _is_number(fields.get("num_beams")) and fields["num_beams"] > 1
+    for name, value in fields.items():
         use, why = FIELDS[name]
         if use is Use.REFUSED or (use is Use.WHILE_SAMPLING and is_sampled):
             what = f"{name} {_short(value)} needs what this worker does not have ({why})"
@@ -251,34 +252,36 @@ def _is_number(value: object) -> bool:
 
 
 def _eos(config: GenerationConfig, folder: Path, source: str) -> tuple[list[Any], str]:
-    """The file's list, or else what config.json states, and where it is from. A default of the config's class is not stated."""
-    found = config.eos_token_id
-    if found is None:
-        source, stated = CONFIG, read_object(folder / CONFIG)
-        inner = [stated.get(name) for name in ("text_config", "decoder", "generator")]
-        parts = [stated, *(part for part in inner if isinstance(part, dict))]
-        found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
-    if found is None:
+    """The ids of the file, or else those that config.json states, and the name of that file. A default of the config's class does
+    not count."""
+    ids = config.eos_token_id
+    if ids is None:
+        source, content = CONFIG, read_object(folder / CONFIG)
+        inner = [content.get(name) for name in ("text_config", "decoder", "generator")]
+        parts = [content, *(part for part in inner if isinstance(part, dict))]
+        ids = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+    if ids is None:
         return [], "no file states any"
-    return (found if isinstance(found, list) else [found]), source
+    return (ids if isinstance(ids, list) else [ids]), source
 
 
 def _in_vocabulary(ids: Iterable[Any], name: str, source: str, vocab_size: int, lines: list[str]) -> tuple[int, ...]:
-    """Ids in order, each once; a line for those outside the vocabulary, which no token has. Raises ModelError for what is no id."""
-    found: set[int] = set()
+    """The ids in ascending order, each once, without those outside the vocabulary, for which a line is added. Raises ModelError for
+    what is no id."""
+    inside: set[int] = set()
     outside: list[int] = []
-    for one in ids:
-        if not isinstance(one, int) or isinstance(one, bool):
-            raise _wrong(source, name, f"needed token ids, got {_short(one)!r}")
-        if 0 <= one < vocab_size:
-            found.add(one)
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise _wrong(source, name, f"needed token ids, got {_short(token_id)!r}")
+        if 0 <= token_id < vocab_size:
+            inside.add(token_id)
         else:
-            outside.append(one)
+            outside.append(token_id)
     if outside:
         lines.append(
             f"{source}: {name}: {', '.join(map(str, outside))} is outside the vocabulary of {vocab_size} tokens: ignored"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(inside))
 
 
 _SAMPLING: Final = (
@@ -296,9 +299,9 @@ _EARLY_STOPPING: Final = {
 def _defaults(
     config: GenerationConfig, source: str, num_forced: int, vocab_size: int, lines: list[str]
 ) -> worker_pb2.GenerationDefaults:
-    """Raises ModelError for a value that no request may have."""
-    found = worker_pb2.GenerationDefaults()
-    sampling = found.sampling
+    """Take over the fields that are defaults of requests. Raises ModelError for a value that no request may have."""
+    defaults = worker_pb2.GenerationDefaults()
+    sampling = defaults.sampling
     values = {name: value for name in FIELDS if (value := getattr(config, name, None)) is not None}
     if "do_sample" in values:
         sampling.temperature = 0
@@ -312,8 +315,8 @@ def _defaults(
             value = values[name]
             if name == "bad_words_ids":
                 words = [_ids(word, name, source, vocab_size, lines) for word in value]
-                kept = [word for word, given in zip(words, value, strict=True) if word and len(word) == len(given)]
-                sampling.bad_words_ids.lists.extend(worker_pb2.TokenIds(ids=word) for word in kept)
+                complete = [word for word, given in zip(words, value, strict=True) if word and len(word) == len(given)]
+                sampling.bad_words_ids.lists.extend(worker_pb2.TokenIds(ids=word) for word in complete)
             elif name.endswith(("_tokens", "_id")):
                 getattr(sampling, name).ids.extend(
                     _ids([value] if isinstance(value, int) else value, name, source, vocab_size, lines)
@@ -322,37 +325,37 @@ def _defaults(
                 setattr(sampling, name, value)
         for name, field in _STOP.items():
             if name in values:
-                setattr(found.stop, field, values[name])  # refuses what is no number of tokens
-                setattr(found.stop, field, max(1 if field == "max_tokens" else 0, values[name] - num_forced))
+                setattr(defaults.stop, field, values[name])  # refuses what is no number of tokens
+                setattr(defaults.stop, field, max(1 if field == "max_tokens" else 0, values[name] - num_forced))
         name = "stop_strings"
         if strings := values.get(name):
-            found.stop.stop_strings.extend([strings] if isinstance(strings, str) else strings)
+            defaults.stop.stop_strings.extend([strings] if isinstance(strings, str) else strings)
         for name in ("max_length", "min_length"):
-            setattr(found, name, values.get(name, 0))
+            setattr(defaults, name, values.get(name, 0))
         name = "num_beams"
         if values.get(name, 1) > 1:
-            found.beam_search.num_beams = values[name]
+            defaults.beam_search.num_beams = values[name]
         name = "length_penalty"
         if name in values:
-            found.beam_search.length_penalty = values[name]
+            defaults.beam_search.length_penalty = values[name]
         name = "early_stopping"
         if name in values:
-            found.beam_search.early_stopping = _EARLY_STOPPING[values[name]]
+            defaults.beam_search.early_stopping = _EARLY_STOPPING[values[name]]
     except (TypeError, ValueError, KeyError):
         raise _wrong(source, name, f"no request may have {_short(getattr(config, name))!r}") from None
-    _check(found, source)
-    return found
+    _check(defaults, source)
+    return defaults
 
 
 def _ids(ids: Iterable[Any], name: str, source: str, vocab_size: int, lines: list[str]) -> list[int]:
-    """In the given order."""
+    """The ids that are in the vocabulary, in the given order."""
     ids = list(ids)
     good = set(_in_vocabulary(ids, name, source, vocab_size, lines))
-    return [one for one in ids if one in good]
+    return [token_id for token_id in ids if token_id in good]
 
 
 def _check(defaults: worker_pb2.GenerationDefaults, source: str) -> None:
-    """As if a request asked for it."""
+    """Check the defaults as a request that asks for them is checked. Raises ModelError."""
     search = worker_pb2.BeamSearch()
     search.CopyFrom(defaults.beam_search)
     search.num_beams = max(2, search.num_beams)

@@ -33,9 +33,9 @@ def find_class(config: Any) -> Any:
     tables = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING]
     if is_composite(config):  # a class of the text alone may not find its weights in the model's files
         tables.reverse()
-    found = [cls for table in tables if (cls := table.get(type(config), None)) is not None]
+    classes = [cls for table in tables if (cls := table.get(type(config), None)) is not None]
     # The weights of a class for another composite config would have other names.
-    return next((cls for cls in found if not is_composite(config) or cls.config_class in _parts(config)), None)
+    return next((cls for cls in classes if not is_composite(config) or cls.config_class in _parts(config)), None)
 
 
 def _parts(config: Any) -> set[type]:
@@ -49,7 +49,7 @@ def build_language_model(config: Any, attn_implementation: str, **options: Any) 
 
 
 def build_whole_model(config: Any, attn_implementation: str, **options: Any) -> Any:
-    """The same with the parts that read anything but text, if transformers has a class with them."""
+    """The model with random weights, and with the parts that read anything but text if transformers has a class with them."""
     whole = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if whole is None:
         return build_language_model(config, attn_implementation, **options)

@@ -59,9 +59,10 @@ def encoder_config(config: Any) -> Any:
 
 
 def _usual_length(config: Any) -> int:
-    """Of a model whose positions are distances, which bound nothing: the length of its training, if the config states it."""
-    stated = getattr(config, _N_POSITIONS, None)
-    return stated if isinstance(stated, int) and stated > 1 else _USUAL_LENGTH
+    """The length that the model was trained with, if its config states it, else _USUAL_LENGTH: for models whose positions are
+    distances, which bound nothing."""
+    trained = getattr(config, _N_POSITIONS, None)
+    return trained if isinstance(trained, int) and trained > 1 else _USUAL_LENGTH
 
 
 def require_length(wanted: int, limit: int | None) -> None:
@@ -87,7 +88,7 @@ def plain_limit(config_json: Mapping[str, Any]) -> int | None:
             return None
         text = sections["text_config"]
     names = {_LIMIT, _N_POSITIONS} if text.get("model_type") in _NAMED_N_POSITIONS else {_LIMIT}
-    stated = [part[name] for part in (config_json, *sections.values()) for name in names if name in part]
-    if len(stated) != 1 or not names & text.keys():
+    limits = [part[name] for part in (config_json, *sections.values()) for name in names if name in part]
+    if len(limits) != 1 or not names & text.keys():
         return None
-    return stated[0] if type(stated[0]) is int else None
+    return limits[0] if type(limits[0]) is int else None

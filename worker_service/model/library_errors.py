@@ -1,4 +1,4 @@
-"""What a library raises while a model is loaded becomes one sentence; our own mistakes stay what they are."""
+"""Turns what a library raises while a model is loaded into one sentence; our own mistakes stay what they are."""
 
 from __future__ import annotations
 

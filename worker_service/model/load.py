@@ -1,4 +1,4 @@
-"""From settings to a model that can run: the entry of the model side."""
+"""Loads a model by its settings, ready to run: the entry of the model side."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class LoadedModel:
 
     def try_batch_invariance(self, backend: AttentionBackend | None) -> Self:
         """The same model, with the test's result in its facts. Takes some forward passes; call it before `runner`."""
-        found = find_batch_invariance(
+        batch_invariance = find_batch_invariance(
             self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, backend
         )
-        return replace(self, facts=replace(self.facts, batch_invariance=found))
+        return replace(self, facts=replace(self.facts, batch_invariance=batch_invariance))
 
     def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
         """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. Raises ModelError."""
@@ -150,7 +150,7 @@ class Prepared:
     max_model_len: int
     rope_regime: Regime | None
     max_encoder_tokens: int | None
-    """Of the longest input of its encoder; None: it has none."""
+    """Tokens of the longest input of its encoder; None: it has no encoder."""
 
 
 def prepare(config: Any, settings: ModelSettings) -> Prepared:
@@ -186,7 +186,7 @@ def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelS
 def read_ends_and_defaults(
     files: TokenizerFiles, config: Any, max_encoder_tokens: int | None
 ) -> tuple[EncoderFacts | None, GenerationDefaults]:
-    """How texts begin and end, and what requests mean by default. Raises ModelError."""
+    """Read how texts begin and end, and what requests mean by default. Raises ModelError."""
     generation_config = read_generation_config(files.folder)
     encoder = None
     if max_encoder_tokens is not None:

@@ -33,18 +33,18 @@ class Outline:
     """The dtype that it would be loaded in."""
     max_model_len: int
     max_encoder_tokens: int | None
-    """Of the longest input of its encoder; None: it has none."""
+    """Tokens of the longest input of its encoder; None: it has no encoder."""
     meta_model: MetaModel
     runtime: str
-    """The one that a start is expected to choose, in words."""
+    """The runtime that a start is expected to choose, in words."""
     is_quantized: bool = False
-    """Its weights would be packed as int8."""
+    """Whether its weights would be packed as int8."""
 
     def weight_bytes(self) -> dict[str, int]:
         return {name: self.meta_model.weight_bytes(dtype, self.device) for name, dtype in DTYPES.items()}
 
     def plan(self, settings: MemorySettings) -> MemoryBudget:
-        """As LoadedModel.plan, with estimated activations. Raises ModelError."""
+        """Plan the memory as LoadedModel.plan does, with estimated activations. Raises ModelError."""
         facts = facts_of_meta_model(self.meta_model, self.dtype, self.device, settings, self.is_quantized)
         layers = self.meta_model.layers
         cross = cross_needs(layers, self.dtype, self.max_encoder_tokens)

@@ -13,7 +13,7 @@ Progress = Callable[[str], None]
 
 @contextmanager
 def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterator[None]:
-    """A line every interval_s while the body runs."""
+    """Pass on a line every interval_s seconds while the body runs."""
     started, done = time.monotonic(), threading.Event()
 
     def beat() -> None:
@@ -31,7 +31,7 @@ def heartbeat(progress: Progress, what: str, interval_s: float = 5.0) -> Iterato
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars from transformers inside."""
+    """Show no progress bars of transformers inside."""
     # Here and not above: a model that is not there is reported without waiting for this import.
     from transformers.utils import logging as transformers_logging
 

@@ -46,7 +46,7 @@ class Lengths(NamedTuple):
 
     max_model_len: int
     max_encoder_tokens: int | None
-    """Of its encoder's input; None: it has no encoder."""
+    """Tokens of its encoder's longest input; None: it has no encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class RuntimeLoader:
     progress: Progress
 
     def load(self, fingerprint: str, measure: Measure) -> Loaded:
-        """As the settings say. For `auto` also the choice between runtimes, which a first start may have to measure."""
+        """Load the model as the settings say. For `auto` this includes the choice between runtimes, which a first start may have to
+        measure."""
         if self.lengths.max_encoder_tokens is not None:
             return self._load_encoder_decoder(self.lengths.max_encoder_tokens)
         if self.settings.runtime == "torch":
@@ -95,8 +96,8 @@ class RuntimeLoader:
         return Loaded(EncoderDecoderRuntime(seq2seq, layers, self.device), layers)
 
     def _load_faster(self, comparison: Comparison) -> Loaded:
-        """Where torch may be faster: both are loaded and timed, once. Torch has its weights in oneDNN's layout, as it serves them;
-        they cannot be packed for the native step from there, so the weights are read again."""
+        """Load the faster runtime: where torch may be faster, both are loaded and timed, once. Torch has its weights in oneDNN's
+        layout, as it serves them; they cannot be packed for the native step from there, so the weights are read again."""
         native = self._load_native(comparison)
         library = native.runtime.packed.library if isinstance(native.runtime, NativeRuntime) else None
         if library is None or not comparison.is_open(library):
@@ -116,7 +117,7 @@ class RuntimeLoader:
         return self._load_native(None)
 
     def _load_native(self, comparison: Comparison | None) -> Loaded:
-        """Natively; with torch if the model is not native and the settings allow it, or if an earlier start chose it."""
+        """Load natively, or with torch if the model is not native and the settings allow it, or if an earlier start chose it."""
         model, settings = _load_weights(self.path, self.config, self.dtype, self.device, self.progress), self.settings
         try:
             runtime, layers = try_native(

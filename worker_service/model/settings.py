@@ -18,7 +18,7 @@ class ModelSettings:
     model: str
     """A folder with config.json and safetensors, a folder with one GGUF file, a GGUF file, `smollm2`, or a hub id."""
     dtype: DTypeName = "auto"
-    """Of weights and KV. auto: on CUDA the model's own; on a CPU bfloat16 if the CPU computes it natively, else float32."""
+    """Type of weights and KV. auto: on CUDA the model's own; on a CPU bfloat16 if the CPU computes it natively, else float32."""
     device: str = "auto"
     """auto (the first CUDA device if there is one, else the CPU), cpu, cuda, or cuda:N."""
     max_model_len: int | None = None
@@ -36,7 +36,7 @@ class ModelSettings:
     """Tokens of a step, and sequences of one: `auto` compares runtimes within these limits."""
     max_num_seqs: int = 64
     max_encoder_tokens: int | None = None
-    """Of an encoder-decoder model's prompt, which feeds the encoder; None: the limit of the model's config."""
+    """Tokens of an encoder-decoder model's prompt, which feeds the encoder; None: the limit of the model's config."""
     num_threads: int | None = None
     """CPU threads of this process for tensor work; None: torch's choice, all cores. Workers on one machine must divide its cores:
     threads of two processes on the same cores slow both down many times."""

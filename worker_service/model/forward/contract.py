@@ -20,8 +20,8 @@ class Selected(NamedTuple):
     logits: torch.Tensor
     """[rows selected, vocab_size]."""
     is_finite: torch.Tensor
-    """bool [T], for every token, selected or not: whether all that is computed of it is finite: its KV always, its hidden state
-    before the head at least if it is selected."""
+    """bool [T]: for every token, selected or not, whether what is computed of it is finite: its KV in any case, and at least for
+    selected tokens the hidden state before the head."""
 
 
 class Forward(Protocol):
@@ -30,13 +30,13 @@ class Forward(Protocol):
     def run(self, packing: Packing, rows: Sequence[int], states: Sequence[StateBlocks] = ()) -> Selected:
         """Write the KV of the packed tokens and compute the logits of the given ones. Called in inference mode.
 
-        states: of each part, if the model has recurrent layers; those after the part are written, too.
+        states: where the states of each part are, if the model has recurrent layers; the states after the part are written, too.
         """
         ...
 
     def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
-        """Run the encoder over one input and write the KV of its output into the slots of the cross group, one for each token.
-        Only of encoder-decoder models. Called in inference mode."""
+        """Run the encoder over one input and write the KV of its output into the slots of the cross group, one for each token. Only
+        encoder-decoder models have it. Called in inference mode."""
         ...
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Runtime(Protocol):
 
     @property
     def config(self) -> Any:
-        """Of transformers."""
+        """The model's config, of transformers."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class Runtime(Protocol):
         ...
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
-        """For one KV cache at a time. backend: None: the runtime attends itself."""
+        """Bind the model to a KV cache, one at a time. backend: None: the runtime attends itself."""
         ...
 
     def num_bytes(self) -> int:

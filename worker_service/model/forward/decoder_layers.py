@@ -52,11 +52,11 @@ def fix_positions(
             max_model_len,
         )
     seq2seq.positions.install(tables)
-    found = _with_biases(seq2seq, layers, output, max_model_len)
-    for layer in found:
+    biased = _with_biases(seq2seq, layers, output, max_model_len)
+    for layer in biased:
         if layer.has_bias and _BIAS in inspect.signature(layer.module.forward).parameters:
             layer.module.register_forward_pre_hook(_without_bias(seq2seq.positions), with_kwargs=True)
-    return found
+    return biased
 
 
 def _without_bias(positions: GivenPositions) -> Callable[[torch.nn.Module, Any, dict[str, Any]], Any]:
@@ -84,10 +84,10 @@ def _with_biases(
     with bound(seq2seq.decoder_modules.values(), recorder), torch.inference_mode():
         seq2seq.model(**seq2seq.inputs(token, output), past_key_values=cache)
     tables: list[torch.Tensor] = []
-    found: list[AttentionLayer] = []
+    completed: list[AttentionLayer] = []
     for layer in layers:
         if not layer.has_bias:
-            found.append(layer)
+            completed.append(layer)
             continue
         bias = recorder.biases.get(layer.module)
         if bias is None or bias.shape != (1, layer.num_heads, 1, max_model_len):
@@ -97,10 +97,10 @@ def _with_biases(
             )
         # Layers with equal tables get the same one, so that a step looks its biases up once.
         table = bias[0, :, 0].flip(-1).contiguous()
-        table = next((known for known in tables if torch.equal(known, table)), table)
+        table = next((earlier for earlier in tables if torch.equal(earlier, table)), table)
         tables.append(table)
-        found.append(layer._replace(distance_bias=table))
-    return found
+        completed.append(layer._replace(distance_bias=table))
+    return completed
 
 
 class _BiasRecorder:

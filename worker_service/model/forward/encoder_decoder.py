@@ -40,7 +40,7 @@ class EncoderDecoderRuntime:
 
     @property
     def mixers(self) -> Sequence[Mixer]:
-        """None: no encoder-decoder model with recurrent layers is served."""
+        """Empty: no encoder-decoder model with recurrent layers is served."""
         return ()
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
@@ -52,7 +52,7 @@ class EncoderDecoderRuntime:
 
 
 class _EncoderDecoderForward:
-    """Its Forward."""
+    """The Forward of an encoder-decoder model."""
 
     def __init__(self, runtime: EncoderDecoderRuntime, cache: KVCache, backend: AttentionBackend) -> None:
         self._seq2seq, self._layers, self._device = runtime.seq2seq, runtime.layers, runtime.device

@@ -23,12 +23,12 @@ class GivenPositions:
 
     @property
     def are_given(self) -> bool:
-        """Within `at`."""
+        """Whether positions are given: inside `at`."""
         return self._ids is not None
 
     @contextmanager
     def at(self, position_ids: torch.Tensor) -> Iterator[None]:
-        """position_ids: [1, T] int64."""
+        """Give these positions inside. position_ids: [1, T] int64."""
         self._ids = position_ids[0]
         try:
             yield
@@ -64,11 +64,11 @@ class PositionTable(NamedTuple):
     table: torch.Tensor
     """[max_model_len, size]: its output at each position."""
     has_batch: bool
-    """Its output for a row is [1, T, size], not [T, size]."""
+    """Whether its output for a row is [1, T, size], not [T, size]."""
 
 
 class _Enough(Exception):
-    """All tables are complete; the rest of the forward pass is of no use."""
+    """Ends a forward pass once all tables are complete: the rest of it is of no use."""
 
 
 def find_position_tables(
@@ -83,15 +83,15 @@ def find_position_tables(
     length that differ everywhere.
     """
     first, second = (_outputs(modules, run, text) for text in texts)
-    found = {name: output for name, output in first.items() if name in second and torch.equal(output, second[name])}
-    outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+    same = {name: output for name, output in first.items() if name in second and torch.equal(output, second[name])}
+    outermost = [name for name in same if not any(name.startswith(f"{other}.") for other in same if other != name)]
     if not outermost:
         return []
     repeats = -(-max_model_len // texts[0].shape[1])
     row = texts[0].repeat(1, repeats)[:, :max_model_len]
     tables = _outputs({name: modules[name] for name in outermost}, run, row, stops=True)
     return [
-        PositionTable(modules[name], table.reshape(-1, table.shape[-1]), found[name].dim() == 3)
+        PositionTable(modules[name], table.reshape(-1, table.shape[-1]), same[name].dim() == 3)
         for name, table in tables.items()
     ]
 
@@ -104,7 +104,7 @@ def _outputs(
 ) -> dict[str, torch.Tensor]:
     """What the modules that are called once return, if it is one row of numbers for each token: [T, size] or [1, T, size].
 
-    stops: once all of the modules have returned.
+    stops: whether to stop once all of the modules have returned.
     """
     outputs: dict[str, torch.Tensor | None] = {}
 

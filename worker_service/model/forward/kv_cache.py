@@ -34,7 +34,7 @@ class KVCache:
         self._device = device
         zeros = _zeros_on_demand if device.type == "cpu" else torch.zeros
         self.layers: list[KVLayer] = []
-        """In the order of the layers; one that reads the KV of another one has the tensors of that one."""
+        """One entry for each layer, in order; a layer that reads the KV of another one has that one's tensors."""
         try:
             for layer, window in zip(layers, sights(layers), strict=True):
                 if layer.source is not None:
@@ -62,7 +62,7 @@ class KVCache:
                     )
                 )
             self.states = None if plan.states is None else StateTensors(mixers, plan.states.num_blocks, device, zeros)
-            """Of recurrent layers."""
+            """States of the recurrent layers; None: the model has none."""
         except (RuntimeError, OSError) as error:  # out of memory: torch's errors, and the kernel's
             raise KVCacheTooLarge(
                 f"{device} could not allocate {show_bytes(plan.total_bytes)} for the KV cache: {error}. "
@@ -72,9 +72,9 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks as a whole, one copy after the other, so that a copy may be copied. The layout within a block does not
         matter, so this holds for every runtime."""
-        for some in _independent(copies):
-            for group in {copy.group for copy in some}:
-                chosen = [copy for copy in some if copy.group == group]
+        for run in _independent(copies):
+            for group in {copy.group for copy in run}:
+                chosen = [copy for copy in run if copy.group == group]
                 sources, targets = (
                     torch.tensor(blocks, device=self._device)
                     for blocks in ([copy.source for copy in chosen], [copy.target for copy in chosen])

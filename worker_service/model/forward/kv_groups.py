@@ -18,13 +18,13 @@ class LayerGroup(NamedTuple):
 
 
 def sights(layers: Sequence[AttentionLayer]) -> list[int | None]:
-    """For each layer, the window through which its KV is seen: the widest of those of the layer and of all that read its KV. None:
-    some see everything. A layer that reads another one's KV has the window of that one's KV."""
+    """The window of each layer's KV in tokens: the widest window of the layers that read it; None: one of them sees everything. A
+    layer that reads another one's KV gets the window of that KV."""
     widest: dict[int, int | None] = {}
     for index, layer in enumerate(layers):
         stored = index if layer.source is None else layer.source
-        known = widest.get(stored, 0)
-        widest[stored] = None if known is None or layer.window is None else max(known, layer.window)
+        current = widest.get(stored, 0)
+        widest[stored] = None if current is None or layer.window is None else max(current, layer.window)
     return [widest[index if layer.source is None else layer.source] for index, layer in enumerate(layers)]
 
 

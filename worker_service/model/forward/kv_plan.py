@@ -14,7 +14,7 @@ class GroupPlan:
     window: int | None
     """Tokens that its layers see at most, the token itself included; None: full attention, all tokens are kept."""
     num_blocks: int
-    """Including the null block."""
+    """Blocks, the null block included."""
     bytes_per_token: int
     """K and V of its layers."""
 
@@ -41,7 +41,7 @@ class StatesPlan:
     """Size of the states of recurrent layers: the last group of a model that has some. A block has the states of all of them."""
 
     num_blocks: int
-    """Including the null block."""
+    """Blocks, the null block included."""
     bytes_per_block: int
 
     @property
@@ -54,7 +54,7 @@ class StatesPlan:
         return self.num_blocks * self.bytes_per_block
 
     def describe(self, index: int) -> str:
-        """One line for the log. index: of the group."""
+        """One line for the log. index: the group's."""
         return (
             f"group {index} (states): {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of "
             f"{show_bytes(self.bytes_per_block)}"
@@ -66,11 +66,11 @@ class CrossPlan:
     """Size of the cross group: the KV of encoders' outputs, to which a decoder attends."""
 
     num_blocks: int
-    """Including the null block."""
+    """Blocks, the null block included."""
     bytes_per_token: int
     """K and V of all layers that attend to an encoder's output, for a token of the encoder's input."""
     max_tokens: int
-    """Of the encoder's longest input."""
+    """Tokens of the encoder's longest input."""
 
     @property
     def capacity(self) -> int:
@@ -88,7 +88,7 @@ class CrossPlan:
         return -(-self.max_tokens // block_size)
 
     def describe(self, index: int, block_size: int) -> str:
-        """One line for the log. index: of the group."""
+        """One line for the log. index: the group's."""
         return (
             f"group {index} (encoder's outputs): {show_bytes(self.total_bytes(block_size))}, {self.capacity:,} blocks of "
             f"{show_bytes(self.bytes_per_block(block_size))}, {self.capacity // self.blocks_per_input(block_size):,} inputs of "
@@ -103,13 +103,14 @@ class KVCachePlan:
     block_size: int
     """Tokens per block, in all groups."""
     groups: tuple[GroupPlan, ...]
-    """Those of attention layers, by index; none if no layer attends."""
+    """The groups of attention layers, by index; empty: no layer attends."""
     chunk_tokens: int | None = None
     """Most tokens of one sequence in one step, if a group has a window: its rings have room for no more."""
     states: StatesPlan | None = None
-    """Of recurrent layers, whose group comes after all others; None: there are none."""
+    """The group of the recurrent layers, which comes after all others; None: there are no recurrent layers."""
     cross: CrossPlan | None = None
-    """Of encoder-decoder models, which have no recurrent layers: one more group, after all others; None: there is no encoder."""
+    """The cross group of an encoder-decoder model, which comes after all others; None: there is no encoder. No model has both an
+    encoder and recurrent layers."""
 
     def __post_init__(self) -> None:
         assert [group.index for group in self.groups] == list(range(len(self.groups))), self.groups
@@ -126,7 +127,7 @@ class KVCachePlan:
         *,
         attends: bool = True,
     ) -> Self:
-        """All attention layers keep all tokens, in the same blocks. attends: whether there are such layers."""
+        """A plan in which all attention layers keep all tokens, in the same blocks. attends: whether there are such layers."""
         groups = (GroupPlan(0, None, num_blocks, bytes_per_token),) if attends else ()
         return cls(block_size, groups, states=states, cross=cross)
 
@@ -138,7 +139,7 @@ class KVCachePlan:
 
     @property
     def num_blocks(self) -> int:
-        """Of the only group, the null block included."""
+        """Blocks of the only group, the null block included."""
         return self.only_group.num_blocks
 
     @property
@@ -153,7 +154,7 @@ class KVCachePlan:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of the only group."""
+        """Bytes of a block of the only group."""
         return self.block_size * self.only_group.bytes_per_token
 
     @property
@@ -174,14 +175,14 @@ class KVCachePlan:
 
     def group_of(self, window: int | None) -> int:
         """Index of the group of a layer whose KV is seen through this window: the one of this window, or the one that keeps all."""
-        for wanted in (window, None):
+        for sight in (window, None):
             for group in self.groups:
-                if group.window == wanted:
+                if group.window == sight:
                     return group.index
         raise AssertionError(f"no group keeps the tokens of a window of {window}: {self.groups}")
 
     def describe(self, max_model_len: int) -> str:
-        """For the log: one line, and one more for each group if there are several."""
+        """One line for the log, and one more for each group if there are several."""
         at_once = f"at {max_model_len:,} tokens per sequence {self.concurrency(max_model_len):.2f} at once"
         lines = [group.describe(self.block_size) for group in self.groups]
         if self.states is not None:
@@ -200,7 +201,7 @@ class KVCachePlan:
 
 
 def size_setting(count: int) -> str:
-    """As a setting takes it, e.g. 16.9GiB: three digits, rounded down, so that it fits where `count` bytes do."""
+    """Format bytes as a setting takes them, e.g. 16.9GiB: three digits, rounded down, so that it fits where `count` bytes do."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             num_decimals = max(0, 3 - len(str(count // size)))
@@ -209,7 +210,7 @@ def size_setting(count: int) -> str:
 
 
 def show_bytes(count: int) -> str:
-    """In binary units with two decimals."""
+    """Format bytes in binary units with two decimals, e.g. 1.50 GiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"

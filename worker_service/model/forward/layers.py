@@ -15,7 +15,7 @@ from ...attention.layer import AttentionCall, AttentionTarget, KVLayer, LayerNee
 from ..errors import UnsupportedModel
 
 _SMALLEST_WINDOW = 2
-"""Tokens, as the manager takes them."""
+"""Tokens of the smallest window that the manager takes."""
 _WATCHED_TOKENS = 3
 
 
@@ -36,9 +36,9 @@ class AttentionLayer(NamedTuple):
     source: int | None = None
     """Index of the layer whose K and V it reads; it stores none. None: it has its own."""
     is_cross: bool = False
-    """It attends to the output of an encoder."""
+    """Whether it attends to the output of an encoder."""
     has_bias: bool = False
-    """It adds a bias to its scores."""
+    """Whether it adds a bias to its scores."""
     distance_bias: torch.Tensor | None = None
     """See KVLayer."""
 
@@ -88,7 +88,7 @@ def record_layers(
 
 
 def _restart_turns(model: torch.nn.Module, _: Any) -> None:
-    """Runs before every forward pass, because the one before may have failed."""
+    """Restart the turns before every forward pass, because the one before may have failed."""
     for module in model.modules():
         target = target_of(module)
         if isinstance(target, _Turns):
@@ -113,7 +113,7 @@ class PlaceholderTarget:
 
 @contextmanager
 def bound(modules: Iterable[torch.nn.Module], target: AttentionTarget) -> Iterator[None]:
-    """All these modules are bound to the target; afterwards to none."""
+    """Bind all these modules to the target inside; afterwards they are bound to none."""
     modules = list(modules)
     for module in modules:
         bind(module, target)
@@ -131,7 +131,7 @@ class _Recorder:
         self._names, self._num_tokens, self._num_states = names, num_tokens, num_states
         self.found: list[AttentionLayer] = []
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """K and V of each; kept, so that no other tensors get their memory."""
+        """K and V of each call. They are kept so that no other tensors get their memory."""
 
     def attend(
         self,

@@ -24,7 +24,7 @@ class StateSpec(NamedTuple):
     state_idx: int
     """The cache's `state_idx`."""
     shape: tuple[int, ...]
-    """Of one sequence."""
+    """Shape for one sequence."""
     dtype: torch.dtype
 
     @property
@@ -38,7 +38,7 @@ class Mixer(NamedTuple):
     name: str
     module: Any
     layer_idx: int
-    """Of the model's layer that it belongs to, as it names itself to the cache."""
+    """Index of the layer that it belongs to, as the module states it to the cache."""
     num_states: int
     """State indices that the cache has for the layer."""
     states: tuple[StateSpec, ...]
@@ -47,9 +47,9 @@ class Mixer(NamedTuple):
     by_token: frozenset[str]
     """Parameters of its forward with tensors of [1, tokens, …]."""
     forgets: bool = False
-    """Given several tokens it does not go on from its state."""
+    """Whether it does not go on from its state when it is given several tokens."""
     scan: ScanFromState | None = None
-    """If it forgets: how it goes on all the same. None: after the first piece of a text it gets its tokens one by one."""
+    """Lets a mixer that forgets go on from its state. None: it gets its tokens one by one after the first piece of a text."""
 
     @property
     def is_serial(self) -> bool:
@@ -57,7 +57,8 @@ class Mixer(NamedTuple):
 
 
 def state_bytes(mixers: Sequence[Mixer], dtype: torch.dtype | None = None) -> int:
-    """Bytes of the states of one sequence in all mixers. dtype: of the model, if it differs from the one that it was found in."""
+    """Bytes of the states of one sequence in all mixers. dtype: the model's, if it differs from the one in which the mixers were
+    found."""
     return sum(
         math.prod(spec.shape) * (spec.dtype if dtype is None or spec.dtype == torch.float32 else dtype).itemsize
         for mixer in mixers
@@ -80,16 +81,16 @@ class MixerPiece(NamedTuple):
     """Sequences of a packed row that are computed in one call, each with the same number of tokens."""
 
     rows: slice | torch.Tensor
-    """Of the packed row: those of one sequence, or [N] int64, one of each of N sequences."""
+    """Places in the packed row: a slice with those of one sequence, or [N] int64 with one of each of N sequences."""
     num_sequences: int
     num_tokens: int
-    """Of each."""
+    """Tokens of each sequence."""
     sources: torch.Tensor | None = None
     """[N] int64, blocks of the states to go on from; None: they begin."""
 
     @classmethod
     def of_one(cls, first: int, end: int, sources: torch.Tensor | None = None) -> Self:
-        """The rows first … end − 1, of one sequence."""
+        """A piece with the rows first … end − 1, all of one sequence."""
         return cls(slice(first, end), 1, end - first, sources)
 
 
@@ -107,11 +108,11 @@ class MixerForward(NamedTuple):
 
     run: Callable[..., Any]
     signature: inspect.Signature
-    """Kept: to find it takes longer than to use it."""
+    """Kept here because finding it takes longer than using it."""
 
     @classmethod
     def of(cls, mixer: Mixer) -> Self:
-        """As it is now."""
+        """Capture the module's forward and its signature as they are now."""
         return cls(mixer.module.forward, inspect.signature(mixer.module.forward))
 
 
@@ -187,7 +188,7 @@ class MixerCall:
 
 
 def join(outputs: Sequence[Any], how: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
-    """Outputs of the same structure as one; what is no tensor is that of the first."""
+    """Join outputs of the same structure into one; what is no tensor is taken from the first."""
     flat = [tree_flatten(output) for output in outputs]
     leaves = [
         how(list(of_all)) if isinstance(of_all[0], torch.Tensor) else of_all[0]

@@ -19,11 +19,11 @@ class Snapshots(NamedTuple):
     """Sequences whose states after the step are kept, too. Tensors [S] int64."""
 
     blocks: torch.Tensor
-    """That get a copy of the states."""
+    """Blocks that get a copy of the states."""
     sources: torch.Tensor
-    """Index in `running` of each one's sequence."""
+    """Index in `running` of the sequence that each copy is from."""
     last_rows: torch.Tensor
-    """Of the packed row: the token that each is the state after."""
+    """Place in the packed row of the last token that each state has seen."""
 
 
 class StepStates(NamedTuple):
@@ -40,7 +40,7 @@ def lay_out(
 ) -> StepStates:
     """Divide a step into pieces: all single tokens that go on, all that begin, and each longer part by itself.
 
-    Longer parts are never computed together, so that what a chunk comes to does not depend on its neighbours.
+    Longer parts are never computed together, so that the result of a chunk does not depend on its neighbours.
     """
 
     def on_device(numbers: Sequence[int]) -> torch.Tensor:
@@ -61,13 +61,13 @@ def lay_out(
             first = offsets[index]
             pieces.append(MixerPiece.of_one(first, first + length, on_device([source]) if source else None))
             order.append(index)
-    kept = [number for number, index in enumerate(order) if blocks[index].snapshot]
+    with_snapshot = [number for number, index in enumerate(order) if blocks[index].snapshot]
     snapshots = None
-    if kept:
-        parts = [order[number] for number in kept]
+    if with_snapshot:
+        parts = [order[number] for number in with_snapshot]
         snapshots = Snapshots(
             on_device([blocks[index].snapshot for index in parts]),
-            on_device(kept),
+            on_device(with_snapshot),
             on_device([offsets[index] + query_lens[index] - 1 for index in parts]),
         )
     return StepStates(pieces, on_device([blocks[index].running for index in order]), snapshots)
@@ -84,11 +84,11 @@ class MixerBinding:
         ]
 
     def begin(self, step: StepStates) -> None:
-        """The step that the next forward pass computes."""
+        """Set the step that the next forward pass computes."""
         self._step = step
 
     def release(self) -> None:
-        """The modules are as they were."""
+        """Restore the modules."""
         for bound in self._bound:
             bound.release()
 
@@ -111,7 +111,7 @@ class _BoundMixer:
         own["forward"] = self._run
 
     def release(self) -> None:
-        """The module is as it was; no error if it is not bound."""
+        """Restore the module; does nothing if it is not bound."""
         own = self._mixer.module.__dict__
         if _REPLACED not in own:
             return

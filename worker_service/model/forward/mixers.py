@@ -23,13 +23,13 @@ from .time_steps import clamp_time_steps
 _log = structlog.get_logger("kvpool.model")
 
 _WATCHED_TOKENS = 11
-"""Of the recorded pass; not a size that tensors have for other reasons."""
+"""Tokens of the recorded pass: a number that no tensor has as its size for another reason."""
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 _FIRST, _MORE = 5, 3
 """Tokens of the two pieces by which a mixer's use of its state is tried."""
 _MOST_DIFFERENCE = 0.1
-"""Between the outputs of a token alone and as the first of several, as a share of the effect of the state. Rounding is far below; a
-state that is not used makes it about 1."""
+"""Largest difference between the outputs of a token alone and as the first of several, as a share of the effect of the state.
+Rounding is far below; a state that is not used makes it about 1."""
 
 
 def has_state_layers(config: Any) -> bool:
@@ -38,7 +38,8 @@ def has_state_layers(config: Any) -> bool:
 
 
 def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
-    """All modules that use states of the cache, in the order of the calls. On the meta device it is not found out who forgets.
+    """All modules that use states of the cache, in the order of the calls. On the meta device nothing is computed, so `forgets` and
+    `scan` are left at their defaults.
 
     Runs a few tokens with attention left out. Raises UnsupportedModel.
     """
@@ -115,10 +116,10 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]
 
 def _cache_argument(module: Any) -> str:
     parameters = inspect.signature(module.forward).parameters
-    found = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
-    if found is None:
+    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    if argument is None:
         raise UnsupportedModel(f"{type(module).__name__} has a state, but no parameter for a cache.")
-    return found
+    return argument
 
 
 def _mixer(name: str, uses: Sequence[_Use], cache: Cache) -> Mixer:
@@ -158,7 +159,7 @@ def _with_ways(mixers: Sequence[Mixer], recorded: dict[Any, ForwardCall]) -> lis
     """The mixers with the way in which each goes on from its state, tried once for each class."""
     forgetful: dict[type, bool] = {}
     scanning: dict[type, bool] = {}
-    found: list[Mixer] = []
+    completed: list[Mixer] = []
     for mixer in mixers:
         kind, call = type(mixer.module), recorded[mixer.module]
         if kind not in forgetful:
@@ -169,22 +170,22 @@ def _with_ways(mixers: Sequence[Mixer], recorded: dict[Any, ForwardCall]) -> lis
             if kind not in scanning:
                 scanning[kind] = scanning_mixer.scan is not None and _scans_as(scanning_mixer, mixer, call)
             mixer = scanning_mixer if scanning[kind] else mixer
-        found.append(mixer)
-    return found
+        completed.append(mixer)
+    return completed
 
 
 def _scans_as(scanning: Mixer, serial: Mixer, recorded: ForwardCall) -> bool:
-    """Whether several tokens come out the same, and leave the same states, as one by one. Again from another state."""
+    """Whether several tokens at once have the same outputs, and leave the same states, as one by one, both from another state."""
     expected = _from_another_state(serial, recorded)
     try:
-        found = _from_another_state(scanning, recorded)
+        scanned = _from_another_state(scanning, recorded)
     except Exception as error:  # a function of the same name may take and return anything
         _log.debug("a scan does not go on from a state", error=f"{type(error).__name__}: {error}")
         return False
     tolerance = _TOLERANCE_OF_SCANS[serial.states[0].dtype]
     return all(
-        float((ours - wanted).norm()) <= tolerance * float(wanted.norm())
-        for ours, wanted in zip(found, expected, strict=True)
+        float((ours - theirs).norm()) <= tolerance * float(theirs.norm())
+        for ours, theirs in zip(scanned, expected, strict=True)
     )
 
 
@@ -215,8 +216,8 @@ def _forgets(mixer: Mixer, recorded: ForwardCall) -> bool:
         changed = _copies(before)
         changed[number] = _changed(changed[number])
         expected = _output(call.run(alone, _copies(changed))[0])
-        found = _output(call.run(several, changed)[0])[:, :1]
-        if float((found - expected).norm()) > _MOST_DIFFERENCE * float((expected - unchanged).norm()):
+        first_of_several = _output(call.run(several, changed)[0])[:, :1]
+        if float((first_of_several - expected).norm()) > _MOST_DIFFERENCE * float((expected - unchanged).norm()):
             return True
     return False
 

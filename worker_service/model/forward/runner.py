@@ -70,14 +70,14 @@ class ModelRunner:
         return [outcome.result() for outcome in outcomes]
 
     def _pack(self, parts: Sequence[SequencePart]) -> Packing:
-        """Raises PackingError."""
+        """Pack the parts. Raises PackingError."""
         packing = self._packer.pack(parts)
         if self._cross is None:
             return packing
         return replace(packing, encoders=EncoderTables.of(parts, self._cross, packing.block_size))
 
     def _encode(self, parts: Sequence[SequencePart]) -> None:
-        """Run the encoder for the parts that bring its input. They are good."""
+        """Run the encoder for the parts that bring its input. The parts have been checked."""
         block_size = self.kv_cache.plan.block_size
         with torch.inference_mode():
             for encoder in (part.encoder for part in parts):
@@ -95,18 +95,18 @@ class ModelRunner:
         for (index, part), offset in zip(parts, packing.offsets, strict=True):
             if part.sampling is not None:
                 ends.add(index, part, part.sampling, offset + len(part.token_ids) - 1)
-            if (wanted := part.prompt_rows) is not None:
-                prompts.append((index, part.start, wanted))
-                prompt_rows += range(offset + wanted.first, offset + wanted.first + len(wanted.targets))
+            if (requested := part.prompt_rows) is not None:
+                prompts.append((index, part.start, requested))
+                prompt_rows += range(offset + requested.first, offset + requested.first + len(requested.targets))
         with torch.inference_mode():
             logits, is_finite = self.forward.run(packing, ends.rows + prompt_rows, states)
             first = len(ends.rows)
-            for index, start, wanted in prompts:
-                end = first + len(wanted.targets)
-                found = prompt_logprobs(
-                    logits[first:end], wanted.targets, wanted.num_top, position=start + wanted.first + 1
+            for index, start, requested in prompts:
+                end = first + len(requested.targets)
+                result = prompt_logprobs(
+                    logits[first:end], requested.targets, requested.num_top, position=start + requested.first + 1
                 )
-                outcomes[index].add(found)
+                outcomes[index].add(result)
                 first = end
             ends.choose(logits[: len(ends.rows)], outcomes)
             # Rows without logits count too: their KV would be shared.
@@ -133,24 +133,24 @@ class _Outcome:
     """The result of a part so far. The first bad logits replace everything else."""
 
     tokens: list[SampledToken] = field(default_factory=list)
-    """The part's own, then those of its forks."""
+    """The part's own token, then those of its forks."""
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     candidates: BeamCandidates | None = None
     bad_logits: BadLogits | None = None
 
-    def add(self, found: SampledToken | BeamCandidates | list[RowLogprobs] | BadLogits) -> None:
+    def add(self, result: SampledToken | BeamCandidates | list[RowLogprobs] | BadLogits) -> None:
         """Add a token, what a beam may continue with, or log-probabilities of the prompt."""
-        if isinstance(found, BadLogits):
-            self.bad_logits = self.bad_logits or found
-        elif isinstance(found, SampledToken):
-            self.tokens.append(found)
-        elif isinstance(found, BeamCandidates):
-            self.candidates = found
+        if isinstance(result, BadLogits):
+            self.bad_logits = self.bad_logits or result
+        elif isinstance(result, SampledToken):
+            self.tokens.append(result)
+        elif isinstance(result, BeamCandidates):
+            self.candidates = result
         else:
-            self.prompt_logprobs += found
+            self.prompt_logprobs += result
 
     def add_bad_rows(self, part: SequencePart, rows: Sequence[int]) -> None:
-        """Packed rows that are not finite, relative to the part's first one; some may belong to other parts."""
+        """Note packed rows that are not finite, relative to the part's first one; some may belong to other parts."""
         first = next((row for row in rows if 0 <= row < len(part.token_ids)), None)
         if first is not None and self.bad_logits is None:
             self.bad_logits = BadLogits(part.start + first + 1, math.nan)
@@ -185,7 +185,7 @@ class _Ends:
                 self._draws.append((index, place, draw))
 
     def choose(self, logits: torch.Tensor, outcomes: list[_Outcome]) -> None:
-        """Add what follows to the outcomes. logits [rows, vocab_size], of the rows."""
+        """Draw tokens and find candidates from the logits [rows, vocab_size] of the rows, and add them to the outcomes."""
         if self._draws:
             chosen = _rows(logits, [place for _, place, _ in self._draws])
             tokens = sample(chosen, [draw for *_, draw in self._draws])
@@ -193,11 +193,11 @@ class _Ends:
                 outcomes[index].add(token)
         if self._searches:
             chosen = _rows(logits, [place for _, place, *_ in self._searches])
-            found = candidates(
+            results = candidates(
                 chosen, [draw for _, _, draw, _ in self._searches], [search[3] for search in self._searches]
             )
-            for (index, *_), one in zip(self._searches, found, strict=True):
-                outcomes[index].add(one)
+            for (index, *_), result in zip(self._searches, results, strict=True):
+                outcomes[index].add(result)
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 _NAME = "mamba_selective_scan"
-"""Of the function, in the modules of transformers that have such layers. Whether it is what it seems is tried: see find_mixers."""
+"""Name of the function in the modules of transformers that have such layers. find_mixers tries whether it is what it seems."""
 _TOKENS = 64
-"""That the addition is made for at once: it has a number for each of them, channel and state."""
+"""Tokens for which the addition is computed at once: it takes a number for each token, channel and state."""
 
 
 class ScanFromState:
@@ -33,7 +33,7 @@ class ScanFromState:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ScanFromState | None:
-        """None if the module's code does not have the function."""
+        """The scan of a module; None if its code does not have the function."""
         function = inspect.unwrap(type(module).forward)
         return cls(module, function) if callable(getattr(function, "__globals__", {}).get(_NAME)) else None
 

@@ -31,7 +31,7 @@ class Seq2Seq:
         self.positions = GivenPositions()
         own = set(self.encoder.modules())
         self.decoder_modules = {name: module for name, module in model.named_modules() if module not in own}
-        """By name: all that do not belong to the encoder."""
+        """All modules that do not belong to the encoder, by name."""
         self._configs = _attention_configs(self.encoder)
         self._blank: Any = None
         """The encoder's output for a token."""
@@ -73,7 +73,7 @@ class Seq2Seq:
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
-        """With transformers' own attention. Encoder and decoder of some models have the same config."""
+        """Let the modules use transformers' own attention inside. Encoder and decoder of some models have the same config."""
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             config._attn_implementation = "eager"

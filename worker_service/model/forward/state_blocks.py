@@ -16,7 +16,7 @@ def states_of(parts: Sequence[SequencePart], num_blocks: int) -> list[StateBlock
     """
     if not num_blocks:
         return []
-    found: list[StateBlocks] = []
+    states: list[StateBlocks] = []
     owners: dict[int, int] = {}
     for index, part in enumerate(parts):
         state = part.state
@@ -32,10 +32,10 @@ def states_of(parts: Sequence[SequencePart], num_blocks: int) -> list[StateBlock
         for block in written:
             if owners.setdefault(block, index) != index or written.count(block) > 1:
                 raise PackingError(f"the state in block {block} is written twice")
-        found.append(state)
-    for index, state in enumerate(found):
+        states.append(state)
+    for index, state in enumerate(states):
         if owners.get(state.source, index) != index or state.source == state.snapshot != 0:
             raise PackingError(
                 f"part {index} goes on from the state in block {state.source}, which the step overwrites"
             )
-    return found
+    return states

@@ -15,12 +15,12 @@ class StateTensors:
     def __init__(
         self, mixers: Sequence[Mixer], num_blocks: int, device: torch.device, zeros: Callable[..., torch.Tensor]
     ) -> None:
-        """zeros: as torch.zeros."""
+        """zeros: allocates as torch.zeros does."""
         self.of_mixers = [
             [zeros(num_blocks, *spec.shape, dtype=spec.dtype, device=device) for spec in mixer.states]
             for mixer in mixers
         ]
-        """For each mixer and each of its states [num_blocks, …]."""
+        """One tensor [num_blocks, …] for each state of each mixer."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (tensor for tensors in self.of_mixers for tensor in tensors)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from .scan import with_global
 
 _NAME = "mamba2_selective_state_update"
-"""Of the function for a single token, in the modules of transformers that have such layers."""
+"""Name of the function for a single token, in the modules of transformers that have such layers."""
 _LIMIT = "time_step_limit"
-"""Of a layer: the least and the largest time step."""
+"""Attribute of a layer with its least and its largest time step."""
 _CLAMPS = "kvpool_clamps"
 
 

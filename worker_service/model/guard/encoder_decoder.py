@@ -43,12 +43,12 @@ _SAME = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """What is computed: texts of the decoder, each over an input of the encoder."""
+    """Texts of the decoder to compute, each over an input of the encoder."""
 
     texts: list[list[int]]
     inputs: list[list[int]]
     finds: dict[int, int]
-    """Of a text whose input another one has brought before, that one."""
+    """Index of a text whose input is computed with an earlier text → index of that text."""
 
 
 def guarded_encoder_decoder(
@@ -61,7 +61,7 @@ def guarded_encoder_decoder(
     is_thorough: bool = False,
 ) -> tuple[Seq2Seq, list[AttentionLayer]]:
     """The two halves of a model that may be served, and the attention layers of its decoder. Raises UnsupportedModel. is_thorough:
-    with more texts, and the longest ones."""
+    try more texts, and the longest ones."""
     with probing(model):
         seq2seq = Seq2Seq(model)
         if is_thorough:  # before its encoder has seen anything
@@ -77,7 +77,7 @@ def guarded_encoder_decoder(
 
 
 def _two_texts(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """See find_position_tables."""
+    """Two texts [1, T] without a common token, for find_position_tables."""
     (tokens,) = random_sequences(config, [8 * _WATCHED_TOKENS])
     distinct = list(dict.fromkeys(tokens))[: 2 * _WATCHED_TOKENS]
     first, second = distinct[:_WATCHED_TOKENS], distinct[_WATCHED_TOKENS:]
@@ -144,13 +144,13 @@ class _Probe:
             )
 
     def _paged(self, texts: _Texts, steps: Sequence[Sequence[tuple[int, int, int]]]) -> list[torch.Tensor]:
-        """Per text [T, vocab_size], through the runner."""
+        """The logits [T, vocab_size] of each text, as the runner computes them."""
         cross, tables = _cut([len(tokens) for tokens in texts.inputs]), _cut([len(text) for text in texts.texts])
         encoders = [
             EncoderBlocks(table, len(tokens), tokens) for table, tokens in zip(cross, texts.inputs, strict=True)
         ]
-        for found, brought in texts.finds.items():
-            encoders[found] = encoders[brought]._replace(token_ids=())
+        for later, earlier in texts.finds.items():
+            encoders[later] = encoders[earlier]._replace(token_ids=())
         num_cross, num_blocks = (1 + max(map(max, part)) for part in (cross, tables))
         plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, 0, cross=CrossPlan(num_cross, 0, num_cross * _BLOCK_SIZE))
         cache = KVCache(plan, self._layers, self._dtype, self._device)
@@ -166,7 +166,7 @@ class _Probe:
         return [torch.cat(parts) for parts in logits]
 
     def _eager(self, text: list[int], tokens: list[int]) -> torch.Tensor:
-        """[T, vocab_size] of a text, all of it in transformers' own attention, with its own positions."""
+        """The logits [T, vocab_size] of a whole text in transformers' own attention, with its own positions."""
         model = self._seq2seq.model
         model.set_attn_implementation("eager")
         try:

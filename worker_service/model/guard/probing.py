@@ -1,4 +1,4 @@
-"""What it means that a model fails while it is checked."""
+"""Turns an exception during a check of a model into UnsupportedModel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = structlog.get_logger("kvpool.model")
 
 @contextmanager
 def probing(model: Any) -> Iterator[None]:
-    """While a model is checked. Raises UnsupportedModel if it fails to run; for want of memory it is not refused."""
+    """Check a model inside. Raises UnsupportedModel if it fails to run, but not if it lacks memory."""
     started = time.monotonic()
     try:
         yield

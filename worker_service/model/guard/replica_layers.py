@@ -14,8 +14,8 @@ _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 
 def num_layers(config: Any, fields: dict[str, Any]) -> int:
     """The number of layers, by a field or by a property of the config's class; 0: unknown."""
-    found = [*map(fields.get, _COUNTS), *(getattr(config, name, None) for name in _COUNTS)]
-    return next((value for value in found if isinstance(value, int)), 0)
+    values = [*map(fields.get, _COUNTS), *(getattr(config, name, None) for name in _COUNTS)]
+    return next((value for value in values if isinstance(value, int)), 0)
 
 
 def kept_layers(config: Any, fields: dict[str, Any]) -> Iterator[list[int]]:
@@ -32,13 +32,13 @@ def kept_layers(config: Any, fields: dict[str, Any]) -> Iterator[list[int]]:
         # Layers that attend and have a state may share weights with each other: two of them show it.
         if first_of.setdefault(kind, index) != index and "hybrid" in kind:
             seconds.setdefault(kind, index)
-    kept = sorted([*first_of.values(), *seconds.values()])
-    with_last = sorted({*kept, count - 1}) if count else []
-    if len(kept) > 1:
-        yield kept
+    chosen = sorted([*first_of.values(), *seconds.values()])
+    with_last = sorted({*chosen, count - 1}) if count else []
+    if len(chosen) > 1:
+        yield chosen
     yield with_last  # some classes give the last layer a type of their own
-    if kept and max(2, kept[-1] + 1) < count:
-        yield list(range(max(2, kept[-1] + 1)))
+    if chosen and max(2, chosen[-1] + 1) < count:
+        yield list(range(max(2, chosen[-1] + 1)))
     yield list(range(count))
 
 
@@ -52,10 +52,10 @@ def are_kept(config: Any, shrunk: dict[str, Any], kept: Sequence[int]) -> bool:
         Exception
     ):  # config classes raise all kinds of errors; if none of the choices can be built, the last one raises it
         return False
-    wanted = _derived_lists(config, config.to_dict(), num_layers(config, config.to_dict()))
+    expected = _derived_lists(config, config.to_dict(), num_layers(config, config.to_dict()))
     return all(
         name in derived and _pattern(derived[name]) == _pattern([value[index] for index in kept])
-        for name, value in wanted.items()
+        for name, value in expected.items()
     ) and all(fields[name] == value for name, value in shrunk.items() if isinstance(value, list) and name in fields)
 
 
@@ -91,8 +91,8 @@ def _derived_lists(config: Any, fields: dict[str, Any], count: int) -> dict[str,
     cls = type(config)
     # Those of all configs are about other things, and reading some of them prints a warning.
     names = sorted(set(dir(cls)) - set(dir(PreTrainedConfig)) - fields.keys())
-    found = {name: getattr(config, name, None) for name in names if isinstance(getattr(cls, name, None), property)}
-    return {name: value for name, value in found.items() if isinstance(value, list) and len(value) == count}
+    properties = {name: getattr(config, name, None) for name in names if isinstance(getattr(cls, name, None), property)}
+    return {name: value for name, value in properties.items() if isinstance(value, list) and len(value) == count}
 
 
 def _pattern(entries: Sequence[Any]) -> list[Any]:

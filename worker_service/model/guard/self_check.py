@@ -31,7 +31,7 @@ _TOLERANCE_OF_STATES = 1e-4
 """The same of a replica with recurrent layers, for tokens that go on from a state. Rounding makes less than 1e-5. Some types clamp
 the time step in chunks only, which is off by about 1e-3: a text would depend on where it is cut."""
 _SINGLE_TOKENS = 3
-"""Of each sequence after a kept state, or after its beginning."""
+"""Tokens of each sequence that are computed one by one, after a kept state or from its beginning."""
 _BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 5
 """The null block, and one for each text."""
@@ -77,7 +77,7 @@ def probe(
     """Compare random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
 
     Then one of them again with a neighbour at the last positions below max_model_len, and with recurrent layers from states that
-    were kept. Raises UnsupportedModel if anything differs by more than rounding. The model is unbound afterwards. is_thorough: with
+    were kept. Raises UnsupportedModel if anything differs by more than rounding. The model is unbound afterwards. is_thorough: try
     more tokens and steps.
     """
     trial = _Trial(model, layers, mixers, dtype, device, max_model_len)
@@ -165,8 +165,8 @@ def require_equal(
     why: str,
     tolerance: float | None = None,
 ) -> None:
-    """Raises UnsupportedModel if logits [T, vocab_size] of a model in the dtype differ by more than rounding. tolerance: None:
-    of the dtype."""
+    """Raises UnsupportedModel if logits [T, vocab_size] of a model in the dtype differ by more than rounding. tolerance: None: the
+    dtype's."""
     difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(
@@ -189,7 +189,7 @@ def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
 
 
 def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Per sequence [T, vocab_size], through the runner."""
+    """The logits [T, vocab_size] of each sequence, as the runner computes them."""
     runner, tables = _new_runner(trial)
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     try:
@@ -201,7 +201,7 @@ def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tenso
 
 
 def _new_runner(trial: _Trial) -> tuple[ModelRunner, list[list[int]]]:
-    """Over a cache filled with NaN, and a table of scattered blocks for each sequence."""
+    """A runner over a cache filled with NaN, and a table of scattered blocks for each sequence."""
     cache, tables = _new_cache(trial)
     runtime = ModulesRuntime(trial.model, trial.layers, trial.device, trial.mixers)
     return ModelRunner(runtime, cache, TorchAttention(trial.dtype), trial.device), tables
@@ -221,7 +221,7 @@ def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterato
     snapshot, running, other, own = 1, 2, 3, 4
 
     def run(*parts: tuple[int, int, int, StateBlocks]) -> list[torch.Tensor]:
-        """parts: (sequence, first token, end, state). Logits of each."""
+        """The logits of each of the parts (sequence, first token, end, state)."""
         chunks = [
             SequencePart(sequences[index][start:end], start, tables_of(index), None, state=state)
             for index, start, end, state in parts
@@ -237,7 +237,7 @@ def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterato
 
     try:
         run((1, 0, cut, StateBlocks(0, own)), (0, 0, kept_at, StateBlocks(0, running, snapshot)))
-        kept = of_snapshot()
+        saved = of_snapshot()
         end = len(first)
         _, at_once = run((1, cut, len(second), StateBlocks(own, own)), (0, kept_at, end, StateBlocks(snapshot, other)))
         yield 0, at_once, "from a state that was kept"
@@ -250,11 +250,11 @@ def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterato
             ends = (end, len(second)) if last else (places[0] + 1, places[1] + 1)
             states = (StateBlocks(running if place else snapshot, running), StateBlocks(own if place else 0, own))
             rows = run((0, places[0], ends[0], states[0]), (1, places[1], ends[1], states[1]))
-            for known, new in zip(ours, rows, strict=True):
-                known.append(new)
+            for collected, new in zip(ours, rows, strict=True):
+                collected.append(new)
         yield 0, torch.cat(ours[0]), "from a state that was kept, token by token"
         yield 1, torch.cat(ours[1]), "again from the beginning"
-        if not all(torch.equal(then, now) for then, now in zip(kept, of_snapshot(), strict=True)):
+        if not all(torch.equal(then, now) for then, now in zip(saved, of_snapshot(), strict=True)):
             raise UnsupportedModel(f"{type(trial.model).__name__} changes a state that others go on from.")
     finally:
         runner.close()
@@ -329,8 +329,8 @@ def _near_and_far_logits(
 
 
 def eager_logits(model: Any, tokens: list[int], device: torch.device, start: int | None = 0) -> torch.Tensor:
-    """[T, vocab_size] of one sequence; positions are passed as `generate` does, to models with that parameter. start: the first
-    position; None: none are passed."""
+    """The logits [T, vocab_size] of one sequence in eager attention. Positions are passed, as `generate` does, to models with that
+    parameter. start: the first position; None: none are passed."""
     positions: dict[str, torch.Tensor] = {}
     if start is None:
         pass

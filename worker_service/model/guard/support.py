@@ -179,23 +179,23 @@ def check_layers(
         )
     for index, layer in enumerate(layers):
         if types is None:
-            wanted = window if window is not None and window < max_model_len else layer.window
+            needed = window if window is not None and window < max_model_len else layer.window
         else:
             position = index if len(layers) == len(expected) else modules.index(layer.module)
-            wanted = window if types[expected[position]] in _SLIDING_TYPES else None
-        if layer.window != wanted:
+            needed = window if types[expected[position]] in _SLIDING_TYPES else None
+        if layer.window != needed:
             raise UnsupportedModel(
-                f"{kind}: {layer.name} should have the window {wanted} by the config, but passes the window {layer.window} to "
+                f"{kind}: {layer.name} should have the window {needed} by the config, but passes the window {layer.window} to "
                 "attention; the window would be in the mask only."
             )
 
 
 def _check_mixers(kind: str, types: Sequence[str], mixers: Sequence[Mixer]) -> None:
-    """Every layer with a state must keep it in transformers' cache, where it can be replaced. Raises UnsupportedModel."""
+    """Raises UnsupportedModel unless every layer with a state keeps it in transformers' cache, where it can be replaced."""
     expected = {index for index, layer_type in enumerate(types) if layer_type in _STATE_TYPES}
-    found = {mixer.layer_idx for mixer in mixers}
-    if expected - found:
+    actual = {mixer.layer_idx for mixer in mixers}
+    if expected - actual:
         raise UnsupportedModel(
-            f"{kind} has {len(expected)} layers with a state, but {len(expected - found)} of them do not keep it in transformers' "
+            f"{kind} has {len(expected)} layers with a state, but {len(expected - actual)} of them do not keep it in transformers' "
             "cache; every layer must."
         )

@@ -88,46 +88,46 @@ def thresholds(config: Any) -> set[int]:
     """All lengths in tokens in the config that are, or may be, thresholds, RoPE's included."""
     fields = config.get_text_config(decoder=True).to_dict()
     sizes = _Sizes(fields, 0, 0, 0)
-    found: set[int] = set()
+    lengths: set[int] = set()
     parts: list[dict[str, Any]] = [{name: value for name, value in fields.items() if name not in _NOT_OF_THE_MODEL}]
     for part in parts:
         for name, value in part.items():
             if isinstance(value, dict) and "rope" in name:
                 parts += [value, *(entry for entry in value.values() if isinstance(entry, dict))]
             elif isinstance(value, int) and not isinstance(value, bool) and sizes.is_threshold(name, value):
-                found.add(value)
-    return found
+                lengths.add(value)
+    return lengths
 
 
 def _shrunk(config: Any, max_model_len: int, hidden_size: int) -> dict[str, Any]:
-    """hidden_size: of the text, which other parts of a composite model may refer to."""
+    """The fields of a config with small sizes. hidden_size: of the text, which other parts of a composite model may refer to."""
     shrunk: dict[str, Any] = {}
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
-    for kept in kept_layers(config, fields):
-        shrunk = _shrunk_to(config, fields, kept, max_model_len, hidden_size)
-        if are_kept(config, shrunk, kept):
+    for layers in kept_layers(config, fields):
+        shrunk = _shrunk_to(config, fields, layers, max_model_len, hidden_size)
+        if are_kept(config, shrunk, layers):
             break
     return shrunk
 
 
 def _shrunk_to(
-    config: Any, whole: dict[str, Any], kept: list[int], max_model_len: int, hidden_size: int
+    config: Any, whole: dict[str, Any], layers: list[int], max_model_len: int, hidden_size: int
 ) -> dict[str, Any]:
     fields, count = dict(whole), num_layers(config, whole)
     nested = [name for name in config.sub_configs if hasattr(getattr(config, name, None), "to_dict")]
-    sizes = _Sizes(fields, len(kept), max_model_len, hidden_size)
+    sizes = _Sizes(fields, len(layers), max_model_len, hidden_size)
     for name, value in whole.items():
         if name in nested:
             fields[name] = _shrunk(getattr(config, name), max_model_len, hidden_size)
         elif name == "per_layer_config" and isinstance(value, dict):
-            fields[name] = _shrunk_per_layer(value, fields, kept, sizes)
+            fields[name] = _shrunk_per_layer(value, fields, layers, sizes)
         elif isinstance(value, dict):
             fields[name] = _shrunk_rope(value, fields, sizes) if "rope" in name else value
         elif isinstance(value, list):
-            fields[name] = _shrunk_list(name, value, kept, count, sizes)
+            fields[name] = _shrunk_list(name, value, layers, count, sizes)
     num_shared = fields.get("num_kv_shared_layers") or 0
     if num_shared:
-        fields["num_kv_shared_layers"] = sum(index >= count - num_shared for index in kept)
+        fields["num_kv_shared_layers"] = sum(index >= count - num_shared for index in layers)
     for name, value in whole.items():
         if isinstance(value, int) and not isinstance(value, bool) and name != "num_kv_shared_layers":
             fields[name] = sizes.of(name, value)
@@ -136,24 +136,24 @@ def _shrunk_to(
     return fields
 
 
-def _shrunk_list(name: str, value: list[Any], kept: list[int], count: int, sizes: _Sizes) -> Any:
+def _shrunk_list(name: str, value: list[Any], layers: list[int], count: int, sizes: _Sizes) -> Any:
     if is_indices(value, count):
-        return [new for new, old in enumerate(kept) if old in value]
+        return [new for new, old in enumerate(layers) if old in value]
     if count and len(value) == count:
-        value = [value[index] for index in kept]
+        value = [value[index] for index in layers]
     return [
         sizes.of(name, entry) if isinstance(entry, int) and not isinstance(entry, bool) else entry for entry in value
     ]
 
 
 def _shrunk_per_layer(
-    overrides: dict[Any, dict[str, Any]], fields: dict[str, Any], kept: list[int], sizes: _Sizes
+    overrides: dict[Any, dict[str, Any]], fields: dict[str, Any], layers: list[int], sizes: _Sizes
 ) -> dict[str, dict[str, Any]]:
     """Fields that differ in some layers; larger values stay larger."""
     shrunk: dict[str, dict[str, Any]] = {}
     for index, override in overrides.items():
-        if int(index) in kept:
-            shrunk[str(kept.index(int(index)))] = {
+        if int(index) in layers:
+            shrunk[str(layers.index(int(index)))] = {
                 name: sizes.of(name, value) * (2 if name == "head_dim" and value > (fields.get(name) or value) else 1)
                 if isinstance(value, int) and not isinstance(value, bool)
                 else value
@@ -230,8 +230,8 @@ class _Sizes:
         return int(self.head_dim * (share if isinstance(share, float) else 1.0)) // 2
 
     def of(self, name: str, value: int) -> int:
-        known = self._known(name, value)
-        return min(value, THRESHOLD if value < self._max_model_len else UNREACHED) if known is None else known
+        small = self._known(name, value)
+        return min(value, THRESHOLD if value < self._max_model_len else UNREACHED) if small is None else small
 
     def is_threshold(self, name: str, value: int) -> bool:
         """Whether the number may be a length in tokens at which a rule changes."""

@@ -11,11 +11,11 @@ from ..errors import ModelError
 
 
 class CPUMemory(NamedTuple):
-    """In bytes."""
+    """Memory in bytes."""
 
     total: int
     available: int
-    """Can be allocated without swapping; the page cache counts, because the kernel frees it."""
+    """What can be allocated without swapping; the page cache counts, because the kernel frees it."""
 
 
 class _Names(NamedTuple):
@@ -49,14 +49,14 @@ def _machine(proc: Path) -> CPUMemory:
         text = (proc / "meminfo").read_text()
     except OSError:
         text = ""
-    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", text, re.MULTILINE))
-    if len(found) != 2:
+    fields = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", text, re.MULTILINE))
+    if len(fields) != 2:
         raise ModelError(f"The memory of this machine is unknown: {proc / 'meminfo'} lacks MemTotal or MemAvailable.")
-    return CPUMemory(int(found["MemTotal"]) * 1024, int(found["MemAvailable"]) * 1024)
+    return CPUMemory(int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024)
 
 
 def _number(file: Path) -> int | None:
-    """None: there is no such file, or it contains `max`."""
+    """The number in the file; None: there is no such file, or it contains `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -19,7 +19,7 @@ class CrossNeeds(NamedTuple):
     bytes_per_token: int
     """K and V of its layers."""
     max_tokens: int
-    """Of the encoder's longest input."""
+    """Tokens of the encoder's longest input."""
 
 
 def size_cross(
@@ -29,14 +29,16 @@ def size_cross(
     cross_blocks: int | None = None,
     num_bytes: int | None = None,
 ) -> CrossPlan:
-    """cross_blocks: the setting, the null block included; None: by need. num_bytes: of the whole cache; None: its size is given in
-    blocks."""
-    each = -(-needs.max_tokens // block_size)
+    """Plan the cross group. cross_blocks: the setting, the null block included; None: by need. num_bytes: size of the whole cache;
+    None: it is given in blocks."""
+    blocks_per_input = -(-needs.max_tokens // block_size)
     if cross_blocks is None:
         num_inputs = max_num_seqs
         if num_bytes is not None:
-            num_inputs = max(1, min(num_inputs, num_bytes // 2 // (each * block_size * needs.bytes_per_token)))
-        cross_blocks = num_inputs * each + 1
+            num_inputs = max(
+                1, min(num_inputs, num_bytes // 2 // (blocks_per_input * block_size * needs.bytes_per_token))
+            )
+        cross_blocks = num_inputs * blocks_per_input + 1
     return CrossPlan(cross_blocks, needs.bytes_per_token, needs.max_tokens)
 
 

@@ -31,7 +31,7 @@ def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> 
 def cross_needs(
     layers: Sequence[AttentionLayer], dtype: torch.dtype, max_encoder_tokens: int | None
 ) -> CrossNeeds | None:
-    """Of the layers that attend to an encoder's output, of at most so many tokens. None: there is no encoder."""
+    """The needs of the layers that attend to an encoder's output of at most so many tokens. None: there is no encoder."""
     if max_encoder_tokens is None:
         return None
     return CrossNeeds(_bytes_per_token([layer for layer in layers if layer.is_cross], dtype), max_encoder_tokens)
@@ -59,8 +59,8 @@ def facts_of_loaded(
     make_runner: MakeRunner,
     max_encoder_tokens: int | None = None,
 ) -> MemoryFacts:
-    """Facts of a loaded model. max_encoder_tokens: of its encoder's longest input; None: it has none. On a GPU a maximum batch
-    runs, on a CPU its needs are estimated.
+    """Facts of a loaded model. max_encoder_tokens: of the encoder's longest input; None: there is no encoder. On a GPU a maximum
+    batch runs, on a CPU its needs are estimated.
 
     Raises ModelError if the batch does not fit, or the memory is unknown.
     """
@@ -103,7 +103,7 @@ def facts_of_meta_model(
     settings: MemorySettings,
     is_quantized: bool = False,
 ) -> MemoryFacts:
-    """The same without weights; allocates nothing. Raises ModelError if a fact is unknown."""
+    """Facts of a model without weights; allocates nothing. Raises ModelError if a fact is unknown."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:

@@ -39,16 +39,16 @@ class MetaModel:
     """A model without its weights."""
 
     model: Any
-    """On the meta device, where it can run."""
+    """The model on the meta device, where it can run."""
     layers: list[AttentionLayer]
     mixers: list[Mixer]
     seq2seq: Seq2Seq | None = None
-    """Its two halves, if it has an encoder."""
+    """The model's two halves; None: it has no encoder."""
     max_encoder_tokens: int = 0
 
     @property
     def num_parameters(self) -> int:
-        """Tied ones counted once."""
+        """Number of parameters; tied ones count once."""
         return sum(int(parameter.numel()) for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, device: torch.device, is_quantized: bool = False) -> int:

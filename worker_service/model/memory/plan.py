@@ -48,7 +48,7 @@ class MemorySettings:
 
     @property
     def is_explicit(self) -> bool:
-        """The size of the KV cache is given, not a share of the memory."""
+        """Whether the size of the KV cache is given, and not a share of the memory."""
         return self.num_blocks is not None or self.kv_cache_memory is not None
 
 
@@ -61,7 +61,7 @@ class MemoryFacts:
     total_bytes: int
     """Memory of the device; on a CPU of the machine or the container."""
     other_bytes: int
-    """In use, except by this model's tensors: other processes, and on a GPU the driver."""
+    """Memory in use, except by this model's tensors: other processes, and on a GPU the driver."""
     weight_bytes: int
     activation_bytes: int
     """Largest sum of intermediate results in a maximum batch."""
@@ -81,7 +81,7 @@ class MemoryFacts:
 
     @property
     def free_bytes(self) -> int:
-        """Free once the weights are loaded."""
+        """Memory that is free once the weights are loaded."""
         return max(0, self.total_bytes - self.other_bytes - self.weight_bytes)
 
     @property
@@ -110,7 +110,7 @@ class MemoryBudget:
     kv_cache: KVCachePlan
 
     def lines(self) -> Iterator[BudgetLine]:
-        """From the device's memory down to what stays free, in the order of the sum."""
+        """The lines of the sum, from the device's memory down to what stays free."""
         facts, settings, kv_cache = self.facts, self.settings, self.kv_cache
         yield BudgetLine(f"memory of {facts.device}", facts.total_bytes)
         if not facts.is_cpu and not settings.is_explicit:
@@ -155,12 +155,14 @@ class MemoryBudget:
             blocks += ", --window-blocks"
         else:
             grid = 1 if self.kv_cache.states is None else grid_tokens(size) // size
-            ring, kept = (
+            ring, per_window = (
                 ring_blocks(group.window, self.kv_cache.chunk_tokens or 0, size, grid),
                 span(group.window, size),
             )
-            num_sequences = group.capacity // (ring + KEPT_WINDOWS * kept)
-            blocks += f": for {num_sequences} sequences {ring} each, and {KEPT_WINDOWS} windows of {kept} that are kept"
+            num_sequences = group.capacity // (ring + KEPT_WINDOWS * per_window)
+            blocks += (
+                f": for {num_sequences} sequences {ring} each, and {KEPT_WINDOWS} windows of {per_window} that are kept"
+            )
         return f"· group {group.index}, window {group.window:,}", num_bytes, blocks
 
     def _line_of_states(self, index: int, states: StatesPlan) -> BudgetLine:
@@ -200,8 +202,8 @@ def plan_memory(
 ) -> MemoryBudget:
     """The KV cache of the given number of blocks or bytes (at most one of them), else as large as the share allows.
 
-    groups: of layers, see Split; None: one that keeps everything. cross: of an encoder-decoder model. Raises ModelError for
-    contradictory settings, and KVCacheTooLarge with the largest cache that fits.
+    groups: needs of the groups of layers, see Split; None: one group that keeps everything. cross: needs of an encoder-decoder
+    model's cross group. Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
     """
     block_size = settings.block_size
     if block_size < 1 or block_size & (block_size - 1):
@@ -241,7 +243,7 @@ def plan_memory(
 
 
 def _workspace_bytes(facts: MemoryFacts, plan: KVCachePlan) -> int:
-    """Of attention, if a step reads all that the cache holds."""
+    """Bytes of attention's workspace, if a step reads all that the cache holds."""
     most = max([group.num_blocks for group in plan.groups], default=0)
     if plan.cross is not None:
         most = max(most, plan.cross.num_blocks)
@@ -249,13 +251,13 @@ def _workspace_bytes(facts: MemoryFacts, plan: KVCachePlan) -> int:
 
 
 def _nums_of_blocks(plan: KVCachePlan) -> list[int]:
-    """By group."""
+    """Blocks of each group, the null block included."""
     others = [group.num_blocks for group in (plan.states, plan.cross) if group is not None]
     return [*(group.num_blocks for group in plan.groups), *others]
 
 
 def _block_cost(facts: MemoryFacts, block_size: int) -> int:
-    """Of a block in each group, in bytes."""
+    """Bytes of one block in every group together, with attention's workspace."""
     return block_size * (facts.bytes_per_token + facts.workspace_bytes_per_token) + facts.state_bytes
 
 
@@ -289,20 +291,20 @@ def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, cr
             f"A KV cache of {num_blocks} blocks is too small: {needs}. Give a larger --kv-cache-memory or --num-blocks, or "
             "a smaller --block-size."
         )
-    found = _what_there_is(facts)
+    memory = _what_there_is(facts)
     utilization = None if facts.is_cpu else _least_utilization(facts, settings)
     if utilization is not None:
         return KVCacheTooLarge(
             f"With --gpu-memory-utilization {settings.gpu_memory_utilization:g} no KV cache fits on {facts.device}: {needs}, but "
-            f"{found}. Give --gpu-memory-utilization {utilization:g} or more."
+            f"{memory}. Give --gpu-memory-utilization {utilization:g} or more."
         )
     if facts.room_bytes >= _MIN_BLOCKS * _block_cost(facts, settings.block_size):
         return KVCacheTooLarge(
-            f"A fifth of the free memory of {facts.device} holds no KV cache: {needs}, and {found}. Give --kv-cache-memory or "
+            f"A fifth of the free memory of {facts.device} holds no KV cache: {needs}, and {memory}. Give --kv-cache-memory or "
             "--num-blocks, or free memory."
         )
     return KVCacheTooLarge(
-        f"No KV cache fits on {facts.device}: {needs}, but {found}. Give a smaller --max-num-batched-tokens or --max-num-seqs, "
+        f"No KV cache fits on {facts.device}: {needs}, but {memory}. Give a smaller --max-num-batched-tokens or --max-num-seqs, "
         "end other processes, or take a smaller model or a device with more memory."
     )
 

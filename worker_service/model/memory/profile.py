@@ -48,7 +48,7 @@ class BatchNeeds(NamedTuple):
 
     activations: int
     workspace_per_token: int
-    """Additional, per token that the batch's decodes read."""
+    """Bytes in addition for each token that the batch's decodes read."""
 
 
 MakeRunner = Callable[[KVCachePlan], ModelRunner]
@@ -75,18 +75,18 @@ def measure_batch(
         except (torch.OutOfMemoryError, KVCacheTooLarge):
             return None
 
-    wanted = settings.max_num_batched_tokens
-    if (needs := run(wanted)) is not None:
+    limit = settings.max_num_batched_tokens
+    if (needs := run(limit)) is not None:
         return needs
     meter.release()
-    fitting = largest_that_fits(lambda num_tokens: run(num_tokens) is not None, settings.max_num_seqs, wanted)
+    fitting = largest_that_fits(lambda num_tokens: run(num_tokens) is not None, settings.max_num_seqs, limit)
     advice = (
         f"--max-num-batched-tokens {fitting} fits"
         if fitting
         else "give a smaller --max-num-seqs, or take a smaller model or a device with more memory"
     )
     raise ModelError(
-        f"A maximum batch of {wanted} tokens and {settings.max_num_seqs} sequences does not fit into the memory with the "
+        f"A maximum batch of {limit} tokens and {settings.max_num_seqs} sequences does not fit into the memory with the "
         f"weights: {advice}."
     )
 
@@ -172,15 +172,15 @@ class MaximumBatches:
         """Tokens that each measured decode reads."""
 
     def plan(self, bytes_per_token: int, state_bytes: int) -> KVCachePlan:
-        """Of their cache: its states are the null block, the one that is read, and one for each sequence. All sequences have
-        the longest input of the encoder."""
+        """The plan of their cache. Its states are the null block, the one that is read, and one for each sequence. All sequences
+        share one input of the encoder, of the greatest length."""
         states = StatesPlan(2 + self._num_seqs, state_bytes) if self._has_states else None
         cross = None if self._cross is None else size_cross(self._cross, self._block_size, max_num_seqs=1)
         size = self._block_size
         return KVCachePlan.one_group(self.num_blocks, size, bytes_per_token, states, cross, attends=self._attends)
 
     def prompts(self) -> Step:
-        """The most tokens and rows of logits."""
+        """The step with the most tokens and rows of logits."""
         each, more = divmod(self._num_tokens, self._num_seqs)
         lengths = [min(self._max_model_len, each + (index < more)) for index in range(self._num_seqs)]
         return self._step([(0, length) for length in lengths])
@@ -202,7 +202,7 @@ class MaximumBatches:
         return self._step([(context, 1)] * self._num_seqs)
 
     def _encoder(self, brings: bool) -> EncoderBlocks | None:
-        """brings: the encoder is to run."""
+        """brings: whether the encoder is to run."""
         if self._cross is None:
             return None
         num_tokens = self._cross.max_tokens

@@ -19,11 +19,11 @@ from ...cache.windows import grid_tokens, largest_chunk, ring_blocks, span
 from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan
 
 KEPT_WINDOWS = 2
-"""Kept for others, for each sequence: the one at the end of its prompt, and the one at the end of its text."""
+"""Windows kept for others, for each sequence: at the end of its prompt, and at the end of its text."""
 
 
 KEPT_STATES = 2
-"""As KEPT_WINDOWS."""
+"""States kept for others, for each sequence: at the end of its prompt, and at the end of its text."""
 
 
 class GroupNeeds(NamedTuple):
@@ -32,7 +32,7 @@ class GroupNeeds(NamedTuple):
     window: int | None
     """Sliding window in tokens; None: full attention."""
     bytes_per_token: int
-    """K and V of its layers; those of all groups are the facts' bytes_per_token."""
+    """K and V of its layers; all groups together have the facts' bytes_per_token."""
 
 
 class StateNeeds(NamedTuple):
@@ -47,7 +47,7 @@ class StateNeeds(NamedTuple):
 class Split:
     """Splits blocks or bytes between groups.
 
-    window_blocks: of each group with a window, the null block included; None: by need. states: None: no layer is recurrent.
+    window_blocks: blocks of each group with a window, the null block included; None: by need. states: None: no layer is recurrent.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Split:
         self._each = [self._blocks_per_sequence(group) for group in groups]
         """Blocks of one sequence, in groups with a window."""
         self._full_cost = block_size * sum(group.bytes_per_token for group in groups if group.window is None)
-        """Of a block in each group without a window, in bytes."""
+        """Bytes of one block in every group without a window together."""
 
     def of_blocks(self, num_blocks: int) -> KVCachePlan:
         """Groups without a window get so many blocks, the null block included; without such groups all of them, and in a model
@@ -93,24 +93,24 @@ class Split:
         workspace = self._block_size * workspace_per_token
         if not self._groups:
             return self._of_states_only(num_bytes)
-        wanted = self._max_num_seqs
+        num_seqs = self._max_num_seqs
         if not self._full_cost:
-            while wanted > 1 and self._state_bytes(wanted) > num_bytes // 2:
-                wanted -= 1
-            return self._of_windows_only(num_bytes, workspace, wanted)
-        while wanted > 1 and self._window_bytes(wanted) + self._state_bytes(wanted) > num_bytes // 2:
-            wanted -= 1
-        num_bytes -= self._state_bytes(wanted)
-        num_full = (num_bytes - self._window_bytes(wanted)) // (self._full_cost + workspace)
+            while num_seqs > 1 and self._state_bytes(num_seqs) > num_bytes // 2:
+                num_seqs -= 1
+            return self._of_windows_only(num_bytes, workspace, num_seqs)
+        while num_seqs > 1 and self._window_bytes(num_seqs) + self._state_bytes(num_seqs) > num_bytes // 2:
+            num_seqs -= 1
+        num_bytes -= self._state_bytes(num_seqs)
+        num_full = (num_bytes - self._window_bytes(num_seqs)) // (self._full_cost + workspace)
         if self._window_blocks is None:
             # With little memory as many in each group: more of a group with a window would never be used.
             num_full = max(num_full, num_bytes // (self._full_cost + workspace + self._window_cost()))
         return self._plan(
             [
-                num_full if group.window is None else self._of_window(each, wanted, num_full)
+                num_full if group.window is None else self._of_window(each, num_seqs, num_full)
                 for group, each in zip(self._groups, self._each, strict=True)
             ],
-            self._of_states(wanted),
+            self._of_states(num_seqs),
         )
 
     def _of_windows_only(self, num_bytes: int, workspace: int, num_sequences: int) -> KVCachePlan:
@@ -135,11 +135,11 @@ class Split:
         return 0 if self._states is None else self._of_states(num_sequences) * self._states.bytes_per_block
 
     def _of_window(self, each: int, num_sequences: int, most: int | None = None) -> int:
-        """Blocks of a group with a window, of which a sequence has `each`."""
+        """Blocks of a group with a window in which a sequence needs `each`."""
         if self._window_blocks is not None:
             return self._window_blocks
-        wanted = num_sequences * each + 1
-        return wanted if most is None else min(wanted, most)
+        num_blocks = num_sequences * each + 1
+        return num_blocks if most is None else min(num_blocks, most)
 
     def _window_bytes(self, num_sequences: int) -> int:
         return self._block_size * sum(
@@ -149,7 +149,7 @@ class Split:
         )
 
     def _window_cost(self) -> int:
-        """Of a block in each group with a window, in bytes."""
+        """Bytes of one block in every group with a window together."""
         return self._block_size * sum(group.bytes_per_token for group in self._groups if group.window is not None)
 
     def _blocks_per_sequence(self, group: GroupNeeds) -> int:

@@ -1,1 +1,1 @@
-"""From logits to tokens. `sampler.sample` is the entry; a row's result does not depend on the batch."""
+"""Chooses tokens by logits. `sampler.sample` is the entry; a row's result does not depend on the batch."""

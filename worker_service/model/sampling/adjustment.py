@@ -103,11 +103,11 @@ class _Places:
         self._flat[self._index] = values
 
     def spread(self, values: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
-        """values: per row, one for each of its ids. [M] float32."""
+        """Returns the values of all places, [M] float32. values: for each row, one for each of its ids."""
         return torch.from_numpy(np.concatenate(values)[self._fits].astype(np.float32)).to(self._flat.device)
 
     def spread_each(self, values: Sequence[float]) -> torch.Tensor:
-        """values: per row, one for all of its ids. [M] float32."""
+        """Returns the values of all places, [M] float32. values: for each row, one for all of its ids."""
         return torch.from_numpy(np.repeat(values, self._lengths)[self._fits].astype(np.float32)).to(self._flat.device)
 
 

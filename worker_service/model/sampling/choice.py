@@ -44,7 +44,7 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
 
 
 def draw_exactly(logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> list[int]:
-    """`draw_tokens` of all rows of the logits, float32, on any device, by sums in one order."""
+    """Draw as `draw_tokens` does, for all rows of float32 logits on any device, by sums in one order."""
     size = max(1, MAX_WEIGHTS // logits.shape[1])
     tokens: list[int] = []
     for first in range(0, len(params), size):
@@ -54,8 +54,8 @@ def draw_exactly(logits: torch.Tensor, params: Sequence[SamplingParams], numbers
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """For each seed and position, the number in [0, 1) that decides the token there: counter-based, so it needs no history. Equals
-    the first number of numpy's Generator(Philox(key=seed, counter=position)). At least one row; raises OverflowError unless
+    """One number in [0, 1) for each seed and position, which decides the token there. It is counter-based, so it needs no history.
+    Equals the first number of numpy's Generator(Philox(key=seed, counter=position)). At least one row; raises OverflowError unless
     0 ≤ seed < 2**64 and 0 ≤ position < 2**64 − 1.
 
     Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). All rows are in one Python integer, 128 bits

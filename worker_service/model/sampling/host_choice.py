@@ -42,12 +42,12 @@ class _Rows:
     """Rows to choose for, with what the choice depends on besides the logits. All [N]."""
 
     index: Ints
-    """In the request for them."""
+    """Index of the row in `choose`'s arguments and result."""
     row: Ints
-    """Of the logits."""
+    """Index of the row in the logits."""
     number: Doubles
     largest: Doubles
-    """Logit."""
+    """The largest logit of the row."""
     temperature: Doubles
     top_k: Ints
     """vocab_size: all."""
@@ -91,7 +91,7 @@ class _Sums(NamedTuple):
     """[N]: how far such a sum may be from the same sum of the exact choice."""
 
     def of(self, rows: Ints | _Bools) -> _Sums:
-        """Of some of the rows."""
+        """The sums of some of the rows."""
         return _Sums(self.blocks[rows], self.total[rows], self.margin[rows])
 
 
@@ -100,9 +100,9 @@ def choose(logits: Floats, rows: Sequence[int], params: Sequence[SamplingParams]
     `numbers`: in [0, 1), they decide the tokens."""
     chosen = Chosen(np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.bool_))
 
-    def note(of: _Rows, found: Chosen) -> None:
-        chosen.tokens[of.index] = found.tokens
-        chosen.is_certain[of.index] = found.is_certain
+    def note(group: _Rows, result: Chosen) -> None:
+        chosen.tokens[group.index] = result.tokens
+        chosen.is_certain[group.index] = result.is_certain
 
     # Sums that are not finite decide nothing.
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -126,7 +126,7 @@ def choose(logits: Floats, rows: Sequence[int], params: Sequence[SamplingParams]
 
 
 def _sums(logits: Floats, rows: _Rows, dtype: type[np.floating[Any]]) -> _Sums:
-    """Computed with numbers of the type."""
+    """Sum the weights of the rows in numbers of the type."""
     vocab_size = logits.shape[1]
     num_blocks = -(-vocab_size // _BLOCK)
     of_blocks = np.empty((len(rows), num_blocks), dtype=dtype)
@@ -145,7 +145,7 @@ def _sums(logits: Floats, rows: _Rows, dtype: type[np.floating[Any]]) -> _Sums:
 def _slack(rows: _Rows, vocab_size: int, dtype: type[np.floating[Any]]) -> Doubles:
     """[N]: how far sums of weights may be from those of the exact choice, as a share of the total.
 
-    Rounded are exponents, exp and each addition, whatever their order, in the sum and in the total. Exponents are rounded three
+    Exponents, exp and each addition are rounded, whatever their order, in the sum and in the total. Exponents are rounded three
     times here, and are a difference of two quotients there; where a weight is above 0 they are at most 746. exp is within 4 units
     of the last place. In float32 only exponents up to 32 count: all smaller weights together are below vocab_size · 2**-46.
     """
@@ -156,7 +156,7 @@ def _slack(rows: _Rows, vocab_size: int, dtype: type[np.floating[Any]]) -> Doubl
 
 
 def _choose_of_all(logits: Floats, rows: _Rows, sums: _Sums) -> Chosen:
-    """Of rows without truncation."""
+    """Choose for rows without truncation."""
     vocab_size, index = logits.shape[1], np.arange(len(rows))
     target = rows.number * sums.total
     block = np.minimum((sums.blocks <= target[:, None]).sum(axis=1), sums.blocks.shape[1] - 1)
@@ -196,13 +196,13 @@ def _least_logits_of_share(logits: Floats, rows: _Rows, sums: _Sums) -> Floats:
 def _choose_among(
     logits: Floats, rows: _Rows, least: Floats, sums: _Sums | None, note: Callable[[_Rows, Chosen], None]
 ) -> None:
-    """Of the tokens that are not below `least`, [N]. `sums`: of rows with top-p of all tokens."""
+    """Choose among the tokens whose logits are not below `least` [N]. `sums`: of all tokens, for rows with top-p and no top-k."""
     for group, tokens in ranked(logits, rows.row, least):
         note(rows[group], _choose_of(tokens, rows[group], None if sums is None else sums.of(group)))
 
 
 def _choose_of(tokens: Ranked, rows: _Rows, sums: _Sums | None) -> Chosen:
-    """Computes as `truncation.truncate` and `choice.invert`, to the bit."""
+    """Choose as `truncation.truncate` and `choice.invert` do, to the bit."""
     temperature = rows.temperature[:, None]
     weights = _exp(tokens.logits / temperature - rows.largest[:, None] / temperature)
     weights[np.arange(weights.shape[1]) >= rows.top_k[:, None]] = 0.0
@@ -227,7 +227,7 @@ def _choose_of(tokens: Ranked, rows: _Rows, sums: _Sums | None) -> Chosen:
 
 
 def _exp(exponents: Doubles) -> Doubles:
-    """In place, with the bits of the exact choice: numpy's differ in the last one."""
+    """Compute exp in place, with the bits of the exact choice: numpy's differ in the last one."""
     torch.from_numpy(exponents).exp_()
     return exponents
 

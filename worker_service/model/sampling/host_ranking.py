@@ -40,12 +40,12 @@ class Ranked(NamedTuple):
 
 
 def thresholds(logits: Floats, rows: Ints, counts: Ints) -> Floats:
-    """For each of the rows [N] of the logits [·, vocab_size], a number that at least counts [N] of them are not below, and not many
-    more; −inf if most tokens are wanted."""
+    """A threshold for each of the rows [N] of the logits [·, vocab_size]: at least counts [N] of the row's logits are not below it,
+    and not many more. −inf if most tokens are wanted."""
     vocab_size = logits.shape[1]
-    wanted = _CHUNKS_PER_RESULT * int(counts.max())
-    num_chunks = min(max(wanted, _MIN_CHUNKS), vocab_size // _LEAST_CHUNK)
-    if num_chunks < wanted:
+    num_needed = _CHUNKS_PER_RESULT * int(counts.max())
+    num_chunks = min(max(num_needed, _MIN_CHUNKS), vocab_size // _LEAST_CHUNK)
+    if num_chunks < num_needed:
         return np.full(len(rows), -np.inf, dtype=np.float32)
     # A chunk is every num_chunks-th token: so the maxima are computed in vectors. The last few tokens are in no chunk.
     end = vocab_size // num_chunks * num_chunks
@@ -53,20 +53,20 @@ def thresholds(logits: Floats, rows: Ints, counts: Ints) -> Floats:
     for row, of_row in zip(rows.tolist(), maxima, strict=True):
         np.maximum.reduce(logits[row, :end].reshape(-1, num_chunks), axis=0, out=of_row)
     maxima.sort(axis=1)
-    found: Floats = maxima[np.arange(len(rows)), num_chunks - counts]
-    return found
+    result: Floats = maxima[np.arange(len(rows)), num_chunks - counts]
+    return result
 
 
 def ranked(logits: Floats, rows: Ints, least: Floats) -> Iterator[tuple[Ints, Ranked]]:
-    """For rows [N] of the logits [·, vocab_size], the tokens that are not below least [N], in groups of rows that have about as
-    many: indices in `rows`, and their tokens. No NaN; each row has a token."""
+    """The tokens of rows [N] of the logits [·, vocab_size] that are not below least [N], in groups of rows with about as many
+    tokens: indices in `rows`, and their tokens. The logits have no NaN, and each row has such a token."""
     is_above = np.empty(logits.shape[1], dtype=np.bool_)
-    ids, found = [], []
+    ids, values = [], []
     for row, least_of_row in zip(rows.tolist(), least, strict=True):
         np.greater_equal(logits[row], least_of_row, out=is_above)
         ids.append(is_above.nonzero()[0])
-        found.append(logits[row, ids[-1]])
-    keys = _keys(np.concatenate(found), np.concatenate(ids))
+        values.append(logits[row, ids[-1]])
+    keys = _keys(np.concatenate(values), np.concatenate(ids))
     ends = np.cumsum([len(of_row) for of_row in ids])
     lengths = np.diff(ends, prepend=0)
     for group in _groups(lengths):
@@ -81,12 +81,12 @@ def ranked(logits: Floats, rows: Ints, least: Floats) -> Iterator[tuple[Ints, Ra
 
 
 def best(logits: Floats, count: int) -> Ints:
-    """`ranking.best`."""
-    found = np.empty((len(logits), count), dtype=np.int64)
+    """The ids [N, count] of the most likely tokens, as `ranking.best` returns them."""
+    ids = np.empty((len(logits), count), dtype=np.int64)
     every_row = np.arange(len(logits))
     for rows, tokens in ranked(logits, every_row, thresholds(logits, every_row, np.full(len(logits), count))):
-        found[rows] = tokens.ids[:, :count]
-    return found
+        ids[rows] = tokens.ids[:, :count]
+    return ids
 
 
 def _keys(logits: Floats, ids: Ints) -> Ints:

@@ -11,7 +11,7 @@ from .ranking import best
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[RowLogprobs]:
-    """For each row of logits [N, vocab_size], the log-probability of its token in token_ids [N], and of its num_top most likely
+    """The log-probabilities of each row of logits [N, vocab_size]: of its token in token_ids [N], and of its num_top most likely
     tokens (all tokens if there are fewer)."""
     logits = logits.float()
     logprobs = torch.log_softmax(logits, dim=-1)

@@ -43,11 +43,11 @@ def _at_least(logits: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tens
     lengths = rows.bincount(minlength=num_rows)
     places = torch.arange(len(rows), device=logits.device) - (lengths.cumsum(0) - lengths)[rows]
     width = int(lengths.max())
-    found = logits.new_full((num_rows, width), float("-inf"))
-    found[rows, places] = logits[rows, ids]
-    found_ids = ids.new_full((num_rows, width), vocab_size)
-    found_ids[rows, places] = ids
-    return found, found_ids
+    padded = logits.new_full((num_rows, width), float("-inf"))
+    padded[rows, places] = logits[rows, ids]
+    padded_ids = ids.new_full((num_rows, width), vocab_size)
+    padded_ids[rows, places] = ids
+    return padded, padded_ids
 
 
 def _best_of(logits: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _best_of(logits: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tenso
 
 
 def most_likely(logits: torch.Tensor) -> tuple[list[float], list[int]]:
-    """Per row of logits [N, vocab_size] the largest, and its id, the lowest of equal ones. NaN if one is NaN, with any id."""
+    """The largest logit of each row [N, vocab_size], and its id, the lowest of equal ones. NaN if one is NaN, with any id."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:  # ten times faster in numpy
         array = logits.numpy()
         ids: list[int] = array.argmax(axis=-1).tolist()

@@ -41,9 +41,9 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | B
         _put(tokens, drawn, draw_tokens(logits, drawn, [draws[row] for row in drawn]))
     if adjusted:
         changed = _copy(logits, adjusted).float()
-        found, worst = _sample_adjusted(changed, [draws[row] for row in adjusted])
-        _put(tokens, adjusted, found)
-        bad |= {adjusted[index]: why for index, why in worst.items()}
+        new_tokens, new_bad = _sample_adjusted(changed, [draws[row] for row in adjusted])
+        _put(tokens, adjusted, new_tokens)
+        bad |= {adjusted[index]: why for index, why in new_bad.items()}
     return _with_logprobs(logits, tokens, draws, bad)
 
 
@@ -73,8 +73,8 @@ def _not_finite(best: Sequence[float]) -> list[tuple[int, float]]:
     return [(row, largest) for row, largest in enumerate(best) if not math.isfinite(largest)]
 
 
-def _put(tokens: list[int], rows: Sequence[int], found: Sequence[int]) -> None:
-    for row, token_id in zip(rows, found, strict=True):
+def _put(tokens: list[int], rows: Sequence[int], new: Sequence[int]) -> None:
+    for row, token_id in zip(rows, new, strict=True):
         tokens[row] = token_id
 
 
@@ -87,12 +87,12 @@ def _with_logprobs(
     logits: torch.Tensor, tokens: list[int], draws: Sequence[Draw], bad: dict[int, BadLogits]
 ) -> list[SampledToken | BadLogits]:
     sampled = [bad.get(row) or SampledToken(token_id) for row, token_id in enumerate(tokens)]
-    wanted = [(row, draw.sampling.num_logprobs) for row, draw in enumerate(draws)]
-    num_top = {row: count for row, count in wanted if count is not None and row not in bad}
+    counts = [(row, draw.sampling.num_logprobs) for row, draw in enumerate(draws)]
+    num_top = {row: count for row, count in counts if count is not None and row not in bad}
     if num_top:
         rows = list(num_top)
         ids = torch.tensor([tokens[row] for row in rows], device=logits.device)
-        found = logprobs_of(logits if len(rows) == len(logits) else _copy(logits, rows), ids, list(num_top.values()))
-        for row, logprobs in zip(rows, found, strict=True):
+        results = logprobs_of(logits if len(rows) == len(logits) else _copy(logits, rows), ids, list(num_top.values()))
+        for row, logprobs in zip(rows, results, strict=True):
             sampled[row] = SampledToken(tokens[row], logprobs)
     return sampled

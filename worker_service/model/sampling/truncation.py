@@ -36,7 +36,7 @@ class TruncationLimits:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> TruncationLimits:
-        """One row for each of the params."""
+        """The limits of these params, one row for each."""
 
         def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
@@ -109,14 +109,14 @@ def _relative(logits: torch.Tensor, largest: torch.Tensor, limits: TruncationLim
 
 
 def portions(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
-    """The rows in the portions that are computed at once, each row with `width` numbers. None if there are no rows."""
+    """The rows in the portions that are computed at once, each row with `width` numbers. Empty if there are no rows."""
     if not len(rows):
         return ()
     return torch.split(rows, max(1, _CPU_NUMBERS // width)) if rows.device.type == "cpu" else (rows,)
 
 
 def select(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some of the rows, in order. A copy, except of all."""
+    """Some of the rows of the logits, in order: a copy, unless these are all of them."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 

@@ -59,8 +59,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def file_digest(path: Path, cache_dir: Path) -> str:
     """Hex SHA-256 of the file. A file with known path, size and modification time (ns) is not read again."""
-    if (known := known_digest(path, cache_dir)) is not None:
-        return known
+    if (cached := known_digest(path, cache_dir)) is not None:
+        return cached
     version = _version(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -69,16 +69,17 @@ def file_digest(path: Path, cache_dir: Path) -> str:
 
 
 def known_digest(path: Path, cache_dir: Path) -> str | None:
-    """The same if the cache has it; reads no more of the file than its size and time, and writes nothing."""
+    """The digest of the file if the cache has it, else None; reads no more of the file than its size and time, and writes
+    nothing."""
     version = _version(path)
-    known = _read(_record(version, cache_dir))
-    if known is not None and all(known.get(key) == value for key, value in version.items()):
-        return str(known["sha256"])
+    cached = _read(_record(version, cache_dir))
+    if cached is not None and all(cached.get(key) == value for key, value in version.items()):
+        return str(cached["sha256"])
     return None
 
 
 def conversion_folder(gguf: Path, digest: str, cache_dir: Path) -> Path:
-    """Where the conversion of a GGUF file with this digest is kept; it is there when it is complete."""
+    """The folder of the conversion of a GGUF file with this digest; it exists once the conversion is complete."""
     return cache_dir / "models" / f"{gguf.stem}-{digest[:16]}-{_LAYOUT}"
 
 

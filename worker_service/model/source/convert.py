@@ -93,13 +93,13 @@ class _Spelling:
 
     def __call__(self, model: Any, name: str) -> set[str]:
         """The tensors of a file that make up this one of the model; several for experts that are merged."""
-        return {one for one, other in self._of(model).items() if other == name} or {name}
+        return {stored for stored, other in self._of(model).items() if other == name} or {name}
 
     def require_whole(self, model: Any, gguf: Path, names: Collection[str]) -> None:
         """Raises ModelError if a part of a merged tensor is missing: transformers fills it with zeros."""
         tied = getattr(model, "all_tied_weights_keys", {})
         state = model.state_dict().keys() - tied
-        lacking = sorted(one for one, other in self._of(model).items() if other in state and one not in names)
+        lacking = sorted(stored for stored, other in self._of(model).items() if other in state and stored not in names)
         if lacking:
             raise incomplete(gguf, lacking)
 
@@ -111,14 +111,14 @@ class _Spelling:
         if self._table is None:
             table = get_gguf_hf_weights_map(model, self._processor) if self._has_table else {}
             # Experts have no suffix in the table, because they have none in the model.
-            self._table = {f"{one}.weight" if one.endswith("_exps") else one: other for one, other in table.items()}
+            self._table = {f"{name}.weight" if name.endswith("_exps") else name: other for name, other in table.items()}
         return self._table
 
 
 def ending_ids(reader: Any, eos_token_id: int | None) -> list[int] | None:
-    """The end of text and the end of a turn; None: the file states none."""
-    found = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    ids = [eos_token_id, *(int(field.contents()) for field in found if field is not None)]
+    """Ids of the end of text and of the end of a turn; None: the file states none."""
+    fields = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ids = [eos_token_id, *(int(field.contents()) for field in fields if field is not None)]
     return sorted({token_id for token_id in ids if token_id is not None}) or None
 
 

@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
     """A tensor as a file's header describes it."""
 
     dtype: str
-    """As safetensors spells it, e.g. BF16."""
+    """Type as safetensors spells it, e.g. BF16."""
     shape: tuple[int, ...]
 
 
@@ -75,7 +75,7 @@ def check_small_files(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Check that the safetensors of the folder are whole; the tensors that they have, by name. Raises ModelError."""
+    """Check that the safetensors of the folder are whole. Returns their tensors by name. Raises ModelError."""
     tensors: dict[str, StoredTensor] = {}
     for name in safetensors_names(str(folder), folder, {file.name for file in folder.iterdir()}):
         tensors |= read_header(folder / name)
@@ -147,10 +147,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{path} has a damaged header: it is no safetensors file. Fetch it again.") from error
     if size != _LENGTH_BYTES + length + end:
-        wanted = _LENGTH_BYTES + length + end
-        what = "is cut short" if size < wanted else "is damaged"
+        expected = _LENGTH_BYTES + length + end
+        what = "is cut short" if size < expected else "is damaged"
         raise ModelError(
-            f"{path} {what}: by its header it has {wanted:,} bytes, but there are {size:,}. Fetch it again."
+            f"{path} {what}: by its header it has {expected:,} bytes, but there are {size:,}. Fetch it again."
         )
     return tensors
 
@@ -202,9 +202,9 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
         if not is_id and name not in _NUMBERS:
             continue
         values = value if is_id and isinstance(value, list) else [value]
-        if not all(one is None or (type(one) is int) or (type(one) is float and not is_id) for one in values):
-            wanted = "an id or a list of ids" if is_id else "a number"
-            raise ModelError(f"{path} has {_kind(value)} as {name}; needed: {wanted}, or null. Correct the file.")
+        if not all(entry is None or (type(entry) is int) or (type(entry) is float and not is_id) for entry in values):
+            needed = "an id or a list of ids" if is_id else "a number"
+            raise ModelError(f"{path} has {_kind(value)} as {name}; needed: {needed}, or null. Correct the file.")
 
 
 def _quantizations(config: Mapping[str, Any]) -> Iterator[Any]:

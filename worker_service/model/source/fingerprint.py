@@ -77,8 +77,8 @@ def _counts_from_padding(model_type: Any) -> bool:
     if model_type not in CONFIG_MAPPING:
         return False
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
-        if (found := mapping.get(CONFIG_MAPPING[model_type], None)) is not None:
-            names = vars(sys.modules[found.__module__])
+        if (model_class := mapping.get(CONFIG_MAPPING[model_type], None)) is not None:
+            names = vars(sys.modules[model_class.__module__])
             return any(
                 name == _POSITIONS_BY_PADDING or hasattr(value, _POSITIONS_BY_PADDING) for name, value in names.items()
             )

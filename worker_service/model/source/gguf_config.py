@@ -115,8 +115,8 @@ _PLAIN: Final = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantiz
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # the library has no types
-    """The library's, in a third of the time. It cuts a vocabulary into a hundred thousand pieces of the file, and numpy makes a
-    memory map of each piece of a memory map."""
+    """The library's reader, in a third of the time. The library cuts a vocabulary into a hundred thousand pieces of the file, and
+    numpy makes a memory map of each piece of a memory map."""
 
     @property
     def data(self) -> Any:
@@ -139,7 +139,7 @@ class GgufFile(NamedTuple):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of its tensors."""
+        """Names of its tensors."""
         return frozenset(tensor.name for tensor in self.reader.tensors)
 
     def tensor(self, name: str) -> list[float] | None:
@@ -167,9 +167,9 @@ def open_gguf(path: Path) -> GgufFile:
             f"{path} is one of {parts} parts of a model (split.count). Join them with `llama-gguf-split --merge` and give the file "
             "that it writes."
         )
-    if (wanted := values.get("split.tensors.count", len(reader.tensors))) != len(reader.tensors):
+    if (total := values.get("split.tensors.count", len(reader.tensors))) != len(reader.tensors):
         raise ModelError(
-            f"{path} has {len(reader.tensors)} of the {wanted} tensors of its model (split.tensors.count). Fetch the model again."
+            f"{path} has {len(reader.tensors)} of the {total} tensors of its model (split.tensors.count). Fetch the model again."
         )
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str):
@@ -252,12 +252,12 @@ def _changes(file: GgufFile, config: Any, default: Any) -> dict[str, Any]:
 
 
 def _head_dim(file: GgufFile, config: Any, default: Any, head_dim: int) -> dict[str, Any]:
-    """The field of the head size, where it is another than that of the config."""
+    """The field of the head size, if the file's differs from the config's; empty otherwise."""
     field = next((name for name in ("head_dim", "d_kv") if hasattr(default, name) or hasattr(config, name)), None)
     heads = getattr(config, "num_attention_heads", None)
-    found = getattr(config, field) if field is not None else None
-    found = found or (config.hidden_size // heads if heads else head_dim)
-    if found == head_dim:
+    size = getattr(config, field) if field is not None else None
+    size = size or (config.hidden_size // heads if heads else head_dim)
+    if size == head_dim:
         return {}
     if field is None:
         raise _refused(file, "attention.key_length", head_dim)
@@ -367,9 +367,9 @@ def _is_neutral(key: str, value: Any) -> bool:
     return any(_equal(value, neutral) for neutral in _NEUTRAL.get(key, ()))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    is_number = isinstance(one, int | float) and isinstance(other, int | float)
-    return math.isclose(one, other, rel_tol=1e-6) if is_number else bool(one == other)
+def _equal(value: Any, other: Any) -> bool:
+    is_number = isinstance(value, int | float) and isinstance(other, int | float)
+    return math.isclose(value, other, rel_tol=1e-6) if is_number else bool(value == other)
 
 
 def _refused(file: GgufFile, key: str, value: Any) -> ModelError:

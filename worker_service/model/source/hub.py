@@ -66,7 +66,7 @@ class HubId(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Shown to users; without the revision if it is main."""
+        """Name shown to users, without the revision if it is main."""
         return self.repo if self.revision == _MAIN else f"{self.repo}@{self.revision}"
 
 
@@ -134,7 +134,7 @@ def _list_files(hub_id: HubId) -> dict[str, int]:
 
 
 def _check_loadable(hub_id: HubId, names: dict[str, int]) -> None:
-    """The checks of a local folder, before files are fetched. Raises ModelError."""
+    """Make the checks of a local folder before files are fetched. Raises ModelError."""
     where = f"{hub_id.name} on the hub"
     if only_gguf(where, names) is None and "config.json" not in names:
         raise ModelError(
@@ -260,11 +260,11 @@ class _Problem(NamedTuple):
     text: str
     """A sentence or two: what failed and what to change."""
     is_final: bool
-    """The hub has refused: a cached copy is not silently used instead."""
+    """Whether the hub has refused: then a cached copy is not silently used instead."""
 
 
 def _explain(error: Exception, hub_id: HubId) -> _Problem:
-    """The order matters: the library's exceptions are subclasses of each other."""
+    """Explain an error of the library. The order of the cases matters: its exceptions are subclasses of each other."""
     causes = list(_chain(error))
     status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     no_room = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
@@ -326,7 +326,7 @@ def _redacted(text: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and log lines of the library within the context."""
+    """Show no progress bars and log lines of the library inside."""
     shown = not are_progress_bars_disabled()
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]

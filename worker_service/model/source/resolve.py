@@ -1,4 +1,4 @@
-"""From the user's name of a model to a folder of safetensors."""
+"""Finds the folder of safetensors that the user's name of a model means."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ConfigSource(NamedTuple):
     """Location of a model's config for transformers."""
 
     name: str
-    """As in ModelFolder."""
+    """Shown to users: see ModelFolder."""
     path: Path
     """A folder."""
     gguf: str | None
