@@ -14,7 +14,7 @@ RATE_SECONDS = 10.0
 LEAST_RETRY_SECONDS = 0.1
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0
-"""Before anything is measured."""
+"""Retry time before anything is measured."""
 _MEAN_OF_REQUESTS = 32
 """Requests in the moving average of the work of one."""
 
@@ -38,7 +38,7 @@ class TokenRate:
             self._marks.popleft()
 
     def tokens_per_second(self, now: float) -> float:
-        """0 before the first step."""
+        """The rate over the window; 0 before the first step."""
         if not self._marks or now <= self._marks[0][0]:
             return 0.0
         return (self._total - self._marks[0][1]) / (now - self._marks[0][0])

@@ -23,19 +23,19 @@ _IMPOSSIBLE = np.float32(-1e9)
 
 
 class EarlyStopping(Enum):
-    """When a search ends that has as many ended texts as beams."""
+    """When a search with as many ended texts as beams ends."""
 
     ESTIMATE = "estimate"
     """When the best beam, at its present length, has no better score than the worst of them."""
     FULL = "full"
-    """At once."""
+    """The search ends as soon as it has them."""
     NEVER = "never"
     """When no beam can reach a better score, at any length up to the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """How to search."""
+    """Parameters of a beam search."""
 
     num_beams: int
     """2 or more."""
@@ -56,7 +56,7 @@ class BeamNode:
     """Tokens of the text."""
 
     def tokens(self) -> list[BeamNode]:
-        """All of the text, first to last."""
+        """The nodes of the whole text, first to last."""
         return list(self._backwards())[::-1]
 
     def _backwards(self) -> Iterator[BeamNode]:
@@ -72,7 +72,7 @@ class Continuation(NamedTuple):
     beam: int
     """Index of the beam of this step that it continues."""
     node: BeamNode
-    """With its last token."""
+    """The text with its new last token."""
 
 
 class EndedText(NamedTuple):
@@ -80,7 +80,7 @@ class EndedText(NamedTuple):
 
     node: BeamNode
     score: float
-    """Of transformers' `sequences_scores`."""
+    """The score, as transformers' `sequences_scores` has it."""
     has_met_end: bool
     """Whether its last token, or what it completes, ends it; else its length."""
 
@@ -123,26 +123,26 @@ class BeamSearch:
         return [text for text, is_there in self._ended if is_there]
 
     def advance(self, rows: Sequence[BeamCandidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
-        """Take the candidates of each beam, in the order of `beams`; returns the beams of the next step, which are `beams` then.
-        None if the search is over. `ends`: whether the beam's text ends with that token."""
+        """Take the candidates of each beam, in the order of `beams`; returns the beams of the next step, which `beams` are then.
+        There are none if the search is over. `ends`: whether the beam's text ends with that token."""
         assert not self.is_over
         assert len(rows) == len(self.beams)
         with np.errstate(over="ignore"):  # of what must not be chosen, divided by a small number
             return self._advance(rows, ends)
 
     def _advance(self, rows: Sequence[BeamCandidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
-        found = self._best(rows, ends)
-        nodes = [self._node(rows, one) for one in found]
-        self._end_texts(found, nodes)
-        running = self._go_on(found)
+        best = self._best(rows, ends)
+        nodes = [self._node(rows, continuation) for continuation in best]
+        self._end_texts(best, nodes)
+        running = self._go_on(best)
         self._length += 1
         self._scores = [score for _, score in running]
-        continuations = [Continuation(found[index].beam, nodes[index]) for index, _ in running]
+        continuations = [Continuation(best[index].beam, nodes[index]) for index, _ in running]
         self._may_improve = self._may_improve and self._can_improve()
         self.is_over = (
             not self._may_improve
             or (self._is_full and self.params.early_stopping is EarlyStopping.FULL)
-            or all(one.is_last for one in found)
+            or all(continuation.is_last for continuation in best)
         )
         self.beams = [] if self.is_over else [node for _, node in continuations]
         return [] if self.is_over else continuations
@@ -161,37 +161,40 @@ class BeamSearch:
             for candidate in candidates
         ]
         # nlargest keeps the order of equal ones.
-        best = nlargest(self.num_candidates, sums, key=lambda one: one[0])
+        best = nlargest(self.num_candidates, sums, key=lambda entry: entry[0])
         is_longest = self._length + 1 >= self._max_new_tokens
-        found = []
+        continuations = []
         for score, beam, candidate in best:
             has_met_end = ends(beam, candidate.token_id)
-            found.append(_Found(beam, candidate, score, has_met_end, has_met_end or is_longest))
-        return found
+            continuations.append(_Found(beam, candidate, score, has_met_end, has_met_end or is_longest))
+        return continuations
 
-    def _node(self, rows: Sequence[BeamCandidates], found: _Found) -> BeamNode:
-        logprobs = RowLogprobs(found.candidate.logprob, rows[found.beam].top)
-        return BeamNode(self.beams[found.beam], found.candidate.token_id, logprobs, self._length + 1)
+    def _node(self, rows: Sequence[BeamCandidates], continuation: _Found) -> BeamNode:
+        logprobs = RowLogprobs(continuation.candidate.logprob, rows[continuation.beam].top)
+        return BeamNode(self.beams[continuation.beam], continuation.candidate.token_id, logprobs, self._length + 1)
 
-    def _go_on(self, found: list[_Found]) -> list[tuple[int, np.float32]]:
-        """The best of what has not ended: indices into `found`, and their sums."""
-        scored = [(index, one.score + _IMPOSSIBLE if one.is_last else one.score) for index, one in enumerate(found)]
-        return nlargest(self.params.num_beams, scored, key=lambda one: one[1])
+    def _go_on(self, best: list[_Found]) -> list[tuple[int, np.float32]]:
+        """The best continuations that have not ended: indices into `best`, and their sums."""
+        scored = [
+            (index, continuation.score + _IMPOSSIBLE if continuation.is_last else continuation.score)
+            for index, continuation in enumerate(best)
+        ]
+        return nlargest(self.params.num_beams, scored, key=lambda entry: entry[1])
 
-    def _end_texts(self, found: list[_Found], nodes: list[BeamNode]) -> None:
+    def _end_texts(self, best: list[_Found], nodes: list[BeamNode]) -> None:
         """Keep the best of the texts that had ended before and those that end now. Only the best `num_beams` continuations may end:
         the others are there so that beams are left."""
         num_beams = self.params.num_beams
         is_closed = self._is_full and self.params.early_stopping is EarlyStopping.FULL
         divisor = np.float32((self._length + 1) ** self.params.length_penalty)
         merged = [(np.float32(text.score), (text, is_there)) for text, is_there in self._ended]
-        for place, (one, node) in enumerate(zip(found, nodes, strict=True)):
-            has_ended = one.is_last and place < num_beams
-            score = one.score / divisor
+        for place, (continuation, node) in enumerate(zip(best, nodes, strict=True)):
+            has_ended = continuation.is_last and place < num_beams
+            score = continuation.score / divisor
             for is_out in (is_closed, not self._may_improve, not has_ended):
                 score += _IMPOSSIBLE if is_out else np.float32(0)
-            merged.append((score, (EndedText(node, float(score), one.has_met_end), has_ended)))
-        self._ended = [text for _, text in nlargest(num_beams, merged, key=lambda one: one[0])]
+            merged.append((score, (EndedText(node, float(score), continuation.has_met_end), has_ended)))
+        self._ended = [text for _, text in nlargest(num_beams, merged, key=lambda entry: entry[0])]
 
     def _can_improve(self) -> bool:
         """Whether the best running text may still become better than the worst one that has ended."""

@@ -1,8 +1,8 @@
 """A request whose texts are found by beam search: one sequence until its prompt is computed, then one for each beam.
 
 Its beams are held, preempted and resumed together, because none can go on without the others. A beam that is continued twice is
-forked; one that is not continued is freed. Which are is decided in `beam_search.py`. After a preemption the common beginning of all
-beams is computed once, and they are forked from there: what a group holds never exceeds its prompt and the rest of each beam.
+forked; one that is not continued is freed. `beam_search.py` decides which are continued. After a preemption the common beginning of
+all beams is computed once, and they are forked from there: what a group holds never exceeds its prompt and the rest of each beam.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Branch(NamedTuple):
 
     parent: CacheSequence
     token_ids: list[int]
-    """What it adds to its parent's tokens."""
+    """Tokens that it adds to its parent's."""
 
 
 class BeamRequest(Request):
-    """See above. All answers are this one request's."""
+    """One request for all of its answers: see the module."""
 
     def __init__(
         self,
@@ -52,22 +52,23 @@ class BeamRequest(Request):
         self._tokenizer = tokenizer
         self._search = BeamSearch(params.beams, max_new_tokens=max_tokens, num_ending_ids=len(stop_token_ids))
         self._beams = [sequence]
-        """In the order of the search's beams; the root alone while the prompt, or what all beams begin with, is computed."""
+        """Sequences in the order of the search's beams; the root alone while the prompt, or what all beams begin with, is
+        computed."""
         self._branches: list[_Branch] = []
-        """The next beams, best first; they replace those that there are as soon as there are blocks for all of them."""
+        """The next beams, best first; they replace the present ones as soon as there are blocks for all of them."""
         self._branched: dict[int, CacheSequence] = {}
-        """Sequences of the branches, by index, that have theirs."""
+        """Sequences of those branches that have one already, by the branch's index."""
         self._rows: dict[CacheSequence, BeamCandidates] = {}
         """What each beam may continue with, as far as it is computed."""
         self._decoders: list[TextDecoder] = []
-        """One for each beam, where stop strings may end a text."""
+        """A decoder for each beam, if stop strings may end a text; empty otherwise."""
         if params.stop_strings and tokenizer is not None:
             self._decoders = [params.text_decoder(tokenizer)]
         self._num_named = 0
 
     @property
     def sequences(self) -> tuple[CacheSequence, ...]:
-        return (*self._beams, *(one for one in self._branched.values() if one not in self._beams))
+        return (*self._beams, *(sequence for sequence in self._branched.values() if sequence not in self._beams))
 
     @property
     def num_places(self) -> int:
@@ -129,18 +130,18 @@ class BeamRequest(Request):
         return bool(self._decoders) and _after(self._decoders[beam], token_id).is_stopped
 
     def _branch_again(self) -> None:
-        """The root has what all beams begin with."""
+        """Make branches for all beams once the root is computed, which has what all of them begin with."""
         root = self._beams[0]
         num_common = len(root.tokens) - len(self.params.token_ids)
         self._branches = [_Branch(root, text[num_common:]) for text in self._texts()]
 
     def _texts(self) -> list[list[int]]:
         """What each beam has generated."""
-        return [[one.token_id for one in node.tokens()] for node in self._search.beams if node is not None]
+        return [[node.token_id for node in beam.tokens()] for beam in self._search.beams if beam is not None]
 
     def branch(self, cache: EngineCache) -> Iterator[Sequence[BlockCopy]]:
         """Free the beams that end and fork those that are continued more than once, as far as there are blocks; yields what the
-        next step copies. `is_branching` afterwards: to be called again."""
+        next step copies. If `is_branching` holds afterwards, it must be called again."""
         parents = [branch.parent for branch in self._branches]
         for beam in self._beams:
             if beam not in parents:
@@ -220,7 +221,8 @@ class BeamRequest(Request):
 
 
 def _common_beginning(texts: list[list[int]]) -> list[int]:
-    """Of texts of one length; without their last token, so that each has one to compute, also if two of them are equal."""
+    """The common beginning of texts of one length. It leaves out their last token, so that each has one to compute, also if two of
+    them are equal."""
     first, length = texts[0], len(texts[0]) - 1
     num_common = next((at for at in range(length) if any(text[at] != first[at] for text in texts)), length)
     return first[:num_common]

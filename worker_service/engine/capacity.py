@@ -10,7 +10,7 @@ from .request import GenerationParams
 
 
 class ModelLimits(Protocol):
-    """Of the engine's settings."""
+    """Those of the engine's settings that bound a request."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -21,7 +21,7 @@ class ModelLimits(Protocol):
 
 
 class Capacity:
-    """Of one worker."""
+    """The capacity of one worker."""
 
     def __init__(self, model: ModelLimits, cache: CacheSettings) -> None:
         self._model = model
@@ -71,8 +71,8 @@ class Capacity:
             )
 
     def _check_scratch(self, num_beams: int) -> None:
-        """Of a window or a state nothing is shared: the beam that has computed the prompt has what it was granted and has hit, each
-        other one what a fork gets."""
+        """Raises EngineError if the beams do not fit into a group with a window or states, where they share nothing: the beam that
+        has computed the prompt has what it was granted and has hit, each other one what a fork gets."""
         cache = self._cache
         for group, num_blocks in enumerate(cache.num_blocks):
             if num_beams > 1 and cache.has_scratch(group):

@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time, and the search for stop strings."""
+"""Decodes token ids to text, one token at a time, and searches for stop strings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Decoder:
         self._returned_all()
 
     def copy(self) -> _Decoder:
-        """One that goes on by itself from here."""
+        """A copy that goes on by itself from here."""
         again = copy(self)
         again._ids, again._pending = list(self._ids), list(self._pending)
         return again
@@ -130,11 +130,13 @@ class _Decoder:
             self._pending, self._unfinished = [], b""
 
     def _give_pending_up(self) -> None:
-        """No later token completes the character that the pending bytes begin."""
+        """Give up the character that the pending bytes begin: no later token completes it."""
         if self._pending:
             names = [f"<0x{byte:02X}>" for byte in _REPLACEMENT_BYTES]
-            known = [token_id for name in names if (token_id := self._tokenizer.token_to_id(name)) is not None]
-            self._ids += known * len(self._pending) if len(known) == len(names) else self._pending
+            replacement_ids = [
+                token_id for name in names if (token_id := self._tokenizer.token_to_id(name)) is not None
+            ]
+            self._ids += replacement_ids * len(self._pending) if len(replacement_ids) == len(names) else self._pending
             self._pending, self._unfinished = [], b""
 
     def _take_piece(self) -> str:
@@ -209,7 +211,7 @@ class TextDecoder:
             self._echo = self._decoder.prompt_text(prompt)
 
     def copy(self) -> TextDecoder:
-        """One that goes on by itself from here: that of a fork."""
+        """A copy that goes on by itself from here, for a fork."""
         again = copy(self)
         again._decoder = self._decoder.copy()
         return again
@@ -225,11 +227,11 @@ class TextDecoder:
         if not piece or not self._stop_strings:
             return piece
         text = self._held + piece
-        found = [] if self._num_early >= 0 else self._find_stops(text)
-        if found:
+        stops = [] if self._num_early >= 0 else self._find_stops(text)
+        if stops:
             self.is_stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(stops)]
         keep = self._num_held_back(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -237,11 +239,12 @@ class TextDecoder:
     def finish(self) -> str:
         """The text held back, for when no token follows. Nothing after a stop string."""
         echo, self._echo = self._echo, ""
-        held, self._held = self._held, ""
-        return echo + ("" if self.is_stopped else held + self._decoder.finish())
+        held_back, self._held = self._held, ""
+        return echo + ("" if self.is_stopped else held_back + self._decoder.finish())
 
     def _find_stops(self, text: str) -> list[int]:
-        """Where stop strings begin that end after the text held back: one that ends within it came too early to count."""
+        """Indices at which stop strings begin that end after the text held back: one that ends within it came too early to
+        count."""
         begins = (text.find(stop, max(0, len(self._held) - len(stop) + 1)) for stop in self._stop_strings)
         return [begin for begin in begins if begin >= 0]
 

@@ -101,7 +101,7 @@ class Engine:
         self.drain_grace_seconds: float | None = None
         """Time that the manager gives the running requests; None: the worker's own setting."""
         self.is_draining = False
-        """New requests are refused."""
+        """Whether new requests are refused."""
         self._emptied = asyncio.Event()
         self._runner = runner
         self._clock = clock
@@ -369,7 +369,7 @@ class Engine:
         self._fail(request, EngineError(ErrorKind.INTERNAL, f"the text could not be decoded: {type(error).__name__}"))
 
     def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        """All answers of the request, whose first one this is, are complete; the last one ended for that reason."""
+        """Count a request whose answers are all complete, by its first one; the last one ended for that reason."""
         self.stats.on_finished(request, reason.value, now)
         self._admission.on_finished(request)
 

@@ -55,7 +55,8 @@ class _Accounts:
         self._virtual_time = max(advanced, min(self._tokens[tenant] for tenant in self._active))
 
     def settle(self, active: set[str]) -> None:
-        """Only these are still active. Idle tenants keep their accounts only if those are ahead of the virtual time."""
+        """Note that only these tenants are still active. Idle tenants keep their accounts only if those are ahead of the virtual
+        time."""
         self._active = active
         idle = {t: tokens for t, tokens in self._tokens.items() if t not in active and tokens > self._virtual_time}
         if len(idle) > MAX_IDLE_ACCOUNTS:
@@ -82,8 +83,8 @@ class Fairness:
                 accounts.charge(tenants)
 
     def settle(self, active: Iterable[Payer]) -> None:
-        """Only these payers still have requests that wait or whose prompts are not computed. The accounts of a level without
-        any are closed."""
+        """Note that only these payers still have requests that wait or whose prompts are not computed. The accounts of a level
+        without any are closed."""
         if not self._levels:
             return
         tenants: dict[int, set[str]] = {}

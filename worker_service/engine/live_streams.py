@@ -22,7 +22,7 @@ class LiveStreams:
         """Live answers of streams whose name a stream could give, by the name of that one."""
 
     def add(self, request: Request) -> None:
-        """One more answer lives."""
+        """Count an answer that begins to live."""
         stream = _stream(request.answers[0].params)
         self._num_answers[stream] += 1
         if _names_more(request.answers[0].params):
@@ -32,7 +32,7 @@ class LiveStreams:
             self._num_numbered[asked] += 1
 
     def remove(self, request: Request) -> None:
-        """One answer fewer."""
+        """Count an answer that has ended."""
         stream = _stream(request.answers[0].params)
         asked = _asked(stream)
         if asked is not None:

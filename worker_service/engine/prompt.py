@@ -27,12 +27,12 @@ class PromptEncoder:
 
     @property
     def _most_tokens(self) -> int:
-        """Of a prompt, an answer's first token included where there is no encoder."""
+        """Tokens of the longest prompt; without an encoder, an answer's first token included."""
         return self.max_model_len if self.encoder is None else self.encoder.max_tokens
 
     @property
     def max_ids(self) -> int:
-        """Of a prompt as a request states it, with delivered tokens."""
+        """Token ids of the longest prompt in a request, delivered tokens included."""
         return self.max_model_len if self.encoder is None else self.encoder.max_tokens + self.max_model_len
 
     def check_text(self, text: str) -> None:

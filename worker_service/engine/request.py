@@ -30,11 +30,11 @@ class GenerationParams:
     """Chosen by the client; one live stream per (sequence_id, attempt)."""
     attempt: int
     token_ids: list[int]
-    """How the text begins: the prompt; of a model with an encoder what its decoder begins with, and the delivered tokens."""
+    """The beginning of the text: the prompt; with an encoder, what its decoder begins with and the delivered tokens."""
     num_delivered_tokens: int = 0
-    """How many of the last of these an earlier attempt has delivered, with their text; less than all."""
+    """Tokens at the end of `token_ids` that an earlier attempt has delivered, with their text; fewer than all."""
     encoder_token_ids: list[int] = field(default_factory=list)
-    """Of a model with an encoder: the prompt, which is its input."""
+    """The prompt of a model with an encoder, which is the encoder's input; empty without an encoder."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 0
     """Largest number of tokens to generate; 0: as many as max_model_len leaves."""
@@ -52,7 +52,7 @@ class GenerationParams:
     adapter: str = ""
     tenant_salt: str = ""
     priority: int = 0
-    """With the policy `priority`: smaller is served earlier, and preempted later."""
+    """Smaller is served earlier, and preempted later, with the policy `priority`."""
     tenant: str = ""
     """Steps are shared fairly between the tenants of one priority."""
     boundaries: tuple[int, ...] = ()
@@ -99,17 +99,17 @@ class Request:
         self.params = params
         self.sequence = sequence
         self.index = 0
-        """Which of the answers it is."""
+        """Index of this answer."""
         self.answers = [self]
         """All answers that there are so far, this one included; one list for all of them."""
         self.num_forks_due = params.num_answers - 1
         """Answers that begin when the prompt is computed."""
         self._expect_forks()
         self.rank = Rank(0, 0)
-        """Set by the scheduler, like `payer`."""
+        """Place of the request in the scheduler's order. The scheduler sets it and `payer`."""
         self.payer = Payer(0, params.tenant)
         self.stream = TokenStream(params.num_answers)
-        """Of all answers."""
+        """The stream of all answers."""
         self.num_prompt_tokens = params.num_prompt_tokens
         self.num_cached_tokens = 0
         """Prompt tokens served from the cache at the first admission."""
@@ -140,7 +140,7 @@ class Request:
 
     @property
     def sequences(self) -> tuple[CacheSequence, ...]:
-        """All that it has now."""
+        """All sequences that it has now."""
         return (self.sequence,)
 
     @property
@@ -201,14 +201,15 @@ class Request:
         )
 
     def _encoder_blocks(self, sequence: CacheSequence) -> EncoderBlocks | None:
-        """Of a model with an encoder: where its output's KV is, with the input if it is to run before the part."""
+        """The blocks with the KV of the encoder's output, and the encoder's input if it is to run before the part; None: there is
+        no encoder."""
         if sequence.unit_table is None:
             return None
         token_ids = self.params.encoder_token_ids if sequence.num_tokens_to_encode else ()
         return EncoderBlocks(sequence.unit_table, sequence.num_encoder_tokens, token_ids)
 
     def _rules_of(self, tokens: List[int]) -> TokenRules | None:
-        """For a text that has these tokens; None: any may follow."""
+        """The rules for a text that has these tokens; None: any token may follow."""
         params = self.params
         if not params.sampling.has_rules:
             return None
@@ -216,11 +217,11 @@ class Request:
         return TokenRules(params.sampling, tokens, params.encoder_token_ids or prompt, self._stop_token_ids)
 
     def _rules_for(self, sequence: CacheSequence) -> TokenRules | None:
-        """For the next token of one of its sequences."""
+        """The rules for the next token of one of its sequences."""
         return self._rules
 
     def _following(self, sequence: CacheSequence) -> NextIds:
-        """What holds for the next token."""
+        """The ids that are banned or forced as the next token."""
         num_before = self.params.num_delivered_tokens + self.num_generated
         is_too_short = num_before < self.params.min_tokens
         rules = self._rules_for(sequence)
@@ -235,12 +236,12 @@ class Request:
 
     def _prompt_rows(self, start: int, end: int) -> PromptRows | None:
         """Prompt log-probabilities to compute for start … end − 1, not returned yet."""
-        wanted = self.params.num_prompt_logprobs
-        if wanted is None or not self.params.wants_prompt_logprobs:
+        num_top = self.params.num_prompt_logprobs
+        if num_top is None or not self.params.wants_prompt_logprobs:
             return None
         # The logits of a position give the log-probability of the token after it.
         targets = self.params.token_ids[self._num_prompt_returned : end + 1]
-        return PromptRows(self._num_prompt_returned - 1 - start, targets, wanted) if targets else None
+        return PromptRows(self._num_prompt_returned - 1 - start, targets, num_top) if targets else None
 
     def on_prompt_logprobs(self, logprobs: List[RowLogprobs]) -> None:
         """Pass on the prompt log-probabilities of the last step."""
@@ -248,7 +249,7 @@ class Request:
             self._put_prompt_logprobs(logprobs)
 
     def _put_prompt_logprobs(self, logprobs: List[RowLogprobs | None]) -> None:
-        """Each answer has them, as if it were alone."""
+        """Put the log-probabilities into each answer, as if it were alone."""
         self._num_prompt_returned += len(logprobs)
         for index in range(self.params.num_answers):
             self.stream.put(StreamChunk(0, prompt_logprobs=list(logprobs), index=index))
@@ -264,7 +265,7 @@ class Request:
         self.sequence.num_forks_to_come = self.num_places - 1
 
     def _fork_params(self, index: int) -> GenerationParams:
-        """What a request alone would be asked for, whose text is the answer with that index."""
+        """The parameters of a request whose only text is the answer with that index."""
         params = self.params
         return replace(
             params,
@@ -334,7 +335,7 @@ class AnswerFork(NamedTuple):
 
     request: Request
     copies: List[BlockCopy]
-    """To be made by the next step."""
+    """Copies that the next step must make."""
 
 
 class Rank(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where the time of one request goes: waiting, prefill, decode, preempted."""
+"""The times of one request: waiting, prefill, decode, preempted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class EngineTimes(NamedTuple):
     """Seconds of a finished request. Together at most the time from its arrival to its last token."""
 
     waiting: float
-    """Until the first block table was granted."""
+    """Time from arrival to the first block table."""
     prefill: float
-    """From then until the first token was computed, without the time that it was preempted."""
+    """Time from the first block table to the first token, without the time that it was preempted."""
     decode: float
-    """From the first token to the last, without the time that it was preempted."""
+    """Time from the first token to the last, without the time that it was preempted."""
     preempted: float
-    """From each preemption until the request was as far as before; not what followed the last token."""
+    """Time from each preemption until the request was as far as before; what followed the last token does not count."""
 
 
 class RequestTimes:
@@ -41,32 +41,33 @@ class RequestTimes:
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
         self._preempted_at: float | None = None
-        """None: it is as far as it was."""
+        """When it was preempted; None: it is as far as it was before."""
         self._num_computed_before = 0
         self._preempted_prefill = 0.0
         self._preempted_decode = 0.0
         self._preempted_since_token = 0.0
-        """Counts once there is another token: a request may end before."""
+        """Time preempted since the last token. It counts once there is another token: a request may end before."""
 
     def fork(self) -> RequestTimes:
-        """Those of a fork that goes on from here."""
+        """The times of a fork that goes on from here."""
         return copy(self)
 
     def on_preempted(self, num_computed_tokens: int, now: float) -> None:
-        """It lost its blocks, and with them the KV of so many tokens. One that was not as far again goes on waiting for that."""
+        """Note that it lost its blocks, and with them the KV of so many tokens. If it was not as far again yet, the earlier
+        preemption goes on."""
         if self._preempted_at is None:
             self._preempted_at = now
             self._num_computed_before = num_computed_tokens
 
     def on_computed(self, num_computed_tokens: int, now: float) -> None:
-        """After a step that computed some of its tokens."""
+        """Note a step that computed some of its tokens."""
         if self._preempted_at is None or num_computed_tokens < self._num_computed_before:
             return
         self._preempted_since_token += now - self._preempted_at
         self._preempted_at = None
 
     def on_token(self, now: float) -> None:
-        """After the step that has computed its next token."""
+        """Note the step that computed its next token."""
         if self.first_token_at is None:
             self.first_token_at = now
             self._preempted_prefill = self._preempted_since_token
@@ -76,7 +77,7 @@ class RequestTimes:
         self.last_token_at = now
 
     def totals(self) -> EngineTimes | None:
-        """Where the time went; None without a token."""
+        """Seconds of each phase; None without a token."""
         if self.granted_at is None or self.first_token_at is None:
             return None
         return EngineTimes(

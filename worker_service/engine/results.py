@@ -1,4 +1,4 @@
-"""What the results of a step are for the cache side and for the requests."""
+"""Turns the results of a step into what the cache side and the requests take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .step import BadLogits, PartResult, SampledToken
 
 
 def computed(scheduled: Scheduled, result: PartResult) -> Computed:
-    """For the cache side."""
+    """What `EngineCache.end_step` gets for one part."""
     sequence = scheduled.sequence
     if result.bad_logits is not None:
         # KV that led to such logits must not be served to other requests.
@@ -21,7 +21,7 @@ def computed(scheduled: Scheduled, result: PartResult) -> Computed:
 
 
 def num_added_later(result: PartResult) -> int:
-    """Tokens that follow from the result and that `computed` does not have: what is forked has to be forked without them."""
+    """Number of sampled tokens that `computed` leaves out: a fork is made before its first token is appended."""
     if result.candidates is not None:
         return 1
     return len(result.forks) + 1 if result.forks else 0

@@ -20,6 +20,6 @@ class RowLogprobs(NamedTuple):
     """Natural log-probabilities under the model (temperature 1, no penalties, no truncation)."""
 
     logprob: float
-    """Of the actual token."""
+    """Log-probability of the actual token."""
     top: list[tuple[int, float]]
     """(token id, log-probability) of the most likely tokens, best first."""

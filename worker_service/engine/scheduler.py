@@ -31,11 +31,11 @@ class Scheduled(NamedTuple):
     num_tokens: int
     samples: bool
     num_encoder_tokens: int = 0
-    """Of the encoder's input, if the encoder runs before."""
+    """Tokens of the encoder's input, if the encoder runs before the part; 0: it does not."""
 
     @property
     def num_forwarded_tokens(self) -> int:
-        """What the step computes for it."""
+        """Tokens that the step computes for it."""
         return self.num_tokens + self.num_encoder_tokens
 
     def part(self) -> SequencePart:
@@ -47,7 +47,7 @@ class ForkCopies(NamedTuple):
     """What the next step copies for a fork."""
 
     request: Request
-    """Whose fork it is: without the copies it has lost its text."""
+    """The request whose fork it is; without the copies it has lost its text."""
     copies: Sequence[BlockCopy]
 
 
@@ -69,8 +69,8 @@ class Scheduler:
         max_chunk_tokens: int | None = None,
         policy: SchedulingPolicy = SchedulingPolicy.fcfs,
     ) -> None:
-        """`max_mixed_prefill_tokens`: prompt tokens in one step while a sequence decodes. `max_chunk_tokens`: of one sequence; its
-        rings have room for no more."""
+        """`max_mixed_prefill_tokens`: prompt tokens in one step while a sequence decodes. `max_chunk_tokens`: tokens of one
+        sequence in one step; its rings have room for no more."""
         assert max_num_batched_tokens >= max_num_seqs, "decodes alone could use up the budget"
         assert max_mixed_prefill_tokens >= 1, "no prompt would be computed while a sequence decodes"
         self.max_num_seqs = max_num_seqs
@@ -84,7 +84,7 @@ class Scheduler:
         self._running = RequestQueue()
         self._fairness = Fairness()
         self._requests: dict[SequenceId, Request] = {}
-        """By the ids of all their sequences."""
+        """Requests by the id of each of their sequences."""
         self._streams = LiveStreams()
         self._copies: list[ForkCopies] = []
         self._num_arrived = 0
@@ -98,7 +98,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none yet, or were preempted."""
+        """Requests that have no block table yet, or were preempted."""
         return len(self._waiting)
 
     @property
@@ -133,7 +133,7 @@ class Scheduler:
         self._wait(request)
 
     def add_fork(self, request: Request, copies: Sequence[BlockCopy]) -> None:
-        """An answer that begins where another one is: it runs, or waits if it has no blocks."""
+        """Add an answer that begins where another one is: it runs, or waits if it has no blocks."""
         sequence = request.sequence
         sequence.level = request.rank.level
         self._streams.add(request)
@@ -146,7 +146,7 @@ class Scheduler:
 
     def has_place_for(self, request: Request) -> bool:
         """Whether one more answer of a running request may run, in one of the places that it was admitted with."""
-        others = [one for one in self._running if one.answers is not request.answers]
+        others = [other for other in self._running if other.answers is not request.answers]
         num_own = len(self._running) - len(others)
         return self._num_places(others) + num_own < self.max_num_seqs
 
@@ -165,7 +165,7 @@ class Scheduler:
         return copies
 
     def _drop_copies(self, request: Request) -> None:
-        """Its blocks are given back, and may be another's by the next step."""
+        """Drop the copies of a request whose blocks are given back: they may be another's by the next step."""
         self._copies = [fork for fork in self._copies if fork.request is not request]
 
     def _num_places(self, requests: Iterable[Request]) -> int:
@@ -240,7 +240,7 @@ class Scheduler:
                     break
 
     def _rename(self, request: Request, before: Sequence[CacheSequence]) -> None:
-        """The request has other sequences than before."""
+        """Note that the request has other sequences than `before`."""
         for sequence in before:
             del self._requests[sequence.id]
         for sequence in request.sequences:
@@ -303,7 +303,8 @@ class Scheduler:
         return sequence.state is SequenceState.LIVE and self._cache.extend(sequence, num_slots)
 
     def _preempt_last(self, now: float) -> bool:
-        """Of several that run. A request alone gets the blocks that are on their way, if any are. Returns whether there was one."""
+        """Preempt the last in rank of several that run. A request that runs alone gets the blocks that are on their way, unless
+        ended sequences keep them for their forks. Returns whether one was preempted."""
         if len(self._running) < 2 and not (self._running and self._cache.forks_hold_blocks):
             return False
         self._preempt(self._running.last, now)
@@ -326,5 +327,5 @@ class Scheduler:
 
 
 def _prompts(request: Request) -> list[CacheSequence]:
-    """Its sequences whose prompts are not computed, or must be computed again."""
+    """The request's sequences whose prompts are not computed, or must be computed again."""
     return [sequence for sequence in request.sequences if sequence.num_uncomputed_tokens > 1]

@@ -14,7 +14,7 @@ class EncoderSettings:
     """Limits of the encoder's input, and how every text of the decoder begins."""
 
     max_tokens: int
-    """Of the input."""
+    """Tokens of the encoder's longest input."""
     vocab_size: int
     """Ids of the input are below this."""
     decoder_prompt: tuple[int, ...]

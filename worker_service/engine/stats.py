@@ -44,13 +44,13 @@ class EngineStats:
         self.num_forwarded_tokens = 0
         """Tokens computed: prompts, also again after a preemption, and decodes."""
         self.num_decoded_tokens = 0
-        """Of these, decodes."""
+        """Tokens computed by decodes, a part of num_forwarded_tokens."""
         self.num_admitted_tokens = 0
         """Prompt tokens of requests that have got a block table, once per request."""
         self.num_looked_up_tokens = 0
-        """Of these, tokens of requests that may be served from the cache."""
+        """Prompt tokens of those admitted requests that may be served from the cache."""
         self.num_cached_tokens = 0
-        """Of these, tokens that the cache served."""
+        """Prompt tokens of admitted requests that the cache served."""
         self.num_prompt_tokens = 0
         """Prompt tokens of requests that have got their first token."""
         self.num_generated_tokens = 0
@@ -62,17 +62,17 @@ class EngineStats:
         self.step_tokens = Histogram(STEP_TOKENS)
         self.step_sequences = Histogram(STEP_SEQUENCES)
         self.queue_seconds = Histogram(REQUEST_SECONDS)
-        """From arrival to the first block table."""
+        """Time from arrival to the first block table."""
         self.first_token_seconds = Histogram(FIRST_TOKEN_SECONDS)
-        """From arrival to the first token."""
+        """Time from arrival to the first token."""
         self.inter_token_seconds = Histogram(INTER_TOKEN_SECONDS)
-        """From each token to the next of the same request."""
-        # Of finished requests:
+        """Time from each token to the next one of the same request."""
+        # Finished requests:
         self.request_seconds = Histogram(REQUEST_SECONDS)
         self.prefill_seconds = Histogram(REQUEST_SECONDS)
-        """From the first block table to the first token."""
+        """Time from the first block table to the first token."""
         self.decode_seconds = Histogram(REQUEST_SECONDS)
-        """From the first token to the last."""
+        """Time from the first token to the last."""
         self.request_prompt_tokens = Histogram(REQUEST_TOKENS)
         self.request_generated_tokens = Histogram(REQUEST_TOKENS)
 

@@ -16,25 +16,25 @@ class PromptRows(NamedTuple):
     first: int
     """Index in token_ids of the first of them."""
     targets: list[int]
-    """The next token of each, from `first` on. Never empty."""
+    """The next token of each position, from `first` on. Never empty."""
     num_top: int
     """Number of most likely tokens to return with each target."""
 
 
 class StateBlocks(NamedTuple):
-    """Where a sequence's running state is, in the blocks of the recurrent layers. A block has the states of all of them."""
+    """The blocks that hold a sequence's running state. A block has the states of all recurrent layers."""
 
     source: int
-    """Block with the state after the tokens before the part: the running one, or the snapshot of a hit. 0: there are none before
-    it, and the state is the one that layers begin with. It is read before anything is written."""
+    """Block with the state after the tokens before the part: the running one, or the snapshot of a hit. 0: no tokens are before it,
+    and the layers begin with their initial state. It is read before anything is written."""
     running: int
     """Block that gets the state after the part's tokens. It may be the source."""
     snapshot: int = 0
-    """Another block that gets it too; 0: none."""
+    """Another block that gets this state too; 0: none."""
 
 
 class EncoderBlocks(NamedTuple):
-    """Where the KV of an encoder's output is, to which a decoder's cross attention attends."""
+    """The blocks with the KV of an encoder's output, to which a decoder's cross attention attends."""
 
     table: list[int]
     """Block ids of the cross group, covering num_tokens positions of the encoder's input."""
@@ -54,7 +54,8 @@ class SequencePart(NamedTuple):
     start: int
     """Position of token_ids[0] in the sequence."""
     block_tables: tuple[list[int], ...]
-    """For each group of layers, block ids of the sequence from position 0, covering at least start + len(token_ids) positions.
+    """One table for each group of layers: block ids of the sequence from position 0, covering at least start + len(token_ids)
+    positions.
 
     In a group with a window, entries of blocks that lie wholly before the window of token_ids[0] are never read: they may be 0, and
     their blocks may hold later positions of this sequence, or other sequences.
@@ -71,16 +72,16 @@ class SequencePart(NamedTuple):
     forks: Sequence[SamplingParams] = ()
     """Further tokens to sample after the last one, each in its own way: the first tokens of forks. Only with `sampling`."""
     num_candidates: int = 0
-    """If not 0, nothing is sampled: so many most likely next tokens are wanted, of which a beam search chooses. Only with
-    `sampling`, whose temperature and truncation do not count."""
+    """Most likely next tokens to return, of which a beam search chooses, in place of a sampled one; 0: none. Only with `sampling`,
+    whose temperature and truncation do not count."""
     state: StateBlocks | None = None
-    """Of models with recurrent layers."""
+    """Blocks of the running state; None: the model has no recurrent layers."""
     encoder: EncoderBlocks | None = None
-    """Of encoder-decoder models."""
+    """Blocks of the encoder's output; None: the model has no encoder."""
 
     @property
     def block_table(self) -> list[int]:
-        """Of the first group."""
+        """The block table of the first group."""
         return self.block_tables[0]
 
 
@@ -89,7 +90,7 @@ class Step(NamedTuple):
 
     parts: list[SequencePart]
     copies: Sequence[BlockCopy] = ()
-    """Made in this order, before anything of the step is computed or written; no block is the target of two."""
+    """Copies to make in this order, before anything of the step is computed or written; no block is the target of two."""
 
 
 class SampledToken(NamedTuple):
@@ -97,7 +98,7 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprobs: RowLogprobs | None = None
-    """If requested."""
+    """None: they were not requested."""
 
 
 class BeamCandidate(NamedTuple):
@@ -114,9 +115,9 @@ class BeamCandidates(NamedTuple):
     """What a beam may continue with."""
 
     best: Sequence[BeamCandidate]
-    """As many as were asked for, or all tokens if there are fewer; best score first."""
+    """The tokens with the best scores, best first: as many as were asked for, or all if there are fewer."""
     top: list[tuple[int, float]]
-    """As in TokenLogprobs, if log-probabilities are requested."""
+    """(token id, log-probability) of the most likely tokens, as in RowLogprobs; empty unless log-probabilities are requested."""
 
 
 class BadLogits(NamedTuple):
@@ -140,13 +141,13 @@ class PartResult(NamedTuple):
     token: SampledToken | None = None
     """None if the part does not sample."""
     prompt_logprobs: Sequence[RowLogprobs] = ()
-    """One for each of the part's prompt_rows."""
+    """Log-probabilities, one for each of the part's prompt_rows."""
     bad_logits: BadLogits | None = None
     """If set, the request cannot continue and there is no other result. Other parts are not affected."""
     forks: Sequence[SampledToken] = ()
-    """One for each of the part's forks."""
+    """First tokens of forks, one for each of the part's forks."""
     candidates: BeamCandidates | None = None
-    """If the part asks for candidates, in place of the token."""
+    """The candidates, in place of the token, if the part asks for them."""
 
 
 class StepRunner(Protocol):

@@ -34,7 +34,7 @@ class RequestUsage:
     num_generated_tokens: int
     num_preemptions: int
     times: EngineTimes | None = None
-    """Of a finished request; None before, and without a token."""
+    """Times of a finished request; None before, and without a token."""
 
 
 @dataclass(slots=True)
@@ -47,11 +47,11 @@ class StreamChunk:
     usage: RequestUsage | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[RowLogprobs | None] = field(default_factory=list)
-    """Of the prompt's next tokens; None for its first, which has no context."""
+    """Log-probabilities of the prompt's next tokens; None for its first, which has no context."""
     index: int = 0
-    """Which of the request's answers it is a piece of."""
+    """Index of the answer that it is a piece of."""
     score: float | None = None
-    """Of a text found by beam search, in its last chunk."""
+    """Score of a text that beam search has found, in its last chunk; None in any other."""
 
     def merge(self, later: StreamChunk) -> None:
         """Append the chunk of the same answer that follows this one."""
@@ -70,7 +70,7 @@ class TokenStream:
     def __init__(self, num_answers: int = 1) -> None:
         self._pending: deque[StreamChunk] = deque()
         self._last: dict[int, StreamChunk] = {}
-        """By answer, the last of its pending chunks."""
+        """The last pending chunk of each answer."""
         self._num_unfinished = num_answers
         self._error: EngineError | None = None
         self._changed = asyncio.Event()

@@ -28,7 +28,7 @@ class TokenCounts:
         return f"<TokenCounts distinct={len(self._index)} generated={int(self._num_generated.sum())}>"
 
     def copy(self) -> TokenCounts:
-        """Those of a fork that goes on from here."""
+        """The counts of a fork that goes on from here."""
         again = copy(self)
         again._ids, again._num_generated = self._ids.copy(), self._num_generated.copy()
         again._index = dict(self._index)

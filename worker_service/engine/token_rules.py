@@ -1,6 +1,6 @@
 """Which tokens must not follow, or must, by what a text holds: the rules of `generate` that look at tokens.
 
-As in transformers 5.23 (`NoRepeatNGram`, `EncoderNoRepeatNGram`, `NoBadWords`, `ForcedEOSToken`, `SuppressTokens` and
+They are those of transformers 5.23 (`NoRepeatNGram`, `EncoderNoRepeatNGram`, `NoBadWords`, `ForcedEOSToken`, `SuppressTokens` and
 `SuppressTokensAtBegin` of its logits processors).
 """
 
@@ -14,7 +14,7 @@ from kvpool.protocol.sampling import Sampling
 
 
 class NextIds(NamedTuple):
-    """Of one token."""
+    """The ids that one token must not, or must, be."""
 
     banned: Collection[int] = ()
     """Ids that must not be chosen."""
@@ -50,7 +50,7 @@ class _Runs:
 
 
 class TokenRules:
-    """Of one text. Grows with every token, and what one costs does not depend on how many there are."""
+    """The rules for one text. They grow with every token; the cost of one does not depend on how many there are."""
 
     def __init__(
         self, sampling: Sampling, tokens: Sequence[int], source: Iterable[int], ending_ids: Collection[int]
@@ -67,7 +67,7 @@ class TokenRules:
         self._bad_words = [word for word in words if len(word) > 1]
 
     def copy(self) -> TokenRules:
-        """Those of a fork that goes on from here."""
+        """The rules of a fork that goes on from here."""
         again = copy(self)
         again._own = None if self._own is None else self._own.copy()
         return again
@@ -78,8 +78,8 @@ class TokenRules:
             self._own.add(token_id)
 
     def next(self, tokens: Sequence[int], *, is_first: bool, is_last: bool, may_end: bool) -> NextIds:
-        """What holds for the token after `tokens`, all of the text. `is_first`, `is_last`: of the answer; `may_end`: whether it
-        may be an id that ends the text."""
+        """The ids that are banned or forced after `tokens`, which are all of the text. `is_first`, `is_last`: of the answer;
+        `may_end`: whether it may be an id that ends the text."""
         sampling = self._sampling
         banned = set(sampling.suppress_tokens)
         if is_first:
