@@ -1,4 +1,4 @@
-"""Where the windows and the state of a sequence are to be named, and so kept for others, and what that needs."""
+"""Boundaries: where the windows and the state of a sequence are named, and so kept for others, and what that needs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from .settings import CacheSettings
 
 
 def reached(sequence: CacheSequence, num_computed_tokens: int, settings: CacheSettings) -> list[int]:
-    """The boundaries that the sequence reaches when it has computed so far, in tokens, ascending."""
-    found = {boundary for boundary in sequence.boundaries if boundary <= num_computed_tokens}
+    """The boundaries, in tokens and ascending, that the sequence reaches by computing up to `num_computed_tokens`."""
+    positions = {boundary for boundary in sequence.boundaries if boundary <= num_computed_tokens}
     step = _interval(settings)
     if step:
-        found.update(range((sequence.num_computed_tokens // step + 1) * step, num_computed_tokens + 1, step))
-    return sorted(found)
+        positions.update(range((sequence.num_computed_tokens // step + 1) * step, num_computed_tokens + 1, step))
+    return sorted(positions)
 
 
 def next_boundary(sequence: CacheSequence, settings: CacheSettings) -> int | None:
@@ -37,7 +37,7 @@ def chunk(sequence: CacheSequence, most: int, settings: CacheSettings) -> int:
 
 
 def _interval(settings: CacheSettings) -> int:
-    """In tokens, on the grid."""
+    """Tokens between two regular boundaries, rounded up to the grid; 0: there are none."""
     step = settings.grid_blocks * settings.block_size
     return -(-settings.retention_interval // step) * step
 

@@ -51,7 +51,7 @@ class EngineCache:
 
     @property
     def num_used_blocks(self) -> tuple[int, ...]:
-        """By group: blocks in tables, shared ones counted once."""
+        """Blocks in tables in each group; a shared one counts once."""
         return tuple(ledger.num_used for ledger in self._state.ledgers)
 
     @property
@@ -66,12 +66,12 @@ class EngineCache:
 
     @property
     def num_windows_not_named(self) -> int:
-        """Those that were not, because there was no block to replace theirs, or for the snapshot."""
+        """Windows and snapshots that were not named: there was no block to replace theirs, or none for the snapshot."""
         return self._state.num_windows_not_named
 
     @property
     def num_spare_blocks(self) -> tuple[int, ...]:
-        """By group: blocks of the reserve."""
+        """Blocks in the reserve of each group."""
         return tuple(map(len, self._state.reserves))
 
     @property
@@ -172,7 +172,8 @@ class EngineCache:
             sequence.in_step = True
 
     def end_step(self, results: Iterable[Computed], now: float, *, num_added_later: int = 0) -> None:
-        """`num_added_later`: tokens that the step has found as well, and `add_token` adds."""
+        """Take the results of the step, which has ended. `num_added_later`: tokens that it has sampled as well, and that
+        `add_token` adds."""
         num_sampled = num_added_later
         forks.end_copies(self._state)
         for sequence, num_computed_tokens, token in results:
@@ -185,7 +186,8 @@ class EngineCache:
         forks.settle(self._state)
 
     def add_token(self, sequence: CacheSequence, token_id: int) -> None:
-        """The next token of a sequence, found by the last step. Not by `end_step`: its forks had to be made without it."""
+        """Append the next token of a sequence, which the last step has sampled. `end_step` left it out because the sequence's forks
+        had to be made without it."""
         assert not sequence.in_step
         sequence.tokens.append(token_id)
 
@@ -260,7 +262,7 @@ class EngineCache:
         self._state.lose_session(why)
 
     def give_up(self, why: str, *, is_defect: bool = True) -> None:
-        """The blocks held here cannot be reported to the manager; the engine gets an event."""
+        """Give up the blocks held here, which cannot be reported to the manager; the engine gets an event."""
         self._state.give_up(why, is_defect=is_defect)
 
     def reset(self) -> None:

@@ -1,12 +1,12 @@
 """Forks: sequences that begin where another one is, without a call that anybody waits for.
 
-A fork shares its parent's full computed blocks, and what an encoder has put out. What the parent goes on to write, its tail and
-what it has in groups with a window or a state, is copied into blocks of the reserve by the next step. Of a window nothing is
-shared: only named blocks can be, so the parent would have to name one at every fork, and each fork needs the ring that takes its
-place all the same.
+A fork shares its parent's full computed blocks, and the encoder's output. What the parent goes on to write, its tail and what it
+has in groups with a window or a state, is copied into blocks of the reserve by the next step. Of a window nothing is shared: only
+named blocks can be, so the parent would have to name one at every fork, and each fork needs the ring that takes its place all the
+same.
 
-The manager is told later. Until it knows of a fork, the fork's parent alone pins what it shares there, so the parent's Free waits.
-A fork that ends before it was stated never existed for the manager: what it took out of the reserve goes back.
+Forks are stated to the manager later. Until it knows of a fork, the fork's parent alone pins what it shares there, so the parent's
+Free waits. A fork that ends before it was stated never existed for the manager: what it took out of the reserve goes back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ForkedSequence(NamedTuple):
     """A fork, as the engine gets it."""
 
     sequence: CacheSequence
-    """Live, with the parent's tokens."""
+    """The fork: live, with the parent's tokens."""
     copies: tuple[BlockCopy, ...]
-    """To be made by the step that is launched next, unless the fork ends before."""
+    """Copies that the step launched next must make, unless the fork ends before."""
 
 
 def fork(
@@ -202,7 +202,7 @@ def may_free(state: CacheState, sequence: CacheSequence) -> bool:
 def settle(state: CacheState) -> None:
     """End forks that need not be stated, and were not: the blocks that they took are in the reserve again."""
     # A fork of a fork comes after it, and may be what it waits for.
-    for child in [one for one in reversed(state.forks) if one.state is SequenceState.ENDING]:
+    for child in [child for child in reversed(state.forks) if child.state is SequenceState.ENDING]:
         if not child.maybe_granted and may_free(state, child):
             _give_back(state, child)
             state.ending.remove(child)
@@ -210,7 +210,7 @@ def settle(state: CacheState) -> None:
 
 
 def _give_back(state: CacheState, child: CacheSequence) -> None:
-    """Its own blocks are again what they were when they were granted."""
+    """Put a fork's own blocks back into the reserve, as they were when they were granted."""
     for group, (reserve, ledger) in enumerate(zip(state.reserves, state.ledgers, strict=True)):
         own = child.own_blocks(group)
         for reserved in own:
@@ -222,8 +222,8 @@ def _give_back(state: CacheState, child: CacheSequence) -> None:
 
 
 def to_state(state: CacheState) -> list[CacheSequence]:
-    """Forks that the manager can be told of, in order: it knows their parents, or hears of them in the same call, and all that they
-    share is computed for it."""
+    """Forks that can be stated to the manager, in order: it knows their parents, or hears of them in the same call, and all that
+    they share is computed for it."""
     ready: list[CacheSequence] = []
     for child in state.forks:
         parent = child.parent
@@ -235,7 +235,7 @@ def to_state(state: CacheState) -> list[CacheSequence]:
 
 
 def behind(state: CacheState) -> list[CacheSequence]:
-    """Parents of which the manager must know more before it can be told of their forks."""
+    """Parents of which the manager must know more before their forks can be stated."""
     parents = [
         child.parent
         for child in state.forks
@@ -248,7 +248,7 @@ def behind(state: CacheState) -> list[CacheSequence]:
 
 
 def _is_behind(parent: CacheSequence, child: CacheSequence) -> bool:
-    """Whether the manager does not know that all that a fork shares is computed: its blocks, and what an encoder has put out."""
+    """Whether the manager does not know that all that a fork shares is computed: its blocks, and the encoder's output."""
     return parent.has_encoder_news or parent.acked_computed_tokens < child.acked_computed_tokens
 
 

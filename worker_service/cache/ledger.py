@@ -21,29 +21,29 @@ class DisagreementError(Exception):
 
 
 class Content:
-    """What complete blocks hold, one in each group: tokens, after those of the parent. Lives as long as a block or a child."""
+    """What complete blocks hold, one in each group: tokens that follow those of the parent. Lives as long as a block or a child."""
 
     __slots__ = ("blocks", "parent", "root", "tokens")
 
     def __init__(self, parent: Content | None, root: common_pb2.Root, tokens: bytes, num_groups: int = 1) -> None:
         self.blocks = [0] * num_groups
-        """By group: the block that holds it; 0 once that is granted again, if it ever was complete."""
+        """The block that holds it in each group; 0: none was completed, or it was granted again."""
         self.parent = parent
         self.root = root
         self.tokens = tokens
         """block_size token ids, little-endian uint32."""
 
 
-def _is_same_chain(one: Content, other: Content) -> bool:
+def _is_same_chain(content: Content, other: Content) -> bool:
     """Whether two contents hold the same tokens after equal prefixes under equal roots."""
-    if one.root != other.root:
+    if content.root != other.root:
         return False
-    above_one: Content | None = one
+    above: Content | None = content
     above_other: Content | None = other
-    while above_one is not above_other:
-        if above_one is None or above_other is None or above_one.tokens != above_other.tokens:
+    while above is not above_other:
+        if above is None or above_other is None or above.tokens != above_other.tokens:
             return False
-        above_one, above_other = above_one.parent, above_other.parent
+        above, above_other = above.parent, above_other.parent
     return True
 
 
@@ -99,7 +99,7 @@ class BlockLedger:
         """Complete blocks in no table, least recently used first."""
 
     def accept_grant(self, block: int, generation: int) -> None:
-        """A block is granted to this worker, empty. Raises DisagreementError."""
+        """Accept a block that is granted to this worker, empty. Raises DisagreementError."""
         self._check_range(block)
         if generation <= self._generation[block]:
             raise DisagreementError(
@@ -113,7 +113,7 @@ class BlockLedger:
         self.empty(block)
 
     def empty(self, block: int) -> None:
-        """The block is to hold something else."""
+        """Forget what the block holds: it is to hold something else."""
         content = self._contents[block]
         if content is not None:
             if content.blocks[self.group] == block:  # else another block holds the same
@@ -130,12 +130,12 @@ class BlockLedger:
         A block's KV depends on its whole prefix, so each content must have been computed after the one before it in the list, or
         after a duplicate of that. Then all tokens are compared at once.
         """
-        known, contents, num_blocks = self._generation, self._contents, self.num_blocks
+        current, contents, num_blocks = self._generation, self._contents, self.num_blocks
         before: Content | None = None
         pieces: list[bytes] = []
         for block, generation in zip(blocks, generations, strict=True):
             content = contents[block] if 0 < block < num_blocks else None
-            if content is None or generation != known[block]:
+            if content is None or generation != current[block]:
                 raise self._not_held(block, generation)
             if content.parent is not before:
                 _join(block, content, before)
@@ -182,7 +182,7 @@ class BlockLedger:
         )
 
     def use(self, *blocks: int) -> None:
-        """One more table contains each of these blocks."""
+        """Note that one more table contains each of these blocks."""
         num_users, idle = self._num_users, self._idle
         for block in blocks:
             if not num_users[block]:
@@ -191,7 +191,7 @@ class BlockLedger:
             num_users[block] += 1
 
     def drop(self, block: int) -> None:
-        """One table less contains the block."""
+        """Note that one table less contains the block."""
         self._num_users[block] -= 1
         if not self._num_users[block]:
             self.num_used -= 1
@@ -199,7 +199,7 @@ class BlockLedger:
                 self._idle[block] = None
 
     def complete(self, block: int, content: Content) -> None:
-        """All slots of a block in a table hold their KV."""
+        """Note that a block in a table holds this content: the KV of all its slots is complete."""
         self._contents[block] = content
         content.blocks[self.group] = block
 
@@ -227,7 +227,7 @@ class BlockLedger:
         return bool(self.num_used or self._idle)
 
     def generation(self, block: int) -> int:
-        """That of its last grant; 0: it was never granted."""
+        """The generation of the block's last grant; 0: it was never granted."""
         return self._generation[block]
 
     # -- snapshots, for reports

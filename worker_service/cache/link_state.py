@@ -41,11 +41,11 @@ class Stated(NamedTuple):
     num_entries: int
     num_computed_tokens: int
     prompt: bytes = b""
-    """Of an Allocate: the tokens, as in the message."""
+    """Tokens of an Allocate as in the message; empty for other calls."""
     scratch: tuple[Statement | None, ...] = ()
-    """By group."""
+    """What was stated of the scratch of each group; None: the group has none."""
     encoder_computed: bool = False
-    """The KV of the encoder's input was stated to be complete."""
+    """Whether the KV of the encoder's input was stated to be complete."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -77,7 +77,8 @@ class LinkState:
         """The session's secret, which every call carries."""
         self.in_flight: MutatingCall | None = None
         self.report: Report | None = None
-        """To be sent before any other call until it is live, then in between; None once it is complete."""
+        """The report to send: before any other call until it is live, then between other calls; None: it is complete, or the
+        manager wants none."""
         self.retry_at = 0.0
         """No call before this time, in monotonic seconds."""
         self.applied_number = 0
@@ -91,7 +92,8 @@ class LinkState:
         self._backoff = BACKOFF_FIRST_SECONDS
 
     def uplink(self, reserve_wishes: Iterable[int], returned: Returned) -> cache_pb2.Uplink:
-        """The head of the next mutating call, under the next number. `reserve_wishes`: by group."""
+        """The head of the next mutating call, under the next number. `reserve_wishes`: blocks wanted in the reserve of each
+        group."""
         self.num_calls += 1
         uplink = cache_pb2.Uplink(
             session=self.session, session_key=self.key, call_no=self.num_calls, downlink_ack=self.applied_number

@@ -29,13 +29,13 @@ def complete(state: CacheState, sequence: CacheSequence, num_computed_tokens: in
         return
     for boundary in reached:
         name_window(state, sequence, boundary)
-    sequence.boundaries = tuple([one for one in sequence.boundaries if one > num_computed_tokens])
+    sequence.boundaries = tuple([ahead for ahead in sequence.boundaries if ahead > num_computed_tokens])
     if num_computed_tokens == len(sequence.tokens):
         _settle(state, sequence)
 
 
 def _complete_unit(state: CacheState, sequence: CacheSequence, num_computed_tokens: int) -> None:
-    """The step that has computed the first tokens has run the encoder before them."""
+    """Note the unit as complete: the step that has computed the first tokens has run the encoder before them."""
     ledger = state.unit_ledger
     if ledger is None or sequence.encoder_computed or num_computed_tokens == sequence.num_computed_tokens:
         return
@@ -53,7 +53,7 @@ def _settle(state: CacheState, sequence: CacheSequence) -> None:
 
 
 def add_boundary(state: CacheState, sequence: CacheSequence, boundary: int) -> None:
-    """Another prompt parts there and waits. Too late if the sequence is past it: what it had there may be written again."""
+    """Add a boundary where a waiting prompt parts. Too late if the sequence is past it: what it had there may be written again."""
     if boundary < sequence.num_computed_tokens:
         return
     # Where it is just now, the window is whole, and the state too: the next token needs them. If the window's blocks cannot be
@@ -76,18 +76,18 @@ def name_window(state: CacheState, sequence: CacheSequence, boundary: int) -> bo
     whether that was so."""
     settings = state.settings
     num_blocks = boundary // settings.block_size
-    wanted: list[tuple[int, Scratch, int]] = []
+    parts: list[tuple[int, Scratch, int]] = []
     for group in state.scratch_groups:
         scratch = sequence.scratch[group]
         assert scratch is not None
         is_there = scratch.has_window(num_blocks)
-        assert is_there or settings.is_state(group), "the window was turned"
+        assert is_there or settings.is_state(group), "the window's blocks were overwritten"
         count = boundaries.num_to_replace(sequence, group, boundary, settings)
         if not is_there or count > len(state.reserves[group]):
             state.num_windows_not_named += 1
             return False
-        wanted.append((group, scratch, count))
-    for group, scratch, count in wanted:
+        parts.append((group, scratch, count))
+    for group, scratch, count in parts:
         replacements = [state.reserves[group].take() for _ in range(count)]
         for reserved in replacements:
             state.ledgers[group].use(reserved.block)

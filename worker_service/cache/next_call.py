@@ -77,7 +77,7 @@ _ENTRY_BYTES = 12
 
 
 def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[CacheSequence]:
-    """As many of the first sequences as fit into one call, at least one if there is one."""
+    """The first sequences that fit into one call; at least one, if there is one."""
     chosen: list[CacheSequence] = []
     num_bytes = 0
     for sequence in sequences:
@@ -95,8 +95,8 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
 
 
 def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], targets: list[int]) -> list[int]:
-    """By group: blocks wanted in the reserve once a call that states all entries of `named` is executed: `targets` spare ones, and
-    those bound to other sequences but not stated yet."""
+    """Blocks wanted in the reserve of each group once a call that states all entries of `named` is executed: `targets` spare ones,
+    and those bound to other sequences but not stated yet."""
     skip = {id(sequence) for sequence in named}
     others = [sequence for sequence in state.sequences.values() if id(sequence) not in skip]
     in_tables = sum(sequence.num_entries - sequence.acked_entries for sequence in others)
@@ -142,7 +142,7 @@ def _fork(state: CacheState, link: LinkState, targets: list[int], now: float) ->
 
 
 def _is_due(state: CacheState, now: float) -> bool:
-    """Whether the manager must be told now what it does not know."""
+    """Whether a call must state now what the manager does not know."""
     return state.is_urgent or (state.report_due_at is not None and now >= state.report_due_at)
 
 
@@ -164,8 +164,8 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
     ]
     reports = _one_call(state, unreported)
     if len(reports) == len(unreported):
-        # Blocks filled while the call is in flight get a time of their own, and so do forks, of which the manager can be told after
-        # it. If the call fails, the next one is urgent.
+        # Blocks filled while the call is in flight get a time of their own, and so do forks, which can be stated after it. If the
+        # call fails, the next one is urgent.
         state.report_due_at = now + state.settings.report_seconds if state.forks else None
         state.is_urgent = False
     if not (reports or wants_blocks):
@@ -189,11 +189,15 @@ def _wants_refill(state: CacheState, targets: list[int]) -> bool:
 
 
 def _makes_room_for_a_fork(state: CacheState, targets: list[int]) -> bool:
-    """Whether forks wait for blocks that sequences have released, and the manager does not know it. The sequences may wait for the
-    forks, so that no progress would have it stated."""
+    """Whether forks wait for blocks that sequences have released, and the manager does not know it. The sequences may themselves
+    wait for the forks, and then no progress of theirs would state it."""
     if not state.num_forks_to_come:
         return False
-    live = [one for one in state.sequences.values() if one.state is SequenceState.LIVE and one.parent is None]
+    live = [
+        sequence
+        for sequence in state.sequences.values()
+        if sequence.state is SequenceState.LIVE and sequence.parent is None
+    ]
     for group in state.scratch_groups:
         if len(state.reserves[group]) < targets[group]:
             copied = forks.blocks_to_copy(state, group)
@@ -216,7 +220,7 @@ def _allocate(
     )
     hold_back = is_short or now < state.ask_again_at
     # An unanswered Allocate is repeated even then: blocks that it was granted, if any, are of no use to others.
-    wanted = _one_call(
+    chosen = _one_call(
         state,
         (
             sequence
@@ -226,33 +230,33 @@ def _allocate(
             and state.sequences.get(sequence.id, sequence) is sequence
         ),
     )
-    if not wanted:
+    if not chosen:
         return None
-    for sequence in wanted:
+    for sequence in chosen:
         sequence.state = SequenceState.ALLOCATING
         sequence.maybe_granted = True
         state.sequences[sequence.id] = sequence
-    return allocate_call(state, link, wanted, _wishes(state, link, (), _targets_with(state, targets, wanted)))
+    return allocate_call(state, link, chosen, _wishes(state, link, (), _targets_with(state, targets, chosen)))
 
 
-def _targets_with(state: CacheState, targets: list[int], wanted: List[CacheSequence]) -> list[int]:
+def _targets_with(state: CacheState, targets: list[int], sequences: List[CacheSequence]) -> list[int]:
     """The size of the reserve once these sequences have their tables, so that their first decode does not wait for a call. Less if
-    that could take blocks that they need or that are hits for them, because the manager fills the reserve first. No more if they
-    will be refused: what is returned at once would have them asked for at once, again and again."""
+    that could take blocks that they need or that are hits for them, because the manager fills the reserve first. Just `targets` if
+    the sequences will be refused: the surplus, which is returned at once, would have them asked for again at once, for ever."""
     size = state.settings.block_size
-    if any(_num_scratch(state, group, wanted) > state.num_evictable(group) for group in state.scratch_groups):
+    if any(_num_scratch(state, group, sequences) > state.num_evictable(group) for group in state.scratch_groups):
         return targets
-    num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in wanted)
+    num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in sequences)
     most = state.num_spare + num_left
-    joined = state.spare_targets(wanted)
+    joined = state.spare_targets(sequences)
     full = state.full_groups
     return [max(target, min(joined[group], most)) if group in full else target for group, target in enumerate(targets)]
 
 
-def _num_scratch(state: CacheState, group: int, wanted: List[CacheSequence]) -> int:
+def _num_scratch(state: CacheState, group: int, sequences: List[CacheSequence]) -> int:
     """Scratch blocks that these sequences will be granted in a group; fewer if they hit much of their prompts."""
     most, size = state.settings.scratch_blocks(group), state.settings.block_size
-    return sum(min(most, sequence.most_blocks(size)) for sequence in wanted)
+    return sum(min(most, sequence.most_blocks(size)) for sequence in sequences)
 
 
 def _update(

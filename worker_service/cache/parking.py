@@ -11,7 +11,8 @@ from .state import CacheState
 def park(state: CacheState, sequence: CacheSequence, wait: cache_pb2.Wait, now: float) -> None:
     """Let the sequence wait until the manager acknowledges that the leader has reached the position.
 
-    Not for a leader of a worse level, which makes no progress while better levels run: then allocate again with `no_wait`.
+    It does not wait for a leader of a worse level, which makes no progress while better levels run: it is allocated again with
+    `no_wait`.
     """
     leader_id = SequenceId(wait.leader.sequence_id, wait.leader.attempt)
     leader = state.sequences.get(leader_id)
@@ -33,7 +34,7 @@ def _has_computed(leader: CacheSequence, position: int) -> bool:
 
 
 def _is_reported(leader: CacheSequence, position: int) -> bool:
-    """Whether the manager has acknowledged it."""
+    """Whether the manager has acknowledged that the leader has computed so far."""
     return leader.acked_computed_tokens >= position if position else leader.encoder_acked
 
 

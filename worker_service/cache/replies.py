@@ -21,7 +21,7 @@ from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
 
 _TAKING_BOUNDARIES = frozenset({SequenceState.ALLOCATING, SequenceState.LIVE})
-"""The order may come with the answer that grants the sequence, before it."""
+"""States in which a boundary is taken: its entry may come with the reply that grants the sequence, before the grant."""
 
 _SUPERSEDED = frozenset({"STALE_ATTEMPT", "SEQUENCE_ELSEWHERE"})
 
@@ -234,12 +234,13 @@ class _Window(NamedTuple):
     """What was granted in a group with a window or a state."""
 
     entries: list[Entry]
-    """Of the window or snapshot that is hit, in order."""
+    """Entries of the window or snapshot that is hit, in order."""
     scratch: list[SpareBlock]
 
 
 def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> dict[int, _Window]:
-    """By group with a window or a state, after a check that it is all that is needed before the tokens that are cached."""
+    """What was granted in each group with a window or a state, after a check that it is all that is needed before the first token
+    that is not cached."""
     settings = state.settings
     num_hits = granted.num_cached_tokens // settings.block_size
     scratch = {run.group: _pairs(run.block_ids, run.generations) for run in granted.scratch}
@@ -267,7 +268,7 @@ def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Gran
 
 
 def _make_scratch(state: CacheState, sequence: CacheSequence, windows: dict[int, _Window]) -> None:
-    """The sequence's rings and state, out of what was granted and checked."""
+    """Make the sequence's rings and state out of what was granted and checked."""
     parts: list[Scratch | None] = [None] * len(state.ledgers)
     for group, (entries, granted) in windows.items():
         ledger = state.ledgers[group]
@@ -331,7 +332,7 @@ def _on_forked(state: CacheState, stated: Stated, result: cache_pb2.ForkResult, 
 
 
 def _acknowledge(stated: Stated, now: float) -> None:
-    """The manager knows what was stated of a sequence."""
+    """Note that the manager knows what was stated of a sequence."""
     sequence = stated.sequence
     if stated.num_computed_tokens > sequence.acked_computed_tokens:
         sequence.progress_at = now

@@ -37,31 +37,32 @@ class _SequenceSnapshot(NamedTuple):
     num_computed_tokens: int
     num_cached_tokens: int
     tables: list[list[Entry]]
-    """By group."""
+    """Entries in each group, scratch blocks left out."""
     scratch: list[list[SpareBlock]]
     boundaries: tuple[int, ...]
     encoder_computed: bool
 
 
 class Report:
-    """For the manager of a new session. `sequences`: those that hold blocks and that it is to know; their present state counts as
-    acknowledged. `reserves`: by group, as `ledgers`; with the blocks of other sequences."""
+    """The report to the manager of a new session, part by part. `sequences`: those that hold blocks and that it is to know; their
+    present state counts as acknowledged. `reserves`: spare blocks of each group, and the blocks of sequences that it is not to know
+    yet."""
 
     MOST_CALLS_SINCE = 3
-    """After so many other calls a part is sent, whatever else is due."""
+    """Other calls after which a part is sent, whatever else is due."""
 
     def __init__(
         self, ledgers: tuple[BlockLedger, ...], sequences: list[CacheSequence], reserves: list[list[SpareBlock]]
     ) -> None:
         self.is_live = False
-        """The manager serves the session: other calls may be made."""
+        """Whether the manager serves the session, so that other calls may be made."""
         self.retry_at = 0.0
         """No part before this time, in monotonic seconds, once the session is live."""
         self.num_calls_since = 0
         """Other calls since the last part, once the session is live."""
         self._ledgers = ledgers
         self._generations = [ledger.generations() for ledger in ledgers]
-        """As of the snapshot: a block that has another one by now holds something else."""
+        """Generations at the snapshot: a block that has another one by now holds something else."""
         self._idle = [ledger.idle_blocks() for ledger in ledgers]
         self._reserves = reserves
         self._reserved = [{block for block, _ in reserve} for reserve in reserves]
@@ -74,8 +75,8 @@ class Report:
                 sequence.num_cached_tokens,
                 [_entries(sequence, group) for group in range(len(sequence.tables))],
                 [[] if scratch is None else scratch.scratch() for scratch in sequence.scratch],
-                # One where it is just now is for the worker alone: it is named after the next step.
-                tuple(one for one in sequence.boundaries if one > sequence.num_computed_tokens),
+                # A boundary where the sequence is just now is for the worker alone: it is named after the next step.
+                tuple(ahead for ahead in sequence.boundaries if ahead > sequence.num_computed_tokens),
                 sequence.encoder_computed,
             )
             for sequence in sequences
@@ -100,7 +101,7 @@ class Report:
         return self._part
 
     def next_part(self) -> bool:
-        """The manager has applied the part; returns whether it was the last."""
+        """Go on to the next part, since the manager has applied this one; returns whether it was the last."""
         self.is_live = self.is_live or self._part.live
         if self._part.last:
             self._parts = iter(())  # breaks the reference cycle of this object and its generator
@@ -155,12 +156,12 @@ class Report:
                             run.blocks.add(group=group, tier=common_pb2.TIER_DEVICE)
                         if not parent:
                             run.root.CopyFrom(content.root)
-                    for group, held in enumerate(run.blocks):
+                    for group, group_blocks in enumerate(run.blocks):
                         block = content.blocks[group]
                         if block and not self._is_as_before(group, block):
                             block = 0  # the call that computes it again, or has, states it
-                        held.block_ids.append(block)
-                        held.generations.append(self._generations[group][block])
+                        group_blocks.block_ids.append(block)
+                        group_blocks.generations.append(self._generations[group][block])
                     tokens.append(content.tokens)
                     numbers[content] = len(numbers) + 1
                     count += 1
@@ -215,7 +216,9 @@ class Report:
                 add_entries(reported.tables, group, table)
                 count += len(table)
             for group, blocks in enumerate(scratch):
-                _add_run(reported.scratch, group, [one.block for one in blocks], [one.generation for one in blocks])
+                _add_run(
+                    reported.scratch, group, [spare.block for spare in blocks], [spare.generation for spare in blocks]
+                )
                 count += len(blocks)
             num_bytes += len(tokens)
             if count >= _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
@@ -227,7 +230,7 @@ class Report:
 
 
 def _entries(sequence: CacheSequence, group: int) -> list[Entry]:
-    """What it has in a group, scratch blocks left out."""
+    """Entries of the sequence in a group, scratch blocks left out."""
     scratch = sequence.scratch[group] if sequence.scratch else None
     if scratch is not None:
         return [Entry(index, *reserved) for index, reserved in sorted(scratch.named.items())]
@@ -235,14 +238,14 @@ def _entries(sequence: CacheSequence, group: int) -> list[Entry]:
 
 
 def _block_parts(reserves: list[list[SpareBlock]], idle: list[list[int]]) -> Iterator[cache_pb2.ReportRequest]:
-    """By group; those of each in order."""
+    """Parts with the reserved and the idle blocks of each group, in order."""
     most = max(1, _MAX_BLOCKS // (len(reserves) + len(idle)))
     lengths = [*map(len, reserves), *map(len, idle)]
     for begin in range(0, max(lengths, default=0), most):
         part = cache_pb2.ReportRequest()
         for group, reserve in enumerate(reserves):
             reserved = reserve[begin : begin + most]
-            _add_run(part.reserve, group, [one.block for one in reserved], [one.generation for one in reserved])
+            _add_run(part.reserve, group, [spare.block for spare in reserved], [spare.generation for spare in reserved])
         for group, blocks in enumerate(idle):
             if blocks[begin:]:
                 block_ids = blocks[begin : begin + most]

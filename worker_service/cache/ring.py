@@ -19,7 +19,7 @@ from .scratch import ForkedScratch, Scratch
 
 
 class Ring(Scratch):
-    """One sequence in one group with a window."""
+    """The blocks of one sequence in one group with a window."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Ring(Scratch):
         for index, reserved in self.named.items():
             self.table[index] = reserved.block
         self._first = min(self.named, default=last + 1)
-        """Of the entries that are not 0."""
+        """Index of the first entry that is not 0; the table's length if there is none."""
 
     def __repr__(self) -> str:
         return f"<Ring named={sorted(self.named)} placed={sorted(self.placed)} free={len(self.free)}>"
@@ -57,7 +57,7 @@ class Ring(Scratch):
             self.table.append(reserved.block)
 
     def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
-        """0 as long as no step is larger than the ring is made for."""
+        """0 as long as no step is larger than the ring is made for; see Scratch."""
         first_kept = self._first_kept(num_computed_tokens)
         num_turned = sum(index < first_kept for index in self.placed)
         return max(0, -(-num_slots // self._block_size) - len(self.table) - len(self.free) - num_turned)

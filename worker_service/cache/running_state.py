@@ -22,22 +22,22 @@ from .reserve import SpareBlock
 from .scratch import ForkedScratch, Scratch
 
 SCRATCH_BLOCKS = 2
-"""Granted to a sequence: the running state, and the first copy."""
+"""Blocks granted to a sequence: the running state, and the first copy."""
 
 
 class StateUse(NamedTuple):
     """Blocks of one step of a sequence; 0: none."""
 
     source: int
-    """Has the state before the step."""
+    """The block with the state before the step."""
     running: int
-    """Gets the state after it."""
+    """The block that gets the state after it."""
     snapshot: int
-    """Gets it too."""
+    """Another block that gets that state too."""
 
 
 class RunningState(Scratch):
-    """One sequence in the group of recurrent layers."""
+    """The blocks of one sequence in the group of recurrent layers."""
 
     def __init__(self, grid_blocks: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[SpareBlock]) -> None:
         """`hits`: the snapshot from which it goes on, if there is one. `scratch`: one block at least."""
@@ -45,7 +45,8 @@ class RunningState(Scratch):
         self._grid_blocks = grid_blocks
         self.running = self.free.pop(0)
         self._begin = (max(self.named, default=-1) + 1) * block_size
-        """Tokens whose state is in no running state, but in the hit; −1: the running state had one from the beginning."""
+        """Number of tokens whose state is in the hit, and not in the running state; −1: the running state had one from the
+        beginning."""
 
     def __repr__(self) -> str:
         return f"<RunningState {self.running.block} named={sorted(self.named)} placed={sorted(self.placed)} free={len(self.free)}>"
@@ -75,7 +76,7 @@ class RunningState(Scratch):
         return num_slots > num_computed_tokens and num_slots % (self._grid_blocks * self._block_size) == 0
 
     def num_for_fork(self, num_computed_tokens: int, num_to_come: int) -> int:
-        """The running state; a copy of it that may become a snapshot is only useful. See Scratch."""
+        """One for the running state; a copy of it that may become a snapshot is only useful. See Scratch."""
         return 1
 
     def fork(self, num_computed_tokens: int, spare: List[SpareBlock]) -> ForkedScratch:
@@ -88,7 +89,7 @@ class RunningState(Scratch):
         return ForkedScratch(fork, [(source, fork.running.block)] if source else [])
 
     def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
-        """It always has what a step needs: the running state."""
+        """0: it always has what a step needs, the running state."""
         return 0
 
     def num_useful(self, num_computed_tokens: int, num_slots: int) -> int:
@@ -97,10 +98,10 @@ class RunningState(Scratch):
         return int(is_wanted)
 
     def settle(self, num_to_come: int) -> None:
-        """Decoding makes copies as the prompt did."""
+        """Do nothing: decoding makes copies as the prompt did."""
 
     def num_to_replace(self, boundary: int, num_to_come: int, *, is_prompt_done: bool) -> int:
-        """None: the running state is not what is named."""
+        """0: the running state is not what is named."""
         return 0
 
     def num_lacking(self, boundary: int | None, num_to_come: int, *, is_prompt_done: bool) -> int:

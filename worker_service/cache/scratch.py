@@ -1,13 +1,13 @@
-"""A sequence's blocks in a group of which nothing is kept for the whole text: a ring of a window, or a running state.
+"""Blocks of a sequence in a group that keeps only recent KV: a window's ring, or a running state.
 
 Three kinds of blocks:
 
 * *placed*: something that ends with a block of tokens is in it, or is written by the running step. It has no name.
-* *free*: of the sequence, without a place.
+* *free*: it belongs to the sequence, without a place.
 * *named*: part of what the sequence keeps for others at a boundary. It is sealed, others may have it too, and it is never written
   again: when the sequence itself needs it no more, it releases it.
 
-What is not named is the sequence's scratch: the manager knows which blocks it is, but not what they are for.
+Unnamed blocks are the sequence's scratch: the manager knows their ids, but not their content.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ForkedScratch(NamedTuple):
 
     scratch: Scratch
     copies: list[tuple[int, int]]
-    """From which block of its parent each of its own is to be copied, source before target."""
+    """(source, target) of each copy to make: a block of the parent, and the block of the fork that gets its content."""
 
 
 class Scratch(ABC):
-    """One sequence in one group. All counts are blocks; boundaries are blocks of tokens too."""
+    """The blocks of one sequence in one group. All counts are blocks; boundaries are counted in blocks of tokens too."""
 
     def __init__(self, span: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[SpareBlock]) -> None:
         self.span = span
@@ -118,8 +118,8 @@ class Scratch(ABC):
 
     @abstractmethod
     def num_lacking(self, boundary: int | None, num_to_come: int, *, is_prompt_done: bool) -> int:
-        """Blocks that should be in the reserve for the next boundary, after which so many blocks of tokens can follow; None: only
-        the end of the text is to come, which is so many blocks away."""
+        """Blocks that should be in the reserve for the next boundary, after which so many blocks of tokens can follow; None: no
+        boundary comes before the end of the text, which is `num_to_come` blocks away."""
 
     def name(self, boundary: int, replacements: Iterable[SpareBlock] = ()) -> list[Entry]:
         """Give the blocks at a boundary their names; returns those that had none. `replacements` become scratch."""
@@ -150,7 +150,7 @@ class Scratch(ABC):
 
     @property
     def num_entries_of_news(self) -> int:
-        """Size of the statement."""
+        """Entries of the next statement."""
         return len(self._bound) + len(self._scratch) + len(self._released)
 
     def has_to_release(self, copied: Container[int]) -> bool:
@@ -166,7 +166,7 @@ class Scratch(ABC):
         return Statement(tuple(self._bound), tuple(self._scratch), released), dropped
 
     def acknowledge(self, stated: Statement) -> None:
-        """A call that stated this was executed."""
+        """Note that a call that stated this was executed."""
         for entry in stated.bound:
             self._bound.pop(entry, None)
             self._from_reserve.pop(SpareBlock(entry.block, entry.generation), None)
@@ -178,13 +178,14 @@ class Scratch(ABC):
             self._from_reserve.pop(SpareBlock(entry.block, entry.generation), None)
 
     def acknowledge_all(self) -> list[int]:
-        """A report states the present; returns the blocks that this worker stops using with it."""
+        """Count everything as acknowledged, since a report states the present; returns the blocks that this worker stops using with
+        it."""
         self._bound, self._scratch, self._released, self._from_reserve = {}, {}, {}, {}
         dropped, self._to_drop = self._to_drop, []
         return dropped
 
     def scratch(self) -> list[SpareBlock]:
-        """What is not named."""
+        """The blocks that are not named."""
         return [*self.placed.values(), *self.free]
 
     def blocks(self) -> list[int]:

@@ -69,30 +69,31 @@ class CacheSequence:
         self.kept = kept
         """Lengths of the prompt, in tokens, at which the request asks for boundaries."""
         self.num_encoder_tokens = num_encoder_tokens
-        """Of the encoder's input, which the root names by its digest; 0: there is none."""
+        """Tokens of the encoder's input, which the root names by its digest; 0: there is none."""
         self.cross_group: int | None = None
         """Index of the group with cross attention, once it has a table there."""
         self.encoder_computed = False
-        """The KV of the encoder's input is complete, cached or computed by the step that computed the sequence's first tokens."""
+        """Whether the KV of the encoder's input is complete, cached or computed by the step that computed the sequence's first
+        tokens."""
         self.encoder_cached = False
-        """It was served from the cache in the current round."""
+        """Whether that KV was served from the cache in the current round."""
         self.encoder_acked = False
-        """The manager has acknowledged that it is complete."""
+        """Whether the manager has acknowledged that it is complete."""
         self.level = 0
         """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
         self.tables: tuple[list[int], ...] = ()
-        """By group: block ids, from position 0; empty while it holds nothing. Those of groups that keep everything have the same
-        length. With a window it is the ring's, and 0 where nothing is kept; with a state there is none; with cross attention it
-        holds the KV of the encoder's input."""
+        """Block ids of each group, from position 0; empty while it holds nothing. Tables of groups that keep everything have the
+        same length. With a window the table is the ring's, and 0 where nothing is kept; with a state it is empty; with cross
+        attention its blocks hold the KV of the encoder's input."""
         self.generations: tuple[list[int], ...] = ()
         """Generation of each entry of the tables, in groups that keep everything."""
         self.scratch: tuple[Scratch | None, ...] = ()
-        """By group, None for those that keep everything; empty if all do."""
+        """The scratch in each group, None in those that keep everything; empty if all do."""
         self.num_entries = 0
         """Length of its tables in groups that keep everything."""
         self.boundaries: tuple[int, ...] = ()
-        """In tokens, ascending: where its windows and states are to be named, and it has not computed so far."""
+        """Positions, in tokens and ascending, at which its windows and states are to be named once it has computed so far."""
         self.content: Content | None = None
         """What its last complete block holds."""
         self.num_cached_tokens = 0
@@ -100,20 +101,20 @@ class CacheSequence:
         self.num_computed_tokens = 0
         """Tokens whose KV is complete; a running step does not count."""
         self.uses_blocks = False
-        """This worker may read or write the blocks of the table."""
+        """Whether this worker may read or write the blocks of the table."""
         self.in_step = False
-        """The running step uses its blocks."""
+        """Whether the running step uses its blocks."""
         self.num_copies = 0
         """Forks for which the running or the next step copies blocks of this one, or to it."""
         self.num_forks_to_come = 0
         """Forks that the engine is going to make of it: the reserve gets blocks for each. Set by the engine; each fork takes one
         off."""
         self.parent: CacheSequence | None = None
-        """Whose fork it is, as long as the manager does not know of it."""
+        """The sequence whose fork it is, as long as the manager does not know of the fork."""
         self.lacks_copies = False
         """A fork that ended before a step had made its copies: what it does not share is not there."""
         self.is_superseded = False
-        """A fork of which the manager cannot be told, because a larger attempt of it or of its parent runs elsewhere."""
+        """A fork that cannot be stated to the manager, because a larger attempt of it or of its parent runs elsewhere."""
         self.maybe_granted = False
         """An Allocate or a Fork of this round was sent and not refused: the manager may hold blocks for it."""
         self.acked_tokens = 0
@@ -152,7 +153,8 @@ class CacheSequence:
         return last if isinstance(last, RunningState) else None
 
     def state_use(self, num_slots: int) -> StateUse | None:
-        """Of recurrent layers: the blocks of the step up to `num_slots` tokens for which the sequence was extended."""
+        """The state's blocks in the step up to `num_slots` tokens for which the sequence was extended; None: there are no recurrent
+        layers."""
         state = self._state
         return None if state is None else state.use(self.num_computed_tokens, num_slots)
 
@@ -178,7 +180,7 @@ class CacheSequence:
 
     @property
     def has_encoder_news(self) -> bool:
-        """Whether the manager is to be told that the KV of the encoder's input is complete."""
+        """Whether a call must state that the KV of the encoder's input is complete."""
         return self.encoder_computed and not self.encoder_acked
 
     @property
@@ -204,7 +206,7 @@ class CacheSequence:
         return reversed(self.tables[group]) if scratch is None else scratch.blocks()
 
     def own_blocks(self, group: int) -> list[SpareBlock]:
-        """Of a fork that the manager does not know: the blocks of a group that it does not share with its parent."""
+        """The blocks of a group that a fork does not share with its parent. The manager must not know the fork."""
         scratch = self.scratch[group] if self.scratch else None
         if scratch is not None:
             return scratch.from_reserve

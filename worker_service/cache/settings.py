@@ -8,7 +8,7 @@ from . import windows
 from .running_state import SCRATCH_BLOCKS
 
 MOST_BLOCKS = 1 << 16
-"""Of one sequence, where no pool bounds it: the manager's limit."""
+"""Blocks of one sequence at most, where no pool bounds it: the manager's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,15 @@ class CacheSettings:
     num_blocks: tuple[int, ...] = (1024,)
     """Blocks of each group's pool, the null block included."""
     windows: tuple[int, ...] = ()
-    """By group: tokens that its layers see, 0: all. Empty: no group has a window."""
+    """Tokens that the layers of each group see, 0: all. Empty: no group has a window."""
     state_grid: int = 0
-    """Tokens. The last group has the states of recurrent layers, kept for others at multiples of it. 0: there are none."""
+    """Tokens at whose multiples states are kept for others, in the last group. 0: there are no recurrent layers."""
     cross_group: int | None = None
     """The group with cross attention, whose blocks hold the KV of encoder inputs; None: there is none."""
     max_chunk_tokens: int = 512
-    """With windows: most tokens of one sequence in one step."""
+    """Most tokens of one sequence in one step, if a group has a window."""
     retention_interval: int = 0
-    """With windows or states: tokens after which they are kept for others, again and again; 0: only where prompts may part."""
+    """Tokens after which windows and states are kept for others, again and again; 0: only where prompts may part."""
     report_seconds: float = 0.1
     """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
     reserve_seconds: float = 2.0
@@ -51,7 +51,7 @@ class CacheSettings:
 
     @property
     def scratch_groups(self) -> tuple[int, ...]:
-        """The others, of which a sequence has scratch blocks."""
+        """Groups in which a sequence has scratch blocks: those with a window or a state."""
         return tuple(group for group in range(len(self.num_blocks)) if self.has_scratch(group))
 
     @property

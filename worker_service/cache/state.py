@@ -20,13 +20,13 @@ class Copying(NamedTuple):
     """Copies that one step makes for a fork."""
 
     source: CacheSequence
-    """Whose blocks are read."""
+    """The sequence whose blocks are read."""
     fork: CacheSequence
     copies: tuple[BlockCopy, ...]
 
 
 class CacheState:
-    """Shared by the engine's methods (EngineCache), the next call and the replies."""
+    """The state shared by the engine's methods (EngineCache), the next call and the replies."""
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
@@ -38,24 +38,24 @@ class CacheState:
             UnitLedger(count, group) if group == settings.cross_group else BlockLedger(count, group)
             for group, count in enumerate(settings.num_blocks)
         )
-        """By group, like `reserves`."""
+        """The ledger of each group; `reserves` has one for each group too."""
         self.reserves = tuple(Reserve() for _ in settings.num_blocks)
         self.sequences: dict[SequenceId, CacheSequence] = {}
         """Live and ending sequences, and those the manager may hold blocks for."""
         self.ending: list[CacheSequence] = []
-        """Freed by the engine; their Free is not answered yet."""
+        """Sequences that the engine has freed; their Free is not answered yet."""
         self.forks: list[CacheSequence] = []
         """Forks that use blocks and that the manager does not know, oldest first: so each comes after its parent."""
         self.copies_due: list[Copying] = []
-        """Of forks since the last step began."""
+        """Copies for the forks since the last step began: the next step makes them."""
         self.copies_made: list[Copying] = []
-        """By the running step."""
+        """Copies that the running step makes."""
         self.forks_retry_at = 0.0
         """The manager had no room for a fork: no other try before this time."""
         self.forks_found_no_room = False
-        """That was the last that it said of forks."""
+        """Whether that was the manager's last answer about forks."""
         self.parked: list[CacheSequence] = []
-        """Waiting for a prefix that another sequence is computing."""
+        """Sequences that wait for a prefix that another one is computing."""
         self.rate = DecodingRate()
         self.report_due_at: float | None = None
         """When unreported filled blocks must be reported; None if there are none."""
@@ -64,13 +64,13 @@ class CacheState:
         self.ask_again_at = 0.0
         """The last Allocate found no blocks: no other before this time, unless blocks are freed."""
         self.pool_is_empty = [False] * len(self.ledgers)
-        """By group: the last call left fewer blocks in the pool than the reserve wanted."""
+        """Whether the pool of each group was empty after the last reply, and the reserve smaller than wanted."""
         self.num_free: list[int] | None = None
-        """By group: blocks that the manager can grant without eviction, as of the last reply; None before the first of a session.
-        Fewer than the blank blocks here if the budget of all workers is reached."""
+        """Blocks that the manager can grant in each group without eviction, as of the last reply; None before the first of a
+        session. Fewer than the blank blocks here if the budget of all workers is reached."""
         self.num_windows_named = 0
         self.num_windows_not_named = 0
-        """Because there was no block to replace theirs, or for the snapshot."""
+        """Windows and snapshots not named: there was no block to replace theirs, or none for the snapshot."""
         self.is_given_up = False
         """The blocks held here cannot be reported to the manager and must be forgotten."""
         self.events: list[events.Event] = []
@@ -128,8 +128,8 @@ class CacheState:
         self.num_free = None
 
     def _end_unheard(self) -> None:
-        """End freed sequences without a Free call: they will not be in the report. Not those whose blocks are still needed: by a
-        step, or by a fork of which the manager is told after it."""
+        """End freed sequences without a Free call: they will not be in the report. A sequence stays if a step still needs its
+        blocks, or a fork that is stated after the report."""
         is_done = False
         while not is_done:  # what ends may be the last fork of another one
             is_done = True
@@ -140,11 +140,11 @@ class CacheState:
                     is_done = False
 
     def is_parent(self, sequence: CacheSequence) -> bool:
-        """Whether the manager does not know yet who else uses its blocks."""
+        """Whether it has a fork that the manager does not know yet, and that uses its blocks."""
         return any(fork.parent is sequence for fork in self.forks)
 
     def give_up(self, why: str, *, is_defect: bool = True) -> None:
-        """No block held here can be kept; the engine gets an event."""
+        """Give up all blocks held here, since none can be kept; the engine gets an event."""
         self.link = None
         if not self.is_given_up:
             self.is_given_up = True
@@ -156,7 +156,7 @@ class CacheState:
 
     @property
     def unit_ledger(self) -> UnitLedger | None:
-        """Of the group with cross attention."""
+        """The ledger of the group with cross attention; None: there is no such group."""
         if self.settings.cross_group is None:
             return None
         ledger = self.ledgers[self.settings.cross_group]
@@ -186,8 +186,8 @@ class CacheState:
 
     @property
     def num_forks_to_come(self) -> int:
-        """Of all live sequences."""
-        live = (one for one in self.sequences.values() if one.state is SequenceState.LIVE)
+        """Forks to come of all live sequences."""
+        live = (sequence for sequence in self.sequences.values() if sequence.state is SequenceState.LIVE)
         return sum(sequence.num_forks_to_come for sequence in live)
 
     def lacks_blocks_for_a_fork(self) -> bool:
@@ -205,7 +205,7 @@ class CacheState:
 
     @property
     def num_spare(self) -> int:
-        """Blocks that each sequence of one block more could take: of the smallest reserve of a group without a window."""
+        """Blocks in the smallest reserve of a group without a window."""
         return min((len(self.reserves[group]) for group in self.full_groups), default=0)
 
     def returning(self) -> tuple[tuple[SpareBlock, ...], ...]:
@@ -213,8 +213,8 @@ class CacheState:
         return tuple(tuple(reserve.returning) for reserve in self.reserves)
 
     def num_blank(self) -> int:
-        """Blocks that are in no table and not in the reserve, hold no content, and can be granted by the manager; of the group with
-        the fewest, of those without a window."""
+        """Blocks that are in no table and not in the reserve, hold no content, and can be granted by the manager: in that group
+        without a window that has the fewest."""
         return min((self._num_blank(group) for group in self.full_groups), default=0)
 
     def num_evictable(self, group: int) -> int:

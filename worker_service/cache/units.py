@@ -20,9 +20,9 @@ class Unit(Content):
     def __init__(self, root: common_pb2.Root, num_tokens: int, blocks: List[int], num_groups: int) -> None:
         super().__init__(None, root, b"", num_groups)
         self.num_tokens = num_tokens
-        """Of the input."""
+        """Tokens of the input."""
         self.unit_blocks = tuple(blocks)
-        """All of them, in order."""
+        """The unit's blocks, in order."""
 
 
 class UnitLedger(BlockLedger):
@@ -30,19 +30,19 @@ class UnitLedger(BlockLedger):
     granted again only if nothing here uses any of it, and a unit is a hit only with all of its blocks, in order."""
 
     def accept_grant(self, block: int, generation: int) -> None:
-        """As of any ledger; the other blocks of the unit that the block was part of hold nothing any more."""
+        """Accept a grant as any ledger does; the other blocks of the unit that the block was part of hold nothing any more."""
         unit = self.content(block) if 0 < block < self.num_blocks else None
         if not isinstance(unit, Unit):
             super().accept_grant(block, generation)
             return
-        used = [one for one in unit.unit_blocks if self.is_used(one)]
+        used = [unit_block for unit_block in unit.unit_blocks if self.is_used(unit_block)]
         if used:
             raise DisagreementError(
                 f"block {block} was granted (generation {generation}) while a sequence uses block {used[0]} of the same unit"
             )
         super().accept_grant(block, generation)
-        for one in unit.unit_blocks:
-            self.forget(one)
+        for unit_block in unit.unit_blocks:
+            self.forget(unit_block)
 
     def complete_unit(self, blocks: List[int], root: common_pb2.Root, num_tokens: int, num_groups: int) -> None:
         """The encoder's KV is complete in all of these blocks, which are in a table."""
@@ -52,9 +52,13 @@ class UnitLedger(BlockLedger):
 
     def accept_unit(self, blocks: List[int], generations: List[int], root: common_pb2.Root, num_tokens: int) -> None:
         """The manager returns these blocks as the unit of a root. Raises DisagreementError."""
-        held = [self.held(block, generation) for block, generation in zip(blocks, generations, strict=True)]
-        unit = held[0] if held else None
-        if not isinstance(unit, Unit) or unit.unit_blocks != tuple(blocks) or any(one is not unit for one in held):
+        contents = [self.held(block, generation) for block, generation in zip(blocks, generations, strict=True)]
+        unit = contents[0] if contents else None
+        if (
+            not isinstance(unit, Unit)
+            or unit.unit_blocks != tuple(blocks)
+            or any(content is not unit for content in contents)
+        ):
             raise DisagreementError(f"the blocks {list(blocks)} were returned as a unit, and are not one")
         if unit.root != root or unit.num_tokens != num_tokens:
             raise DisagreementError(
@@ -63,6 +67,6 @@ class UnitLedger(BlockLedger):
             )
 
     def units(self) -> list[Unit]:
-        """All that are complete, in no particular order; for reports."""
-        found = map(self.content, range(self.num_blocks))
-        return list(dict.fromkeys(unit for unit in found if isinstance(unit, Unit)))
+        """All units that are complete, in no particular order; for reports."""
+        contents = map(self.content, range(self.num_blocks))
+        return list(dict.fromkeys(unit for unit in contents if isinstance(unit, Unit)))

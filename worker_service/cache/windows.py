@@ -1,8 +1,8 @@
-"""Arithmetic of sliding windows, of how many blocks a group of layers needs that see the last `window` tokens only; and of the grid
-of recurrent layers.
+"""Arithmetic of sliding windows: how many blocks a group needs whose layers see the last `window` tokens only. Also the grid of
+recurrent layers.
 
-Such a group keeps a sequence's last blocks in a *ring*: a block whose tokens have left the window is written again. Named, and so
-kept for others, are only the blocks of windows that end at a *boundary* of the sequence.
+Such a group keeps a sequence's last blocks in a *ring*: a block whose tokens have left the window is written again. Only the blocks
+of windows that end at a *boundary* of the sequence are named, and so kept for others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _GRID_TOKENS = 64
 
 
 def grid_tokens(block_size: int) -> int:
-    """Where chunks of prompts end, and snapshots are taken, of models with recurrent layers: multiples of so many tokens, whatever
-    else runs. So equal prefixes are computed in equal pieces."""
+    """The grid, in tokens, of models with recurrent layers: chunks of prompts end, and snapshots are taken, at its multiples,
+    whatever else runs. So equal prefixes are computed in equal pieces."""
     return math.lcm(block_size, _GRID_TOKENS)
 
 
