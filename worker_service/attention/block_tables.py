@@ -101,9 +101,9 @@ class BlockTables:
         width = self._copy.shape[1]
         places: list[IntArray] = []
         blocks: list[IntArray] = []
-        for table, row, first, known in zip(tables, rows, firsts, num_known, strict=True):
-            if known < len(table):
-                columns = self._update(row, table, known)
+        for table, row, first, end in zip(tables, rows, firsts, num_known, strict=True):
+            if end < len(table):
+                columns = self._update(row, table, end)
                 self._since[row] = first
                 places.append(columns + row * width)
                 blocks.append(self._copy[row, columns])

@@ -1,4 +1,4 @@
-"""Where the KV of encoders' outputs is, to which the parts of a step attend."""
+"""The block tables of encoders' outputs, to which the parts of a step attend."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class EncoderTables(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[EncodedPart], group: BlockGroup, block_size: int) -> Self:
-        """Raises PackingError if a part has no encoder's blocks, too few, one that the group has not, or an input of another length
-        than its blocks hold; or if two inputs are to be written to one block."""
+        """Collect the tables of the parts. Raises PackingError if a part has no encoder's blocks, too few, one that the group has
+        not, or an input of another length than its blocks hold; or if two inputs are to be written to one block."""
         tables: list[tuple[int, ...]] = []
         written: list[int] = []
         for index, part in enumerate(parts):

@@ -14,7 +14,8 @@ from .softmax import KeyRange, PartialAttention, hide, scores_of
 def attend_in_fixed_order(
     query: torch.Tensor, keys: KeyRange, scaling: float, softcap: float | None = None
 ) -> PartialAttention:
-    """As attend, with the log-sum-exp. query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one key.
+    """Attend as `attend` does, with the log-sum-exp. query [B, Hq, T, Dk], Hq a multiple of Hkv. Every query must see at least one
+    key.
 
     Keys that a query does not see, and their number, change no bit of its result.
     """

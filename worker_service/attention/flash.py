@@ -32,7 +32,7 @@ def make_flash(_: AttentionSpec) -> PagedAttention:
 
 
 def flash_version() -> str:
-    """For the log."""
+    """Name and version of the package, for the log."""
     try:
         return f"flash-attn {version('flash-attn')}"
     except PackageNotFoundError:

@@ -29,14 +29,14 @@ def fixed_shapes(partition: int) -> PlanShapes:
 
 
 FIXED_SHAPES = tuple(fixed_shapes(partition) for partition in (256, 192, 128, 96, 64, 32, 16))
-"""In the order of the trials: longer segments need fewer calls and fewer merges."""
+"""Shapes in the order of the trials: longer segments need fewer calls and fewer merges."""
 OWN_SUMS = PlanShapes(partition=256, row_multiple=1, key_multiple=1, own_sums=True)
 """The last resort: independent of the BLAS, many times slower."""
 
 _VALUE_MULTIPLE = 4
 _BLOCK_SIZE = 16
 _MAX_KV_HEADS = 4
-"""More of them only add products of the same shape."""
+"""KV heads in a trial at most: more only add products of the same shape."""
 _MANY_ROWS = (33, 193, 769)
 """Rows of a chunk: kernels change their tiling at some number of rows, torch's fused one at 192 and at 768."""
 _PRIME = 65_537
@@ -50,7 +50,7 @@ class Rejected(NamedTuple):
 
     shapes: PlanShapes
     difference: str
-    """The first one found."""
+    """The first difference found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Finding:
     """The self-test's result for the layers of a model."""
 
     shapes: PlanShapes
-    """To be used, whether or not they hold."""
+    """Shapes to use, whether or not they hold."""
     holds: bool
-    """A row has the same bits in every step."""
+    """Whether a row has the same bits in every step."""
     rejected: tuple[Rejected, ...]
     """Shapes tried before."""
     seconds: float
@@ -91,7 +91,7 @@ def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
     rejected: list[Rejected] = []
     for shapes in _candidates(needs):
         difference = next(
-            (found for each in _cases(needs, shapes) if (found := _tried(each, shapes)) is not None), None
+            (mismatch for each in _cases(needs, shapes) if (mismatch := _tried(each, shapes)) is not None), None
         )
         if difference is None:
             return Finding(shapes, True, tuple(rejected), time.monotonic() - started)
@@ -155,11 +155,11 @@ class _Text(NamedTuple):
 _LONG, _MAIN, _SHARER, _OTHER, _THIRD = range(5)
 """Texts. _MAIN and _SHARER begin with the same segment, in the same blocks."""
 _Pieces = list[tuple[int, int, int]]
-"""Of (text, first position, end)."""
+"""(text, first position, end) of each piece of a step."""
 
 
 class _Trial:
-    """One shape of layer under one choice of shapes."""
+    """The trial of one shape of layer under one choice of shapes."""
 
     def __init__(self, needs: LayerNeeds, shapes: PlanShapes) -> None:
         assert shapes.partition is not None
@@ -187,7 +187,7 @@ class _Trial:
         return None
 
     def _steps(self) -> Iterator[_Pieces]:
-        """The steps that find most come first."""
+        """Pieces of each step of the trial; the steps that find most come first."""
         partition = self._partition
         # At once, the causal tile of a segment has all keys; the start of a text has fewer. Every cut is tried.
         yield from ([(_MAIN, 0, end)] for end in range(self._step, partition, self._step))
@@ -213,14 +213,14 @@ class _Trial:
         yield from ([(_LONG, partition + 5, partition + 5 + rows)] for rows in _MANY_ROWS)
 
     def _at_once(self, index: int) -> torch.Tensor:
-        """[T, Hq, Dv] of the whole text in one step. Leaves its KV in its blocks."""
+        """Attention [T, Hq, Dv] of the whole text in one step. Leaves its KV in its blocks."""
         text = self._texts[index]
         if not text.at_once:
             text.at_once.extend(self._attend([(index, 0, len(text.query))]))
         return text.at_once[0]
 
     def _attend(self, pieces: _Pieces) -> list[torch.Tensor]:
-        """[T, Hq, Dv] of each piece, computed in one step."""
+        """Attention [T, Hq, Dv] of each piece, computed in one step."""
         packing = self._packer.pack(
             [BlankPart(first, end, (self._texts[index].block_table,)) for index, first, end in pieces]
         )

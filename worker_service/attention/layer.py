@@ -36,9 +36,9 @@ class LayerNeeds(NamedTuple):
     softcap: float | None
     has_sinks: bool
     is_cross: bool = False
-    """It attends to the output of an encoder."""
+    """Whether it attends to the output of an encoder."""
     has_bias: bool = False
-    """Its scores have a bias by distance."""
+    """Whether its scores have a bias by distance."""
 
 
 class AttentionTarget(Protocol):

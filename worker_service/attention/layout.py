@@ -66,8 +66,8 @@ class GroupLayout:
     alone."""
 
     def growth(self, parts: Sequence[PackedPart], index: int, num_groups: int, block_size: int) -> list[Grown] | None:
-        """If a step of these parts may keep the layout of group `index`, the tables that grow, and their new blocks. None if it may
-        not, or if two parts write the same block."""
+        """The tables of group `index` that grow, and their new blocks, if a step of these parts may keep the layout. None: it may
+        not, or two parts write the same block."""
         grown: list[Grown] = []
         written: set[int] = set()
         window = self.group.window
@@ -109,7 +109,7 @@ class KVLayout:
         return self.offsets[-1] == len(self.offsets) - 1 and self.query_lens[-1] == 1
 
     def growth(self, parts: Sequence[PackedPart], block_size: int) -> list[list[Grown]] | None:
-        """If a step of these parts may keep the layout, what grows in each group. None if it may not."""
+        """What grows in each group, if a step of these parts may keep the layout; None: it may not."""
         if len(parts) != len(self.offsets) or not self.is_decodes or any(len(part.token_ids) != 1 for part in parts):
             return None
         grown: list[list[Grown]] = []

@@ -17,7 +17,7 @@ class AttentionPiece(NamedTuple):
     """[N] distinct rows; None: all rows in order."""
     attended: PartialAttention
     is_first: bool
-    """No earlier piece has any of these rows."""
+    """Whether no earlier piece has any of these rows."""
 
 
 class _Running(NamedTuple):

@@ -88,7 +88,7 @@ class Packing:
     position_ids: torch.Tensor
     """[1, ΣT] int64: position of each token in its own sequence."""
     encoders: EncoderTables | None = None
-    """What cross attention reads; of encoder-decoder models. The Packer knows nothing of it."""
+    """What cross attention reads; None: the model has no encoder. The Packer does not set it."""
 
     @property
     def query_lens(self) -> list[int]:
@@ -133,21 +133,24 @@ class Packing:
         return gathered.masked_fill_(columns < firsts[:, None], 0)
 
     def shared_prefixes(self, min_saved_tokens: int, max_query_len: int, group: int = 0) -> list[SharedPrefix]:
-        """See find_shared_prefixes; among parts with at most `max_query_len` new tokens. Steps with one layout share the result.
+        """The shared prefixes of parts with at most `max_query_len` new tokens: see find_shared_prefixes. Steps with one layout
+        share the result.
 
-        None in a group with a window: sequences that share blocks read them only near their beginning.
+        There are none in a group with a window: sequences that share blocks read them only near their beginning.
         """
         layout = self.layout.groups[group]
         if layout.group.window is not None:
             return []
-        known = layout.prefixes
+        prefixes = layout.prefixes
         key = (min_saved_tokens, max_query_len)
-        if key not in known:
-            some = [index for index, length in enumerate(self.query_lens) if length <= max_query_len]
-            tables, starts = [layout.tables[index] for index in some], [self.starts[index] for index in some]
-            found = find_shared_prefixes(tables, starts, self.block_size, min_saved_tokens)
-            known[key] = [SharedPrefix([some[part] for part in one.parts], one.num_blocks) for one in found]
-        return known[key]
+        if key not in prefixes:
+            short = [index for index, length in enumerate(self.query_lens) if length <= max_query_len]
+            tables, starts = [layout.tables[index] for index in short], [self.starts[index] for index in short]
+            shared = find_shared_prefixes(tables, starts, self.block_size, min_saved_tokens)
+            prefixes[key] = [
+                SharedPrefix([short[part] for part in prefix.parts], prefix.num_blocks) for prefix in shared
+            ]
+        return prefixes[key]
 
 
 class Packer:
@@ -162,14 +165,14 @@ class Packer:
         self._groups = tuple(groups)
         self._device = device
         self.block_tables = [BlockTables(device, sizes.max_num_seqs, sizes.max_blocks_per_seq) for _ in groups]
-        """By group."""
+        """Block tables of each group."""
         per_part = _SHARED_NUMBERS - 1 + _NUMBERS_PER_GROUP * len(groups)
         self._staging = Staging(device, sizes.max_num_tokens + per_part * sizes.max_num_seqs)
         self._layout: KVLayout | None = None
-        """Of the step before, like the following."""
+        """Layout of the last step; `_packing` and `_tensors` are of the last step, too."""
         self._packing: Packing | None = None
         self._tensors: list[torch.Tensor] = []
-        """As sent, in the order of `_send`."""
+        """Tensors as they were sent, in the order of `_send`."""
         self._allocate(sizes.max_num_tokens)
 
     def _allocate(self, max_num_tokens: int) -> None:
@@ -228,12 +231,12 @@ class Packer:
         query_lens = [len(part.token_ids) for part in parts]
         for index, part in enumerate(parts):
             self._check(index, part)
-        wanted = [self._group_of(index, group, parts, query_lens) for index, group in enumerate(self._groups)]
+        checked = [self._group_of(index, group, parts, query_lens) for index, group in enumerate(self._groups)]
         # Everything is checked: from here on nothing is refused.
         layouts: list[GroupLayout] = []
         changes: list[Changes] = []
         for group, block_tables, (sources, tables, firsts, num_known) in zip(
-            self._groups, self.block_tables, wanted, strict=True
+            self._groups, self.block_tables, checked, strict=True
         ):
             placement = block_tables.place(tables, [id(source) for source in sources], firsts, num_known)
             layouts.append(GroupLayout(group, sources, tables, placement.tables, placement.rows, firsts))
@@ -254,8 +257,8 @@ class Packer:
         ]
         firsts = [group.first_block(part.start, size) for part in parts]
         num_known = self.block_tables[index].num_known(tables, [id(source) for source in sources], firsts)
-        for number, (part, table, known) in enumerate(zip(parts, tables, num_known, strict=True)):
-            self._check_table(number, part, table, known, group)
+        for number, (part, table, count) in enumerate(zip(parts, tables, num_known, strict=True)):
+            self._check_table(number, part, table, count, group)
         _check_one_writer(tables, [part.start for part in parts], size)
         return _WantedTables(sources, tables, firsts, num_known)
 
@@ -332,7 +335,7 @@ class Packer:
         return positions, all_slots
 
     def _check(self, index: int, part: PackedPart) -> None:
-        """Raises PackingError."""
+        """Raises PackingError if the part has no tokens, or not one table for each group."""
         if not part.token_ids or part.start < 0:
             raise PackingError(f"part {index} has {len(part.token_ids)} tokens from position {part.start}")
         if len(part.block_tables) != len(self._groups):
@@ -341,7 +344,8 @@ class Packer:
             )
 
     def _check_table(self, index: int, part: PackedPart, table: list[int], num_known: int, group: BlockGroup) -> None:
-        """Raises PackingError. Checks only new entries of the table, and none before the first one that the part reads."""
+        """Raises PackingError if the table is too short, or has a block that the group has not. Checks only new entries of the
+        table, and none before the first one that the part reads."""
         needed = -(-(part.start + len(part.token_ids)) // self._block_size)
         if len(table) < needed:
             raise PackingError(

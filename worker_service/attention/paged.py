@@ -44,7 +44,7 @@ class PagedAttention:
         self._kernel = kernel
         self._packing: Packing | None = None
         self._steps: list[PagedStep] = []
-        """By group."""
+        """The step as each group has it; only the block tables differ."""
 
     def begin(self, packing: Packing) -> None:
         parts, context_lens = packing.on_device, packing.context_lens

@@ -21,7 +21,7 @@ from .verification import SelfTestFailed, run_self_test
 BackendName = Literal["auto", "torch", "varlen", "flash"]
 
 _OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Tried if a requested backend fails its self-test, to recommend one with which it passes."""
+"""Block sizes that are tried if a requested backend fails its self-test, to recommend one with which it passes."""
 
 
 class UnsuitableBackend(RuntimeError):
@@ -46,7 +46,7 @@ CANDIDATES = (
     BackendCandidate("flash", flash_problem, make_flash, flash_version),
     BackendCandidate("varlen", varlen_problem, make_varlen, varlen_version, undo_varlen),
 )
-"""In the order in which auto tries them."""
+"""Backends in the order in which auto tries them."""
 
 
 def choose_backend(

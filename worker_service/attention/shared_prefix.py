@@ -32,9 +32,9 @@ def find_shared_prefixes(
     readable = [table[: start // block_size] for table, start in zip(tables, starts, strict=True)]
     # In lexicographic order, tables that share leading blocks are neighbours, at every depth.
     order = sorted(range(len(readable)), key=readable.__getitem__)
-    found = [SharedPrefix(sorted(order[run.first : run.end]), run.depth) for run in _best(_runs(readable, order))]
-    found = [prefix for prefix in found if prefix.saved_blocks * block_size >= min_saved_tokens]
-    return sorted(found, key=lambda prefix: prefix.parts[0])
+    prefixes = [SharedPrefix(sorted(order[run.first : run.end]), run.depth) for run in _best(_runs(readable, order))]
+    prefixes = [prefix for prefix in prefixes if prefix.saved_blocks * block_size >= min_saved_tokens]
+    return sorted(prefixes, key=lambda prefix: prefix.parts[0])
 
 
 @dataclass(slots=True)
@@ -45,11 +45,11 @@ class _Run:
     first: int
     end: int = 0
     inner: list[_Run] = field(default_factory=list)
-    """Runs within, which share more blocks."""
+    """Runs within this one, which share more blocks."""
     saved_blocks: int = 0
-    """By the best cut."""
+    """Block reads that the best cut saves."""
     is_whole: bool = True
-    """The best cut is the whole run, not the inner runs."""
+    """Whether the best cut is the whole run, not the inner runs."""
 
     def close(self, end: int) -> None:
         """Decide on the cut. The inner runs must be closed."""

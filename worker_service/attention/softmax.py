@@ -28,7 +28,7 @@ class KeyRange(NamedTuple):
     mask: torch.Tensor | None = None
     """[B, 1, T, S], 0 or −inf, added to the scores; None: no mask."""
     causal: bool = False
-    """With T = S and no mask: query t sees keys 0 … t."""
+    """Whether query t sees only keys 0 … t; needs T = S and no mask."""
 
 
 def attend(
@@ -59,7 +59,7 @@ def _fused_cpu(query: torch.Tensor, keys: KeyRange, scaling: float) -> PartialAt
 
 
 def attend_publicly(query: torch.Tensor, keys: KeyRange, scaling: float) -> PartialAttention:
-    """With torch's public function, which selects a kernel for the device but does not return the log-sum-exp."""
+    """Attend with torch's public function, which selects a kernel for the device but does not return the log-sum-exp."""
     groups = query.shape[1] // keys.key.shape[1]
     # Repeated here: with a mask and grouped heads torch selects no fused CUDA kernel, and stores the scores.
     key, value = keys.key.repeat_interleave(groups, dim=1), keys.value.repeat_interleave(groups, dim=1)
@@ -72,7 +72,7 @@ def attend_publicly(query: torch.Tensor, keys: KeyRange, scaling: float) -> Part
 def attend_plainly(
     query: torch.Tensor, keys: KeyRange, scaling: float, softcap: float | None = None
 ) -> PartialAttention:
-    """With matrix products in float32; stores all scores. For all arguments and devices."""
+    """Attend with matrix products in float32, for all arguments and devices; stores all scores."""
     batch, heads, length, _ = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
     scores = hide(scores_of(query, keys, scaling, softcap), keys)

@@ -1,4 +1,4 @@
-"""The way of a step's numbers to the device."""
+"""Sends a step's numbers to the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Staging:
         self._device = device
         self._copied: torch.cuda.Event | None = None
         self._lengths: list[int] = []
-        """Of the arrays sent last."""
+        """Lengths of the arrays sent last."""
         self._tensors: list[torch.Tensor] = []
         self._allocate(capacity)
 

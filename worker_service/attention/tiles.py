@@ -60,7 +60,7 @@ class Tile(NamedTuple):
 
     kind: TileKind
     rows: tuple[TileRows, ...]
-    """Of one part, or of all that share the segment."""
+    """Rows of one part, or of all parts that share the segment."""
     first: int
     """Position of the first key; a multiple of the partition, if there is one."""
     end: int

@@ -18,9 +18,9 @@ from .torch_plan import PlanShapes, Sight, TileBatch, View, build_view
 MIN_SHARED_TOKENS = 1024
 """KV reads per layer that a shared prefix must save to pay for its extra calls."""
 NEVER_SHARE = 1 << 62
-"""As min_shared_tokens: gather the blocks of every sequence."""
+"""A min_shared_tokens that no prefix reaches: the blocks of every sequence are gathered."""
 FREE_SHAPES = PlanShapes(partition=None, row_multiple=1, key_multiple=1)
-"""As few calls and as little padding as possible."""
+"""Shapes for as few calls and as little padding as possible."""
 
 
 class TorchAttention:
@@ -74,15 +74,15 @@ class TorchAttention:
         return out.to(query.dtype)[None].contiguous()
 
     def _masks_of_bias(self, view: View, table: torch.Tensor) -> list[torch.Tensor]:
-        """For each batch of the view, the bias of its scores [B, Hq, T', S], −inf for keys that are not seen. Those of the
-        layer before are kept: in most models all layers have one table."""
-        known = self._bias
-        if known is None or known.view is not view or known.table is not table:
+        """The bias of each batch's scores [B, Hq, T', S], −inf for keys that are not seen. The tensors of the last layer are kept:
+        in most models all layers have one table."""
+        bias = self._bias
+        if bias is None or bias.view is not view or bias.table is not table:
             # Distance −1 is the last column.
             hidden = torch.nn.functional.pad(table.to(self._dtype), (0, 1), value=float("-inf"))
             masks = [hidden[:, batch.distances].transpose(0, 1).contiguous() for batch in view.batches]
-            known = self._bias = _Bias(view, table, masks)
-        return known.masks
+            bias = self._bias = _Bias(view, table, masks)
+        return bias.masks
 
 
 class _Bias(NamedTuple):

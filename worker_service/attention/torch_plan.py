@@ -43,7 +43,7 @@ class Span(NamedTuple):
     rows: torch.Tensor | None
     """[end − first] packed rows; None: all rows of the step in order."""
     is_first: bool
-    """Its keys are the first ones of all its rows."""
+    """Whether its keys are the first ones of all its rows."""
 
 
 class TileBatch(NamedTuple):
@@ -84,13 +84,13 @@ class Sight(NamedTuple):
     view."""
 
     group: int
-    """Whose blocks they read."""
+    """The group whose blocks they read."""
     window: int | None
     """Sliding window in tokens; None: full attention."""
     is_cross: bool = False
-    """The keys are those of encoders' outputs."""
+    """Whether the keys are those of encoders' outputs."""
     is_biased: bool = False
-    """Scores have a bias by distance."""
+    """Whether scores have a bias by distance."""
 
 
 def build_view(packing: Packing, sight: Sight, dtype: torch.dtype, min_shared_tokens: int, shapes: PlanShapes) -> View:
@@ -183,7 +183,7 @@ class _Builder:
         )
 
     def _slots(self, tile: Tile, first: int) -> npt.NDArray[np.int64]:
-        """Of the tile's keys from position `first` on."""
+        """Slots of the tile's keys from position `first` on."""
         packing, part = self._packing, tile.rows[0].part
         if tile.kind == TileKind.CROSS:
             assert packing.encoders is not None, "see build_view"
@@ -201,7 +201,7 @@ class _Builder:
         return tile.first if self._window is None else max(tile.first, tile.rows[0].first + 1 - self._window)
 
     def _distances(self, tiles: list[Tile], width: int) -> torch.Tensor:
-        """See Batch. Rows of the padding see the first key."""
+        """The distances of a TileBatch. Rows of the padding see the first key."""
         num_rows = tiles[0].num_rows
         padded = _round_up(num_rows, self._shapes.row_multiple)
         distances = np.full((len(tiles), padded, width), -1, dtype=np.int64)

@@ -50,7 +50,7 @@ def undo_varlen() -> None:
 
 
 def varlen_version() -> str:
-    """For the log."""
+    """torch's version and the implementation in use, for the log."""
     attention: Any = importlib.import_module("torch.nn.attention")
     return f"torch {torch.__version__}, {attention.current_flash_attention_impl() or 'its own FlashAttention'}"
 
@@ -75,8 +75,8 @@ def _function() -> Callable[..., torch.Tensor] | None:
         return None
     if function is None or _PARAMETERS - inspect.signature(function).parameters.keys():
         return None
-    found: Callable[..., torch.Tensor] = function
-    return found
+    typed: Callable[..., torch.Tensor] = function
+    return typed
 
 
 class VarlenKernel:

@@ -12,7 +12,7 @@ from .packing import BlankPart, Packer, one_group
 from .torch_backend import NEVER_SHARE, TorchAttention
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
-"""For outputs, which are means of standard normal values."""
+"""Largest difference of outputs, which are means of standard normal values."""
 _SHORT_WINDOW = 5
 """An error of one token in a window of thousands is smaller than rounding; in this one it shows."""
 _MAX_CONTEXT = 4096
@@ -50,7 +50,7 @@ def _cases(needs: Sequence[LayerNeeds]) -> list[LayerNeeds]:
 
 
 class _Trial:
-    """One layer's shape."""
+    """The test of one layer's shape."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Trial:
             self._compare_caches()
 
     def _inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As models pass them: [1, H, ΣT, D], views of [1, ΣT, H, D]."""
+        """Random q, k and v as models pass them: [1, H, ΣT, D], views of [1, ΣT, H, D]."""
         needs = self._needs
         deviation = _SCORE_DEVIATION if needs.softcap is None else _CAPPED_SHARE * needs.softcap
         # A product of two standard normal vectors of D numbers deviates by √D.
