@@ -24,15 +24,15 @@ from .model.facts import BatchInvariance
 PART_BYTES = 1 << 16
 """Bytes of a model's files in one message, which is in memory until its reader takes it."""
 MAX_PROMPT_LOGPROBS = 256
-"""In one message: 50 KB with 20 most likely tokens each."""
+"""Log-probabilities of prompt tokens in one message: 50 KB with 20 most likely tokens each."""
 
 ModelFiles = dict["worker_pb2.ModelFile", bytes]
 """The files that GetModel streams, by kind."""
 
 
 def check_generate(request: worker_pb2.GenerateRequest, prompts: PromptEncoder, model_fingerprint: str) -> None:
-    """Every check that needs neither a list of the prompt's ids nor the tokens of its text. Raises EngineError naming the field
-    that is wrong."""
+    """Make every check that needs neither a list of the prompt's ids nor the tokens of its text. Raises EngineError naming the
+    field that is wrong."""
     _check_id(request)
     if request.attempt < 1:
         raise invalid("attempt", "needed 1 or more: attempts are counted from 1")
@@ -67,7 +67,7 @@ def _check_id(request: worker_pb2.GenerateRequest) -> None:
 
 
 def _check_no_prompt_in_answer(request: worker_pb2.GenerateRequest) -> None:
-    """The prompt feeds the encoder, so it is no part of the text."""
+    """Check that the answer is not asked to have the prompt, which feeds the encoder and so is no part of the text."""
     for field, is_asked in (("echo", request.echo), ("prompt_logprobs", request.HasField("prompt_logprobs"))):
         if is_asked:
             raise invalid(
@@ -201,7 +201,7 @@ def encode_usage(usage: RequestUsage) -> worker_pb2.Usage:
 
 
 def _encode_times(times: EngineTimes) -> worker_pb2.Times:
-    """Rounded down: together at most the time that the stream took."""
+    """The times as a message, rounded down: together at most the time that the stream took."""
     return worker_pb2.Times(
         waiting_ms=int(times.waiting * 1000),
         prefill_ms=int(times.prefill * 1000),

@@ -37,15 +37,15 @@ class RequestGroup:
         self._abort = abort
         self._max_requests = max_requests
         self._waiting: dict[int, worker_pb2.GenerateRequest] = {}
-        """By number, like the next four: requests for which there was no room when they were read."""
+        """Requests for which there was no room when they were read, by number; the next four are by number, too."""
         self._beginning: dict[int, asyncio.Task[None]] = {}
-        """Requests that are decoded and tokenised."""
+        """Requests that are being decoded and tokenised."""
         self._running: dict[int, Request] = {}
         self._refused: dict[int, EngineError] = {}
         self._ready: dict[int, None] = {}
-        """Those that may have an answer, the one that has waited longest first."""
+        """Requests that may have an answer, the one that has waited longest first."""
         self._unsent: deque[worker_pb2.Answer] = deque()
-        """What did not fit into the last message."""
+        """Answers that did not fit into the last message."""
         self._last_number = 0
         self._reading: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -54,7 +54,7 @@ class RequestGroup:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that run."""
+        """The requests that run."""
         return list(self._running.values())
 
     def read(self, messages: AsyncIterator[worker_pb2.GenerateManyRequest]) -> None:

@@ -29,7 +29,7 @@ log = structlog.get_logger("kvpool.worker")
 MAX_INCARNATION = (1 << 63) - 1
 """The wall clock in the year 2262. A larger one in the folder is damage."""
 LOCK_WAIT_SECONDS = 10.0
-"""For the predecessor to end: a worker that leaves finishes running requests first."""
+"""Time for the predecessor to end: a worker that leaves finishes running requests first."""
 _LOCK_POLL_SECONDS = 0.1
 _KEY_BYTES = 16
 _FILE = "incarnation"
@@ -46,7 +46,7 @@ class Identity(NamedTuple):
 
     incarnation: int
     process_key: bytes
-    """Random."""
+    """Random key of this process."""
     predecessor_key: bytes
     """The process key of the predecessor, which has ended; empty if not known."""
 

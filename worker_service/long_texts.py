@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 from .engine.errors import EngineError, ErrorKind
 
 MAX_WAITING_CHARS: Final = 64 << 20
-"""Of all texts that wait together; one of any length may always wait."""
+"""Characters of all texts that wait together; one text of any length may always wait."""
 RETRY_SECONDS: Final = 1.0
 
 Result = TypeVar("Result")
@@ -27,14 +27,14 @@ class _Waiting(NamedTuple):
 
 
 class LongTexts:
-    """For one event loop."""
+    """The line of long texts of one event loop."""
 
     def __init__(self, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
         self._max_waiting_chars = max_waiting_chars
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
         self._is_busy = False
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
-        """By tenant; the tenant whose turn is next comes first."""
+        """Waiting texts of each tenant, oldest first; the tenant whose turn is next comes first."""
 
     async def run(self, tenant: str, num_chars: int, work: Callable[[], Result]) -> Result:
         """Do the work for a text in a thread when its turn comes. Raises EngineError, also of the kind BUSY: too much waits."""
@@ -84,7 +84,7 @@ class LongTexts:
         self._next()
 
     def _next(self) -> None:
-        """The turn goes to the oldest text of the next tenant."""
+        """Give the turn to the oldest text of the next tenant."""
         self._is_busy = bool(self._waiting)
         if self._waiting:
             tenant, texts = next(iter(self._waiting.items()))

@@ -26,9 +26,9 @@ CALL_SECONDS = 2.0
 """Deadline of every call; a call that is given up is sent again with the state of that time."""
 REGISTER_RETRY_SECONDS = 0.2
 LEAVE_SECONDS = 2.0
-"""For finding out, before leaving, whether an unanswered Register was executed."""
+"""Time for finding out, before leaving, whether an unanswered Register was executed."""
 REGISTER_PAUSE_SECONDS = 0.02
-"""Between the end of a session and the next: leaves some CPU if sessions end as soon as they begin."""
+"""Pause between the end of a session and the next: leaves some CPU if sessions end as soon as they begin."""
 
 
 class RegistrationRefused(Exception):
@@ -62,7 +62,7 @@ class ManagerLink:
         self.num_failed_calls = 0
         """Mutating calls that were not executed or not answered."""
         self.has_left = False
-        """The manager has confirmed that this process has no session, and none will start."""
+        """Whether the manager has confirmed that this process has no session, and none will start."""
         self._keep_alive_seconds = 1.0
         self._keep_alive_deadline = CALL_SECONDS
         self._lease_seconds = 0.0
@@ -70,10 +70,11 @@ class ManagerLink:
         """When a Register or a heartbeat of this session was last answered."""
         self._complained = False
         self._is_away = False
-        """No manager answered the last call: the next one waits for a connection, and is sent as soon as there is one."""
+        """Whether no manager answered the last call: then the next one waits for a connection, and is sent as soon as there is
+        one."""
         self._heartbeat_due = asyncio.Event()
         self._is_announced = False
-        """The last call of on_session was with True."""
+        """Whether the last call of on_session was with True."""
 
     @property
     def highest_epoch(self) -> int:
@@ -104,7 +105,7 @@ class ManagerLink:
     # -- sessions
 
     async def _hold_session(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
-        """Calls and heartbeats until the session is lost. If one of the two tasks fails, both end."""
+        """Send calls and heartbeats until the session is lost. If one of the two tasks fails, both end."""
         tasks = [asyncio.create_task(self._talk(stub)), asyncio.create_task(self._keep_alive(stub))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +180,7 @@ class ManagerLink:
         return pause
 
     async def _drop_blocks(self, why: str) -> None:
-        """The manager cannot raise its epoch above that of the blocks held here: end all streams and forget all blocks."""
+        """End all streams and forget all blocks: the manager cannot raise its epoch above that of the blocks held here."""
         self._cache.give_up(why, is_defect=False)
         await self._until_reset()
         self._registration.forget_manager()

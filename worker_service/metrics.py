@@ -44,7 +44,7 @@ class WorkerMetrics:
         self._num_server_rebuilds = num_server_rebuilds
 
     def fill(self, page: MetricsPage) -> None:
-        """All metrics, as of now. Call it on the event loop."""
+        """Fill in all metrics as they are now. Call it on the event loop."""
         self._fill_engine(page)
         self._fill_cache(page)
         self._fill_link(page)

@@ -30,7 +30,7 @@ class Patience:
         return self._since is not None
 
     def restore(self) -> None:
-        """A Register had another outcome."""
+        """Note that a Register had another outcome."""
         self._since, self._longest_wait = None, _LEAST_SECONDS
 
     def pause(self, wait_seconds: float, now: float) -> float | None:

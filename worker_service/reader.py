@@ -28,12 +28,12 @@ class ReaderWatch:
         """Whether `on_slow` was called."""
 
     def begin(self, num_bytes: int) -> None:
-        """A message of `num_bytes` is handed to the transport."""
+        """Note that a message of `num_bytes` is handed to the transport."""
         if self._limit_seconds:
             self._check_in(self._limit_seconds * max(1, -(-num_bytes // WINDOW_BYTES)) / _NUM_CHECKS, _NUM_CHECKS)
 
     def end(self) -> None:
-        """The transport has taken the message, or the stream is over. May be repeated."""
+        """Note that the transport has taken the message, or the stream is over. May be repeated."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -26,7 +26,7 @@ class WorkerRegistration:
         self._answered_no = 0
         """The last Register that was answered or refused."""
         self._is_doubtful = False
-        """An earlier Register was not answered: it may have been executed, or be executed later."""
+        """Whether an earlier Register was not answered: it may have been executed, or be executed later."""
         self.was_last_accepted = True
         """Whether the last Register has started a session. A copy of one that was refused could start one later, if the reason
         passes; the manager remembers only those that it has accepted."""

@@ -53,7 +53,7 @@ LAST_WORDS_SECONDS = 1.0
 """Time for readers of ended calls to get the last messages, and for transfers of a model's files."""
 
 NOTICE_SECONDS = 0.1
-"""Between NOT_SERVING and the end, so that health watchers get it."""
+"""Time between NOT_SERVING and the end, so that health watchers get it."""
 
 
 class StoppedWhileLoading(Exception):
@@ -303,7 +303,7 @@ async def _settle(engine: Engine, seconds: float = 1.0) -> None:
 
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
-    """Runs in the thread that will run the steps."""
+    """Load the model and make its runner. Runs in the thread that will run the steps."""
     device = choose_device(settings.device)
     enter_device(device)
     if device.type == "cpu":
@@ -335,10 +335,10 @@ def check_default_beams(facts: ModelFacts, max_num_seqs: int) -> None:
 
 
 def log_batch_invariance(facts: ModelFacts) -> None:
-    found = facts.batch_invariance
+    batch_invariance = facts.batch_invariance
     # It should hold in float32 on every CPU; for others it is not promised, and its lack is no fault.
-    is_missing = not found.is_promised and facts.dtype == "float32" and facts.device == "cpu"
-    (log.warning if is_missing else log.info)(found.describe())
+    is_missing = not batch_invariance.is_promised and facts.dtype == "float32" and facts.device == "cpu"
+    (log.warning if is_missing else log.info)(batch_invariance.describe())
 
 
 def _build_engine(

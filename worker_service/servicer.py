@@ -46,7 +46,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         max_requests_of_stream: int = 4096,
     ) -> None:
         """`reader_seconds`: how long a message of Generate or GenerateMany may wait for its reader; 0: no limit.
-        `max_requests_of_stream`: of one GenerateMany at the same time."""
+        `max_requests_of_stream`: requests of one GenerateMany at the same time."""
         self._engine = engine
         self._reader_seconds = reader_seconds
         self._max_requests_of_stream = max_requests_of_stream
@@ -142,7 +142,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._slow_readers.note(peer=peer, num_generated_tokens=request.num_generated_in_all)
 
     def on_unread(self, method: str, reason: str) -> None:
-        """A call was refused before its request was read."""
+        """Count a call that was refused before its request was read."""
         if method in GENERATING:
             self._engine.stats.refused[ErrorKind.INVALID] += 1
 

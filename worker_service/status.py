@@ -1,4 +1,4 @@
-"""From an error of the engine to the status that a client sees, in one table."""
+"""Maps errors of the engine to the statuses that a client sees, in one table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .engine.errors import EngineError, ErrorKind
 class _Row(NamedTuple):
     code: int
     retry_seconds: float = 0.0
-    """Used if the error has none; 0: a retry is of no use."""
+    """Seconds until a retry, if the error has none; 0: a retry is of no use."""
     bad_request: bool = False
 
 

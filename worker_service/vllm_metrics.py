@@ -20,7 +20,7 @@ ENGINE: Final = "0"
 
 
 def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> None:
-    """All of vLLM's metrics that kvpool has."""
+    """Fill in all of vLLM's metrics that kvpool has."""
     labels = {"model_name": facts.name, "engine": ENGINE}
     scheduler, stats, cache = engine.scheduler, engine.stats, engine.cache
     page.gauge("vllm:num_requests_running", "Requests in the running batch.", scheduler.num_running, **labels)
