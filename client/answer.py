@@ -1,4 +1,4 @@
-"""One of the answers of a request, as far as it is there: over all the attempts that have delivered parts of it. No I/O."""
+"""One answer of a request, put together over all the attempts that deliver parts of it. No I/O."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .gate import Gate
 
 
 class Answer:
-    """What came of one answer, and what joins on."""
+    """What has come of one answer. Checks each message before it joins on."""
 
     def __init__(self, index: int, request: worker_pb2.GenerateRequest) -> None:
         self.index: Final = index
         self.builder: Final = CompletionBuilder()
         self.is_finished = False
-        """Whether its last chunk was taken."""
+        """Whether the reader has taken its last chunk."""
         self._request = request
         self._gate = Gate()
         self._account = AnswerUsage()
@@ -31,7 +31,7 @@ class Answer:
 
     @property
     def num_delivered(self) -> int:
-        """Tokens so far."""
+        """Tokens delivered so far, over all attempts."""
         return self._gate.num_delivered
 
     @property
@@ -40,12 +40,12 @@ class Answer:
         return self._gate.num_delivered > self._gate.base
 
     def begin(self, attempt: int, elapsed_ms: float) -> None:
-        """An attempt begins, `elapsed_ms` after the start of the call: from now on only it may deliver."""
+        """Note that an attempt begins, `elapsed_ms` after the start of the call. Only this attempt may deliver from now on."""
         self._gate.open(attempt)
         self._account.begin(elapsed_ms)
 
     def take(self, message: worker_pb2.GenerateResponse, target: Target) -> Chunk | None:
-        """What a message brings; None: it is of an older attempt. ProtocolError if it does not join on."""
+        """Decode a message of the worker. None: it belongs to an older attempt. ProtocolError if it does not join on."""
         accepted = self._gate.take(target.attempt, message.start_index, len(message.token_ids))
         if accepted is None:
             return None
@@ -64,7 +64,7 @@ class Answer:
         return chunk
 
     def add(self, chunk: Chunk, elapsed_ms: float) -> Chunk:
-        """The reader gets this chunk, `elapsed_ms` after the start of the call."""
+        """Note that the reader gets this chunk, `elapsed_ms` after the start of the call."""
         self.builder.add(chunk, elapsed_ms)
         self.is_finished = chunk.finish_reason is not None
         return chunk
@@ -75,8 +75,8 @@ class Answer:
         return 0 < self.num_delivered >= min(self._request.stop.max_tokens or limit, limit)
 
     def missing_end(self, target: Target, num_prompt_tokens: int) -> Chunk:
-        """The chunk that such a worker owes us. A worker of ours sends its last token and what it held back of the text
-        together with the finish reason, so no text is missing."""
+        """Return the last chunk in place of a worker that left before it sent one. A worker sends its last token and the text
+        that it held back together with the finish reason, so no text is missing."""
         return Chunk(
             start_index=self.num_delivered,
             token_ids=(),

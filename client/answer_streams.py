@@ -15,30 +15,30 @@ from kvpool.v1 import worker_pb2
 from .errors import Cancelled, ResourceExhausted
 
 MAX_REQUESTS: Final = 256
-"""On one stream; the next ones begin another. A worker takes 4,096 unless told otherwise."""
+"""Requests on one stream; the next one begins another. A worker takes 4,096 by default."""
 MAX_AGE_SECONDS: Final = 60.0
 """An older stream takes no new requests: a busy client would otherwise keep it, and its connection, for ever."""
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Of the responses to one request that its reader has not taken. The others of the stream cannot wait for this reader."""
+"""Size of the responses to one request that its reader has not taken. Other requests on the stream cannot wait for this reader."""
 
 GenerateMany: TypeAlias = Callable[[AsyncIterator[worker_pb2.GenerateManyRequest]], Any]
 """The stub's method: returns a grpc.aio.StreamStreamCall."""
 Ending: TypeAlias = status_pb2.Status | grpc.aio.AioRpcError
-"""How a request ended that did not come to its last response: what the worker says of it, or what became of the whole stream."""
+"""How a request ended before its last response: the worker's status for it, or the error of the whole stream."""
 
 
 class EndedEarly(Exception):
     """A request ended before its last response."""
 
     def __init__(self, ending: Ending | None) -> None:
-        """None: the stream ended, OK, without a word about this request."""
+        """`ending` None: the stream ended with OK and without a status for this request."""
         super().__init__(repr(ending))
         self.ending: Final = ending
 
 
 class Answers:
-    """The responses to one request. For one reader."""
+    """The responses to one request. Only one task may read them."""
 
     def __init__(self, cancel: Callable[[], None], abandon: Callable[[], None], num_texts: int = 1) -> None:
         self._num_unfinished = num_texts
@@ -47,12 +47,13 @@ class Answers:
         self._unread: deque[tuple[worker_pb2.GenerateResponse, int]] = deque()
         """Responses, and the bytes of those that came while others were unread."""
         self._num_bytes = 0
-        """Of all of these."""
+        """Bytes of all unread responses, as noted with each."""
         self._end: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
     async def read(self) -> worker_pb2.GenerateResponse:
-        """The next response. Raises Ended, or what `cancel` was given; Cancelled if the client was closed."""
+        """Wait for the next response. Raises EndedEarly, or the error that `cancel` was given; Cancelled if the client was
+        closed."""
         while not self._unread:
             if self._end is not None:
                 raise self._end
@@ -70,14 +71,14 @@ class Answers:
             self._cancel()
 
     def abandon(self, why: Exception) -> None:
-        """Likewise, because the worker is lost: no request begins on this stream any more."""
+        """Cancel because the worker is lost: no request begins on this stream any more."""
         if self._end is None:
             self._abandon()
         self.cancel(why)
 
     def put(self, response: worker_pb2.GenerateResponse) -> None:
-        """The stream has brought a response. The one that finishes the last text is the last one. A reader that leaves too much
-        unread ends the request."""
+        """Take in a response of the stream. The one that finishes the last text is the last one. The request is cancelled if its
+        reader leaves too much unread."""
         num_bytes = response.ByteSize() if self._unread else 0
         if self._num_bytes + num_bytes > MAX_UNREAD_BYTES:
             why = f"more than {MAX_UNREAD_BYTES} bytes of an answer were not read: read faster, or ask for less"
@@ -92,11 +93,11 @@ class Answers:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing follows what was put."""
+        """Whether no response follows those that were put."""
         return self._end is not None
 
     def end(self, why: Exception) -> None:
-        """Nothing follows what was put."""
+        """Note that no response follows those that were put; a read after the last one raises `why`."""
         if self._end is None:
             self._end = why
             self._wake()
@@ -116,9 +117,9 @@ class _Stream:
         self._last_number = 0
         self._outgoing: asyncio.Queue[worker_pb2.GenerateManyRequest | None] = asyncio.Queue()
         self._is_retired = False
-        """No request begins on it any more."""
+        """Whether it takes no new requests."""
         self._is_closed = False
-        """Nothing more is sent."""
+        """Whether the end of the requests was sent."""
         self._call = generate_many(self._requests())
         self._reading = asyncio.create_task(self._read())
 
@@ -138,7 +139,7 @@ class _Stream:
         return answers
 
     def end(self) -> asyncio.Task[None]:
-        """End the call and all its requests; returns the task that ends then."""
+        """End the call and all its requests; returns the task that reads it, which ends then."""
         self._call.cancel()
         return self._reading
 
@@ -155,7 +156,7 @@ class _Stream:
         self._is_retired = True
 
     def _close_if_empty(self) -> None:
-        """Without requests it is closed at once: a worker that stops waits for the calls that it has."""
+        """Close the stream if it has no requests: a worker that stops waits for its calls."""
         if not self._answers:
             self._close()
 
@@ -203,15 +204,15 @@ class AnswerStreams:
     """The streams of one client. Use it, and close it, inside one running event loop."""
 
     def __init__(self, method: Callable[[str], GenerateMany]) -> None:
-        """`method`: of the worker at host:port."""
+        """`method` gives the GenerateMany of the worker at host:port."""
         self._method = method
         self._newest: dict[str, _Stream] = {}
-        """By address: the one that takes new requests."""
+        """The stream to each address that takes new requests."""
         self._open: set[_Stream] = set()
-        """Those with requests."""
+        """Streams that have requests."""
 
     def begin(self, address: str, request: worker_pb2.GenerateRequest) -> Answers:
-        """Send a request to the worker at host:port, together with those that it answers already."""
+        """Send a request to the worker at host:port, on the stream that its other requests share."""
         stream = self._newest.get(address)
         if stream is None or not stream.has_room:
             stream = self._newest[address] = _Stream(self._method(address), lambda ended: self._forget(address, ended))

@@ -18,26 +18,26 @@ class BlockMap:
     """All blocks of the pool of one worker's group, as the manager described them page by page."""
 
     worker_id: str
-    """Whose blocks they are."""
+    """Name of the worker."""
     block_size: int
-    """Token slots of a block."""
+    """Tokens per block."""
     num_blocks: int
     """Blocks of the pool, the null block included."""
     blocks: tuple[cache_pb2.BlockDescription, ...]
-    """In order of block_id. The null block may be missing."""
+    """Descriptions in order of block_id. The null block may be missing."""
     group: int = 0
     num_groups: int = 1
-    """Of the worker."""
+    """Groups that the worker has."""
     window_tokens: int = 0
-    """Tokens that the group's layers see; 0: all."""
+    """Tokens that the group's layers see; 0: all of them."""
     has_states: bool = False
-    """Its layers are recurrent: a block has their state after a number of tokens."""
+    """Whether the layers are recurrent: a block then holds their state after some number of tokens."""
     max_encoder_tokens: int = 0
-    """With cross attention: tokens of the longest input of the encoder; 0: the group has the decoder's own KV."""
+    """Tokens of the longest encoder input, for a group with cross attention; 0: the group holds the decoder's own KV."""
 
 
 async def fetch_block_maps(client: Client, worker_id: str) -> list[BlockMap]:
-    """Those of all groups of a worker. NotFound as below."""
+    """Fetch the block maps of all groups of a worker. NotFound if the worker is not there."""
     first = await fetch_block_map(client, worker_id)
     return [first, *[await fetch_block_map(client, worker_id, group=group) for group in range(1, first.num_groups)]]
 
@@ -45,8 +45,8 @@ async def fetch_block_maps(client: Client, worker_id: str) -> list[BlockMap]:
 async def fetch_block_map(
     client: Client, worker_id: str, page_blocks: int = PAGE_BLOCKS, *, group: int = 0
 ) -> BlockMap:
-    """Page through Describe, `page_blocks` at a time, at most PAGE_BLOCKS. Pages are taken one after the other, so blocks may
-    change between them. NotFound if the worker is not there."""
+    """Fetch the block map of one group page by page, `page_blocks` (at most PAGE_BLOCKS) in each call of Describe. Blocks may
+    change between two pages. NotFound if the worker is not there."""
     blocks: dict[int, cache_pb2.BlockDescription] = {}
     first_block = 0
     while True:
@@ -77,13 +77,13 @@ async def fetch_block_map(
 
 
 def num_device_blocks(worker: cache_pb2.WorkerDescription) -> int:
-    """Blocks of the device tier, over all groups, null blocks included."""
+    """Count the blocks of the device tier over all groups, null blocks included."""
     return sum(pool.num_blocks for pool in worker.kv_cache_config.pools if pool.tier == common_pb2.TIER_DEVICE)
 
 
 def sequence_blocks(worker: cache_pb2.WorkerDescription) -> int:
-    """Blocks of each group that sequences can have: those of the smallest pool, without its null block. Of groups with a window
-    or a state a sequence needs a few only, however long it is, and of cross attention those of the encoder's input."""
+    """Count the blocks that sequences can have in each group: those of the smallest pool, without its null block. Groups with a
+    window, a state or cross attention do not count beside others: a sequence needs few blocks there, however long it is."""
     config = worker.kv_cache_config
     pools = [pool for pool in config.pools if pool.tier == common_pb2.TIER_DEVICE]
     full = [pool for pool in pools if config.groups[pool.group].WhichOneof("spec") == "full_attention"]

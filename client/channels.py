@@ -19,7 +19,7 @@ MAX_CHANNELS: Final = 256
 
 
 class _Peer:
-    """One address. A stub registers each of its methods when it is made, so it is made once."""
+    """The channel and the stub of one address. Making a stub registers all its methods, so it is made once."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -31,7 +31,7 @@ class Channels:
 
     def __init__(self) -> None:
         self._managers: dict[str, ManagerChannel] = {}
-        """By the addresses in the settings."""
+        """Channels by the manager's addresses as the settings write them."""
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
         self._answer_streams = AnswerStreams(lambda address: self.worker(address).GenerateMany)
@@ -40,23 +40,23 @@ class Channels:
         return len(self._peers)
 
     def manager(self, addresses: str) -> cache_pb2_grpc.CacheServiceStub:
-        """The manager at host:port, on this machine or another, or of several the one that leads; connects when it is first called.
-        Not encrypted."""
+        """Return the stub of the manager at host:port, or of the one that leads if there are several. It connects when it is first
+        called. Not encrypted."""
         channel = self._managers.get(addresses)
         if channel is None:
             channel = self._managers[addresses] = ManagerChannel(addresses)
         return channel.stub
 
     def worker(self, address: str) -> worker_pb2_grpc.WorkerServiceStub:
-        """The worker at host:port, likewise."""
+        """Return the stub of the worker at host:port. It connects when it is first called. Not encrypted."""
         return self._peer(address).worker
 
     def generate(self, address: str, request: worker_pb2.GenerateRequest) -> Answers:
-        """Send a request to the worker at host:port, over one stream with all others that it answers."""
+        """Send a request to the worker at host:port, on the stream that its other requests share."""
         return self._answer_streams.begin(address, request)
 
     def health(self, address: str) -> Any:
-        """The HealthStub (grpc.health.v1) of the service at host:port, likewise."""
+        """Return the HealthStub (grpc.health.v1) of the service at host:port."""
         return health_pb2_grpc.HealthStub(self._peer(address).channel)
 
     def _peer(self, address: str) -> _Peer:

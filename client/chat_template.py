@@ -14,13 +14,12 @@ from .template_process import TemplateExceeded, TemplateProcess
 
 _MOST_KEPT: Final = 64
 _MOST_KEPT_MESSAGES: Final = 256
-"""Of one conversation: roles are named by requests."""
+"""Messages in the longest conversation whose shapes are kept. A request names its roles, so the key may be of any size."""
 
 
 class ChatTemplate:
-    """A template comes out of a model folder, so it is a stranger's program. It is compiled and rendered in a process of its own,
-    which has bounds of memory and time; there it sees the messages and plain helpers, no Python internals, and its text is
-    bounded."""
+    """A chat template, which is an untrusted program from a model folder. It is compiled and rendered in a process of its own with
+    bounds of memory and time. It sees the messages and plain helpers, no Python internals, and its text is bounded."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class ChatTemplate:
         process: TemplateProcess | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`process`: where it is rendered; None: in one of its own, started with the first rendering."""
+        """`process` renders it; None: a process of its own, which is started with the first rendering."""
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._process = process or TemplateProcess()
@@ -44,8 +43,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`, which as_messages() has checked, in the shape that the template reads; special tokens are in
-        it as text. `arguments` are more variables for the template (tools, documents, enable_thinking, …). Blocking: milliseconds;
+        """Render `messages`, which as_messages() has checked, in the shape that the template reads. Special tokens are part of the
+        text. `arguments` are more variables for the template (tools, documents, enable_thinking, …). Blocking: milliseconds;
         seconds for a hostile template. InvalidRequest if the source is no template, or if it refuses, fails, or exceeds its
         bounds."""
         shaped = self._shapes(messages, add_generation_prompt, arguments).apply(messages)
@@ -54,10 +53,10 @@ class ChatTemplate:
     def _shapes(
         self, messages: Sequence[Message], add_generation_prompt: bool, arguments: Mapping[str, Any] | None
     ) -> MessageShapes:
-        """Those in which it reads the messages; they are kept for the structures seen last."""
+        """Return the shapes in which the template reads the messages. They are kept for the structures seen last."""
         key = None if arguments else structure(messages)
-        known = None if key is None else self._known.pop(key, None)
-        if known is None:
+        shapes = None if key is None else self._known.pop(key, None)
+        if shapes is None:
 
             def render(trial: Sequence[Message]) -> str | None:
                 try:
@@ -69,14 +68,14 @@ class ChatTemplate:
                         raise
                     return None
 
-            known = find_shapes(messages, render)
-        if known is None:
+            shapes = find_shapes(messages, render)
+        if shapes is None:
             return MessageShapes()
         if key is not None and len(key) <= _MOST_KEPT_MESSAGES:
-            self._known[key] = known
+            self._known[key] = shapes
             while len(self._known) > _MOST_KEPT:
                 self._known.popitem(last=False)
-        return known
+        return shapes
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, arguments: Mapping[str, Any] | None

@@ -15,9 +15,9 @@ class FinishReason(StrEnum):
     """Why an answer ended."""
 
     STOP = "stop"
-    """An end-of-text id, a stop id or a stop string."""
+    """An end-of-text id, a stop id or a stop string came."""
     LENGTH = "length"
-    """max_tokens, or the model's longest sequence."""
+    """The answer reached max_tokens or the model's longest sequence."""
 
 
 _FINISH_REASONS: Final = {
@@ -38,18 +38,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Where the time of a finished request went, in milliseconds. Together at most the time from the call to the last chunk."""
+    """How the time of a finished request was spent, in milliseconds. The sum is at most the time from the call to the last
+    chunk."""
 
     before_ms: int
-    """Until it was sent to the worker that finished it: tokenising, routing, and attempts on workers that went away."""
+    """Time before the request went to the worker that finished it: tokenising, routing, attempts on workers that went away."""
     waiting_ms: int
-    """From then until that worker had blocks for it."""
+    """Time until that worker had blocks for it."""
     prefill_ms: int
-    """From then until the first token was computed."""
+    """Time from then until the first token was computed."""
     decode_ms: int
-    """From the first token to the last."""
+    """Time from the first token to the last."""
     preempted_ms: int
-    """Without blocks after preemptions, and until it was as far as before. In none of the others."""
+    """Time that preemptions cost: without blocks, and until it was as far as before. No other time includes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Usage:
     num_preemptions: int
     """How often the sequence was preempted and recomputed by the worker of this chunk."""
     times: Times | None = None
-    """In the last chunk; None before, without a token, and if the worker went away after the last one or does not say."""
+    """How the time was spent, in the last chunk. None before that, without any token, if the worker went away after the last token,
+    or if it does not report times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +82,23 @@ class Chunk:
     text: str
     """New text. It may lag the tokens: incomplete characters and what may begin a stop string come later."""
     logprobs: tuple[TokenLogprobs, ...] | None
-    """One per token if they were asked for."""
+    """Log-probabilities, one for each token; None: not asked for."""
     usage: Usage | None
-    """In the first and the last chunk of a worker's stream."""
+    """Usage so far, in the first and the last chunk of a worker's stream; None in the others."""
     finish_reason: FinishReason | None
-    """In the last chunk only."""
+    """Why the answer ended, in its last chunk; None in the others."""
     worker_id: str
     """The worker that computed it."""
     attempt: int
-    """1 for the first worker tried, larger for each next one; larger than in the chunk before: the stream has moved."""
+    """1 for the first worker tried, larger for each next one. If it is larger than in the chunk before, the stream has moved."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    """Of the prompt's next tokens, in order, if they were asked for; they come before the first token of the answer. None for
-    the prompt's first token, which has nothing before it."""
+    """Log-probabilities of the prompt's next tokens, in order; None: not asked for. They come before the first token of the answer.
+    The entry of the prompt's first token is None, since nothing comes before it."""
     index: int = 0
-    """Which of the answers it is a piece of, from 0: those of a request with `n` come side by side."""
+    """Number of the answer that it belongs to, from 0. Chunks of a request's `n` answers come interleaved."""
     score: float | None = None
-    """Of a text that a beam search has found, in its last chunk: the sum of its log-probabilities / length ** length_penalty."""
+    """Score of a text of a beam search, in its last chunk: the sum of its log-probabilities / length ** length_penalty. Otherwise
+    None."""
 
 
 def chunk_from_proto(
@@ -110,7 +113,7 @@ def chunk_from_proto(
 ) -> Chunk:
     """Decode one message. ProtocolError for an unknown finish reason or a wrong number of log-probabilities.
 
-    `first_prompt_logprob`: the first of the message's prompt_logprobs that are new; None: they were not asked for.
+    `first_prompt_logprob`: index of the first of the message's prompt_logprobs that is new; None: they were not asked for.
     """
     finish_reason = None
     if message.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED:

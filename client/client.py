@@ -40,7 +40,7 @@ class Client:
     """
 
     def __init__(self, manager: str | None = None, *, config: ClientConfig | None = None) -> None:
-        """`manager` is host:port; None: as the config says, by default KVPOOL_MANAGER or the manager's port on this machine."""
+        """`manager` is host:port; None: the config's, by default KVPOOL_MANAGER or the manager's port on this machine."""
         config = ClientConfig.from_environment() if config is None else config
         self._config = config if manager is None else replace(config, manager=manager)
         self._channels = Channels()
@@ -61,15 +61,15 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close all channels, and end the process that renders chat templates if there is one; streams that still run are
-        cancelled. May be repeated."""
+        """Close all channels, cancel the streams that still run and end the process that renders chat templates. May be
+        repeated."""
         try:
             await self._channels.close()
         finally:
             await asyncio.to_thread(self._templates.close)
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerateStream:
-        """Continue a raw prompt: text, tokenised as the model's tokenizer does it by itself, or token ids.
+        """Continue a raw prompt: token ids, or a text, to which the tokenizer adds its usual special tokens.
 
         Iterate over the stream for chunks, or `await stream.collect()` for the whole answer. Without options the most likely token
         is taken each time (temperature 0). Options are checked here (InvalidRequest), the prompt when the stream starts.
@@ -99,9 +99,9 @@ class Client:
         return Prompt(await self._encoding.run(len(prompt), lambda: model.encode_prompt(prompt)))
 
     async def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
-        """Facts, tokenizer and chat template of a model, as its workers serve it now; None: of the one that all workers serve.
-        Where workers differ, those of the one that registered last, and the largest limits. One call to the manager; what has not
-        changed is not fetched again."""
+        """Return facts, tokenizer and chat template of a model, as its workers serve it now. `name` None: the one model that all
+        workers serve. Where workers differ, those of the worker that registered last count, and the largest limits. Costs one call
+        to the manager; what has not changed is not fetched again."""
         return await self._models.look(name, Deadline(timeout or _READ_TIMEOUT_SECONDS))
 
     async def describe(
@@ -114,7 +114,7 @@ class Client:
         max_sequences: int = 0,
         timeout: float | None = None,
     ) -> cache_pb2.DescribeResponse:
-        """Live workers and their block counts; with worker_id and first_block also a page of the block map of a group, with
+        """List live workers and their block counts. With worker_id and first_block also a page of the block map of a group; with
         max_sequences also at most that many live sequences of each worker, oldest first (1,000 in all)."""
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
         return await self._manager.describe(
@@ -129,8 +129,8 @@ class Client:
     async def describe_block(
         self, worker_id: str, block_id: int, *, group: int = 0, timeout: float | None = None
     ) -> cache_pb2.DescribeBlockResponse:
-        """One block of a worker's group: what it holds, the prefix before it and the sequences that share it. NotFound if the
-        worker is not there."""
+        """Describe one block of a worker's group: what it holds, the prefix before it and the sequences that share it. NotFound if
+        the worker is not there."""
         return await self._manager.describe_block(
             Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, block_id, group
         )
@@ -145,18 +145,18 @@ class Client:
         blocks: bool = False,
         max_sequences: int = 0,
     ) -> AsyncGenerator[WatchUpdate, None]:
-        """What the cluster does, for ever: a Picture every `interval` seconds (0.1 to 10), the first one whole and later ones with
-        what has changed, which a PictureView puts together; with `contents` also every content that becomes a hit or is evicted
-        (Contents). `blocks` adds each block, `max_sequences` the first live sequences of each worker (1,000 in all), `worker_id`
-        leaves out all other workers.
+        """Watch the cluster, for ever. Yields a Picture every `interval` seconds (0.1 to 10): the first one whole, later ones with
+        what has changed; a PictureView puts them together. With `contents` it also yields every content that becomes a hit or is
+        evicted (Contents). `blocks` adds each block, `max_sequences` the first live sequences of each worker (1,000 in all),
+        `worker_id` leaves out all other workers.
 
-        A ManagerAway says that the stream was lost; it is opened again by itself, contents from where they broke off. Use it in
-        `async with contextlib.aclosing(client.watch(…)) as updates`, which ends the stream with the loop."""
+        A ManagerAway says that the stream was lost; it is opened again by itself, and contents go on where they broke off. Use it
+        in `async with contextlib.aclosing(client.watch(…)) as updates`, which ends the stream with the loop."""
         options = WatchOptions(pictures, contents, interval, worker_id, blocks, max_sequences)
         return watch(self._channels, self._config, options)
 
     async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
-        """Audit of the manager's laws; no violations: every law holds."""
+        """Audit the manager's laws. Without violations in the answer every law holds."""
         return await self._manager.check(Deadline(timeout or _READ_TIMEOUT_SECONDS))
 
     async def route(
@@ -169,8 +169,8 @@ class Client:
         encoder_token_ids: Sequence[int] = (),
         timeout: float | None = None,
     ) -> cache_pb2.RouteResponse:
-        """Workers for a prompt, best first. Advisory; changes nothing. Of a model with an encoder the prompt is
-        `encoder_token_ids`, and `token_ids` is how the decoder's text begins."""
+        """Rank the workers for a prompt, best first. Advisory; changes nothing. For a model with an encoder the prompt is
+        `encoder_token_ids`, and `token_ids` are the first tokens of the decoder's text."""
         root = common_pb2.Root(model_fingerprint=model_fingerprint, adapter=adapter, tenant_salt=tenant_salt)
         if encoder_token_ids:
             root.input_digest = input_digest(encoder_token_ids)
@@ -189,8 +189,8 @@ class Client:
         worker_id: str = "",
         timeout: float | None = None,
     ) -> Explanation:
-        """How much of a prompt (text or token ids), or of a chat's `messages`, each worker would serve from its cache now, why no
-        more, and which cached prompt comes closest. With `worker_id` of that worker alone. Changes nothing."""
+        """Explain how much of a prompt (text or token ids), or of a chat's `messages`, each worker would serve from its cache now,
+        why no more, and which cached prompt comes closest. `worker_id` asks for one worker only. Changes nothing."""
         if (prompt is None) == (messages is None):
             raise InvalidRequest("explain() needs either a prompt or messages", reason="BAD_FIELD")
         deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)

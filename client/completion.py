@@ -1,4 +1,4 @@
-"""A whole answer, and how it is put together from chunks."""
+"""A whole answer, and the builder that puts it together from chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Completion:
     """A finished answer."""
 
     text: str
-    """All text, without what ended it; with `echo` the prompt's before it."""
+    """All text, without the stop string or id that ended it; with `echo` the prompt's text comes first."""
     token_ids: tuple[int, ...]
     """All generated tokens, without the id that ended the text."""
     finish_reason: FinishReason
@@ -25,19 +25,20 @@ class Completion:
     worker_id: str
     """The worker that computed the last token."""
     time_to_first_token_ms: float
-    """From the start of the call, tokenising and routing included, to the first token (or to the end, if none came)."""
+    """Time from the start of the call, tokenising and routing included, to the first token (or to the end, if none came)."""
     logprobs: tuple[TokenLogprobs, ...] | None
-    """One per token if they were asked for."""
+    """Log-probabilities, one for each token; None: not asked for."""
     num_preemptions: int
     """How often the sequence was preempted and recomputed by the worker that ended it."""
     num_attempts: int
     """Workers tried, this one included."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One per token of the prompt if they were asked for; None for the first, which has nothing before it."""
+    """Log-probabilities, one for each token of the prompt; None: not asked for. The first one is None, since nothing comes before
+    that token."""
     times: Times | None = None
-    """Where the time went; None without a token, and if the worker does not say."""
+    """How the time was spent; None without any token, or if the worker does not report times."""
     score: float | None = None
-    """Of a text that a beam search has found."""
+    """Score of a text of a beam search, see Chunk.score; otherwise None."""
 
 
 class CompletionBuilder:
@@ -74,8 +75,8 @@ class CompletionBuilder:
         self._last = chunk
 
     def build(self) -> Completion:
-        """The answer. ProtocolError unless a chunk with a finish reason, one with usage, and log-probabilities of the whole
-        prompt, if any, were added."""
+        """Return the answer. ProtocolError unless chunks with a finish reason and with usage were added and, if the prompt's
+        log-probabilities were asked for, those of all its tokens."""
         last, usage, first_token_ms = self._last, self._usage, self._first_token_ms
         if last is None or last.finish_reason is None or usage is None or first_token_ms is None:
             raise ProtocolError(

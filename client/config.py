@@ -20,9 +20,9 @@ class ClientConfig:
     """Settings of one client. Times are in seconds. Validated when it is made: InvalidRequest."""
 
     manager: str = DEFAULT_MANAGER
-    """host:port of the cache manager, or of several with commas between, or a name that several have: then the one that leads is
-    asked; or file:PATH of a file that lists them, which is read again when none answers. The channel to it, and to the workers that
-    it names, is not encrypted: beyond this machine only on a network that you trust."""
+    """host:port of the cache manager. If several are given, with commas between them or by a name with several addresses, the one
+    that leads is asked. file:PATH names a file that lists them; it is read again when none answers. Channels to the manager and to
+    the workers are not encrypted: use them beyond this machine only on a network that you trust."""
     timeout: float = 600.0
     """How long a generate or chat may take from its start to its last token, unless the call says otherwise."""
     unary_timeout: float = 5.0
@@ -33,16 +33,15 @@ class ClientConfig:
     worker_wait: float = 5.0
     """How long to wait for a live worker when the manager knows none: after its restart they register again."""
     max_attempts: int = 8
-    """Workers tried for one request at most, over its whole life."""
+    """Most workers to try for one request, over its whole life."""
     liveness_interval: float = 2.0
-    """How often to ask the manager whether the worker still lives while nothing comes from it."""
+    """How often to ask the manager whether a silent worker still lives."""
     continuation: bool = True
     """Whether a stream whose worker dies, freezes or leaves after the first token continues on another one. If not, it ends
     with Unavailable, and the tokens delivered are all there is."""
 
     max_model_bytes: int = DEFAULT_MAX_BYTES
-    """Tokenizer, chat template and special tokens of one model together, in bytes: what a worker may make this client receive
-    and keep."""
+    """Most bytes of tokenizer, chat template and special tokens of one model together that this client receives and keeps."""
 
     def __post_init__(self) -> None:
         try:
@@ -66,5 +65,5 @@ class ClientConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientConfig:
-        """The defaults, with KVPOOL_MANAGER applied where it is set."""
+        """Return the defaults, with the manager of KVPOOL_MANAGER if that is set."""
         return cls(manager=environment.get(MANAGER_VARIABLE) or DEFAULT_MANAGER)

@@ -15,28 +15,28 @@ class ContentNode:
     """The tokens of one block after one prefix."""
 
     node: int
-    """Its name, for as long as it is listed."""
+    """Number of the node, valid as long as it is listed."""
     parent: ContentNode | None
-    """None: it begins a chain."""
+    """Node of the block before; None: it begins a chain."""
     root: common_pb2.Root | None
-    """Of the chain, without the salt; where the node begins one."""
+    """Root of the chain without the salt, in the node that begins the chain; otherwise None."""
     salt_number: int
-    """Where the node begins a chain: number of the tenant's salt, 0 for none."""
+    """Number of the tenant's salt, in the node that begins a chain; 0: none."""
     tokens: bytes
     """block_size little-endian uint32 token ids."""
     block_hash: int
-    """xxh64 of the chain. A name, never a proof."""
+    """xxh64 of the chain, as a name: it does not prove that the tokens are equal."""
     sessions: dict[int, str] = field(default_factory=dict)
-    """Sessions whose worker has it in any group, with the worker's name; empty: it is listed for what comes after it."""
+    """Worker's name by session, for each worker that has it in any group; empty: it is listed only because its children are."""
     groups: dict[int, set[int]] = field(default_factory=dict)
-    """By session: the worker's groups that have it. It is a hit as far as all groups have it and what comes before it."""
+    """Groups that have it, by session. It is a hit if all groups of the worker have it and everything before it."""
     children: dict[int, ContentNode] = field(default_factory=dict)
-    """By number."""
+    """Nodes of the blocks that come next, by number."""
     num_served_tokens: int = 0
-    """Tokens of prompts that ended here with what the cache had for them, since the view began."""
+    """Prompt tokens served by hits that ended at this node, since the view began."""
 
     def path(self) -> list[ContentNode]:
-        """From the beginning of the chain to this node."""
+        """Return the nodes from the beginning of the chain to this one."""
         path = [self]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
@@ -44,15 +44,16 @@ class ContentNode:
 
 
 class ContentsView:
-    """Apply each message that `Client.watch(contents=True)` yields. Not right for any one moment until `is_complete`."""
+    """What the cache holds. Apply each message that `Client.watch(contents=True)` yields; before `is_complete` a part is
+    missing."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, ContentNode] = {}
-        """By number: what some worker has, and what it comes after."""
+        """Nodes by number: those that some worker has, and all that come before them."""
         self.epoch = 0
-        """Of the manager; changes with its restart."""
+        """Epoch of the manager, which changes when it restarts."""
         self.number = 0
-        """Of the last event applied."""
+        """Number of the last event applied."""
         self.is_complete = False
         """Whether the whole state has come."""
 
@@ -69,7 +70,7 @@ class ContentsView:
             self.is_complete = True
 
     def beginnings(self) -> Iterator[ContentNode]:
-        """The nodes that begin a chain."""
+        """Iterate over the nodes that begin a chain."""
         return (node for node in self.nodes.values() if node.parent is None)
 
     def _apply_event(self, event: cache_pb2.ContentEvent) -> None:
@@ -86,14 +87,14 @@ class ContentsView:
             node.num_served_tokens += event.served.num_cached_tokens
 
     def _store(self, stored: cache_pb2.ContentStored) -> None:
-        known = self.nodes.get(stored.node)
-        if known is None:
+        node = self.nodes.get(stored.node)
+        if node is None:
             parent = self.nodes.get(stored.parent)
             if parent is None and stored.parent:
                 raise ProtocolError(
                     f"content {stored.node} came before its parent {stored.parent}", reason="OUT_OF_ORDER"
                 )
-            known = ContentNode(
+            node = ContentNode(
                 stored.node,
                 parent,
                 stored.root if stored.HasField("root") else None,
@@ -101,12 +102,12 @@ class ContentsView:
                 stored.tokens,
                 stored.block_hash,
             )
-            self.nodes[stored.node] = known
+            self.nodes[stored.node] = node
             if parent is not None:
-                parent.children[stored.node] = known
+                parent.children[stored.node] = node
         if stored.session:
-            known.sessions[stored.session] = stored.worker_id
-            known.groups.setdefault(stored.session, set()).add(stored.group)
+            node.sessions[stored.session] = stored.worker_id
+            node.groups.setdefault(stored.session, set()).add(stored.group)
 
     def _remove(self, removed: cache_pb2.ContentRemoved) -> None:
         node = self.nodes.get(removed.node)

@@ -8,15 +8,15 @@ from typing import Final
 from .chunk import Usage
 from .errors import FailedPrecondition, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable
 
-# Of another worker only: it has fewer blocks than the one that began, or by now another model.
+# Refusals that hold for one worker only: it has fewer blocks than the one that began, or another model by now.
 _REASONS_OF_ONE_WORKER: Final = ("NEVER_FITS", "TOO_LARGE")
 
 _OTHER_MODEL: Final = "OTHER_MODEL"
-"""The worker was started again with another model since the request was routed. If no worker has the old one, the request is
-tokenised for the one that its name means now."""
+"""The worker has restarted with another model since the request was routed. If no worker has the old model, the request is
+tokenised for the model that its name means now."""
 
 _SLOW_READER: Final = "SLOW_READER"
-"""The worker ended the stream because it was not read. Another worker would generate what is not read either."""
+"""The worker ended the stream because it was not read. Another worker's answer would not be read either."""
 
 
 def another_may_begin(error: KvpoolError) -> bool:
@@ -30,28 +30,29 @@ def another_may_begin(error: KvpoolError) -> bool:
 
 
 def another_may_go_on(error: KvpoolError) -> bool:
-    """The same after the first token: one worker has accepted the request, so a permanent refusal is about the other worker."""
+    """Whether another worker may continue the answer. One worker has accepted the request, so a permanent refusal by the next one
+    holds for that worker only."""
     return another_may_begin(error) or (
         isinstance(error, InvalidRequest | FailedPrecondition) and error.reason in _REASONS_OF_ONE_WORKER
     )
 
 
 class AnswerUsage:
-    """Usage of a whole answer out of that of its attempts, each of which knows only itself."""
+    """Sums up the usage of an answer from its attempts, each of which counts only its own."""
 
     def __init__(self) -> None:
         self._num_cached = 0
         self._before_ms = 0
 
     def begin(self, elapsed_ms: float) -> None:
-        """An attempt begins, `elapsed_ms` after the start of the call."""
+        """Note that an attempt begins, `elapsed_ms` after the start of the call."""
         self._before_ms = int(elapsed_ms)
 
     def join(self, usage: Usage, base: int) -> Usage:
-        """`usage` of an attempt that began after `base` delivered tokens, as the answer's.
+        """Convert the `usage` of an attempt that began after `base` delivered tokens to the usage of the answer.
 
-        Its prompt holds those tokens, which are none of the caller's prompt. What the cache served is that of the attempt
-        that delivered the first token: of a later one it may be more than the prompt.
+        The attempt's prompt includes those tokens, the caller's prompt does not. `num_cached_tokens` is that of the attempt that
+        delivered the first token: of a later one it may be more than the prompt.
         """
         if base == 0:
             self._num_cached = usage.num_cached_tokens
@@ -64,7 +65,7 @@ class AnswerUsage:
         )
 
     def at_the_end(self, num_prompt: int, num_delivered: int) -> Usage:
-        """Usage of an answer whose worker left before it sent the last one."""
+        """Return the usage of an answer whose worker left before it sent the last one."""
         return Usage(
             num_prompt_tokens=num_prompt,
             num_cached_tokens=self._num_cached,

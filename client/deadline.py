@@ -14,7 +14,7 @@ class Deadline:
     """The end of one request on the monotonic clock. Immutable; safe to hand to every call of the request."""
 
     seconds: float
-    """The time-out it was made from; for messages."""
+    """The time-out that it was made from."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     started: float = field(init=False)
 
@@ -30,7 +30,7 @@ class Deadline:
         return max(0.0, self.seconds - self.elapsed())
 
     def exceeded(self, doing: str) -> DeadlineExceeded:
-        """The error for a time-out that passed while `doing`."""
+        """Return the error for a time-out that passed while `doing`."""
         return DeadlineExceeded(
             f"the time-out of {self.seconds:g} s passed while {doing}; give the call a larger timeout", reason="TIMEOUT"
         )

@@ -1,4 +1,4 @@
-"""Where texts become token ids: off the event loop, and long ones one at a time."""
+"""Tokenises texts off the event loop, long ones one at a time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 LONG_CHARACTERS: Final = 1 << 18
-"""From here on a text takes a noticeable part of a second and a hundred times its size in memory."""
+"""A text of this length takes a noticeable part of a second and a hundred times its size in memory."""
 T = TypeVar("T")
 
 
 class Encoding:
-    """One for all prompts of a client. A long one waits for those before it, short ones for none."""
+    """Encodes all prompts of a client. A long one waits for the long ones before it, short ones do not wait."""
 
     def __init__(self) -> None:
         self._long = asyncio.Lock()
 
     async def run(self, num_characters: int, encode: Callable[[], T]) -> T:
-        """What `encode` returns, which may block. `num_characters`: of what it reads."""
+        """Run `encode`, which may block, in a thread, and return its result. `num_characters`: length of the text that it reads."""
         if num_characters < LONG_CHARACTERS:
             return await asyncio.to_thread(encode)
         await self._long.acquire()
@@ -34,15 +34,15 @@ class Encoding:
 
 
 def num_characters(value: Any) -> int:
-    """Of all text in a prompt, or in messages."""
+    """Count the characters of all texts in a prompt or in messages."""
     count, left = 0, [value]
     while left:
-        one = left.pop()
-        if isinstance(one, str):
-            count += len(one)
-        elif isinstance(one, dict):
-            left += one.keys()
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
+        item = left.pop()
+        if isinstance(item, str):
+            count += len(item)
+        elif isinstance(item, dict):
+            left += item.keys()
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
     return count

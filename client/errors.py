@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions: the inverse of the table at the top of protos/kvpool/v1/cache.proto."""
+"""The exceptions of the client: the inverse of the table at the top of protos/kvpool/v1/cache.proto."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE_ENDS: Final = re.compile(r"\s*[\r\n]\s*")
 
 
 class KvpoolError(Exception):
-    """Base of everything this library raises on purpose. `str(error)` says what was needed and what to change."""
+    """Base class of all errors that this library raises on purpose. `str(error)` says what was needed and what to change."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class KvpoolError(Exception):
         message = printable(_LINE_ENDS.sub(" ", message))
         super().__init__(message)
         self.message: Final = message
-        """The sentence for people: one line, no control characters."""
+        """The sentence for people, one line without control characters."""
         self.reason: Final = reason
-        """The word for programs, e.g. NO_BLOCKS; empty where the transport answered instead of a kvpool service."""
+        """The word for programs, e.g. NO_BLOCKS; empty if the transport answered instead of a kvpool service."""
         self.retry_after: Final = retry_after
-        """Seconds after which the same request may succeed, where the service said so."""
+        """Seconds after which the same request may succeed; None: the service gives no time."""
         self.metadata: Final[Mapping[str, str]] = dict(metadata or {})
         """The other figures of the service's ErrorInfo."""
         self.violations: Final = tuple(printable(violation) for violation in violations)
@@ -52,7 +52,7 @@ class InvalidRequest(KvpoolError):
 
 
 class NotFound(KvpoolError):
-    """What the request names does not exist, e.g. a model that no live worker serves."""
+    """The request names something that does not exist, e.g. a model that no live worker serves."""
 
 
 class AlreadyExists(KvpoolError):
@@ -60,23 +60,23 @@ class AlreadyExists(KvpoolError):
 
 
 class ResourceExhausted(KvpoolError):
-    """Not now: blocks, places or a quota are used up. `retry_after` says when to ask again, where it is known."""
+    """Blocks, places or a quota are used up now. `retry_after` says when to ask again, if that is known."""
 
 
 class FailedPrecondition(KvpoolError):
-    """The request rests on something that is no longer so (attempt, session, model): never repeat it as it is."""
+    """The request assumes something that no longer holds (attempt, session, model): never repeat it as it is."""
 
 
 class Aborted(KvpoolError):
-    """The request does not join on to what the service knows."""
+    """The request does not continue from the state that the service has."""
 
 
 class Unavailable(KvpoolError):
-    """The service is not there, starts, drains or recovers; another one, or a later try, may answer."""
+    """The service is absent, starts, drains or recovers; another one, or a later try, may answer."""
 
 
 class DeadlineExceeded(KvpoolError):
-    """The time-out passed. What was asked for may have happened all the same."""
+    """The time-out passed. The request may have taken effect all the same."""
 
 
 class Cancelled(KvpoolError):
@@ -84,7 +84,7 @@ class Cancelled(KvpoolError):
 
 
 class Unimplemented(KvpoolError):
-    """The service does not know this call: another version than this client's."""
+    """The service does not know this call: its version differs from this client's."""
 
 
 class PermissionDenied(KvpoolError):
@@ -92,11 +92,11 @@ class PermissionDenied(KvpoolError):
 
 
 class ServiceError(KvpoolError):
-    """The service failed in a way that it does not explain: a defect to report."""
+    """The service failed without an explanation: this is a defect to report."""
 
 
 class ProtocolError(KvpoolError):
-    """The service's answer breaks the protocol: wrong digest, tokens out of order, an end without a reason."""
+    """The service's answer breaks the protocol, e.g. a wrong digest, tokens out of order, an end without a reason."""
 
 
 _EXCEPTIONS: Final[Mapping[grpc.StatusCode, type[KvpoolError]]] = {
@@ -120,33 +120,33 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in 
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, who: str) -> KvpoolError:
-    """The exception for a failed call to `who`. A code outside the table, INTERNAL among them, is a ServiceError."""
+    """Return the exception for a failed call to `who`: ServiceError for INTERNAL and all codes outside the table."""
     return _exception(error.code(), error.details() or error.code().name, details_of(error), who)
 
 
 def from_status(status: status_pb2.Status, who: str) -> KvpoolError:
-    """Likewise, for a request that shared a call with others."""
+    """Return the exception for a request to `who` that failed in a call that it shared with others."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     return _exception(code, status.message or code.name, read_details(status), who)
 
 
-def _exception(code: grpc.StatusCode, details: str, found: Details, who: str) -> KvpoolError:
+def _exception(code: grpc.StatusCode, details: str, info: Details, who: str) -> KvpoolError:
     exception = _EXCEPTIONS.get(code, ServiceError)
-    if exception is Cancelled and not found.reason:
+    if exception is Cancelled and not info.reason:
         # A call that we cancel raises asyncio's CancelledError. This one the transport has dropped before its service saw it, as
         # gRPC does when very many are waiting.
         exception = Unavailable
-    if exception is Unimplemented and not found.reason:
+    if exception is Unimplemented and not info.reason:
         details = (
             f"it does not know this call ({details}): is this the address of another service, or of another version?"
         )
-    if exception is Unavailable and not found.reason:
+    if exception is Unavailable and not info.reason:
         # The transport's own words ("Stream removed (Socket closed)") do not say whose fault it is.
         details = f"not there, or gone ({details})"
     return exception(
         f"{who}: {details}",
-        reason=found.reason,
-        retry_after=found.retry_seconds,
-        metadata=found.metadata,
-        violations=found.violations,
+        reason=info.reason,
+        retry_after=info.retry_seconds,
+        metadata=info.metadata,
+        violations=info.violations,
     )

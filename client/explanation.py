@@ -1,4 +1,4 @@
-"""Why a prompt is not served from the cache: the manager's answer as values, and in words."""
+"""The manager's explanation of why a prompt is not served from the cache, as values and in words."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .routed_prompt import RoutedPrompt
 
 
 class MissCause(StrEnum):
-    """Why the first block that a worker would not serve is not served."""
+    """Why a worker would not serve a block from its cache."""
 
     UNKNOWN = "unknown"
-    """The manager is newer than this client."""
+    """This client does not know the cause: the manager is newer."""
     NEVER_SEEN = "never_seen"
-    """Nothing that the manager remembers held these tokens after this prefix."""
+    """No block that the manager remembers held these tokens after this prefix."""
     EVICTED = "evicted"
-    """Probably: names are remembered, and two names can be equal by chance."""
+    """The block was probably evicted. The manager remembers hashes, and two can be equal by chance."""
     OTHER_ROOT = "other_root"
     """The tokens are cached under another adapter, model, input, block size or, where the manager may say so, salt."""
     BEING_COMPUTED = "being_computed"
     """A sequence is computing them now."""
     PARTIAL_TAIL = "partial_tail"
-    """The rest does not fill a block or, with recurrent layers, what lies between two snapshots."""
+    """The rest is shorter than a block or, with recurrent layers, than the distance of two snapshots."""
     LAST_TOKEN = "last_token"
-    """It is always computed, and its block with it."""
+    """The last token, and its block with it, is always computed."""
     ON_ANOTHER_WORKER = "on_another_worker"
-    """Another worker has them, this one does not."""
+    """Another worker has the block, this one does not."""
     WINDOW_NOT_KEPT = "window_not_kept"
-    """The layers that see everything have them; of those with a sliding window no window is kept that ends there."""
+    """The layers that see everything have the block, but no sliding window that ends there is kept."""
     SNAPSHOT_NOT_KEPT = "snapshot_not_kept"
-    """The layers that attend have them; of the recurrent ones no snapshot of the state is kept there."""
+    """The attention layers have the block, but no snapshot of the recurrent layers' state is kept there."""
 
 
 _CAUSES: Final = {
@@ -58,33 +58,33 @@ class Miss:
     """The first token that a worker would not serve, and why. Fields that do not belong to the cause are None."""
 
     position: int
-    """Of the token, from 0."""
+    """Position of the token in the prompt, from 0."""
     cause: MissCause
-    """The first that holds."""
+    """The first of the causes that holds."""
     evicted_seconds_ago: float | None = None
-    """EVICTED: to half a second or so."""
+    """EVICTED: seconds since, to about half a second."""
     evicted_for: str | None = None
-    """EVICTED: sequence that needed the room; None: a worker's reserve, or a sequence with another salt."""
+    """EVICTED: sequence that needed the block; None: a worker's reserve, or a sequence with another salt, needed it."""
     leader: str | None = None
     """BEING_COMPUTED: sequence that computes it."""
     leader_position: int | None = None
-    """BEING_COMPUTED: up to which of the prompt's tokens."""
+    """BEING_COMPUTED: position up to which that sequence computes the prompt."""
     other_worker_id: str | None = None
     """The worker that has it or computes it, if it is another one."""
     other_model: str | None = None
     """OTHER_ROOT: fingerprint of the model."""
     other_adapter: str | None = None
-    """OTHER_ROOT: empty: none."""
+    """OTHER_ROOT: name of the adapter; empty: none."""
     other_block_size: int | None = None
     """OTHER_ROOT: tokens per block."""
     other_salt: bool = False
-    """OTHER_ROOT: the salts differ; only where the manager may say so (--explain-across-salts)."""
+    """OTHER_ROOT: whether the salts differ; reported only with the manager's --explain-across-salts."""
     num_passed_tokens: int | None = None
     """WINDOW_NOT_KEPT and SNAPSHOT_NOT_KEPT: tokens of the prompt that the other layers have."""
 
     @classmethod
     def from_proto(cls, miss: cache_pb2.Miss) -> Self:
-        """From the manager's message."""
+        """Decode the manager's message."""
         cause = _CAUSES.get(miss.cause, MissCause.UNKNOWN)
         is_other, is_led = cause is MissCause.OTHER_ROOT, cause is MissCause.BEING_COMPUTED
         return cls(
@@ -105,40 +105,40 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExplanation:
-    """What one worker would serve of the prompt."""
+    """How much of the prompt one worker would serve from its cache."""
 
     worker_id: str
-    """Its name."""
+    """Name of the worker."""
     num_cached_tokens: int
-    """The next Allocate would serve them, if it came now."""
+    """Tokens that an Allocate would serve from the cache now."""
     miss: Miss
-    """Why no more."""
+    """Why it would serve no more."""
     encoder_cached: bool = False
-    """Of a model with an encoder: it has the encoder's output for the prompt, and need not run it."""
+    """Whether the worker has the encoder's output for the prompt; False without an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosestPrompt:
-    """A cached prompt from which this one could gain most, or else the one that agrees longest with it."""
+    """The cached prompt from which this one could gain most, or else the one with the longest common prefix."""
 
     num_equal_tokens: int
-    """From position 0."""
+    """Tokens that both prompts begin with."""
     prompt_token: int | None
     """The first token that differs; None: this prompt ends there."""
     cached_token: int | None
     """What the cached prompt has there."""
     num_different_tokens: int
-    """Of that block."""
+    """Tokens of that block that differ."""
     num_prompts: int
-    """Cached prompts with `cached_token` there, among those searched."""
+    """Searched prompts that have `cached_token` there."""
     num_tokens_gained: int
-    """Tokens that would be served beyond today if the block did not differ."""
+    """Tokens that would be served in addition if the block did not differ."""
     truncated: bool
-    """The search was cut short: a closer one may exist."""
+    """Whether the search was cut short: a closer prompt may exist."""
 
     @classmethod
     def from_proto(cls, closest: cache_pb2.ClosestPrompt) -> Self:
-        """From the manager's message."""
+        """Decode the manager's message."""
         return cls(
             num_equal_tokens=closest.num_equal_tokens,
             prompt_token=closest.prompt_token if closest.HasField("prompt_token") else None,
@@ -152,26 +152,26 @@ class ClosestPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How much of a prompt each worker would serve from its cache, and why no more; as of one moment."""
+    """How much of a prompt each worker would serve from its cache at one moment, and why no more."""
 
     token_ids: tuple[int, ...]
-    """The prompt; of a model with an encoder, which the prompt feeds, the beginning of the decoder's text."""
+    """Tokens of the prompt; for a model with an encoder, the first tokens of the decoder's text."""
     model_fingerprint: str
-    """Of the model that it was tokenised for."""
+    """Fingerprint of the model that the prompt was tokenised for."""
     adapter: str
-    """Empty: none."""
+    """Name of the adapter; empty: none."""
     workers: tuple[WorkerExplanation, ...]
-    """Most served tokens first; at most 64."""
+    """The workers that would serve most tokens, in descending order; at most 64."""
     num_workers: int
-    """All that would take the prompt."""
+    """Number of all workers that would take the prompt."""
     closest: ClosestPrompt | None
-    """None: nothing is cached that shares a token with the prompt, or all of it is."""
+    """The closest cached prompt; None: no cached prompt shares its first token, or all of it is cached."""
     num_encoder_tokens: int = 0
-    """Of a model with an encoder: tokens of the prompt."""
+    """Tokens of the prompt, which an encoder reads; 0 without an encoder."""
 
     @classmethod
     def from_proto(cls, response: cache_pb2.ExplainResponse, prompt: RoutedPrompt) -> Self:
-        """From the manager's answer for a prompt."""
+        """Decode the manager's answer for `prompt`."""
         return cls(
             token_ids=tuple(prompt.token_ids),
             model_fingerprint=prompt.root.model_fingerprint,
@@ -189,25 +189,26 @@ class Explanation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """What the best worker would serve; 0 if there is none."""
+        """Tokens that the best worker would serve; 0 if there is none."""
         return self.workers[0].num_cached_tokens if self.workers else 0
 
     def as_object(self) -> dict[str, Any]:
-        """The same as JSON values, the prompt's tokens as their number; the names are part of the interface."""
-        found = asdict(replace(self, token_ids=()))  # which would copy them one by one
-        del found["token_ids"]
-        return found | {"num_prompt_tokens": len(self.token_ids)}
+        """Return the explanation as JSON values, with the number of the prompt's tokens in place of the tokens. The names are part
+        of the interface."""
+        values = asdict(replace(self, token_ids=()))  # which would copy them one by one
+        del values["token_ids"]
+        return values | {"num_prompt_tokens": len(self.token_ids)}
 
     def sentences(self, tokenizer: Tokenizer | None = None) -> list[str]:
-        """The explanation in plain words: one sentence for each worker, then one about the closest prompt. Tokens are shown as
-        text if there is a tokenizer."""
+        """Explain in plain words: one sentence for each worker, then one about the closest prompt. Tokens are shown as text if
+        there is a tokenizer."""
         if not self.workers:
             return ["No live worker takes this prompt."]
-        found = [self._about(worker) for worker in self.workers]
+        sentences = [self._about(worker) for worker in self.workers]
         if self.num_workers > len(self.workers):
-            found.append(f"{self.num_workers - len(self.workers)} more workers would serve no more of it.")
+            sentences.append(f"{self.num_workers - len(self.workers)} more workers would serve no more of it.")
         closest = self._about_closest(tokenizer)
-        return [*found, closest] if closest else found
+        return [*sentences, closest] if closest else sentences
 
     def _about(self, worker: WorkerExplanation) -> str:
         num_tokens = len(self.token_ids)
@@ -240,11 +241,11 @@ class Explanation:
             case MissCause.ON_ANOTHER_WORKER:
                 return f"{block} is cached on {elsewhere}, not here"
             case MissCause.WINDOW_NOT_KEPT:
-                held = f"layers that see everything have {miss.num_passed_tokens:,} tokens"
-                return f"{held}, but no sliding window that ends after token {miss.position:,} is kept whole"
+                others = f"layers that see everything have {miss.num_passed_tokens:,} tokens"
+                return f"{others}, but no sliding window that ends after token {miss.position:,} is kept whole"
             case MissCause.SNAPSHOT_NOT_KEPT:
-                held = f"layers that attend have {miss.num_passed_tokens:,} tokens"
-                return f"{held}, but no snapshot of the recurrent layers' state after token {miss.position:,} is kept"
+                others = f"layers that attend have {miss.num_passed_tokens:,} tokens"
+                return f"{others}, but no snapshot of the recurrent layers' state after token {miss.position:,} is kept"
             case MissCause.UNKNOWN:
                 return f"{block} is not served, for a reason that this client does not know: update it"
 
@@ -277,7 +278,7 @@ def _sequence_id(key: common_pb2.SequenceKey) -> str | None:
 
 
 def _shown(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """A token in quotation marks; half a character, or none, is shown by its id."""
+    """Return the token's text in quotation marks, or its id if it has no text of whole characters."""
     text = "" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
     return json.dumps(text, ensure_ascii=False) if text and "\ufffd" not in text else f"token {token_id}"
 

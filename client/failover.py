@@ -1,4 +1,4 @@
-"""Whom to ask, in which order, and when to give up."""
+"""Decides which worker to ask next, and when to give up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _EXHAUSTED: Final = "NO_WORKER_ANSWERED"
 
 
 class Target(NamedTuple):
-    """One try at one request."""
+    """The worker of one attempt at a request."""
 
     worker_id: str
     address: str
     attempt: int
-    """1, 2, 3, …: a larger attempt fences the smaller ones anywhere."""
+    """1, 2, 3, …: a larger attempt fences the smaller ones everywhere."""
 
 
 class _Failure(NamedTuple):
@@ -29,10 +29,10 @@ class _Failure(NamedTuple):
 
 
 class Failover:
-    """The order of workers for one request: as the manager ranked them, ranked again, then an end. No I/O.
+    """The order in which one request tries workers: first as the manager ranks them, then as it ranks them again. No I/O.
 
-    Workers that have failed come last. Before the first token the workers are ranked twice; an answer that has begun is worth more
-    patience, so then they are ranked as long as there are attempts.
+    Workers that have failed come last. Before the first token the workers are ranked twice. An answer that has begun is worth more
+    patience: then they are ranked as long as attempts are left.
     """
 
     MAX_RANKINGS: Final = 2
@@ -49,7 +49,7 @@ class Failover:
         return f"Failover(made={self._num_attempts}, left={len(self._ranked)}, rankings={self._num_rankings})"
 
     def fork(self) -> Failover:
-        """That of an answer that goes on by itself from here: the same failures, and as many attempts left."""
+        """Return a copy for an answer that continues by itself: it has the same failures and as many attempts left."""
         again = copy(self)
         again._ranked, again._failures = deque(self._ranked), list(self._failures)
         return again
@@ -73,7 +73,7 @@ class Failover:
         self._num_rankings += 1
 
     def next(self) -> Target:
-        """The next try. When all were made: Unavailable, or ResourceExhausted if every worker only was full."""
+        """Return the next attempt. If none is left, raises ResourceExhausted if every worker was only full, else Unavailable."""
         if not self._ranked or self._num_attempts >= self._max_attempts:
             raise self._exhausted()
         worker = self._ranked.popleft()
@@ -81,18 +81,18 @@ class Failover:
         return Target(worker_id=worker.worker_id, address=worker.address, attempt=self._num_attempts)
 
     def failed(self, target: Target, error: KvpoolError) -> None:
-        """Note what a worker said instead of an answer."""
+        """Note the error that a worker answered with."""
         self._failures.append(_Failure(target, error))
 
     def broke_off(self, target: Target, error: KvpoolError) -> None:
-        """Note what ended an attempt that had delivered tokens: there is more to route by, so the search starts over."""
+        """Note the error of an attempt that had delivered tokens. The search starts over, since the manager can route by more."""
         self.failed(target, error)
         self._has_begun = True
         self._ranked.clear()
         self._num_rankings = 0
 
     def gave_up(self, error: KvpoolError, num_delivered: int) -> KvpoolError:
-        """The reader's error: `error` ended the search for a worker that continues after `num_delivered` tokens."""
+        """Return the reader's error when `error` ended the search for a worker that continues after `num_delivered` tokens."""
         message = (
             f"the answer broke off after {num_delivered} tokens, which were delivered, and could not go on: {error}"
         )

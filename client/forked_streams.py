@@ -1,4 +1,4 @@
-"""The streams of several answers that go on by themselves, as one sequence of chunks."""
+"""Merges the streams of several answers, each of which continues by itself, into one sequence of chunks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class ChunkStream(Protocol):
     """The chunks of one answer."""
 
     async def next_chunk(self) -> Chunk | None:
-        """The next one; None after the last."""
+        """Wait for the next one; None after the last."""
         ...
 
     async def aclose(self) -> None:
-        """End it. May be repeated."""
+        """End the stream. May be repeated."""
         ...
 
 
 class MergedStreams:
-    """Reads all of them at once; one chunk of each waits at most."""
+    """Reads all streams at once, and at most one chunk of each ahead."""
 
     def __init__(self, streams: Iterable[ChunkStream]) -> None:
-        """Inside a running event loop."""
+        """Begin to read. Needs a running event loop."""
         self._reading: dict[asyncio.Task[Chunk | None], ChunkStream] = {}
         for stream in streams:
             self._read(stream)
@@ -34,7 +34,7 @@ class MergedStreams:
         self._reading[asyncio.create_task(stream.next_chunk())] = stream
 
     async def next_chunk(self) -> Chunk | None:
-        """The next chunk of any of them; None after the last of all. Raises what one of them raises."""
+        """Wait for the next chunk of any stream; None after the last of all. Raises what one of them raises."""
         while self._reading:
             done, _ = await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
             # The one that was read longest ago: a set has them in no order.
@@ -47,7 +47,7 @@ class MergedStreams:
         return None
 
     async def aclose(self) -> None:
-        """End all of them. May be repeated."""
+        """End all streams. May be repeated."""
         reading, self._reading = self._reading, {}
         for task in reading:
             task.cancel()

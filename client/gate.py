@@ -1,4 +1,4 @@
-"""The gate of a stream: which tokens of which attempt the client takes."""
+"""Takes each token of an answer once, whichever attempt sends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .errors import ProtocolError
 
 
 class Accepted(NamedTuple):
-    """Where accepted tokens are in the answer."""
+    """The place of accepted tokens in the answer."""
 
     start_index: int
     """Index of the first of them among all tokens of the answer."""
@@ -25,8 +25,8 @@ class Gate:
         self._attempt = 0
         self._base = 0
         self._num_delivered = 0
-        self._num_prompt_told = 0
-        self._num_prompt_told_by_attempt = 0
+        self._num_prompt_delivered = 0
+        self._num_prompt_of_attempt = 0
 
     def __repr__(self) -> str:
         return f"Gate(attempt={self._attempt}, base={self._base}, num_delivered={self._num_delivered})"
@@ -42,16 +42,17 @@ class Gate:
         return self._base
 
     def open(self, attempt: int) -> None:
-        """From now on only `attempt` may deliver; it starts after what was delivered. Attempts only grow."""
+        """Let only `attempt`, which must be larger than any before, deliver. Its positions count from the next token of the
+        answer."""
         assert attempt > self._attempt, (attempt, self._attempt)
         self._attempt = attempt
         self._base = self._num_delivered
-        self._num_prompt_told_by_attempt = 0
+        self._num_prompt_of_attempt = 0
 
     def take(self, attempt: int, start_index: int, num_tokens: int) -> Accepted | None:
-        """Let `num_tokens` tokens at `start_index` of attempt's stream through; None: of an older attempt, drop them.
+        """Accept `num_tokens` tokens at `start_index` of the attempt's stream. None: the attempt is an older one; drop them.
 
-        ProtocolError if they are not at the next position. Without tokens only the attempt is looked at.
+        ProtocolError if they are not at the next position. Without tokens only the attempt is checked.
         """
         if attempt != self._attempt:
             return None
@@ -66,10 +67,10 @@ class Gate:
         self._num_delivered += num_tokens
         return accepted
 
-    def take_prompt(self, num_told: int) -> int:
-        """Accept log-probabilities of the next `num_told` tokens of the prompt; returns how many of them, from the first on, an
-        earlier attempt delivered before it broke off."""
-        self._num_prompt_told_by_attempt += num_told
-        num_new = max(0, self._num_prompt_told_by_attempt - self._num_prompt_told)
-        self._num_prompt_told += num_new
-        return num_told - num_new
+    def take_prompt(self, num_entries: int) -> int:
+        """Accept log-probabilities of the prompt's next `num_entries` tokens. Returns how many of them, from the first on, an
+        earlier attempt has delivered."""
+        self._num_prompt_of_attempt += num_entries
+        num_new = max(0, self._num_prompt_of_attempt - self._num_prompt_delivered)
+        self._num_prompt_delivered += num_new
+        return num_entries - num_new

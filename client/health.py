@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The health of a service, asked for by the standard protocol grpc.health.v1.
+"""Asks a service for its health by the standard protocol grpc.health.v1.
 
 Containers run this every few seconds, next to work that needs the cores. So the file imports gRPC and nothing of kvpool: the
 images hold it as the command `kvpool-health`, which needs a quarter of the CPU time of `kvpool health`.
@@ -21,25 +21,26 @@ _OPTIONS = [("grpc.enable_http_proxy", 0)]  # a proxy for the web must not see t
 
 
 class Health(NamedTuple):
-    """What a service said of itself."""
+    """The health that a service reports."""
 
     serving: bool
     line: str
-    """For people: one line with the address, and what to do if it does not serve."""
+    """One line for people, with the address, and what to do if it does not serve."""
 
 
 def ask_health(addresses: str, service: str = "", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Health:
-    """The health of the service at host:port, or of the first that serves of several with commas between; "" is all that it serves.
+    """Ask the service at host:port for its health, or several, with commas between them, until one serves. `service` "" means the
+    process as a whole.
     Blocks for up to `timeout_seconds` for each.
 
     Never raises for what the other side does: a service that does not answer does not serve.
     """
-    found = Health(False, "")
+    health = Health(False, "")
     for address in addresses.split(","):
-        found = _ask(address.strip(), service, timeout_seconds)
-        if found.serving:
+        health = _ask(address.strip(), service, timeout_seconds)
+        if health.serving:
             break
-    return found
+    return health
 
 
 def _ask(address: str, service: str, timeout_seconds: float) -> Health:
@@ -74,7 +75,7 @@ def _reason(error: grpc.RpcError, service: str, timeout_seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the line; returns 0 if the service serves, else 1."""
+    """Print the health as a line; returns 0 if the service serves, else 1."""
     parser = argparse.ArgumentParser(prog="kvpool-health", description="Exit status 0 if the service serves, else 1.")
     default = os.environ.get("KVPOOL_MANAGER") or "127.0.0.1:50051"
     parser.add_argument("address", nargs="?", default=default, metavar="HOST:PORT", help=f"default: {default}")

@@ -26,9 +26,9 @@ MAX_GRACE_SECONDS: Final = 3600
 _BACKOFF_SECONDS_MIN: Final = 0.05
 _BACKOFF_SECONDS_MAX: Final = 1.0
 _ATTEMPTS_MIN: Final = 3
-"""Before a manager that was never heard counts as absent, however much time has passed: this process may have been suspended."""
+"""Attempts before a manager that never answered counts as absent, however late it is: this process may have been suspended."""
 _ATTEMPT_SECONDS_MIN: Final = 0.5
-"""What an attempt is given where the time for the first contact is over."""
+"""Time for an attempt after the time for the first contact is over."""
 
 _SIDE_QUESTION_SECONDS: Final = 0.1
 """What a request that is under way waits for an answer that it can do without."""
@@ -40,7 +40,7 @@ _Response = TypeVar("_Response", bound=Message)
 
 
 class Manager:
-    """DescribeBlock, Describe, Explain, Check, Route and Drain. None does more the second time, so all of them may be repeated."""
+    """Calls DescribeBlock, Describe, Explain, Check, Route and Drain. All of them are idempotent, so they are repeated."""
 
     def __init__(self, channels: Channels, config: ClientConfig) -> None:
         self._channels = channels
@@ -51,8 +51,8 @@ class Manager:
         self._seen_at = 0.0
 
     async def look(self, seconds: float, max_age: float) -> cache_pb2.DescribeResponse:
-        """Live workers, at most `max_age` seconds ago: one call for all who look at the same time. Raises KvpoolError when the
-        manager does not answer within `seconds`."""
+        """Return the live workers of at most `max_age` seconds ago. Callers at the same time share one call. Raises KvpoolError if
+        the manager does not answer within `seconds`."""
         clock = time.monotonic
         if self._seen is not None and clock() - self._seen_at <= max_age:
             return self._seen
@@ -77,7 +77,7 @@ class Manager:
         group: int = 0,
         max_sequences: int = 0,
     ) -> cache_pb2.DescribeResponse:
-        """Live workers and their block counts; with first_block also one page of the block map of that worker's group, with
+        """List live workers and their block counts. With first_block also one page of the block map of that worker's group; with
         max_sequences also at most that many live sequences of each worker, oldest first."""
         request = cache_pb2.DescribeRequest(
             worker_id=worker_id,
@@ -92,14 +92,14 @@ class Manager:
     async def describe_block(
         self, deadline: Deadline, worker_id: str, block_id: int, group: int = 0
     ) -> cache_pb2.DescribeBlockResponse:
-        """One block of a worker's group."""
+        """Describe one block of a worker's group."""
         if not 0 <= block_id < 2**32:
             raise InvalidRequest(f"a block id must be in 0 … 2**32 − 1, got {block_id}", reason="BAD_FIELD")
         request = cache_pb2.DescribeBlockRequest(worker_id=worker_id, block_id=block_id, group=group)
         return await self._call(self._channels.manager(self._config.manager).DescribeBlock, request, deadline)
 
     async def check(self, deadline: Deadline) -> cache_pb2.CheckResponse:
-        """Audit of the manager's laws."""
+        """Audit the manager's laws."""
         return await self._call(self._channels.manager(self._config.manager).Check, cache_pb2.CheckRequest(), deadline)
 
     async def route(
@@ -111,8 +111,8 @@ class Manager:
         num_needed_tokens: int = 0,
         explain: bool = False,
     ) -> cache_pb2.RouteResponse:
-        """Workers for a prompt that have room for a text of `num_needed_tokens`, best first; `explain`: and why no more of it is
-        cached. Advisory."""
+        """Rank the workers that have room for a text of `num_needed_tokens`, best first. `explain` asks also why no more of the
+        prompt is cached. Advisory."""
         request = cache_pb2.RouteRequest(
             root=prompt.root,
             tokens=pack_tokens(prompt.token_ids),
@@ -127,7 +127,7 @@ class Manager:
     async def explain(
         self, deadline: Deadline, prompt: RoutedPrompt, *, worker_id: str = ""
     ) -> cache_pb2.ExplainResponse:
-        """What each worker, or one, would serve of a prompt, and why no more."""
+        """Explain what each worker, or the one named, would serve of a prompt, and why no more."""
         tokens = pack_tokens(prompt.token_ids)
         request = cache_pb2.ExplainRequest(root=prompt.root, tokens=tokens, worker_id=worker_id)
         _require_fit(request, len(prompt.token_ids))
@@ -149,7 +149,8 @@ class Manager:
         request: _Request,
         deadline: Deadline,
     ) -> _Response:
-        """One call, repeated while the manager is away: until the deadline if it ever answered, else for first_contact."""
+        """Make one call, and repeat it while the manager is away: until the deadline if it ever answered, else for
+        first_contact."""
         contact = Deadline(self._config.first_contact, deadline.clock)
         backoff = _BACKOFF_SECONDS_MIN
         num_attempts = 0

@@ -1,8 +1,9 @@
-"""The shape in which a chat template reads messages: contents as text or as parts, a tool's arguments as JSON text or as a mapping.
+"""Finds the shape in which a chat template reads messages: contents as text or as parts, a tool's arguments as JSON text or as a
+mapping.
 
-OpenAI's API allows both of a content, and sends arguments as text. Most templates read one of them, and make of the other an error,
-Python's notation of it, or nothing. So a template is tried on the same messages with marks in place of contents and arguments, in
-either shape: the one whose marks come out as they should is the one that it reads.
+OpenAI's API allows both shapes of a content, and sends arguments as text. Most templates read one shape only: the other gives an
+error, its Python notation, or nothing. So the template is tried on the same messages in each shape, with marks in place of contents
+and arguments. It reads the shape whose marks come out as they should.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from .errors import InvalidRequest
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str | None]
-"""The text of messages; None: the template fails or refuses."""
+"""Renders messages; None: the template fails or refuses."""
 
 _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-"""Each is tried by itself; all others together, because a request may name any number."""
+"""Roles that are tried one by one; all others are tried together, because a request may name any number."""
 
 
 class MessageShapes(NamedTuple):
-    """What a template reads of certain messages."""
+    """The shapes in which a template reads certain messages."""
 
     reads_text: frozenset[int] = frozenset()
-    """Messages, by their index, whose content it reads as text."""
+    """Indices of the messages whose content it reads as text."""
     reads_parts: frozenset[int] = frozenset()
     arguments_as_text: bool = False
     arguments_as_mapping: bool = False
     developer: str = "developer"
-    """The role under which it reads what a developer says."""
+    """Role under which it reads messages of the developer."""
     empty: str | None = None
-    """What stands for a content that is not there; None: nothing."""
+    """Text in place of a missing content; None: the content stays missing."""
 
     def apply(self, messages: Sequence[Message]) -> list[Message]:
-        """Copies of the messages as the template reads them. InvalidRequest if arguments must be a mapping and are not."""
+        """Return copies of the messages as the template reads them. InvalidRequest if arguments must be a mapping and are not."""
         return [self._shaped(index, message) for index, message in enumerate(messages)]
 
     def _shaped(self, index: int, message: Message) -> Message:
@@ -65,27 +66,27 @@ class MessageShapes(NamedTuple):
 
 
 def structure(messages: Sequence[Message]) -> tuple[tuple[str, str], ...] | None:
-    """What the shapes depend on, if that is no more than roles and the kinds of contents."""
+    """Return role and content type of each message; None: there are other keys, on which the shapes may depend too."""
     if any(message.keys() - {"role", "content"} for message in messages):
         return None
     return tuple((message["role"], type(message.get("content")).__name__) for message in messages)
 
 
 def find_shapes(messages: Sequence[Message], render: Render) -> MessageShapes | None:
-    """Try the template: a few short renderings, however long the contents are. None: it renders no messages of these roles."""
-    found = _found(_Trial(messages, render))
-    if found is None and any(message.get("content") is None for message in messages):
-        found = _found(_Trial(messages, render, empty=""))
+    """Try the template in a few short renderings, however long the contents are. None: it renders no messages of these roles."""
+    shapes = _shapes_of(_Trial(messages, render))
+    if shapes is None and any(message.get("content") is None for message in messages):
+        shapes = _shapes_of(_Trial(messages, render, empty=""))
     developers = {index for index, message in enumerate(messages) if message["role"] == "developer"}
-    if developers and (found is None or not developers & (found.reads_text | found.reads_parts)):
+    if developers and (shapes is None or not developers & (shapes.reads_text | shapes.reads_parts)):
         # A template that does not know the role drops its words, or refuses.
-        empty = None if found is None else found.empty
-        found = _found(_Trial(messages, render, developer="system", empty=empty)) or found
-    return found
+        empty = None if shapes is None else shapes.empty
+        shapes = _shapes_of(_Trial(messages, render, developer="system", empty=empty)) or shapes
+    return shapes
 
 
-def _found(trial: _Trial) -> MessageShapes | None:
-    """None: nothing is rendered."""
+def _shapes_of(trial: _Trial) -> MessageShapes | None:
+    """Return the shapes that a trial shows; None: it renders nothing."""
     messages, nothing, everything = trial.messages, frozenset[int](), frozenset(range(len(trial.messages)))
     as_text = as_mapping = False
     if any(_arguments(call) is not None for message in messages for call in _calls(message)):
@@ -110,7 +111,7 @@ def _found(trial: _Trial) -> MessageShapes | None:
 
 
 class _Trial:
-    """Messages with marks in place of what they say. Nobody who wrote one of them can have put such marks into it."""
+    """Messages with random marks in place of their contents: no author of a message can have written such a mark."""
 
     def __init__(
         self, messages: Sequence[Message], render: Render, *, developer: str = "developer", empty: str | None = None
@@ -126,7 +127,8 @@ class _Trial:
         self._rendered: dict[tuple[frozenset[int], bool], str | None] = {}
 
     def render(self, parts: frozenset[int], mapping: bool) -> str | None:
-        """`parts`: messages whose content is a list of parts; `mapping`: arguments are mappings."""
+        """Render the marked messages. `parts`: indices of those whose content is a list of parts; `mapping`: arguments are
+        mappings."""
         key = parts, mapping
         if key not in self._rendered:
             marked = [self._marked(index, index in parts, mapping) for index in range(len(self.messages))]
@@ -135,7 +137,7 @@ class _Trial:
         return self._rendered[key]
 
     def read(self, parts: frozenset[int], mapping: bool) -> frozenset[int]:
-        """The messages whose words come out, and nothing else of what they are."""
+        """Return the indices of the messages whose text comes out without the other keys of their parts."""
         rendered = self.render(parts, mapping) or ""
         words, others = (
             {int(index) for index in re.findall(rf"{self._mark}{kind}(\d+)z", rendered, re.IGNORECASE)}
@@ -170,11 +172,11 @@ class _Trial:
 
 
 def _by_role(messages: Sequence[Message]) -> Iterable[frozenset[int]]:
-    found: dict[str, set[int]] = {}
+    indices_by_role: dict[str, set[int]] = {}
     for index, message in enumerate(messages):
         role = message["role"] if message["role"] in _KNOWN_ROLES else ""
-        found.setdefault(role, set()).add(index)
-    return [frozenset(indices) for indices in found.values()]
+        indices_by_role.setdefault(role, set()).add(index)
+    return [frozenset(indices) for indices in indices_by_role.values()]
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -187,7 +189,7 @@ def _calls(message: Message) -> list[Any]:
 
 
 def _arguments(call: Any) -> str | dict[str, Any] | None:
-    """None: there are none, or they have no form that is known."""
+    """Return a tool call's arguments; None: it has none, or they have an unknown form."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     return arguments if isinstance(arguments, str | dict) else None
@@ -199,13 +201,13 @@ def _with_arguments(call: Any, arguments: Any) -> Any:
 
 def _mapping(index: int, arguments: str) -> dict[str, Any]:
     try:
-        found = json.loads(arguments or "{}")
+        mapping = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        mapping = None
+    if not isinstance(mapping, dict):
         raise InvalidRequest(
             f"message {index} has a tool call whose arguments are no JSON object, which the model's chat template reads; "
             'send them as OpenAI does: "{\\"name\\": value}"',
             reason="BAD_FIELD",
         )
-    return found
+    return mapping

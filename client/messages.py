@@ -1,4 +1,4 @@
-"""The messages of a chat, checked and in the form that templates know."""
+"""Checks the messages of a chat and brings them into the form that templates read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 
 def as_messages(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
-    """Copies of the messages, as transformers gives them to templates: a key that is null is one that is not there, and reasoning
-    has all of its names. A content that is a list of parts remains one; a refusal in it becomes text. InvalidRequest says which
-    message is wrong, and how."""
+    """Return copies of the messages as transformers gives them to templates: keys that are null are left out, and reasoning has all
+    of its names. A content that is a list of parts remains one; a refusal in it becomes text. InvalidRequest says which message is
+    wrong, and how."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise InvalidRequest(
             f'a chat is a list of messages such as {{"role": "user", "content": "…"}}, got {type(messages).__name__}; '
@@ -37,13 +37,13 @@ def _as_message(index: int, message: Message) -> dict[str, Any]:
             f'message {index} needs a role (user, assistant or system) and a content: {{"role": "user", "content": "…"}}',
             reason="BAD_FIELD",
         )
-    stated = {key: value for key, value in message.items() if value is not None}
-    if isinstance(stated.get("content"), list):
-        stated["content"] = [_as_text_part(index, part) for part in stated["content"]]
-    if isinstance(stated.get("tool_calls"), list):
-        stated["tool_calls"] = [_without_nulls(call) for call in stated["tool_calls"]]
-    reasoning = next((stated[name] for name in _REASONING if name in stated), None)
-    return stated if reasoning is None else {"thinking": reasoning, **stated, "reasoning_content": reasoning}
+    fields = {key: value for key, value in message.items() if value is not None}
+    if isinstance(fields.get("content"), list):
+        fields["content"] = [_as_text_part(index, part) for part in fields["content"]]
+    if isinstance(fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_without_nulls(call) for call in fields["tool_calls"]]
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _as_text_part(index: int, part: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _as_text_part(index: int, part: Any) -> dict[str, Any]:
 
 
 def _without_nulls(call: Any) -> Any:
-    """Of a tool call and its function."""
+    """Leave out the keys of a tool call and of its function that are null."""
     if not isinstance(call, Mapping):
         return call
     return {

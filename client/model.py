@@ -28,7 +28,7 @@ _CHAT_TEMPLATE: Final = worker_pb2.MODEL_FILE_CHAT_TEMPLATE
 _SPECIAL_TOKENS: Final = worker_pb2.MODEL_FILE_SPECIAL_TOKENS
 _SYSTEM_ROLES: Final = frozenset({"system", "developer"})
 _UNCHECKED_FACTOR: Final = 4
-"""How much longer a text may be that is only counted."""
+"""How many times longer than the model's limit a text may be if it is only to be counted."""
 _measured: Final = lru_cache(8)(text_measure)
 
 
@@ -37,53 +37,53 @@ class Model:
     """One model. Immutable; tokenising is blocking and may take milliseconds for long texts."""
 
     name: str
-    """As people know it."""
+    """Name for people."""
     fingerprint: str
-    """Of weights, KV dtype, RoPE and quantisation; part of the root."""
+    """Digest of weights, KV dtype, RoPE and quantisation; part of the root."""
     architecture: str
-    """As in the model's config, e.g. "llama"."""
+    """The model_type of the model's config, e.g. "llama"."""
     dtype: str
-    """Of weights and KV."""
+    """Data type of weights and KV."""
     vocab_size: int
-    """Token ids are below it."""
+    """Number of token ids: each id is smaller."""
     max_model_len: int
-    """Prompt and generated tokens together; with an encoder, of the decoder's text."""
+    """Most tokens of prompt and answer together; with an encoder, of the decoder's text."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a text."""
     tokenizer: Tokenizer | None
-    """None: the model folder has none; talk to it in token ids."""
+    """None: the model folder has none; prompts must be token ids."""
     chat_template: ChatTemplate | None
-    """None: the model folder has none; generate() only."""
+    """None: the model folder has none; chat() is refused."""
     keeps_boundaries: bool = False
-    """Layers with a sliding window or a state: other prompts go on from boundaries only."""
+    """Whether layers have a sliding window or a state: then other prompts can continue only from boundaries."""
     encoder: EncoderModel | None = None
-    """None: the prompt is the beginning of the text."""
+    """The encoder, which reads the prompt; None: the prompt is the beginning of the text."""
     end_of_turn_token_ids: tuple[int, ...] = ()
     """Ids that end a text too, in chats."""
     defaults: worker_pb2.GenerationDefaults = field(default_factory=worker_pb2.GenerationDefaults, repr=False)
-    """What requests mean that say nothing of it; as options: `default_options`."""
+    """Defaults of requests; `default_options` has them as options."""
 
     @property
     def default_options(self) -> dict[str, Any]:
         """The options of generate() to which the model's generation_config.json gives another default, with those defaults.
         `max_length` and `min_length` count the prompt too."""
-        found: dict[str, Any] = sampling_fields(self.defaults.sampling)
+        options: dict[str, Any] = sampling_fields(self.defaults.sampling)
         for part in (self.defaults.stop, self.defaults.beam_search, self.defaults):
-            found |= {entry.name: value for entry, value in part.ListFields() if entry.message_type is None}
-        if "stop_strings" in found:
-            found["stop"] = list(found.pop("stop_strings"))
-        if "early_stopping" in found:
-            found["early_stopping"] = (False, True, "never")[found["early_stopping"]]
-        del found["logit_bias"]
+            options |= {entry.name: value for entry, value in part.ListFields() if entry.message_type is None}
+        if "stop_strings" in options:
+            options["stop"] = list(options.pop("stop_strings"))
+        if "early_stopping" in options:
+            options["early_stopping"] = (False, True, "never")[options["early_stopping"]]
+        del options["logit_bias"]
         # Numbers as the file has them: on the wire they are float32.
-        return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in found.items()}
+        return {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in options.items()}
 
     @classmethod
     def from_parts(
         cls, facts: worker_pb2.ModelFacts, files: Mapping[int, bytes], templates: TemplateProcess | None = None
     ) -> Model:
-        """Build from a worker's facts and its files, already checked against their digests. `templates`: where the chat template
-        is rendered; None: in a process of its own."""
+        """Build from a worker's facts and its files, already checked against their digests. `templates` renders the chat template;
+        None: a process of its own."""
         tokenizer = None
         if _TOKENIZER in files:
             try:
@@ -117,22 +117,23 @@ class Model:
         )
 
     def num_first_tokens(self, num_prompt_tokens: int) -> int:
-        """Of those that share `max_model_len` with an answer: its prompt's, or those that the text of a decoder begins with."""
+        """Count the tokens that share `max_model_len` with an answer: the prompt's, or those that a decoder's text begins with."""
         return num_prompt_tokens if self.encoder is None else len(self.encoder.decoder_prompt)
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a raw prompt, with the special tokens that the tokenizer itself adds. Ids are only checked."""
+        """Tokenise a raw prompt, with the special tokens that the tokenizer itself adds. Token ids are only checked."""
         return self._checked(list(prompt) if not isinstance(prompt, str) else self._encode(prompt, special=True))
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, also of an empty one or of one that is longer than the model takes, but not many times longer; with
-        `special` those that the tokenizer itself adds."""
+        """Tokenise a text, which may be empty, or longer than the model takes, but not many times longer. `special` includes the
+        special tokens that the tokenizer itself adds."""
         return self._encode(text, special=special, is_checked=False)
 
     def encode_chat(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None, *, check: bool = True
     ) -> list[int]:
-        """Token ids of a chat up to where the assistant is to speak. Without `check` it may be longer than the model takes."""
+        """Render and tokenise a chat up to where the assistant is to speak. Without `check` it may be longer than the model
+        takes."""
         if self.encoder is not None:
             raise InvalidRequest(
                 f"{self.name} does not chat: its prompt feeds an encoder, and is not the beginning of what it writes; use "
@@ -151,8 +152,8 @@ class Model:
         return self._checked(ids) if check else ids
 
     def chat_prompt(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> Prompt:
-        """A chat up to where the assistant is to speak. Where boundaries matter it has one at the end of the system prompt, which
-        other chats begin with too."""
+        """Return the prompt of a chat up to where the assistant is to speak. If boundaries matter, it has one at the end of the
+        system prompt, with which other chats begin too."""
         token_ids = self.encode_chat(messages, arguments)
         boundaries = self._end_of_system_prompt(token_ids, messages, arguments)
         return Prompt(token_ids, boundaries, self.end_of_turn_token_ids)
@@ -190,15 +191,15 @@ class Model:
 
     @property
     def _most_tokens(self) -> int:
-        """Of a prompt."""
+        """Most tokens that a prompt can have."""
         return self.max_model_len if self.encoder is None else self.encoder.max_tokens
 
     def _measure(self) -> TextMeasure | None:
         return None if self.tokenizer is None else _measured(self.tokenizer)
 
     def _require_fits(self, text: str, factor: int) -> None:
-        """InvalidRequest, at most a millisecond per megabyte, if the text certainly has more than `factor` times the tokens that
-        the model takes: to tokenise it would cost a hundred times its size."""
+        """Raise InvalidRequest if the text certainly has more than `factor` times the tokens that the model takes. Costs at most a
+        millisecond per megabyte, while tokenising would cost a hundred times its size in memory."""
         most = factor * self._most_tokens
         measure = self._measure() if len(text) > most else None
         if measure is None:
@@ -215,7 +216,7 @@ class Model:
             )
 
     def _require_renderable(self, messages: Sequence[Message]) -> None:
-        """InvalidRequest if the messages are too long to be rendered. A template may leave out some of them."""
+        """Raise InvalidRequest if the messages are too long to be rendered. A template may leave out some of them."""
         count, measure = num_characters(messages), self._measure()
         if measure is None or count <= MIN_SHORTENED_BYTES:
             return

@@ -1,4 +1,4 @@
-"""Fetches a model's facts and files from a worker, and believes only what matches its digest."""
+"""Receives a model's facts and files from a worker, and checks the files against their digests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpool.v1 import worker_pb2
 from .errors import ProtocolError
 
 DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024
-"""Of all files of a model together. The largest tokenizers that are published have some 35 MB."""
+"""Most bytes of all files of a model together. The largest published tokenizers have some 35 MB."""
 MAX_FILES: Final = 16
 
 
@@ -24,7 +24,7 @@ async def receive_model(
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> tuple[worker_pb2.ModelFacts, dict[int, bytes]]:
     """Read one GetModel answer to its end. ProtocolError if a file is missing or not what its digest says, or if the files
-    announced have more than `max_bytes` together: then none of them is received.
+    announced have more than `max_bytes` together; then none of them is received.
 
     TimeoutError if the first message is not there within `facts_timeout` seconds; how long the files may take is up to
     the call.

@@ -37,7 +37,7 @@ _FACTS_TIMEOUT_SECONDS: Final = 3.0
 # Megabytes, from a worker that has shown that it answers.
 _FILES_TIMEOUT_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 5.0
-"""Until a worker that did not send what has changed of its model is asked again; until then the model is as another one has it."""
+"""Time until a worker that did not send its changed facts is asked again; until then another worker's facts are used."""
 
 
 class KnownModel(NamedTuple):
@@ -46,19 +46,19 @@ class KnownModel(NamedTuple):
     fingerprint: str
     name: str
     facts: bytes
-    """The digest of those of the worker that registered last."""
+    """Digest of the facts of the worker that registered last."""
     max_model_len: int
-    """The largest of all workers; 0: not stated."""
+    """The largest of all workers; 0: unknown."""
     max_encoder_tokens: int
     workers: tuple[cache_pb2.WorkerDescription, ...]
-    """The one that registered last comes first."""
+    """Its workers; the one that registered last comes first."""
     takes_prompts: bool
-    """False: they are leaving, or do not serve yet."""
+    """Whether its workers serve; False: they are leaving, or do not serve yet."""
 
 
 def served_models(workers: Iterable[cache_pb2.WorkerDescription]) -> list[KnownModel]:
-    """The models of live workers that serve text: those with an address. Workers that are leaving, or do not serve yet, count only
-    where a model has no others."""
+    """List the models of the live workers that serve text, which are those with an address. Workers that are leaving, or do not
+    serve yet, count only if a model has no others."""
     by_fingerprint: dict[str, list[cache_pb2.WorkerDescription]] = {}
     for worker in sorted(workers, key=lambda worker: -worker.session):
         if worker.address:
@@ -66,15 +66,15 @@ def served_models(workers: Iterable[cache_pb2.WorkerDescription]) -> list[KnownM
     models = []
     for fingerprint, of_model in by_fingerprint.items():
         serving = [worker for worker in of_model if not worker.draining and not worker.recovering]
-        found = serving or of_model
+        counted = serving or of_model
         models.append(
             KnownModel(
                 fingerprint,
-                found[0].model_name,
-                found[0].facts_digest,
-                max(worker.max_model_len for worker in found),
-                max(worker.max_encoder_tokens for worker in found),
-                tuple(found),
+                counted[0].model_name,
+                counted[0].facts_digest,
+                max(worker.max_model_len for worker in counted),
+                max(worker.max_encoder_tokens for worker in counted),
+                tuple(counted),
                 bool(serving),
             )
         )
@@ -82,22 +82,21 @@ def served_models(workers: Iterable[cache_pb2.WorkerDescription]) -> list[KnownM
 
 
 class _Known(NamedTuple):
-    """What is known of a model that is served."""
+    """A model that is served, as it was fetched last."""
 
     model: Model
     facts: bytes
-    """The digest of what it was made from, limits apart."""
+    """Digest of the facts that it was made from; the limits may have changed since."""
     retry_at: float
-    """Monotonic time: before, no worker with other facts is asked for them, because one that has them did not answer."""
+    """Monotonic time before which no worker is asked for newer facts, because the one that has them did not answer."""
 
 
 class Models:
-    """Finds the model that a request means, and keeps what was fetched of it. One fetch at a time.
+    """Finds the model that a request names, and keeps what was fetched. Fetches one model at a time.
 
-    What was fetched is named by the digest of its facts, which the manager lists with each worker. A model is what the worker
-    says of it that registered last, and its limits are the largest of all workers. `settle` compares what is known with an answer
-    of Route, so a change is noticed by the next request.
-    """
+    The key of a fetched model is the digest of its facts, which the manager lists for each worker. The facts are those of the
+    worker that registered last, the limits are the largest of all workers. `settle` compares the digest with that in an answer of
+    Route, so the next request notices a change."""
 
     def __init__(self, manager: Manager, channels: Channels, config: ClientConfig, templates: TemplateProcess) -> None:
         self._manager = manager
@@ -105,50 +104,50 @@ class Models:
         self._max_model_bytes = config.max_model_bytes
         self._templates = templates
         self._fetched: OrderedDict[tuple[str, bytes], Model] = OrderedDict()
-        """By fingerprint and digest of the facts, the one used last comes last."""
+        """Fetched models by fingerprint and digest of the facts; the one used last comes last."""
         self._known: dict[str, _Known] = {}
-        """By fingerprint."""
+        """The newest facts of each model, by fingerprint."""
         self._fingerprints: dict[str | None, str] = {}
         self._lock = asyncio.Lock()
 
     async def get(self, name: str | None, deadline: Deadline) -> Model:
-        """The model of that name or fingerprint, as it was last seen; None: the one that all live workers serve. Sends nothing if
-        it is known.
+        """Return the model of that name or fingerprint, as it was last seen. `name` None: the one that all live workers serve.
+        Sends nothing if the model is known.
 
         Unavailable (NO_WORKER) while no worker lives, or none serves a model that was served before; NotFound if none serves
         `name`, InvalidRequest if None is ambiguous.
         """
-        known = self._named(name)
-        if known is not None:
-            return known
+        model = self._named(name)
+        if model is not None:
+            return model
         async with self._turn(deadline):
             # The one before us may have been after the same model.
-            known = self._named(name)
-            if known is not None:
-                return known
+            model = self._named(name)
+            if model is not None:
+                return model
             served = await self._resolve(name, deadline)
             return await self._fresh(name, served, deadline)
 
     async def look(self, name: str | None, deadline: Deadline) -> Model:
-        """The same, as the workers serve it now."""
+        """Ask the manager, and return the model as the workers serve it now. Errors as for `get`."""
         served = await self._resolve(name, deadline)
         if self._is_settled(served.fingerprint, served.facts):
             return self._keep(name, served)
         async with self._turn(deadline):
             return await self._fresh(name, served, deadline)
 
-    async def settle(self, name: str | None, model: Model, found: cache_pb2.ServedModel, deadline: Deadline) -> Model:
-        """The model as it is now, after Route has answered `found` of it: `model` itself if nothing has changed."""
+    async def settle(self, name: str | None, model: Model, current: cache_pb2.ServedModel, deadline: Deadline) -> Model:
+        """Return the model as it is now, after Route has answered `current` for it: `model` itself if nothing has changed."""
         fingerprint = model.fingerprint
-        if not self._is_settled(fingerprint, found.facts_digest):
+        if not self._is_settled(fingerprint, current.facts_digest):
             async with self._turn(deadline):
-                if not self._is_settled(fingerprint, found.facts_digest):
+                if not self._is_settled(fingerprint, current.facts_digest):
                     served = await self._resolve(name, deadline)
                     return await self._fresh(name, served, deadline)
-        return self._limit(fingerprint, found.max_model_len, found.max_encoder_tokens)
+        return self._limit(fingerprint, current.max_model_len, current.max_encoder_tokens)
 
     def forget(self, model: Model) -> None:
-        """Resolve the names that led to `model` again, at the manager. What was fetched of it is kept."""
+        """Forget which names mean `model`, so that the manager is asked again. The fetched model is kept."""
         self._fingerprints = {
             name: fingerprint for name, fingerprint in self._fingerprints.items() if fingerprint != model.fingerprint
         }
@@ -167,19 +166,19 @@ class Models:
             self._lock.release()
 
     def _named(self, name: str | None) -> Model | None:
-        """The model that `name` led to before."""
-        known = self._known.get(self._fingerprints.get(name, ""))
-        if known is None:
+        """Return the model that `name` meant before; None: unknown."""
+        entry = self._known.get(self._fingerprints.get(name, ""))
+        if entry is None:
             return None
-        self._fetched.move_to_end((known.model.fingerprint, known.facts))
-        return known.model
+        self._fetched.move_to_end((entry.model.fingerprint, entry.facts))
+        return entry.model
 
     def _is_settled(self, fingerprint: str, facts: bytes) -> bool:
-        known = self._known.get(fingerprint)
-        return known is not None and (known.facts == facts or time.monotonic() < known.retry_at)
+        entry = self._known.get(fingerprint)
+        return entry is not None and (entry.facts == facts or time.monotonic() < entry.retry_at)
 
     async def _resolve(self, name: str | None, deadline: Deadline) -> KnownModel:
-        """Ask the manager who is meant."""
+        """Ask the manager which model `name` means."""
         workers = (await self._manager.describe(deadline)).workers
         try:
             return resolve(workers, name)
@@ -190,13 +189,13 @@ class Models:
             raise Unavailable(str(error), reason="NO_WORKER") from error
 
     async def _fresh(self, name: str | None, served: KnownModel, deadline: Deadline) -> Model:
-        """The model as it is served, fetched unless these facts of it were fetched before."""
+        """Return the model as it is served; fetch it unless its facts were fetched before."""
         if not self._is_settled(served.fingerprint, served.facts):
             self._known[served.fingerprint] = await self._find(served, deadline)
         return self._keep(name, served)
 
     async def _find(self, served: KnownModel, deadline: Deadline) -> _Known:
-        """What is known from now on."""
+        """Return the model with these facts, or with another worker's if no worker sends them."""
         key = served.fingerprint, served.facts
         if key in self._fetched:
             return _Known(self._fetched[key], served.facts, 0.0)
@@ -206,33 +205,36 @@ class Models:
         return _Known(model, facts, 0.0 if has_come else time.monotonic() + _RETRY_SECONDS)
 
     def _keep(self, name: str | None, served: KnownModel) -> Model:
-        """Remember whom the name means, and the limits of the model."""
-        known = self._known[served.fingerprint]
+        """Remember which model the name means, and its limits."""
+        entry = self._known[served.fingerprint]
         self._fingerprints[name] = served.fingerprint
-        self._fetched.move_to_end((served.fingerprint, known.facts))
+        self._fetched.move_to_end((served.fingerprint, entry.facts))
         while len(self._fetched) > MAX_MODELS:
             dropped = next(iter(self._fetched))
             del self._fetched[dropped]
             if dropped[0] in self._known and self._known[dropped[0]].facts == dropped[1]:
                 del self._known[dropped[0]]
-        self._fingerprints = {name: kept for name, kept in self._fingerprints.items() if kept in self._known}
+        self._fingerprints = {
+            name: fingerprint for name, fingerprint in self._fingerprints.items() if fingerprint in self._known
+        }
         return self._limit(served.fingerprint, served.max_model_len, served.max_encoder_tokens)
 
     def _limit(self, fingerprint: str, max_model_len: int, max_encoder_tokens: int) -> Model:
-        """The model with these limits, where they are known: the same object if they are its own."""
-        known = self._known[fingerprint]
-        model, encoder = known.model, known.model.encoder
+        """Return the model with these limits (0: unknown, as it has them); the same object if they have not changed."""
+        entry = self._known[fingerprint]
+        model, encoder = entry.model, entry.model.encoder
         if encoder is not None and max_encoder_tokens not in (0, encoder.max_tokens):
             model = replace(model, encoder=replace(encoder, max_tokens=max_encoder_tokens))
         if max_model_len not in (0, model.max_model_len):
             model = replace(model, max_model_len=max_model_len)
-        self._known[fingerprint] = known._replace(model=model)
+        self._known[fingerprint] = entry._replace(model=model)
         return model
 
     async def _fetch(
         self, serving: Iterable[cache_pb2.WorkerDescription], fingerprint: str, deadline: Deadline
     ) -> tuple[Model, bytes]:
-        """From the first worker that answers, and the digest of its facts; the last one's error if none does."""
+        """Fetch the model from the first worker that answers; returns it with the digest of its facts. Raises the last worker's
+        error if none answers."""
         failure: KvpoolError | None = None
         for worker in serving:
             who = f"{worker.worker_id} ({worker.address})"
@@ -280,7 +282,7 @@ def _silent(who: str, what: str) -> Unavailable:
 
 
 def resolve(workers: Iterable[cache_pb2.WorkerDescription], name: str | None) -> KnownModel:
-    """The model meant by `name`. Errors as Models.get."""
+    """Find the model that `name` means. Errors as for Models.get."""
     workers = list(workers)
     models = served_models(workers)
     if workers and not models:

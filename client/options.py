@@ -82,7 +82,7 @@ class GenerateOptions(TypedDict, total=False):
     tenant_salt: str
     """Tenants with different salts never share blocks."""
     priority: int
-    """Of a worker with --scheduling-policy priority: smaller is served earlier, and preempted later. 0, the default: as usual."""
+    """Smaller is served earlier and preempted later, on workers with --scheduling-policy priority; 0, the default: neutral."""
     tenant: str
     """On whose behalf; a worker shares its steps fairly between tenants of one priority. To share no blocks either, set
     tenant_salt."""

@@ -15,19 +15,19 @@ from .errors import ProtocolError
 
 @dataclass(slots=True)
 class PoolView:
-    """The blocks of one group. The lists are by block id; what is not there yet was never granted, and is free."""
+    """The blocks of one group. Lists are indexed by block id; a block past their end was never granted and is free."""
 
     states: bytearray = field(default_factory=bytearray)
-    """A BlockState each."""
+    """BlockState of each block."""
     ref_counts: array[int] = field(default_factory=lambda: array("H"))
-    """Tables that name the block, at most 65,535."""
+    """Number of tables that each block is in, at most 65,535."""
     last_used: array[int] = field(default_factory=lambda: array("I"))
-    """Number of the picture in which it was granted or hit last, modulo 2^32; 0: in none since somebody watches."""
+    """Number of the picture in which each block was last granted or hit, modulo 2^32; 0: not since watching began."""
     salt_numbers: array[int] = field(default_factory=lambda: array("H"))
-    """Of the tenant's salt; 0: none, or nothing is held."""
+    """Number of the tenant's salt of each block; 0: it has none, or the block holds nothing."""
 
     def grow(self, num_blocks: int) -> None:
-        """Make the lists at least so long; new blocks are free."""
+        """Extend the lists to at least `num_blocks`; new blocks are free."""
         count = num_blocks - len(self.states)
         if count > 0:
             self.states += bytes([cache_pb2.BLOCK_STATE_FREE]) * count
@@ -41,13 +41,13 @@ class WorkerView:
     """One session of a worker."""
 
     session: int
-    """Its number."""
+    """Number of the session."""
     description: cache_pb2.WorkerDescription = field(default_factory=cache_pb2.WorkerDescription)
-    """Without lease, blocks and sequences."""
+    """The worker, without lease, blocks and sequences."""
     pools: dict[int, PoolView] = field(default_factory=lambda: defaultdict(PoolView))
-    """By group."""
+    """Blocks of each group, by its number."""
     sequences: dict[tuple[str, int, int], cache_pb2.SequenceDescription] = field(default_factory=dict)
-    """Live ones, by id, attempt and round."""
+    """Live sequences by id, attempt and round."""
 
 
 class PictureView:
@@ -56,17 +56,17 @@ class PictureView:
     def __init__(self) -> None:
         self.epoch = 0
         self.number = 0
-        """Of the last picture that is complete; 0: none is."""
+        """Number of the last complete picture; 0: there is none yet."""
         self.cluster = cache_pb2.ClusterPicture()
         self._workers: dict[int, WorkerView] = {}
 
     @property
     def workers(self) -> Mapping[int, WorkerView]:
-        """By session."""
+        """Workers by session."""
         return self._workers
 
     def apply(self, picture: cache_pb2.Picture) -> bool:
-        """Take in one message; returns whether the picture is complete with it. Raises ProtocolError: its lists do not fit."""
+        """Take in one message; returns whether it completes the picture. Raises ProtocolError if its lists differ in length."""
         if picture.whole:
             self._workers.clear()
             self.cluster = cache_pb2.ClusterPicture()
@@ -120,7 +120,7 @@ def _apply_blocks(pool: PoolView, blocks: cache_pb2.BlockPicture) -> None:
 
 
 def _numbers(kind: str, data: bytes) -> array[int]:
-    """Little-endian numbers."""
+    """Decode little-endian numbers."""
     numbers: array[int] = array(kind, data)
     if sys.byteorder == "big":
         numbers.byteswap()

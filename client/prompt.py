@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Prompt(NamedTuple):
-    """Token ids, and what is known of others that begin alike."""
+    """Token ids of a prompt, with what its request adds."""
 
     token_ids: list[int]
     boundaries: tuple[int, ...] = ()
-    """Lengths, in tokens, from where other prompts will go on."""
+    """Lengths, in tokens, after which other prompts will continue differently."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end an answer to it, other than the model's own: those that end a turn of a chat."""
+    """Ids that end an answer in addition to the model's own: those that end a turn of a chat."""

@@ -1,4 +1,4 @@
-"""From the options of generate() and chat() to the messages that ask for an answer."""
+"""Converts the options of generate() and chat() to request messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .options import GenerateOptions
 from .prompt import Prompt
 
 _CLIENTS_OWN: Final = ("timeout", "model", "explain", "default_temperature")
-"""Options that are no field of the request."""
+"""Options that are not fields of the request."""
 _OPTION_OF: Final = {"stop_strings": "stop"}
-"""Fields that have another name than their option."""
+"""Option of each field that has another name than its option."""
 _FIELD_OF: Final = {option: field for field, option in _OPTION_OF.items()}
 
 _EARLY_STOPPING: Final[Mapping[object, object]] = {
@@ -51,12 +51,12 @@ _MESSAGES: Final[Mapping[Any, str]] = {
 
 
 def build_request(options: GenerateOptions) -> worker_pb2.GenerateRequest:
-    """The options as a request without a prompt; options that are None are left out. InvalidRequest names the first option that is
-    wrong and what it may be."""
+    """Convert the options to a request without a prompt; options that are None are left out. InvalidRequest names the first option
+    that is wrong and what it may be."""
     unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
     if unknown:
-        known = ", ".join(GenerateOptions.__annotations__)
-        raise InvalidRequest(f"unknown option {unknown[0]!r}; there are {known}", reason="BAD_FIELD")
+        names = ", ".join(GenerateOptions.__annotations__)
+        raise InvalidRequest(f"unknown option {unknown[0]!r}; there are {names}", reason="BAD_FIELD")
     request = worker_pb2.GenerateRequest()
     for option, value in options.items():
         if value is not None and option not in _CLIENTS_OWN:
@@ -83,7 +83,7 @@ def build_request(options: GenerateOptions) -> worker_pb2.GenerateRequest:
 def request_for(
     asked: worker_pb2.GenerateRequest, model: Model, prompt: Prompt, default_temperature: float = 0.0
 ) -> worker_pb2.GenerateRequest:
-    """What is asked of a model for that prompt. What the request leaves open is decided here, by the model's defaults, so that
+    """Return the request to a model for that prompt. Fields that the caller leaves open get the model's defaults here, so that
     every attempt asks for the same."""
     request = worker_pb2.GenerateRequest()
     request.CopyFrom(asked)
@@ -93,13 +93,13 @@ def request_for(
         request.sampling.temperature = default_temperature
     _choose_seed(request)
     if not request.stop.ignore_eos:
-        known = set(request.stop.stop_token_ids)
-        request.stop.stop_token_ids.extend(one for one in prompt.stop_token_ids if one not in known)
+        own_ids = set(request.stop.stop_token_ids)
+        request.stop.stop_token_ids.extend(token_id for token_id in prompt.stop_token_ids if token_id not in own_ids)
     return request
 
 
 def _choose_seed(request: worker_pb2.GenerateRequest) -> None:
-    """Chosen here, so that every attempt draws alike."""
+    """Choose a seed if the request needs one, so that every attempt draws alike."""
     if request.sampling.temperature and not request.sampling.HasField("seed"):
         request.sampling.seed = secrets.randbits(64)
 
@@ -114,7 +114,7 @@ def attempt_request(
     attempt: int,
     model_fingerprint: str,
 ) -> worker_pb2.GenerateRequest:
-    """The message of one attempt. `token_ids`: the prompt, then the `num_delivered` tokens of earlier attempts, fewer than
+    """Return the message of one attempt. `token_ids`: the prompt, then the `num_delivered` tokens of earlier attempts, fewer than
     max_tokens. `boundaries`: those of the prompt, if the request has none of its own."""
     message = worker_pb2.GenerateRequest(
         sequence_id=sequence_id,
@@ -133,7 +133,7 @@ def attempt_request(
 
 
 def answer_request(request: worker_pb2.GenerateRequest, index: int) -> worker_pb2.GenerateRequest:
-    """A request for one of the n answers alone."""
+    """Return a request for one of the n answers alone."""
     message = worker_pb2.GenerateRequest()
     message.CopyFrom(request)
     message.ClearField("n")
@@ -142,7 +142,7 @@ def answer_request(request: worker_pb2.GenerateRequest, index: int) -> worker_pb
 
 
 def _set(request: worker_pb2.GenerateRequest, option: str, value: object) -> None:
-    """Set the field of that option, wherever in the request it is."""
+    """Set the field of that option, in whichever part of the request it is."""
     name = _FIELD_OF.get(option, option)
     parts: tuple[Message, ...] = (request.sampling, request.stop, request.beam_search, request)
     part = next(part for part in parts if name in part.DESCRIPTOR.fields_by_name)
@@ -165,7 +165,7 @@ def _set(request: worker_pb2.GenerateRequest, option: str, value: object) -> Non
 
 
 def _token_ids(value: object) -> worker_pb2.TokenIds:
-    """One id is a list of one, as in transformers. Raises TypeError or ValueError."""
+    """Convert a list of ids, or a single one, as in transformers. Raises TypeError or ValueError."""
     return worker_pb2.TokenIds(ids=[value] if isinstance(value, int) else _listed(value))
 
 
@@ -176,6 +176,6 @@ def _listed(value: object) -> Iterable[Any]:
 
 
 def _require(holds: bool, option: str, expected: str, got: object) -> None:
-    """InvalidRequest, naming the option, unless it holds."""
+    """Raise InvalidRequest for the option unless `holds`."""
     if not holds:
         raise InvalidRequest(f"{option} must be {expected}; got {got}", reason="BAD_FIELD")

@@ -1,4 +1,4 @@
-"""A prompt as the manager knows it: the beginning of a text, and the input of an encoder by its digest."""
+"""A prompt as the manager reads it: the first tokens of a text, and the digest of an encoder's input."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvpool.v1 import common_pb2, worker_pb2
 
 @dataclass(frozen=True, slots=True)
 class EncoderModel:
-    """Of a model whose prompt feeds an encoder, while its decoder begins every text with tokens of its own."""
+    """An encoder that reads the prompt, while the decoder begins every text with tokens of its own."""
 
     max_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     decoder_prompt: tuple[int, ...]
-    """What every text begins with; no part of an answer."""
+    """Tokens that every text of the decoder begins with; not part of an answer."""
 
     @classmethod
     def of(cls, facts: worker_pb2.ModelFacts) -> EncoderModel | None:
-        """From a worker's facts; None: the prompt is the beginning of the text."""
+        """Decode a worker's facts; None: the prompt is the beginning of the text."""
         if not facts.is_encoder_decoder:
             return None
         forced = (facts.forced_bos_token_id,) if facts.HasField("forced_bos_token_id") else ()
@@ -29,19 +29,19 @@ class EncoderModel:
 
 
 class RoutedPrompt(NamedTuple):
-    """What Route and Explain are asked with."""
+    """The prompt in a call of Route or Explain."""
 
     root: common_pb2.Root
     token_ids: list[int]
-    """How the text begins."""
+    """Tokens that the text begins with."""
     num_encoder_tokens: int
-    """0: without an encoder."""
+    """Tokens of the encoder's input; 0: there is no encoder."""
 
 
 def routed_prompt(
     root: common_pb2.Root, encoder: EncoderModel | None, prompt: Sequence[int], delivered: Sequence[int] = ()
 ) -> RoutedPrompt:
-    """A prompt, and the tokens of the answer that were delivered. `root`: without an input."""
+    """Combine a prompt with the `delivered` tokens of its answer. `root` is without an input."""
     if encoder is None:
         return RoutedPrompt(root, [*prompt, *delivered], 0)
     named = common_pb2.Root(input_digest=input_digest(prompt))

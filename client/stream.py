@@ -1,4 +1,4 @@
-"""One request: from the prompt to the last token of its answers, over as many workers as it takes."""
+"""One request, from the prompt to the last token of its answers, over as many workers as it takes."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _NO_WORKER_PAUSE_SECONDS: Final = 0.2
 # Longer than a channel waits before it dials a dead address again, so that the next round really dials.
 _NEXT_ROUND_PAUSE_SECONDS: Final = 1.3
 _LOOK_SECONDS: Final = 2.0
-"""For the manager to say that a refusal by what is known still holds. Without an answer it holds."""
+"""Time for the manager to confirm a refusal that is based on the model as it was last seen. Without an answer the refusal holds."""
 _MOST_CHANGES: Final = 4
-"""Of a model, while one prompt is routed: then it is answered as it was tokenised."""
+"""Changes of the model while one prompt is routed; after so many the prompt is sent as it was tokenised."""
 
 
 class GenerateStream:
-    """The chunks of the answers to one prompt, each answer's in order, however many workers it takes. Nothing happens before the
-    first is asked for.
+    """The chunks of the answers to one prompt, each answer's in order, however many workers it takes. Nothing is sent before the
+    first chunk is asked for.
 
     When its worker dies, freezes or leaves, the stream continues on another one, after the last token delivered: the next
     chunk has a larger `attempt`, and otherwise the reader sees nothing of it (ClientConfig.continuation). Several answers then
@@ -72,8 +72,8 @@ class GenerateStream:
         self._asked = request
         self._default_temperature = default_temperature
         self._request = worker_pb2.GenerateRequest()
-        """What is asked of the model, once it is known: with its defaults where the caller says nothing. One object, which answers
-        know too."""
+        """The request with the model's defaults for what the caller leaves open, once the model is known. The answers refer to this
+        object, so it is changed in place."""
         self._request.CopyFrom(request)
         self._model_name = model_name
         self._wants_explanation = explain
@@ -86,24 +86,24 @@ class GenerateStream:
         self._sequence_id = str(uuid4())
         self._attempts = Failover(config.max_attempts)
         self._answers = [Answer(index, self._request) for index in range(max(1, request.n))]
-        """By the index that messages of the call have."""
+        """Answers by the index that messages of the call have."""
         self._num_unfinished = len(self._answers)
-        """Those of which the reader has not taken the last chunk."""
-        self._held: list[worker_pb2.GenerateResponse] = []
-        """Texts of a beam search: they are delivered when all are there, so that it can begin again without a trace."""
+        """Answers whose last chunk the reader has not taken."""
+        self._held_back: list[worker_pb2.GenerateResponse] = []
+        """Messages of a beam search, delivered when all are there: so another attempt can begin from the start."""
         self._ready: deque[Chunk] = deque()
-        """Accepted, and not yet taken."""
+        """Chunks that are accepted but not yet taken."""
         self._deadline: Deadline | None = None
         self._model: Model | None = None
         self._token_ids: list[int] = []
         self._boundaries: tuple[int, ...] = ()
         self._longest = 0
-        """Tokens of the longest text, the model's limit, as it was when the prompt was routed."""
+        """The model's limit for the tokens of a text, as it was when the prompt was routed."""
         self._most_room: int | None = None
-        """What the largest worker takes, if that is less than the text may need: it says what is wrong."""
+        """Longest text that the largest worker takes, if the text may need more: that worker's refusal then says what is wrong."""
         self._call: WatchedCall | None = None
         self._forks: MergedStreams | None = None
-        """Answers that go on by themselves, after the call of all has broken off."""
+        """Answers that continue each by itself, after their common call has broken off."""
         self._is_ended = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -118,16 +118,16 @@ class GenerateStream:
 
     @property
     def sequence_id(self) -> str:
-        """The name of the sequence at the manager and the workers; of several answers that of the first."""
+        """Name of the sequence at the manager and the workers; with several answers, of the first."""
         return self._sequence_id
 
     @property
     def num_answers(self) -> int:
-        """How many there will be."""
+        """Number of answers that the request asks for."""
         return len(self._answers)
 
     def sequence_id_of(self, index: int) -> str:
-        """The name of the sequence of one of the answers."""
+        """Return the name of the sequence of one answer."""
         return answer_id(self._sequence_id, index)
 
     @property
@@ -142,8 +142,8 @@ class GenerateStream:
 
     @property
     def explanation(self) -> Explanation | None:
-        """What each worker could serve of the prompt when it was routed, and why no more; asked for with the option `explain`. None
-        before the first chunk."""
+        """What each worker could serve of the prompt when it was routed, and why no more. None before the first chunk, without the
+        option `explain`, or if the manager did not explain."""
         return self._explanation
 
     def __aiter__(self) -> GenerateStream:
@@ -172,8 +172,8 @@ class GenerateStream:
             await forks.aclose()
 
     async def collect(self) -> Completion:
-        """Wait for the end and return the whole answer, chunks that were already taken included. Of several answers the first one,
-        which of a beam search is the best."""
+        """Wait for the end and return the whole answer, chunks that were already taken included. With several answers it is the
+        first one, which is the best of a beam search."""
         return (await self.collect_all())[0]
 
     async def collect_all(self) -> list[Completion]:
@@ -183,7 +183,7 @@ class GenerateStream:
         return [answer.builder.build() for answer in self._answers]
 
     async def next_chunk(self) -> Chunk | None:
-        """The next chunk; None after the last. An error, or cancelling the task, ends the stream and its call."""
+        """Wait for the next chunk; None after the last. An error, or cancelling the task, ends the stream and its call."""
         if self._is_ended:
             return None
         try:
@@ -217,27 +217,27 @@ class GenerateStream:
 
     @property
     def _num_delivered(self) -> int:
-        """Tokens so far, of all answers."""
+        """Tokens delivered so far, over all answers."""
         return sum(answer.num_delivered for answer in self._answers)
 
     def _take(self, message: worker_pb2.GenerateResponse, target: Target) -> None:
-        """A message has come; what it brings is ready, or held back."""
+        """Take in a message of the worker. Its chunk is ready then, or held back in a beam search."""
         is_of_text = bool(message.token_ids) or message.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED
         if self._request.beam_search.num_beams > 1 and is_of_text:
-            self._held.append(message)
-            num_finished = sum(one.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED for one in self._held)
+            self._held_back.append(message)
+            num_finished = sum(text.finish_reason != worker_pb2.FINISH_REASON_UNSPECIFIED for text in self._held_back)
             if num_finished < len(self._answers):
                 return
-            messages, self._held = self._held, []
+            messages, self._held_back = self._held_back, []
         else:
             messages = [message]
-        for one in messages:
-            if one.index >= len(self._answers):
+        for piece in messages:
+            if piece.index >= len(self._answers):
                 raise ProtocolError(
-                    f"{target.worker_id} sent a piece of answer {one.index}; {len(self._answers)} were asked for",
+                    f"{target.worker_id} sent a piece of answer {piece.index}; {len(self._answers)} were asked for",
                     reason="OUT_OF_ORDER",
                 )
-            chunk = self._answers[one.index].take(one, target)
+            chunk = self._answers[piece.index].take(piece, target)
             if chunk is not None:
                 self._ready.append(chunk)
 
@@ -253,9 +253,9 @@ class GenerateStream:
         return self._config.continuation and another_may_go_on(error)
 
     def _move(self, target: Target, error: KvpoolError) -> None:
-        """The call has broken off: another worker goes on. Ends that are missing are ready then."""
+        """Prepare to continue on another worker after the call has broken off. Add the last chunks of complete answers."""
         self._drop_call()
-        self._held.clear()
+        self._held_back.clear()
         if any(answer.has_grown for answer in self._answers):
             self._attempts.broke_off(target, error)
         else:
@@ -272,7 +272,7 @@ class GenerateStream:
             self._forks = MergedStreams([self._alone(answer) for answer in unfinished if answer not in complete])
 
     def _alone(self, answer: Answer) -> GenerateStream:
-        """A stream in which one of the answers goes on by itself: on any worker its tokens are those that it would have had."""
+        """Return a stream in which one answer continues by itself. On any worker it gets the tokens that it would have got here."""
         stream = GenerateStream(
             encode=self._encode,
             request=answer_request(self._request, answer.index),
@@ -303,7 +303,7 @@ class GenerateStream:
 
     @property
     def _all_token_ids(self) -> list[int]:
-        """The prompt and what is delivered of the only answer; several go on each by itself."""
+        """Tokens of the prompt, then the delivered ones of the answer if it is the only one; several continue each by itself."""
         if len(self._answers) > 1:
             return self._token_ids
         return [*self._token_ids, *self._answers[0].builder.token_ids]
@@ -343,8 +343,8 @@ class GenerateStream:
         )
 
     async def _rank(self, deadline: Deadline) -> None:
-        """Know the model, tokenise for it and let the manager rank its workers, by all tokens that there are; waits a little
-        for a first worker."""
+        """Find the model, tokenise for it and let the manager rank its workers by all tokens so far. Waits a little for a first
+        worker."""
         # Begins when a manager knows no worker: while the manager is away, workers cannot register.
         waited: Deadline | None = None
         num_changes = 0
@@ -391,7 +391,7 @@ class GenerateStream:
                 await asyncio.sleep(min(_NO_WORKER_PAUSE_SECONDS, waited.remaining(), deadline.remaining()))
 
     async def _model_to_ask(self, deadline: Deadline) -> Model:
-        """The model that is served by now, its prompt tokenised; after the first token only the one that began."""
+        """Return the model that is served now, and tokenise the prompt for it. After the first token it is the one that began."""
         if self._model is not None and self._num_delivered > 0:
             return self._model
         model = await self._models.get(self._model_name, deadline)
@@ -410,7 +410,7 @@ class GenerateStream:
         return model
 
     async def _look_at(self, model: Model, deadline: Deadline) -> Model:
-        """The model as it is served now, or as it is known if there is no answer."""
+        """Return the model as it is served now; `model` if the manager does not answer."""
         try:
             return await self._models.look(
                 self._model_name, Deadline(min(_LOOK_SECONDS, deadline.remaining()), deadline.clock)
@@ -419,7 +419,8 @@ class GenerateStream:
             return model
 
     def _num_needed_tokens(self, model: Model) -> int:
-        """How long the text may become. Without max_tokens it is as long as the model allows, whichever worker answers."""
+        """Return how many tokens the text may have at its end. Without max_tokens that is as many as the model allows on any
+        worker."""
         max_tokens = self._request.stop.max_tokens
         if not max_tokens:
             return self._longest
@@ -427,7 +428,7 @@ class GenerateStream:
         return needed if self._most_room is None else min(needed, self._most_room)
 
     async def _has_changed(self, model: Model, response: cache_pb2.RouteResponse, deadline: Deadline) -> bool:
-        """Whether Route is to be asked again, because of what its answer says of the model."""
+        """Whether Route must be asked again because its answer shows that the model has changed."""
         if not response.HasField("model"):
             return False
         longest = response.model.max_model_len
@@ -445,7 +446,7 @@ class GenerateStream:
         return True
 
     async def _encode_within(self, model: Model, deadline: Deadline) -> Prompt:
-        """Render and tokenise."""
+        """Render and tokenise the prompt within the deadline."""
         try:
             async with asyncio.timeout(deadline.remaining()):
                 return await self._encode(model)

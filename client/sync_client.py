@@ -1,4 +1,4 @@
-"""The same client for code without an event loop."""
+"""The blocking client, for code without an event loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run in the loop and wait. An interrupt while waiting (Ctrl-C) cancels the work.
+        """Run `work` in the loop and wait for its result. An interrupt while waiting (Ctrl-C) cancels the work.
 
         FailedPrecondition (CLOSED) if close() was called before, Cancelled (CLOSED) if it is called while we wait.
         """
@@ -57,7 +57,7 @@ class _LoopThread:
             raise
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Refuse new work, cancel what runs, run `finish` as the last work and end the thread. May be repeated."""
+        """Refuse new work, cancel the work that runs, run `finish` last and end the thread. May be repeated."""
         with self._lock:
             is_first = not self._is_closing
             self._is_closing = True
@@ -90,7 +90,7 @@ class SyncStream:
 
     @property
     def sequence_id(self) -> str:
-        """The name of the sequence at the manager and the workers."""
+        """Name of the sequence at the manager and the workers."""
         return self._stream.sequence_id
 
     @property
@@ -122,7 +122,7 @@ class SyncStream:
             self._loop.run(self._stream.aclose())
 
     def collect(self) -> Completion:
-        """Wait for the end and return the whole answer; with `n` the first one, which of a beam search is the best."""
+        """Wait for the end and return the whole answer; with `n` it is the first one, which is the best of a beam search."""
         return self._loop.run(self._stream.collect())
 
     def collect_all(self) -> list[Completion]:
@@ -141,7 +141,7 @@ async def _close(updates: AsyncGenerator[WatchUpdate, None]) -> None:
 def _blocking(
     method: Callable[Concatenate[Client, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[SyncClient, _P], _T]:
-    """The same method of SyncClient, with its arguments and its docstring."""
+    """Return the blocking form of a method of Client, with its arguments and its docstring."""
 
     @functools.wraps(method)
     def call(self: SyncClient, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
@@ -151,7 +151,7 @@ def _blocking(
 
 
 class SyncClient:
-    """Client with blocking methods; see there. Its event loop runs in a thread of its own.
+    """Has the methods of Client, in blocking form; see there. Its event loop runs in a thread of its own.
 
     Use it as `with SyncClient() as client`, or call close(). Safe to use from several threads.
     """
@@ -197,7 +197,7 @@ class SyncClient:
         blocks: bool = False,
         max_sequences: int = 0,
     ) -> Generator[WatchUpdate, None, None]:
-        """What the cluster does; see Client.watch. Closing the generator ends the stream."""
+        """Watch the cluster; see Client.watch. Closing the generator ends the stream."""
         updates = self._client.watch(
             pictures=pictures,
             contents=contents,

@@ -39,7 +39,7 @@ LENGTH_BYTES: Final = 8
 
 
 def render(request: dict[str, Any], compiled: Callable[[str], jinja2.Template]) -> dict[str, str]:
-    """One answer: `text`, or `refused`, `failed`, `exceeded` with a sentence. A template is a program and may fail like one."""
+    """Render one request. Returns `text`, or `refused`, `failed` or `exceeded` with a sentence."""
     try:
         template = compiled(request["source"])
     except jinja2.TemplateError as error:
@@ -63,7 +63,7 @@ def render(request: dict[str, Any], compiled: Callable[[str], jinja2.Template]) 
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses also the cheapest ways to eat all memory: 'a' * 10**10 and 10 ** 10**10."""
+    """A sandbox that also refuses the cheapest ways to use up all memory: 'a' * 10**10 and 10 ** 10**10."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -89,7 +89,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def environment() -> jinja2.Environment:
-    """What templates find: plain helpers, no Python internals; they change nothing that they are given."""
+    """Make the environment of templates: plain helpers and no Python internals. Templates cannot change their variables."""
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _raise_exception
@@ -117,7 +117,7 @@ def _address_space() -> int:
 
 
 def _bound() -> None:
-    """From now on memory and time are counted; what takes too long ends the process."""
+    """Limit memory and time from now on. Too long a computation ends the process by a signal."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _address_space() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -21,14 +21,14 @@ from .template_child import CPU_SECONDS, LENGTH_BYTES, MAX_RENDERED_CHARS, WALL_
 
 _START_SECONDS: Final = 60.0
 _ANSWER_SECONDS: Final = WALL_SECONDS + 20.0
-"""The child ends itself long before, unless it is stopped."""
+"""Time for an answer. The child ends itself long before, unless it is stopped."""
 _MAX_ANSWER_BYTES: Final = 12 * MAX_RENDERED_CHARS + 65536
-"""JSON writes a character in 12 bytes at most."""
+"""Longest answer: JSON writes a character in at most 12 bytes."""
 _PIECE_BYTES: Final = 65536
 
 
 class TemplateExceeded(InvalidRequest):
-    """A template took more memory, time or text than it may."""
+    """A template exceeded its memory, time or length of text."""
 
 
 class _Ended(Exception):
@@ -43,13 +43,13 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Held while a child is started, asked or ended; only who holds it closes pipes."""
+        """Held while a child is started, asked or ended. Only its holder closes pipes."""
         self._child: _Child | None = None
         self._ending: weakref.finalize[..., TemplateProcess] | None = None
         self._is_closed = False
 
     def render(self, source: str, variables: Mapping[str, Any], now: str) -> str:
-        """The text of the template. InvalidRequest (BAD_TEMPLATE) if it refuses, fails or exceeds its bounds; FailedPrecondition
+        """Render the template. InvalidRequest (BAD_TEMPLATE) if it refuses, fails or exceeds its bounds; FailedPrecondition
         (CLOSED) after `close`."""
         try:
             content = json.dumps({"source": source, "variables": variables, "now": now}).encode()
@@ -140,7 +140,7 @@ def _cannot_start(why: str) -> ServiceError:
 
 
 def _exceeded(status: int | None) -> str | None:
-    """What the template did, if the child was ended for it."""
+    """Say which limit the template exceeded, if the exit status shows one."""
     if status == -signal.SIGPROF:
         return f"took more than {CPU_SECONDS:g} s of computing"
     if status == -signal.SIGALRM:
@@ -179,15 +179,15 @@ class _Child:
             os.set_blocking(pipe.fileno(), False)
 
     def is_alive(self) -> bool:
-        """Whether it can be asked: it runs, and it is not the child of the process from which this one was forked."""
+        """Whether it runs and can be asked. A child of the process from which this one was forked cannot."""
         return self._owner == os.getpid() and self._process.poll() is None and not self._requests.closed
 
     def wait_until_ready(self) -> None:
-        """Raises _Ended if it does not start."""
+        """Wait until it has started. Raises _Ended if it does not start."""
         self._exchange(b"", time.monotonic() + _START_SECONDS)
 
     def ask(self, content: bytes) -> dict[str, str]:
-        """Its answer. Raises _Ended."""
+        """Send a request and return the answer. Raises _Ended."""
         message = len(content).to_bytes(LENGTH_BYTES, "big") + content
         try:
             answer = json.loads(
@@ -203,7 +203,8 @@ class _Child:
             self._process.kill()
 
     def end(self) -> int | None:
-        """Kill it if it runs; returns its exit status (−n: ended by signal n), None if it is not ours. May be repeated."""
+        """Kill it if it runs. Returns its exit status (−n: ended by signal n); None: another process started it. May be
+        repeated."""
         if self._owner != os.getpid():
             return None
         if not self._requests.closed:
@@ -223,7 +224,7 @@ class _Child:
         return False
 
     def _exchange(self, message: bytes, deadline: float) -> bytes:
-        """Write the message, read one frame. Raises _Ended at the end of the child or at the deadline."""
+        """Write the message and read one frame. Raises _Ended at the end of the child or at the deadline."""
         unsent = memoryview(message)
         received = bytearray()
         num_wanted = LENGTH_BYTES

@@ -30,7 +30,7 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TokenBytes:
-    """Of one tokenizer."""
+    """The bytes of one tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +42,7 @@ class TokenBytes:
         self._special = {index: token.content for index, token in added.items() if token.special}
 
     def of(self, token_id: int) -> bytes:
-        """The bytes that the token stands for; those of a special token's name; none for an id that the vocabulary lacks."""
+        """Return the bytes of a token: of its name if it is special, none if the vocabulary lacks the id."""
         special = self._special.get(token_id)
         if special is not None:
             return special.encode()
@@ -59,12 +59,15 @@ class TokenBytes:
         return text.encode()
 
     def is_of(self, tokenizer: Tokenizer) -> bool:
-        """Whether it is of this very object."""
+        """Whether this object was made for `tokenizer` itself, not for an equal one."""
         return self._tokenizer is tokenizer
 
     def num_stripped(self, token_ids: Sequence[int]) -> int:
-        """Spaces before the first word that a text which begins with these tokens lacks, though they are among their bytes."""
-        whole = b"".join(self.of(one) for one in token_ids if not self.is_special(one)).decode(errors="replace")
+        """Count the leading spaces that are in the bytes of these tokens, but not in the text that the tokenizer decodes from
+        them."""
+        whole = b"".join(self.of(token_id) for token_id in token_ids if not self.is_special(token_id)).decode(
+            errors="replace"
+        )
         text: str = self._tokenizer.decode(list(token_ids))
         return max(0, _num_first_spaces(whole) - _num_first_spaces(text))
 
@@ -73,8 +76,8 @@ class TokenBytes:
         return token_id in self._special
 
     def decoder(self) -> codecs.IncrementalDecoder:
-        """From bytes to text, as a worker decodes them: of bytes that make no character, byte-level BPE has one U+FFFD for as many
-        as might have begun one, and byte fallback one for each."""
+        """Return a decoder from bytes to text that works as a worker does. For bytes that make no character, byte-level BPE writes
+        one U+FFFD for as many as might have begun one, and byte fallback writes one for each."""
         return codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self._has_fallback else "replace")
 
 

@@ -1,4 +1,4 @@
-"""What a cluster does, as it happens: a stream of the manager that survives the manager."""
+"""Watches a cluster: a stream of the manager that is opened again when the manager restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .config import ClientConfig
 from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable, from_rpc_error
 
 _SILENCE_SECONDS: Final = 6.0
-"""The manager says something every 2 s; one that says nothing for so long is frozen, or cut off."""
+"""The manager sends a message every 2 s. If it is silent for so long, it is frozen or cut off."""
 _BACKOFF_SECONDS_MIN: Final = 0.1
 _BACKOFF_SECONDS_MAX: Final = 1.0
 
@@ -26,11 +26,11 @@ class ManagerAway:
     """The stream was lost. It is opened again, until the reader closes it; the next picture is a whole one."""
 
     error: KvpoolError
-    """Why: it restarts, is frozen, or cannot be reached."""
+    """Why the stream was lost: the manager restarts, is frozen, or cannot be reached."""
 
 
 WatchUpdate = cache_pb2.Picture | cache_pb2.Contents | ManagerAway
-"""What Client.watch yields; see PictureView, and protos/kvpool/v1/cache.proto for the fields."""
+"""An item that Client.watch yields; see PictureView, and protos/kvpool/v1/cache.proto for the fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class WatchOptions:
             )
 
     def request(self, epoch: int, after: int) -> cache_pb2.WatchRequest:
-        """For contents after the event `after` of the epoch."""
+        """Return the request. Contents begin after the event `after` of the epoch."""
         request = cache_pb2.WatchRequest()
         if self.pictures:
             request.picture.interval_ms = round(self.interval * 1000)
@@ -78,7 +78,7 @@ class _Stream:
         self._epoch = 0
         self._after = 0
         self._is_between_wholes = True
-        """Whether the contents that came are complete up to `_after`."""
+        """Whether the received contents are complete up to `_after`."""
 
     async def updates(self) -> AsyncGenerator[WatchUpdate, None]:
         backoff = _BACKOFF_SECONDS_MIN
@@ -109,7 +109,7 @@ class _Stream:
     async def _read(
         self, call: grpc.aio.UnaryStreamCall[cache_pb2.WatchRequest, cache_pb2.WatchResponse]
     ) -> cache_pb2.WatchResponse | None:
-        """The next message; None at the end. Raises KvpoolError."""
+        """Wait for the next message; None at the end. Raises KvpoolError."""
         who = f"the manager at {self._config.manager}"
         try:
             async with asyncio.timeout(self._silence):
@@ -121,7 +121,7 @@ class _Stream:
         return message if isinstance(message, cache_pb2.WatchResponse) else None
 
     def _note(self, contents: cache_pb2.Contents) -> None:
-        """Remember where to resume. A whole state that was cut off cannot be."""
+        """Remember where to resume. A whole state that was cut off cannot be resumed."""
         self._epoch = contents.epoch
         if contents.whole_begins:
             self._is_between_wholes = False
@@ -132,5 +132,5 @@ class _Stream:
 
 
 def watch(channels: Channels, config: ClientConfig, options: WatchOptions) -> AsyncGenerator[WatchUpdate, None]:
-    """Updates until the reader closes it. Raises KvpoolError only for what trying again does not cure."""
+    """Yield updates until the reader closes the generator. Raises KvpoolError only for errors that trying again cannot cure."""
     return _Stream(channels, config, options).updates()

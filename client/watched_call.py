@@ -1,4 +1,4 @@
-"""One attempt's request: its responses, what became of it, and whether a worker that says nothing still lives."""
+"""The request of one attempt: its responses, how it ended, and whether a silent worker still lives."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .manager import Manager
 
 
 class _Sight(Enum):
-    """What the manager says of the worker."""
+    """State of a worker according to the manager."""
 
     LIVE = auto()
     MISSING = auto()
     REPLACED = auto()
-    """Another process serves under its name and address."""
+    """Another process serves under the worker's name and address."""
 
 
 class WatchedCall:
-    """A frozen worker looks like a busy one, and a machine that lost its power closes no connection: when nothing has come for
-    `liveness_interval` seconds the manager is asked, which knows the difference."""
+    """One request to a worker, and a check that the worker lives. A frozen worker looks like a busy one, and a machine without
+    power closes no connection. So after `liveness_interval` seconds without a message the manager is asked."""
 
     def __init__(
         self, answers: Answers, target: Target, *, manager: Manager, liveness_interval: float, deadline: Deadline
@@ -40,10 +40,10 @@ class WatchedCall:
         self._deadline = deadline
         self._num_delivered = 0
         self._incarnation: int | None = None
-        """The worker's, as the manager first named it."""
+        """Incarnation of the worker when the manager was first asked; None: not asked yet."""
         self._watch: asyncio.Task[None] | None = None
         self._waiting_since: float | None = None
-        """When the read that waits for a message began, by the loop's clock."""
+        """Loop time at which the pending read began; None: no read is pending."""
         self._timer = asyncio.get_running_loop().call_later(deadline.remaining(), self._expire)
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class WatchedCall:
         self._answers.cancel(why)
 
     def _give_up(self, why: str) -> None:
-        """The worker is lost."""
+        """End the request because the worker is lost."""
         self._timer.cancel()
         self._answers.abandon(Unavailable(f"{self._who}: does not answer, and {why}", reason="LEASE_ENDED"))
 
@@ -68,7 +68,8 @@ class WatchedCall:
         self._end(self._deadline.exceeded(f"{self._who} was answering, {self._num_delivered} tokens were there"))
 
     async def read(self, num_delivered: int) -> worker_pb2.GenerateResponse:
-        """The next response, or what became of the request as a KvpoolError. `num_delivered`: tokens so far, for the message."""
+        """Wait for the next response. Raises KvpoolError if the request has ended. `num_delivered`: tokens so far, for that
+        message."""
         self._num_delivered = num_delivered
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_worker())
@@ -86,7 +87,7 @@ class WatchedCall:
 
     async def _watch_worker(self) -> None:
         """Ask the manager whenever a read has waited for the interval. If the worker is lost, end the request, and with it the
-        read. One task for the request: a task and a timer for each message would cost more than the message."""
+        read. One task serves the whole request: a task and a timer for each message would cost more than the message."""
         clock = asyncio.get_running_loop().time
         num_missing = 0
         while True:
@@ -111,7 +112,7 @@ class WatchedCall:
             await asyncio.sleep(self._liveness_interval)
 
     async def _look(self) -> _Sight:
-        """Ask the manager; also LIVE if the manager itself cannot say."""
+        """Ask the manager for the worker's state; LIVE if the manager does not answer."""
         seconds = min(self._liveness_interval, max(self._deadline.remaining(), 0.001))
         try:
             response = await self._manager.look(seconds, self._liveness_interval / 2)
