@@ -20,12 +20,12 @@ import asyncio, gc, sys
 from pathlib import Path
 from kvpool.cache_service import __main__ as process
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import Server
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 
 async def main(folder):
     settings = ManagerSettings(port=0, state_dir=folder, lease_seconds=1, keep_alive_seconds=0.04)
-    async with Server(settings, FileEpochs.open(Path(folder))) as server:
+    async with ManagerServer(settings, FileEpochs.open(Path(folder))) as server:
         process._switch_off_the_collector()
         print(server.port, file=sys.stderr, flush=True)
         await asyncio.to_thread(sys.stdin.readline)
