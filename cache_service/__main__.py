@@ -69,11 +69,11 @@ async def _serve(settings: ManagerSettings, epochs: EpochStore) -> int:
 
 
 def _switch_off_the_collector() -> None:
-    """From here on nothing walks the prefix tree to look for cycles.
+    """Switch off automatic garbage collection, so that nothing walks the prefix tree to look for cycles.
 
     A pass over half a million nodes stops every call for 300 ms, and finds nothing: the core makes no cycles that it does not
-    break. What was imported is frozen out of the young passes that the server makes for gRPC's sake, the few cycles among it
-    too: to look for them would take 20 ms, while streams may be waiting for this start.
+    break. The imported objects are frozen, so the young passes that the server makes for gRPC's sake skip them. Looking for the
+    few cycles among them would take 20 ms, while streams may be waiting for this start.
     """
     gc.freeze()
     gc.disable()

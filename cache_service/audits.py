@@ -1,4 +1,4 @@
-"""Check's audits: one at a time, in slices between other calls, shared by the calls that wait for it."""
+"""Runs the audits of Check: one at a time, in slices between other calls, shared by the calls that wait."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Audits:
         self.num_audits = 0
         """Audits that are complete."""
         self.num_violations = 0
-        """Violations that they found."""
+        """Violations that the complete audits found."""
         self.num_violations_of_last = 0
-        """Violations that the last of them found."""
+        """Violations that the last complete audit found."""
         self._running: asyncio.Task[Audit] | None = None
         self._next: _Shared | None = None
 
     async def run(self) -> Audit:
-        """The result of an audit that begins now, or after the one that is running."""
+        """Wait for an audit that begins now, or after the one that is running, and return its result."""
         if self._next is None:
             self._next = _Shared(asyncio.create_task(self._audit(self._running), name="manager-audit"))
         shared = self._next
@@ -63,7 +63,7 @@ class Audits:
 
 
 class _Shared:
-    """An audit that has not begun, and how many calls wait for it."""
+    """A planned audit, and how many calls wait for it."""
 
     def __init__(self, task: asyncio.Task[Audit]) -> None:
         self.task = task

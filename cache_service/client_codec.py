@@ -1,4 +1,4 @@
-"""Answers of Route, Describe and Check, encoded. Pure functions."""
+"""Encodes the answers of Route, Describe and Check. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .core.session import Session
 from .worker_codec import TIER, encode_counts, encode_key, encode_load, encode_unsalted_root
 
 MAX_VIOLATIONS = 256
-"""In one answer of Check."""
+"""Most violations in one answer of Check."""
 
 BLOCK_STATES: Mapping[State, cache_pb2.BlockState] = {
     State.FREE: cache_pb2.BLOCK_STATE_FREE,
@@ -33,7 +33,7 @@ assert BLOCK_STATES.keys() == set(State), "every state has its name on the wire"
 def encode_route(
     workers: Iterable[RoutedWorker], served: ServedModel | None, explanation: str
 ) -> cache_pb2.RouteResponse:
-    """The ranked workers; `explanation` says why there are none."""
+    """Encode the ranked workers; `explanation` says why there are none."""
     return cache_pb2.RouteResponse(
         workers=[
             cache_pb2.RoutedWorker(
@@ -59,7 +59,7 @@ def encode_route(
 
 
 def explain_no_room(request: cache_pb2.RouteRequest, served: ServedModel) -> str:
-    """Why Route names none of the workers that there are, in words."""
+    """Say why Route names none of the model's workers."""
     num_needed = request.num_needed_tokens
     if num_needed > served.max_model_len:
         return f"the text may reach {num_needed} tokens, and the worker with the most room takes {served.max_model_len}"
@@ -72,7 +72,7 @@ def explain_no_room(request: cache_pb2.RouteRequest, served: ServedModel) -> str
 
 
 def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
-    """Why Route names no worker of a model that has none, in words."""
+    """Say why no worker of a model can be named."""
     sessions = [session for session in sessions if session.registration.address]
     of_model = [s for s in sessions if fingerprint in ("", s.registration.model_fingerprint)]
     reporting = sorted(s.worker_id for s in of_model if s.recovering)
@@ -97,7 +97,7 @@ def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
 
 
 def encode_config(layout: Layout) -> common_pb2.KVCacheConfig:
-    """The layout that a worker has registered."""
+    """Encode the layout that a worker has registered."""
     config = common_pb2.KVCacheConfig(block_size=layout.block_size)
     for index, group in enumerate(layout.groups):
         added = config.groups.add(group=index, bytes_per_block=group.bytes_per_block)
@@ -117,7 +117,7 @@ def encode_config(layout: Layout) -> common_pb2.KVCacheConfig:
 def encode_worker(
     session: Session, blocks: Iterable[BlockDescription], max_sequences: int, now: float
 ) -> cache_pb2.WorkerDescription:
-    """A worker, a page of its block map and its first sequences. `now` is the manager's monotonic time in seconds."""
+    """Encode a worker, a page of its block map and its first sequences. `now` is the manager's monotonic time in seconds."""
     description = encode_facts(worker_facts(session))
     description.lease_remaining_ms = remaining_ms(session.lease_end, now)
     description.blocks.extend(map(encode_block, blocks))
@@ -126,7 +126,7 @@ def encode_worker(
 
 
 def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
-    """A worker without its lease, blocks and sequences."""
+    """Encode a worker without its lease, blocks and sequences."""
     registration = facts.registration
     return cache_pb2.WorkerDescription(
         worker_id=registration.worker_id,
@@ -155,12 +155,12 @@ def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
 
 
 def remaining_ms(end: float, now: float) -> int:
-    """Milliseconds from `now` to `end`, both monotonic seconds; 0 after it."""
+    """Return the milliseconds from `now` to `end`, both in monotonic seconds; 0 after `end`."""
     return max(0, round((end - now) * 1000))
 
 
 def encode_budget(budget: Budget) -> cache_pb2.Budget:
-    """The budget of all workers and its limits."""
+    """Encode the budget of all workers and its limits."""
     return cache_pb2.Budget(
         num_blocks=budget.num_blocks,
         max_blocks=budget.max_blocks,
@@ -171,7 +171,7 @@ def encode_budget(budget: Budget) -> cache_pb2.Budget:
 
 
 def encode_sequence(sequence: SequenceFacts) -> cache_pb2.SequenceDescription:
-    """A live sequence."""
+    """Encode a live sequence."""
     return cache_pb2.SequenceDescription(
         key=encode_key(sequence.key),
         num_tokens=sequence.num_tokens,
@@ -183,7 +183,7 @@ def encode_sequence(sequence: SequenceFacts) -> cache_pb2.SequenceDescription:
 
 
 def encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
-    """One block."""
+    """Encode the state of one block."""
     return cache_pb2.BlockDescription(
         group=block.group,
         tier=TIER,
@@ -201,7 +201,7 @@ def encode_block(block: BlockDescription) -> cache_pb2.BlockDescription:
 
 
 def encode_block_content(content: BlockContent, salts: SaltNumbers, epoch: int) -> cache_pb2.DescribeBlockResponse:
-    """One block and what it holds."""
+    """Encode one block and its content."""
     root = content.root
     return cache_pb2.DescribeBlockResponse(
         epoch=epoch,
@@ -215,7 +215,7 @@ def encode_block_content(content: BlockContent, salts: SaltNumbers, epoch: int) 
 
 
 def encode_audit(audit: Audit) -> cache_pb2.CheckResponse:
-    """Violations, and what was checked."""
+    """Encode the violations and the number of things checked."""
     return cache_pb2.CheckResponse(
         violations=map(_encode_violation, audit.violations[:MAX_VIOLATIONS]),
         num_blocks_checked=audit.num_blocks,

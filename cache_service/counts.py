@@ -1,4 +1,4 @@
-"""Calls, their durations and refusals, counted at the manager's edge. /metrics reads them."""
+"""Counts calls, their durations and refusals at the manager's edge. /metrics reads them."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ REPORT_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 
 
 class EdgeCounts:
-    """Counted since the process began."""
+    """The counts since the process began."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
-        """By method and name of the status code."""
+        """Ended calls, by method and name of the status code."""
         self.num_under_way = 0
         """Calls in flight."""
         self.call_seconds = {method: Histogram(CALL_SECONDS) for method in METHODS}
-        """From the parsed request to the answer, before it is written."""
+        """Time from the parsed request until the answer is ready to be written, by method."""
         self.refusals: Counter[Reason] = Counter()
-        """Of whole calls, and of items of a batch."""
+        """Refusals of whole calls and of items of a batch, by reason."""
         self.unread: Counter[str] = Counter()
         """Requests that were refused before they were parsed, by reason."""
         self.report_seconds = Histogram(REPORT_SECONDS)
-        """From Register to the last part of the report."""
+        """Time from Register to the last part of the report."""
 
     def on_begun(self) -> None:
-        """A call has come in; `on_call` follows."""
+        """Count a call that has come in; `on_call` or `on_stream` follows."""
         self.num_under_way += 1
 
     def on_call(self, method: str, code: str, seconds: float) -> None:
-        """A call was answered, or given up."""
+        """Count a call that was answered or given up."""
         self.num_under_way -= 1
         self.calls[method, code] += 1
         self.call_seconds[method].observe(seconds)
 
     def on_stream(self, method: str, code: str) -> None:
-        """A call that is answered by a stream has ended; how long it took says nothing."""
+        """Count a call with a stream as its answer that has ended. Its duration has no meaning and is not counted."""
         self.num_under_way -= 1
         self.calls[method, code] += 1
 
     def on_unread(self, method: str, reason: str) -> None:
-        """A call was refused before its request was parsed. `method`: "/package.Service/Method", of any service."""
+        """Count a call that was refused before its request was parsed. `method` is "/package.Service/Method" of any service."""
         self.unread[reason] += 1
         name = method.rpartition("/")[2]
         if name in METHODS:
             self.calls[name, "INVALID_ARGUMENT"] += 1
 
     def on_outcomes(self, outcomes: Iterable[object]) -> None:
-        """A batch was answered."""
+        """Count the refusals in an answered batch."""
         for outcome in outcomes:
             if isinstance(outcome, Refusal):
                 self.refusals[outcome.reason] += 1

@@ -1,4 +1,4 @@
-"""The answer of Explain, encoded. Pure functions."""
+"""Encodes the answer of Explain. Pure functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ assert _CAUSES.keys() == set(MissCause), "every cause has its name on the wire"
 
 
 def encode_explanation(explanation: Explanation, epoch: int, now: float) -> cache_pb2.ExplainResponse:
-    """The whole answer. `now` is the manager's monotonic time in seconds."""
+    """Encode the whole answer. `now` is the manager's monotonic time in seconds."""
     closest = explanation.closest
     return cache_pb2.ExplainResponse(
         epoch=epoch,

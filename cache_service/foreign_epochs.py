@@ -1,8 +1,8 @@
 """Foreign epochs: a worker has seen an epoch of another life of the manager, as large as ours or larger.
 
-It may hold blocks with generations larger than those we would grant, because our state file is lost or is an old copy. Either our
-epoch is raised above the one it has seen, and it keeps its blocks; or it drops them and registers without state. The first is for
-honest workers after such a loss; the second bounds what a message can do, since any peer can claim any epoch.
+The worker may hold blocks with generations larger than those that we would grant, because our state file is lost or is an old copy.
+Either our epoch is raised above the one that it has seen, and it keeps its blocks; or it drops them and registers without state.
+The first serves honest workers after such a loss. The second limits the effect of a message, since any peer can claim any epoch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Final
 from .election.epoch import MAX_FOREIGN_EPOCH
 
 MAX_RAISE: Final = 1 << 16
-"""How far all messages together may raise the epoch in one life of the manager."""
+"""Most that all messages together may raise the epoch in one life of the manager."""
 
 
 class ForeignEpochs:
-    """Decides whether our epoch may be raised: once in a life; once per lease if no state file was found, because workers may have
+    """Decides whether our epoch may be raised: once in a life or, without a state file, once per lease, because workers may have
     seen several epochs then. Reads no clock and writes nothing."""
 
     def __init__(self, epoch: int, *, found_state: bool, lease_seconds: float) -> None:
-        """`epoch` is the one that this life began with; `found_state`: it continues that of a state file."""
+        """`epoch` is the one that this life began with; `found_state` says whether it continues that of a state file."""
         self._highest = min(epoch + MAX_RAISE, MAX_FOREIGN_EPOCH)
         self._pause_seconds = None if found_state else lease_seconds
         self._raised_at: float | None = None
@@ -34,5 +34,5 @@ class ForeignEpochs:
         return self._pause_seconds is not None and now - self._raised_at >= self._pause_seconds
 
     def on_raised(self, now: float) -> None:
-        """Our epoch was raised."""
+        """Note that our epoch was raised."""
         self._raised_at = now

@@ -1,4 +1,4 @@
-"""Garbage collection in the manager's process, where automatic collection is off."""
+"""Collects garbage in the manager's process, where automatic collection is off."""
 
 from __future__ import annotations
 

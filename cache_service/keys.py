@@ -1,4 +1,4 @@
-"""Where session keys come from: the core has no randomness of its own."""
+"""Makes session keys: the core has no randomness of its own."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ SESSION_KEY_BYTES = 16
 
 
 def make_session_key() -> SessionKey:
-    """A new secret, from the operating system's source of randomness."""
+    """Make a secret from the operating system's source of randomness."""
     return SessionKey(secrets.token_bytes(SESSION_KEY_BYTES))

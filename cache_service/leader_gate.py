@@ -1,4 +1,4 @@
-"""What answers while another process leads: every call is refused. Once this one leads, the servicer of its life answers."""
+"""Refuses every call while another process leads. When this one leads, the servicer of its life answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class LeaderGate:
-    """The RPCs of a process that may lead one day, as a CacheServiceServicer has them."""
+    """The RPCs of a process that stands by. Has the methods of a CacheServiceServicer."""
 
     def __init__(self) -> None:
         self.leading: cache_pb2_grpc.CacheServiceServicer | None = None
-        """What answers from when this process leads."""
+        """Servicer that answers when this process leads; None before that."""
 
 
 def _unary(name: str) -> Callable[[LeaderGate, Any, Context], Awaitable[Any]]:

@@ -1,7 +1,7 @@
-"""The manager's /metrics. Reads counts that the core and the edge keep; keeps none.
+"""Fills the manager's /metrics from counts that the core and the edge keep.
 
-Labels are enums, methods, and the names of live workers, of which there are at most `Limits.max_workers`: what a client sends
-never becomes a label.
+Labels are enums, methods, and the names of live workers, of which there are at most `Limits.max_workers`. No label comes from a
+client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ManagerMetrics:
         self._num_server_rebuilds = num_server_rebuilds
 
     def fill_process(self, page: MetricsPage, *, leads: bool) -> None:
-        """What a process that stands by has too."""
+        """Write the rows that a process that stands by has too."""
         page.gauge("kvpool_manager_info", "Version of the process.", 1, version=installed_version())
         page.gauge(
             "kvpool_manager_leads",
@@ -48,7 +48,8 @@ class ManagerMetrics:
         )
 
     def fill(self, page: MetricsPage, manager: CacheManager, audits: Audits, now: float) -> None:
-        """What a process that leads has; `now` is the monotonic time of the leases, in seconds. Call it on the event loop."""
+        """Write the rows of a process that leads. `now` is the monotonic time of the leases, in seconds. Call it on the event
+        loop."""
         _fill_manager(page, manager, audits)
         self._fill_calls(page)
         self._fill_reports(page, manager)
@@ -130,7 +131,7 @@ def _fill_manager(page: MetricsPage, manager: CacheManager, audits: Audits) -> N
 
 
 def _fill_worker(page: MetricsPage, session: Session, now: float) -> None:
-    """Counters restart with each session, as those of a process do."""
+    """Write the rows of one worker. Its counters restart with each session, as those of a process do."""
     worker = session.worker_id
     load = session.load
     page.gauge(

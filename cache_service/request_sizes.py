@@ -1,4 +1,4 @@
-"""How large a request of each of the manager's methods may be, out of what the core takes."""
+"""Limits the size of requests to each of the manager's methods, by the limits of the core."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .core.messages import TOKEN_BYTES, Limits
 _SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 _ROOM: Final = 64 << 10
-"""For what is not tokens: names, roots, options."""
+"""Bytes for everything but tokens: names, roots, options."""
 
 _LINK: Final = RequestLimit(MAX_MESSAGE_BYTES, "send fewer items, or a report in more parts")
 
 
 def request_limits(limits: Limits) -> Mapping[str, RequestLimit]:
-    """By full method name. A new method has an entry here, or the smallest limit."""
+    """Return the limit of each method by its full name. A new method needs an entry here, or it gets the smallest limit."""
     route = RequestLimit(limits.max_tokens_per_sequence * TOKEN_BYTES + _ROOM, "send fewer tokens")
     by_name = {
         "Register": RequestLimit(_ROOM, "shorten the names, or list fewer groups and pools"),

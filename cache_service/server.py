@@ -1,4 +1,4 @@
-"""The manager's gRPC server: services, limits, health, and the task that lets leases run out."""
+"""The manager's gRPC server: services, limits, health, and the task that ends expired leases."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _GRACE_SECONDS: Final = 1.0
-"""For calls in flight when the manager stops; they take milliseconds."""
+"""Time for calls in flight when the manager stops; they take milliseconds."""
 
 NOTICE_SECONDS: Final = 0.1
-"""Between NOT_SERVING and the end: peers that watch the health, or call, get a status and no broken connection."""
+"""Time between NOT_SERVING and the end, in which peers that watch the health, or call, get a status and no broken connection."""
 
 
 class ManagerServer:
     """A cache manager that listens. `async with` starts and stops it; make it inside the loop that runs it.
 
-    `epochs` leads already, or the server stands by until it does: health is answered, calls are refused. The server releases it
-    when it stops. `clock` gives monotonic seconds.
+    If `epochs` does not lead yet, the server stands by until it does: it answers health and refuses calls. The server releases
+    `epochs` when it stops. `clock` gives monotonic seconds.
     """
 
     manager: CacheManager
-    """Of the life in which this process leads; not set before."""
+    """The core of the life in which this process leads; not set before."""
     _servicer: CacheServicer
-    """Likewise."""
+    """The servicer of that life; not set before."""
 
     def __init__(
         self, settings: ManagerSettings, epochs: EpochStore, clock: Callable[[], float] = time.monotonic
@@ -69,18 +69,18 @@ class ManagerServer:
         self._counts = EdgeCounts()
         self._standby: LeaderGate | None = None
         self._has_begun = False
-        """This process leads, or has led."""
+        """Whether this process leads or has led."""
         self._leading: asyncio.Task[None] | None = None
         self._ticking: asyncio.Task[None] | None = None
         self.metrics: MetricsServer | None = None
-        """Answers /metrics, if the settings name a port for it."""
+        """Server of /metrics; None: the settings name no port for it."""
         if epochs.leads():
             self._begin_life()
         else:
             self._standby = LeaderGate()
 
     def _begin_life(self) -> None:
-        """Make an empty manager under the epoch that this process leads with, and what answers its calls."""
+        """Make an empty core under the epoch that this process leads with, and the servicer that answers its calls."""
         settings = self._settings
         self.manager = CacheManager(
             self._epochs.epoch,
@@ -142,7 +142,7 @@ class ManagerServer:
             await self.metrics.start()
 
     async def _lead(self) -> None:
-        """Begin this process's life as the one that leads, when no other one does, and go on. Raises LeadershipLost, StateError."""
+        """Wait until no other process leads, then lead, and keep leading. Raises LeadershipLost, StateError."""
         if self._standby is not None:
             await self._epochs.lead()
             self._begin_life()
@@ -217,8 +217,8 @@ class ManagerServer:
                 log.exception("tick failed")
 
     async def _tick(self) -> bool:
-        """End expired leases, sweep ended sessions in slices, and collect gRPC's cycles. Returns whether more is to be swept:
-        leases do not wait for that, since peers may end sessions without end."""
+        """End expired leases, sweep ended sessions in slices, and collect gRPC's cycles. Returns whether more is to be swept: peers
+        may end sessions faster than they are swept, and leases must not wait for that."""
         until = self._clock() + self._settings.tick_seconds
         for session in self.manager.tick(self._clock()):
             log.warning("lease expired", worker_id=session.worker_id, session=f"{session.number:#x}")
@@ -231,13 +231,13 @@ class ManagerServer:
 
 
 async def require_free(host: str, port: int) -> None:
-    """Raise PortError, which says why, if an address cannot be listened on. gRPC itself says why on stderr only."""
+    """Raise PortError with the reason if an address cannot be listened on. gRPC itself writes the reason to stderr only."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise PortError(f"cannot listen on host {host!r}: {error.strerror}; choose another --host") from None
     problems: list[OSError] = []
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -249,5 +249,5 @@ async def require_free(host: str, port: int) -> None:
                 ) from None
             problems.append(error)
     # A name may have several addresses, of which one must work: "localhost" without IPv6.
-    if len(problems) == len(found):
+    if len(problems) == len(addresses):
         raise PortError(f"cannot listen on {host} port {port}: {problems[0].strerror}; choose another --host or --port")

@@ -1,4 +1,4 @@
-"""CacheService: each method decodes, makes one call into the core, and encodes.
+"""CacheService. Each method decodes, makes one call into the core, and encodes.
 
 Everything runs on the event loop. Only Register awaits before it calls the core, and Check between the slices of an audit, so the
 core has one owner.
@@ -39,7 +39,7 @@ from .watching.stream import Watching
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
 MAX_SEQUENCES_PER_ANSWER = 1000
-"""Of Describe, over all workers: more would hold up the other calls for more than some milliseconds."""
+"""Sequences in one answer of Describe, over all workers: more would delay other calls for more than some milliseconds."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -68,14 +68,14 @@ def answering(method: Method[Request, Response]) -> Method[Request, Response]:
                 return response
             except Refusal as refusal:
                 self.counts.refusals[refusal.reason] += 1
-                found = status.of_refusal(refusal)
+                failure = status.of_refusal(refusal)
             except status.ManagerUnavailable as error:
-                found = status.of_unavailable(error)
+                failure = status.of_unavailable(error)
             except Exception:
                 log.exception("call failed", method=name)
-                found = status.of_bug()
-            code = found.code
-            set_status(context, found)
+                failure = status.of_bug()
+            code = failure.code
+            set_status(context, failure)
             return cast(Response, None)  # which gRPC does not send, the status not being OK
         finally:
             self.counts.on_call(name, code_pb2.Code.Name(code), self.clock() - began_at)
@@ -88,7 +88,7 @@ Stream = Callable[["CacheServicer", Request, StreamContext[Request, Response]], 
 
 
 def answering_stream(method: Stream[Request, Response]) -> Stream[Request, Response]:
-    """Likewise for a method that answers with a stream: an asynchronous generator, of which the result is one too."""
+    """Do as `answering` for a method that answers with a stream: it is an asynchronous generator, and so is the result."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -107,14 +107,14 @@ def answering_stream(method: Stream[Request, Response]) -> Stream[Request, Respo
                 return
             except Refusal as refusal:
                 self.counts.refusals[refusal.reason] += 1
-                found = status.of_refusal(refusal)
+                failure = status.of_refusal(refusal)
             except status.ManagerUnavailable as error:
-                found = status.of_unavailable(error)
+                failure = status.of_unavailable(error)
             except Exception:
                 log.exception("call failed", method=name)
-                found = status.of_bug()
-            code = found.code
-            set_status(context, found)
+                failure = status.of_bug()
+            code = failure.code
+            set_status(context, failure)
         finally:
             self.counts.on_stream(name, code_pb2.Code.Name(code))
 
@@ -158,18 +158,18 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._make_key = make_key
         self._stopping = False
         self._former_lease_end = clock() + manager.lease_seconds if epochs.found_state else clock()
-        """When the last lease of sessions that were lost as a whole has run out, in monotonic seconds."""
+        """Monotonic time at which the last lease has expired of the sessions that were lost all at once."""
 
     def require_serving(self) -> None:
-        """Raise status.Unavailable if the manager is about to stop, or if another one may lead by now: this process may have been
-        frozen for any time before it looks at the call."""
+        """Raise status.ManagerUnavailable if the manager is about to stop, or if another one may lead by now: this process may have
+        been frozen for any time before it handles the call."""
         if self._stopping:
             raise status.ManagerUnavailable("the manager is shutting down: register again when it is back")
         if not self._epochs.leads():
             raise status.LeadsNoLonger
 
     def refuse_calls(self) -> None:
-        """Answer every call from now on with UNAVAILABLE, before the connection closes, and end the streams so."""
+        """Answer every call from now on with UNAVAILABLE, and end the streams with it, before the connection closes."""
         self._stopping = True
         self.watching.stop()
 
@@ -203,7 +203,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def _outgrow(self, seen: int, last_session: int, worker_id: str) -> None:
         """Raise the epoch above one that a worker has seen in another life of the manager, if that is allowed and needed.
 
-        Such an epoch means that the state we have found is older than the worker. The core changes when the new epoch is durable.
+        Such an epoch shows that the stored state is older than the worker. The core changes only when the new epoch is durable.
         Raises Refusal: BAD_FIELD, FOREIGN_EPOCH.
         """
         if seen > MAX_EPOCH:
@@ -349,7 +349,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         decode: Callable[[Message], Item],
         call: Callable[[Uplink, list[Item]], tuple[list[Outcome], Reply]],
     ) -> tuple[list[Outcome | Refusal], cache_pb2.Downlink]:
-        """One outcome for each item, in order, and what ends the reply."""
+        """Execute a batch. Returns an outcome for each item, in order, and the downlink that ends the reply."""
         uplink = worker_codec.decode_uplink(request)
         batch = worker_codec.decode_batch(items, decode)
         outcomes, reply = call(uplink, batch.items)

@@ -119,7 +119,7 @@ class ManagerSettings(ServerSettings):
 
     @property
     def tick_seconds(self) -> float:
-        """Time between two looks at the leases."""
+        """Seconds between two checks of the leases."""
         return min(0.5, self.keep_alive_seconds / 2)
 
     @property

@@ -1,4 +1,4 @@
-"""The one table from a refusal of the core to the status that a peer sees, for items of a batch and for whole calls.
+"""The table from refusals of the core to the statuses that peers see, for items of a batch and for whole calls.
 
 The table itself is published at the top of cache.proto; the client and the worker have the inverse.
 """
@@ -23,9 +23,9 @@ STANDBY = "STANDBY"
 class _Row(NamedTuple):
     code: int
     retry_seconds: float = 0.0
-    """Adds RetryInfo: how long to wait before asking again, unless the refusal itself says it."""
+    """Adds RetryInfo with the time to wait before asking again, unless the refusal has its own; 0: none."""
     quota: str = ""
-    """Adds QuotaFailure: the limit that was reached."""
+    """Adds QuotaFailure with the limit that was reached; empty: none."""
     bad_request: bool = False
     """Adds BadRequest with the refusal's field."""
 
@@ -75,12 +75,12 @@ class LeadsNoLonger(ManagerUnavailable):
 
 
 def ok() -> status_pb2.Status:
-    """The status of an item that was done."""
+    """Return the status of an item that was executed."""
     return status_pb2.Status()
 
 
 def of_refusal(refusal: Refusal) -> status_pb2.Status:
-    """The status of an item or a call that the core has refused."""
+    """Return the status of an item or a call that the core has refused."""
     row = _TABLE[refusal.reason]
     retry_seconds = row.retry_seconds if refusal.retry_seconds is None else refusal.retry_seconds
     metadata = dict(refusal.metadata)
@@ -98,14 +98,14 @@ def of_refusal(refusal: Refusal) -> status_pb2.Status:
 
 
 def of_unavailable(error: ManagerUnavailable) -> status_pb2.Status:
-    """The status of a call that cannot be served now."""
+    """Return the status of a call that cannot be served now."""
     if isinstance(error, LeadsNoLonger):
         return build_status(code_pb2.UNAVAILABLE, STANDBY, str(error), retry_seconds=0.1)
     return build_status(code_pb2.UNAVAILABLE, Reason.RECOVERING.value, str(error), retry_seconds=0.5)
 
 
 def of_standby() -> status_pb2.Status:
-    """The status of every call to a process that stands by."""
+    """Return the status of every call to a process that stands by."""
     return build_status(
         code_pb2.UNAVAILABLE,
         STANDBY,
@@ -115,5 +115,5 @@ def of_standby() -> status_pb2.Status:
 
 
 def of_bug() -> status_pb2.Status:
-    """The status of a call that ran into a bug. Only the manager's log says what happened."""
+    """Return the status of a call that ran into a bug. Only the manager's log says what happened."""
     return build_status(code_pb2.INTERNAL, INTERNAL, "the cache manager failed; its log has the traceback")

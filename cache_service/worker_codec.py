@@ -1,4 +1,4 @@
-"""The calls of workers: protobuf to core messages and back. Pure functions.
+"""Converts the calls of workers from protobuf to core messages and back. Pure functions.
 
 Decoding checks the shape: other tiers, groups out of bounds, lists of different length and missing parts are refused as BAD_FIELD
 or UNSUPPORTED. All other checks are the core's.
@@ -53,20 +53,20 @@ Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
 TIER = common_pb2.TIER_DEVICE
-"""The one tier of this version."""
+"""The only tier of this version."""
 
 MAX_GROUPS = Limits().max_groups
-"""Bounds what decoding makes of a group's number."""
+"""Limit of a group's number, which bounds the lists that decoding makes."""
 
 
 class DecodedItems(NamedTuple, Generic[Item]):
-    """A decoded batch: the items of good shape, and what is wrong with the others, by their place in the request."""
+    """A decoded batch: the well-formed items, and the refusals of the others by their place in the request."""
 
     items: list[Item]
     refusals: dict[int, Refusal]
 
     def merge(self, outcomes: Iterable[Outcome]) -> list[Outcome | Refusal]:
-        """One outcome for each item of the request, in its order, given those of the good items."""
+        """Return an outcome for each item of the request, in its order. `outcomes` are those of the well-formed items."""
         rest = iter(outcomes)
         count = len(self.items) + len(self.refusals)
         return [self.refusals[i] if i in self.refusals else next(rest) for i in range(count)]
@@ -109,7 +109,7 @@ def _check_run(run: common_pb2.BlockRun, field: str) -> None:
 
 
 def _lengthen(groups: list[Item], group: int, empty: Item) -> None:
-    """Make room for a group in a list by group."""
+    """Extend a list that is indexed by group so that it has the group."""
     while len(groups) <= group:
         groups.append(empty)
 
@@ -119,35 +119,35 @@ def _decode_key(message: common_pb2.SequenceKey) -> SequenceKey:
 
 
 def decode_root(message: common_pb2.Root) -> Root:
-    """What makes KV exchangeable. The core checks the lengths where they matter."""
+    """Decode a root. The core checks the lengths where they matter."""
     return Root(message.model_fingerprint, message.adapter, message.tenant_salt, message.input_digest)
 
 
 def encode_unsalted_root(root: Root) -> common_pb2.Root:
-    """A root for those who may not learn the salt: without it."""
+    """Encode a root without its salt, for peers that may not learn it."""
     return common_pb2.Root(
         model_fingerprint=root.model_fingerprint, adapter=root.adapter, input_digest=root.input_digest
     )
 
 
 def decode_load(message: common_pb2.WorkerLoad) -> WorkerLoad:
-    """What a worker is busy with."""
+    """Decode a worker's load."""
     return WorkerLoad(message.num_running, message.num_waiting, message.num_uncomputed_tokens)
 
 
 def encode_key(key: SequenceKey) -> common_pb2.SequenceKey:
-    """A sequence's key."""
+    """Encode a sequence's key."""
     return common_pb2.SequenceKey(sequence_id=key.sequence_id, attempt=key.attempt, round=key.round)
 
 
 def encode_load(load: WorkerLoad) -> common_pb2.WorkerLoad:
-    """What a worker is busy with."""
+    """Encode a worker's load."""
     return common_pb2.WorkerLoad(**load._asdict())
 
 
 def encode_counts(counts: Iterable[BlockCounts]) -> list[common_pb2.BlockCounts]:
-    """The counts of a worker's pools, by group."""
-    return [common_pb2.BlockCounts(group=group, tier=TIER, **one._asdict()) for group, one in enumerate(counts)]
+    """Encode the counts of a worker's pools, by group."""
+    return [common_pb2.BlockCounts(group=group, tier=TIER, **pool._asdict()) for group, pool in enumerate(counts)]
 
 
 def _encode_run(group: int, start_index: int, blocks: Sequence[int], generations: Sequence[int]) -> common_pb2.BlockRun:
@@ -160,7 +160,7 @@ def _encode_run(group: int, start_index: int, blocks: Sequence[int], generations
 
 
 def decode_registration(request: cache_pb2.RegisterRequest) -> Registration:
-    """A worker's introduction. Raises Refusal: BAD_FIELD, UNSUPPORTED."""
+    """Decode a worker's registration. Raises Refusal: BAD_FIELD, UNSUPPORTED."""
     return Registration(
         worker_id=request.worker_id,
         incarnation=request.incarnation,
@@ -188,9 +188,9 @@ def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
             f"needed one for each group, got {len(config.pools)} for {len(config.groups)} groups",
         )
     for index, (group, pool) in enumerate(zip(config.groups, config.pools, strict=True)):
-        for name, found in (("groups", group.group), ("pools", pool.group)):
-            if found != index:
-                raise bad_field(f"kv_cache_config.{name}[{index}].group", f"needed {index}, its place, got {found}")
+        for name, number in (("groups", group.group), ("pools", pool.group)):
+            if number != index:
+                raise bad_field(f"kv_cache_config.{name}[{index}].group", f"needed {index}, its place, got {number}")
         spec = group.WhichOneof("spec")
         if spec is None:
             raise Refusal(
@@ -235,7 +235,7 @@ def decode_uplink(
     | cache_pb2.FreeRequest
     | cache_pb2.ReportRequest,
 ) -> Uplink:
-    """What leads a mutating call. Raises Refusal: BAD_FIELD."""
+    """Decode the head of a mutating call. Raises Refusal: BAD_FIELD."""
     if not request.HasField("uplink"):
         raise bad_field("uplink", "a mutating call needs its session and call_no")
     message = request.uplink
@@ -252,7 +252,7 @@ def decode_uplink(
 
 
 def _decode_blocks(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[tuple[ReservedBlock, ...], ...]:
-    """Runs that are sets of blocks, by group."""
+    """Decode runs as sets of blocks, by group."""
     groups: list[tuple[ReservedBlock, ...]] = []
     for index, run in enumerate(runs):
         _check_run(run, f"{field}[{index}]")
@@ -262,7 +262,7 @@ def _decode_blocks(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[tup
 
 
 def _decode_tables(runs: Iterable[common_pb2.BlockRun], field: str) -> Tables:
-    """Runs that are pieces of block tables."""
+    """Decode runs as pieces of block tables, by group."""
     tables: list[tuple[TableEntry, ...]] = []
     for index, run in enumerate(runs):
         _check_run(run, f"{field}[{index}]")
@@ -288,7 +288,7 @@ def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
 
 
 def encode_downlink(reply: Reply) -> cache_pb2.Downlink:
-    """What ends every reply on the link."""
+    """Encode the downlink, which ends every reply to a worker."""
     return cache_pb2.Downlink(entries=map(_encode_entry, reply.entries), counts=encode_counts(reply.counts))
 
 
@@ -296,7 +296,7 @@ def encode_downlink(reply: Reply) -> cache_pb2.Downlink:
 
 
 def decode_report(request: cache_pb2.ReportRequest) -> ReportPart:
-    """One part of what a worker holds. Raises Refusal: BAD_FIELD."""
+    """Decode one part of a worker's report. Raises Refusal: BAD_FIELD."""
     return ReportPart(
         part=request.part,
         last=request.last,
@@ -337,11 +337,13 @@ def _decode_contents(index: int, run: cache_pb2.ContentRun) -> ContentRun:
     if not run.blocks:
         raise bad_field(f"contents[{index}].blocks", "needed the blocks of at least one group")
     blocks: list[ReportedBlocks] = []
-    for place, one in enumerate(run.blocks):
-        _check_run(one, f"contents[{index}].blocks[{place}]")
-        if any(one.group == other.group for other in blocks):
-            raise bad_field(f"contents[{index}].blocks", f"at most one run per group, got two of group {one.group}")
-        blocks.append(ReportedBlocks(one.group, tuple(one.block_ids), tuple(one.generations)))
+    for place, group_run in enumerate(run.blocks):
+        _check_run(group_run, f"contents[{index}].blocks[{place}]")
+        if any(group_run.group == other.group for other in blocks):
+            raise bad_field(
+                f"contents[{index}].blocks", f"at most one run per group, got two of group {group_run.group}"
+            )
+        blocks.append(ReportedBlocks(group_run.group, tuple(group_run.block_ids), tuple(group_run.generations)))
     return ContentRun(run.parent, root, run.tokens, len(blocks[0].blocks), tuple(blocks))
 
 
@@ -366,7 +368,7 @@ def _decode_reported(index: int, message: cache_pb2.ReportedSequence) -> Reporte
 
 
 def decode_allocate_item(message: cache_pb2.AllocateItem) -> AllocateItem:
-    """A sequence that wants a block table. Raises Refusal: BAD_FIELD."""
+    """Decode a sequence that asks for a block table. Raises Refusal: BAD_FIELD."""
     for name in ("key", "root"):
         if not message.HasField(name):
             raise bad_field(name, "missing")
@@ -399,28 +401,28 @@ def _decode_update(message: cache_pb2.SequenceUpdate) -> SequenceUpdate:
 
 
 def decode_append_item(message: cache_pb2.AppendItem) -> AppendItem:
-    """An update of a live sequence. Raises Refusal: BAD_FIELD."""
+    """Decode an update of a live sequence. Raises Refusal: BAD_FIELD."""
     return AppendItem(_decode_update(message.update), message.want_blocks)
 
 
 def decode_fork_item(message: cache_pb2.ForkItem) -> ForkItem:
-    """A fork that a worker has made. Raises Refusal: BAD_FIELD."""
+    """Decode a fork that a worker has made. Raises Refusal: BAD_FIELD."""
     if not message.HasField("parent"):
         raise bad_field("parent", "missing")
     return ForkItem(_decode_key(message.parent), message.num_shared_blocks, _decode_update(message.update))
 
 
 def encode_fork_outcome(outcome: AppendOutcome) -> cache_pb2.ForkResult:
-    """The answer to one ForkItem."""
+    """Encode the answer to one ForkItem."""
     if not isinstance(outcome, Appended):
         return cache_pb2.ForkResult(status=status.of_refusal(outcome))
     return cache_pb2.ForkResult(status=status.ok(), num_sealed_tokens=outcome.num_sealed_tokens)
 
 
 def decode_free_items(messages: Iterable[cache_pb2.FreeItem]) -> list[SequenceUpdate]:
-    """Updates of sequences that end. Raises Refusal: BAD_FIELD for the whole call.
+    """Decode updates of sequences that end. Raises Refusal: BAD_FIELD for the whole call.
 
-    FreeResponse has no place to answer items, and what is malformed here is a bug of the worker, not a race that Free forgives.
+    FreeResponse has no place to answer items, and a malformed item is a bug of the worker, not a race that Free forgives.
     """
     items = []
     for index, message in enumerate(messages):
@@ -432,16 +434,18 @@ def decode_free_items(messages: Iterable[cache_pb2.FreeItem]) -> list[SequenceUp
 
 
 def encode_allocate_outcome(outcome: AllocateOutcome) -> cache_pb2.AllocateResult:
-    """The answer to one AllocateItem."""
+    """Encode the answer to one AllocateItem."""
     if isinstance(outcome, Granted):
         tables = outcome.tables
         granted = cache_pb2.Granted(
-            tables=[_encode_run(group, one.start, one.blocks, one.generations) for group, one in enumerate(tables)],
+            tables=[
+                _encode_run(group, table.start, table.blocks, table.generations) for group, table in enumerate(tables)
+            ],
             num_cached_tokens=outcome.num_cached_tokens,
             scratch=[
-                _encode_run(group, 0, *zip(*one.scratch, strict=True))
-                for group, one in enumerate(tables)
-                if one.scratch
+                _encode_run(group, 0, *zip(*table.scratch, strict=True))
+                for group, table in enumerate(tables)
+                if table.scratch
             ],
             boundaries=outcome.boundaries,
             encoder_cached=outcome.encoder_cached,
@@ -454,7 +458,7 @@ def encode_allocate_outcome(outcome: AllocateOutcome) -> cache_pb2.AllocateResul
 
 
 def encode_append_outcome(outcome: AppendOutcome) -> cache_pb2.AppendResult:
-    """The answer to one AppendItem."""
+    """Encode the answer to one AppendItem."""
     if not isinstance(outcome, Appended):
         return cache_pb2.AppendResult(status=status.of_refusal(outcome))
     result = cache_pb2.AppendResult(status=status.ok(), num_sealed_tokens=outcome.num_sealed_tokens)

@@ -1,1 +1,1 @@
-"""Which process leads, and under which epoch: one interface, and a file or a Lease of Kubernetes behind it."""
+"""Decides which process leads, and under which epoch. A file or a Lease of Kubernetes implements the interface."""

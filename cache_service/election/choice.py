@@ -1,4 +1,4 @@
-"""Which store --election means."""
+"""Chooses the store that --election names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .file import FileEpochs
 
 
 def choose_store(settings: ManagerSettings) -> EpochStore:
-    """Raises StateError: what a start needs is missing, or without --election another manager leads."""
+    """Make the store. Raises StateError if something that it needs is missing or, without --election, if another manager leads."""
     if settings.election is None:
         return FileEpochs.open(settings.state_folder)
     kind, _, name = settings.election.partition(":")

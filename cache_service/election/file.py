@@ -1,4 +1,5 @@
-"""The epoch in a file, and a lock next to it: the process that holds the lock leads. For one machine, or a disk that several share.
+"""Keeps the epoch in a file with a lock next to it: the process that holds the lock leads. Works on one machine, or on a shared
+disk.
 
 The lock is the kernel's (flock), so it ends with the process, however that ends.
 """
@@ -19,7 +20,7 @@ from kvpool.process.durable_file import write_durably
 from .epoch import MAX_EPOCH, StateError
 
 POLL_SECONDS = 0.02
-"""Between two tries to take the lock. A try costs microseconds, and streams wait for the next manager."""
+"""Pause between two attempts to take the lock. An attempt costs microseconds, and streams wait for the next manager."""
 
 _FILE = "epoch"
 _LOCK_FILE = "lock"
@@ -27,12 +28,12 @@ _FORMAT = re.compile(rb"kvpool epoch (\d{1,8}) ([0-9a-f]{8})\n")
 
 
 def encode(epoch: int) -> bytes:
-    """The content of the state file."""
+    """Return the content of the state file."""
     return b"kvpool epoch %d %08x\n" % (epoch, zlib.crc32(b"%d" % epoch))
 
 
 def _decode(data: bytes) -> int | None:
-    """The epoch of a file's content, None if it is torn or was never one."""
+    """Return the epoch in a file's content; None if the content is torn or was never one."""
     match = _FORMAT.fullmatch(data)
     if match is None:
         return None
@@ -41,9 +42,9 @@ def _decode(data: bytes) -> int | None:
 
 
 class FileEpochs:
-    """The epoch in a state directory, and the exclusive lock on it; an EpochStore.
+    """An EpochStore in a state directory, with an exclusive lock on it.
 
-    `open` leads at once or not at all. One that is made without it stands by until `lead`.
+    `open` leads at once or fails. An object made without it stands by until `lead`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +73,7 @@ class FileEpochs:
         return store
 
     async def lead(self) -> None:
-        """As in EpochStore: waits for the lock."""
+        """Wait for the lock, then begin the next epoch. See EpochStore."""
         self._open()
         while True:
             if self._take_lock():
@@ -81,16 +82,16 @@ class FileEpochs:
         self._begin()
 
     def leads(self) -> bool:
-        """As in EpochStore: this process has the lock, and with it the epoch."""
+        """Whether this process has the lock, and with it the epoch."""
         return self.epoch > 0 and self._lock >= 0
 
     async def keep(self) -> NoReturn:
-        """As in EpochStore: nobody can take the lock."""
+        """Wait until cancelled: no other process can take the lock."""
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
     async def raise_above(self, epoch: int) -> int:
-        """As in EpochStore. Writes off the event loop."""
+        """Raise the epoch; writes off the event loop. See EpochStore."""
         try:
             return await asyncio.to_thread(self._raise_above, epoch)
         except OSError as error:
@@ -107,11 +108,11 @@ class FileEpochs:
             return self.epoch
 
     async def release(self) -> None:
-        """As in EpochStore."""
+        """Release the lock. See EpochStore."""
         self.close()
 
     def close(self) -> None:
-        """Give the directory back, after a write that is under way. Idempotent."""
+        """Release the directory, after a write that is under way. Idempotent."""
         with self._mutex:
             self._unlock()
 
@@ -138,7 +139,7 @@ class FileEpochs:
         return True
 
     def _begin(self) -> None:
-        """Begin the next epoch, having the lock."""
+        """Begin the next epoch. Needs the lock."""
         try:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
@@ -156,7 +157,7 @@ class FileEpochs:
         return StateError(f"state directory {self._directory} cannot be used: {error.strerror}")
 
     def _read(self) -> int:
-        """The epoch of the life before; 0 if there was none."""
+        """Read the epoch of the life before; 0 if there was none."""
         path = self._directory / _FILE
         try:
             data = path.read_bytes()

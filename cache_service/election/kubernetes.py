@@ -1,9 +1,10 @@
-"""The epoch in a Lease of Kubernetes (coordination.k8s.io/v1): who holds it leads.
+"""Keeps the epoch in a Lease of Kubernetes (coordination.k8s.io/v1): the process that holds the Lease leads.
 
 Holder and epoch change in one request, which the API server executes only if the Lease is still as it was read (`resourceVersion`).
-So no two processes lead with one epoch. That at most one leads at a time follows from clocks that run at about the same pace: the
-holder ends before `duration` has passed since it *sent* its last renewal, and another process takes over only when it has seen the
-Lease unchanged for `duration`. No times of different machines are compared. (As client-go's leader election, apart from the epoch.)
+So no two processes lead with one epoch. At most one leads at a time as long as clocks run at about the same pace: the holder ends
+before `duration` has passed since it *sent* its last renewal, and another process takes over only after it has seen the Lease
+unchanged for `duration`. No times of different machines are compared. (client-go's leader election does the same, apart from the
+epoch.)
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.election")
 
 EPOCH_ANNOTATION: Final = "kvpool/epoch"
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where each pod finds its token and the certificate of the API server."""
+"""Folder with a pod's token and the certificate of the API server."""
 
 SHARE_TO_USE: Final = 0.8
-"""Of the duration, for which the holder leads after a renewal: clocks may differ in pace, and a process takes a moment to end."""
+"""Share of the duration for which the holder leads after a renewal: clocks may differ in pace, and ending a process takes time."""
 RENEWALS_IN_DURATION: Final = 6
 RETRY_SECONDS: Final = 0.25
-"""After an answer that says nothing, or none."""
+"""Pause after a request without a clear answer."""
 MAX_RETRY_SECONDS: Final = 2.0
-"""Of a process that stands by: the pauses double."""
+"""Longest pause of a process that stands by; its pauses double."""
 
 
 class LeaseName(NamedTuple):
-    """namespace/name of the Lease."""
+    """Name of the Lease, written as namespace/name."""
 
     namespace: str
     name: str
@@ -56,33 +57,33 @@ class _Lease(NamedTuple):
     """A Lease as it was read or written."""
 
     version: str
-    """Opaque; another one after each change."""
+    """Opaque resourceVersion, which differs after each change."""
     holder: str
     epoch: int
     duration: float
-    """Seconds, as its holder has set it."""
+    """Seconds that its holder has set."""
     body: dict[str, Any]
-    """All of it: labels and annotations of others are written back."""
+    """The whole object, so that labels and annotations of others are written back."""
 
 
 class _Conflict(Exception):
-    """The Lease is not as it was read: somebody has changed, made or deleted it."""
+    """The Lease was changed, made or deleted since it was read."""
 
 
 class _NoAnswer(Exception):
-    """The API server has not answered, or not with anything that says what has become of the request."""
+    """The API server has not answered, or its answer does not show what became of the request."""
 
 
 def boot_seconds() -> float:
-    """Monotonic seconds that go on while the machine is suspended."""
+    """Return monotonic seconds, which include the time while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class LeaseEpochs:
-    """The epoch in a Lease; an EpochStore.
+    """An EpochStore in a Lease.
 
-    `api`: URL of the API server; by default that of the cluster in whose pod this process runs. `duration`: whole seconds.
-    `transport`: in place of connections to it.
+    `api`: URL of the API server; None: that of the cluster in whose pod this process runs. `duration`: whole seconds.
+    `transport`: used in place of connections to the API server.
     """
 
     def __init__(
@@ -100,35 +101,36 @@ class LeaseEpochs:
         self.epoch = 0
         self.found_state = False
         self.identity = f"{socket.gethostname()}_{secrets.token_hex(8)}"
-        """Of this process: the host's name for people, and a number that no other process has."""
+        """Name of this process as a holder: the host's name, for people, and a random number."""
         self._lease = lease
         self._duration = duration
         self._service_account = service_account
         self._clock = clock
         self._leads_until = 0.0
         self._has_ended = False
-        """It has led, and never will again, even if the answer to a renewal that was sent before still comes."""
+        """Whether it has stopped leading for good, even if the answer to an earlier renewal still comes."""
         self._waits_for = ""
-        """The holder that the log has named last."""
+        """Holder that the log has named last."""
         self._written: _Lease | None = None
-        """The Lease as this process has written it last."""
+        """The Lease as this process last wrote it."""
         self._writing = asyncio.Lock()
-        """One write at a time: two would be each other's conflict."""
+        """Held during a write: two writes at once would conflict with each other."""
         self._url, verify = _server(api, service_account, environment)
         self._client = httpx.AsyncClient(verify=verify, trust_env=False, timeout=self._timeout, transport=transport)
 
-    # -- as in EpochStore
+    # -- the methods of EpochStore
 
     async def lead(self) -> None:
-        """As in EpochStore. An API server that does not answer, or refuses, is asked again for ever: the log says why."""
+        """Wait for the Lease and take it. See EpochStore. If the API server does not answer, or refuses, it is asked again without
+        end, and the log says why."""
         seen: _Lease | None = None
         seen_at = 0.0
         pause, why = RETRY_SECONDS, ""
         while True:
             try:
-                found = await self._get()
-                if found is None or seen is None or found.version != seen.version:
-                    seen, seen_at = found, self._clock()
+                lease = await self._get()
+                if lease is None or seen is None or lease.version != seen.version:
+                    seen, seen_at = lease, self._clock()
                 await self._wait_and_take(seen, seen_at)
                 if self.leads():
                     return
@@ -143,11 +145,11 @@ class LeaseEpochs:
                 pause = min(2 * pause, MAX_RETRY_SECONDS)
 
     def leads(self) -> bool:
-        """As in EpochStore."""
+        """Whether the last renewal is recent enough. See EpochStore."""
         return not self._has_ended and self._clock() < self._leads_until
 
     async def keep(self) -> NoReturn:
-        """As in EpochStore."""
+        """Renew the Lease until cancelled. See EpochStore."""
         pause = self._duration / RENEWALS_IN_DURATION
         while True:
             await asyncio.sleep(min(pause, self._seconds_left))
@@ -166,7 +168,7 @@ class LeaseEpochs:
                 raise self._lost(conflict) from None
 
     async def raise_above(self, epoch: int) -> int:
-        """As in EpochStore."""
+        """Raise the epoch in the Lease. See EpochStore."""
         async with self._writing:
             if not self.leads():
                 raise LeadershipLost(f"lease {self._lease} was given back, or not renewed in time")
@@ -180,7 +182,7 @@ class LeaseEpochs:
             return self.epoch
 
     async def release(self) -> None:
-        """As in EpochStore."""
+        """Remove the holder from the Lease if this process leads. See EpochStore."""
         was_leading, self._has_ended = self.leads(), True
         async with self._writing:  # after a write that is under way
             if was_leading and self._written is not None:
@@ -190,46 +192,47 @@ class LeaseEpochs:
 
     # -- taking and renewing
 
-    async def _wait_and_take(self, found: _Lease | None, found_at: float) -> None:
-        """Become the holder once the Lease is free, or was not changed for its duration. Raises _Conflict if it has been changed by
-        the time of the attempt, _NoAnswer, StateError."""
-        while found is not None and found.holder not in ("", self.identity):
-            if found.holder != self._waits_for:
-                self._waits_for = found.holder
-                log.info("standing by", lease=str(self._lease), holder=found.holder, epoch=found.epoch)
-            changed = await self._next_change(found, found_at + found.duration)
+    async def _wait_and_take(self, lease: _Lease | None, read_at: float) -> None:
+        """Become the holder as soon as `lease`, read at `read_at`, is free or has not changed for its duration. Raises _Conflict if
+        it has changed by the time of the attempt, _NoAnswer, StateError."""
+        while lease is not None and lease.holder not in ("", self.identity):
+            if lease.holder != self._waits_for:
+                self._waits_for = lease.holder
+                log.info("standing by", lease=str(self._lease), holder=lease.holder, epoch=lease.epoch)
+            changed = await self._next_change(lease, read_at + lease.duration)
             if changed is None:
                 break
-            found, found_at = changed, self._clock()
-        before = 0 if found is None else found.epoch
+            lease, read_at = changed, self._clock()
+        before = 0 if lease is None else lease.epoch
         self._require_epoch(before + 1)
-        if found is None:
-            found = await self._post(self._body(before + 1))
-        self._written = found
+        if lease is None:
+            lease = await self._post(self._body(before + 1))
+        self._written = lease
         await self._write(before + 1, is_new=True)
         self.found_state = before > 0
 
-    async def _next_change(self, found: _Lease, until: float) -> _Lease | None:
-        """The Lease after its next change; None: there was none until then. Raises _Conflict if it was deleted, _NoAnswer."""
+    async def _next_change(self, lease: _Lease, until: float) -> _Lease | None:
+        """Wait for the next change of `lease` and return it; None: there was none until `until`. Raises _Conflict if it was
+        deleted, _NoAnswer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until - self._clock())):
                 while True:
-                    async with contextlib.aclosing(self._watch(found.version)) as changes:
+                    async with contextlib.aclosing(self._watch(lease.version)) as changes:
                         async for changed in changes:
                             return changed
                     await asyncio.sleep(RETRY_SECONDS)  # the server has ended the watch, as it does from time to time
                     now = await self._get()
                     if now is None:
                         raise _Conflict("it was deleted")
-                    if now.version != found.version:
+                    if now.version != lease.version:
                         return now
         return None
 
     async def _write(self, epoch: int, *, is_new: bool = False) -> None:
         """Write the Lease with this epoch, which renews it; `is_new`: another process may have held it before.
 
-        If an answer is lost it is not known whether the write was applied; if the Lease says so, it is written once more, because
-        only a write whose time is known renews. Raises _Conflict, _NoAnswer, StateError.
+        If an answer is lost, the Lease shows whether the write was applied. If it was, it is repeated, because only a write whose
+        time is known renews. Raises _Conflict, _NoAnswer, StateError.
         """
         self._require_epoch(epoch)
         assert self._written is not None
@@ -240,20 +243,20 @@ class LeaseEpochs:
                 written = await self._put(self._changed(before, max(epoch, before.epoch), is_new=is_new))
                 break
             except (_NoAnswer, _Conflict):
-                found = await self._get()
-                if found is None or found.holder != self.identity:
+                lease = await self._get()
+                if lease is None or lease.holder != self.identity:
                     raise _Conflict(
-                        "it was deleted" if found is None else f"{found.holder or 'nobody'} holds it"
+                        "it was deleted" if lease is None else f"{lease.holder or 'nobody'} holds it"
                     ) from None
-                if found.version == before.version:
+                if lease.version == before.version:
                     raise
-                before, is_new = found, False
+                before, is_new = lease, False
         self._written, self.epoch = written, written.epoch
         self._leads_until = sent + SHARE_TO_USE * self._duration
 
     @property
     def _seconds_left(self) -> float:
-        """For which this process leads without a renewal."""
+        """Seconds for which this process still leads without a renewal."""
         return max(0.0, self._leads_until - self._clock())
 
     def _late(self) -> LeadershipLost:
@@ -274,7 +277,7 @@ class LeaseEpochs:
 
     @property
     def _timeout(self) -> float:
-        """For one request: several fit into what is left of the lease when a renewal is due."""
+        """Seconds for one request, so that several fit into the rest of the lease when a renewal is due."""
         return max(0.2, self._duration / 5)
 
     @property
@@ -282,7 +285,7 @@ class LeaseEpochs:
         return f"{self._url}/apis/coordination.k8s.io/v1/namespaces/{self._lease.namespace}/leases"
 
     def _body(self, epoch: int) -> dict[str, Any]:
-        """A new Lease."""
+        """Return a new Lease."""
         return {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -299,7 +302,8 @@ class LeaseEpochs:
     def _changed(
         self, before: _Lease, epoch: int, *, is_new: bool = False, holder: str | None = None
     ) -> dict[str, Any]:
-        """A Lease as this process changes it; only if it is still as before, because the body has its version."""
+        """Return the Lease with this process's changes. The body has its version, so it can be written only if it is still as
+        `before`."""
         body = copy.deepcopy(before.body)
         body["metadata"].setdefault("annotations", {})[EPOCH_ANNOTATION] = str(epoch)
         spec = body.setdefault("spec", {})
@@ -312,7 +316,7 @@ class LeaseEpochs:
         return body
 
     async def _get(self) -> _Lease | None:
-        """The Lease as it is; None if there is none."""
+        """Read the Lease; None if there is none."""
         return await self._ask("GET", f"{self._leases}/{self._lease.name}")
 
     async def _post(self, body: dict[str, Any]) -> _Lease:
@@ -328,7 +332,7 @@ class LeaseEpochs:
         return written
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> _Lease | None:
-        """None: there is no such Lease. Raises _Conflict, _NoAnswer."""
+        """Send a request and return the Lease of the answer; None: there is no such Lease. Raises _Conflict, _NoAnswer."""
         try:
             answer = await self._client.request(method, url, json=body, headers=self._headers())
         except httpx.HTTPError as error:
@@ -345,7 +349,8 @@ class LeaseEpochs:
             raise _NoAnswer(f"{method} was answered with something else than a Lease: {error}") from error
 
     async def _watch(self, version: str) -> AsyncGenerator[_Lease, None]:
-        """The Lease after each change since that version, until the server ends that. Raises _Conflict (deleted), _NoAnswer."""
+        """Yield the Lease after each change since `version`, until the server ends the watch. Raises _Conflict (deleted),
+        _NoAnswer."""
         selected = {"watch": "1", "fieldSelector": f"metadata.name={self._lease.name}", "resourceVersion": version}
         try:
             async with self._client.stream(
@@ -361,7 +366,7 @@ class LeaseEpochs:
                     elif event["type"] == "DELETED":
                         raise _Conflict("it was deleted")
                     elif event["type"] == "ERROR":
-                        return  # as when the version is too old: it is read anew
+                        return  # e.g. because the version is too old: it is read anew
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise _NoAnswer(f"{type(error).__name__}: {error}") from error
 
@@ -376,7 +381,7 @@ class LeaseEpochs:
 def _server(
     api: str | None, service_account: Path, environment: Mapping[str, str]
 ) -> tuple[str, ssl.SSLContext | bool]:
-    """URL of the API server, and by what its certificate is verified."""
+    """Return the URL of the API server and what its certificate is verified with."""
     if api is not None:
         return api.rstrip("/"), True
     host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
@@ -393,7 +398,7 @@ def _server(
 
 
 def _read(body: Any) -> _Lease:
-    """Raises ValueError."""
+    """Decode a Lease. Raises ValueError."""
     try:
         metadata, spec = body["metadata"], body.get("spec") or {}
         epoch = int((metadata.get("annotations") or {}).get(EPOCH_ANNOTATION, 0))
@@ -411,12 +416,12 @@ def _read(body: Any) -> _Lease:
 
 
 def _now() -> str:
-    """A time for people to read; none is compared."""
+    """Return the time for people; no process compares it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _why(answer: httpx.Response) -> str:
-    """What the API server says of a request that it has refused."""
+    """Return the API server's reason for a refusal."""
     try:
         message = answer.json()["message"]
     except (ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""Watch: what changes, sent as it changes, to those who ask for it."""
+"""Serves Watch, which sends changes to viewers as they happen."""

@@ -1,8 +1,7 @@
-"""Follows the contents for those who ask: from where they were, or from the whole state on.
+"""Streams the contents to followers, from their last event or from the whole state on.
 
-A follower takes what has happened since it looked last. Nothing is kept for it but the journal's ring, which all share; one that is
-too slow for it starts again from the whole state.
-"""
+A follower gets all events since its last look. They are in the journal's ring, which all followers share. A follower that is too
+slow for the ring starts again from the whole state."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from ..core.manager import SWEEP_SLICE_NODES, CacheManager
 from . import contents_codec
 
 LOOK_SECONDS: Final = 0.05
-"""Between two looks of a follower that has everything."""
+"""Pause of a follower that has every event before it looks again."""
 LINGER_SECONDS: Final = 30.0
-"""The journal is kept for so long after the last follower has left, because it may come back."""
+"""Time for which the journal is kept after the last follower has left, since it may come back."""
 _MESSAGE_EVENTS: Final = 256
-"""Of one message, which delays other calls for some 0.5 ms."""
+"""Events in one message, which delays other calls for some 0.5 ms."""
 
 Source = AsyncGenerator[cache_pb2.WatchResponse, None]
 
@@ -30,14 +29,14 @@ class ContentsFeed:
     """The contents of one manager, for all followers."""
 
     def __init__(self, manager: CacheManager, max_events: int) -> None:
-        """`max_events`: kept for followers that are late."""
+        """`max_events` are kept for followers that are late."""
         self._manager = manager
         self._max_events = max_events
         self.num_followers = 0
         self._ending: asyncio.TimerHandle | None = None
 
     async def follow(self, options: cache_pb2.ContentsOptions) -> Source:
-        """The messages of one follower, for ever."""
+        """Yield the messages of one follower, without end."""
         manager = self._manager
         self.num_followers += 1
         if self._ending is not None:
@@ -69,8 +68,8 @@ class ContentsFeed:
 
 
 async def _whole(contents: Contents, epoch: int) -> AsyncGenerator[tuple[cache_pb2.WatchResponse, int], None]:
-    """The messages of the whole state, and the number of the last event before each message's end. It ends early, for a new
-    beginning, if the follower is too slow for the ring."""
+    """Yield the messages of the whole state, each with the number of the last event that it includes. Ends early if the follower is
+    too slow for the ring; it then has to start again."""
     more = True
     while more:
         more = contents.list_some(SWEEP_SLICE_NODES)

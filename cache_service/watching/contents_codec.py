@@ -1,4 +1,4 @@
-"""Contents, encoded. Pure functions."""
+"""Encodes contents. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..worker_codec import encode_key, encode_unsalted_root
 def encode(
     epoch: int, events: Iterable[Event], *, whole_begins: bool = False, whole_ends: bool = False
 ) -> cache_pb2.WatchResponse:
-    """One message."""
+    """Encode one message."""
     return cache_pb2.WatchResponse(
         contents=cache_pb2.Contents(
             epoch=epoch, whole_begins=whole_begins, whole_ends=whole_ends, events=map(_encode_event, events)

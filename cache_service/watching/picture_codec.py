@@ -1,4 +1,4 @@
-"""Pictures, encoded in parts. Pure functions."""
+"""Encodes pictures, in parts. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core.refusal import bad_field
 from ..worker_codec import TIER, encode_key
 
 _PART_WEIGHT: Final = 4096
-"""Of one message, which delays other calls for some 0.1 ms. A block counts as 1."""
+"""Weight of one message, which delays other calls for some 0.1 ms. A block weighs 1."""
 _SEQUENCE_WEIGHT: Final = 32
 _WORKER_WEIGHT: Final = 256
 
@@ -26,11 +26,11 @@ _MAX_INTERVAL_MS: Final = 10_000
 _DEFAULT_INTERVAL_MS: Final = 1_000
 
 _WIRE_STATES: Final = bytes(BLOCK_STATES.get(state, cache_pb2.BLOCK_STATE_UNSPECIFIED) for state in range(256))  # type: ignore[call-overload]
-"""By State."""
+"""Value on the wire of each State, by its number."""
 
 
 def decode_options(options: cache_pb2.PictureOptions, max_id_bytes: int) -> tuple[Wish, float]:
-    """What a viewer wants to see, and how often, in seconds. Raises Refusal: BAD_FIELD."""
+    """Decode what a viewer wants to see, and its interval in seconds. Raises Refusal: BAD_FIELD."""
     interval_ms = options.interval_ms or _DEFAULT_INTERVAL_MS
     if not _MIN_INTERVAL_MS <= interval_ms <= _MAX_INTERVAL_MS:
         raise bad_field(
@@ -43,7 +43,7 @@ def decode_options(options: cache_pb2.PictureOptions, max_id_bytes: int) -> tupl
 
 
 def encode(change: Change) -> Iterator[cache_pb2.WatchResponse]:
-    """The messages of one picture, each made when it is asked for."""
+    """Yield the messages of one picture, each made when it is asked for."""
     part = cache_pb2.Picture(epoch=change.epoch, number=change.number, whole=change.is_whole)
     part.ended_sessions.extend(change.ended_sessions)
     if change.cluster is not None:
@@ -64,7 +64,7 @@ def encode(change: Change) -> Iterator[cache_pb2.WatchResponse]:
 
 
 def _pieces(change: SessionChange) -> Iterator[tuple[cache_pb2.WorkerPicture, int]]:
-    """What has changed of one session, and how much each piece of it weighs."""
+    """Yield the changes of one session in pieces, each with its weight."""
     session = change.session
     if change.facts is not None:
         yield cache_pb2.WorkerPicture(session=session, worker=encode_facts(change.facts)), _WORKER_WEIGHT

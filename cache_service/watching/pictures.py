@@ -1,7 +1,7 @@
-"""Takes pictures while somebody watches, and hands each viewer what it has not seen.
+"""Takes pictures while somebody watches, and sends each viewer what has changed since its last picture.
 
-A viewer that has its picture asks for the next one, so a slow one gets a later picture, and never a queue. Times are on one grid:
-viewers with the same interval, and now and then those with different ones, are served by the same picture.
+A viewer that has its picture asks for the next one, so a slow viewer gets a later picture and never a queue. Times are on one grid:
+the same picture serves viewers with the same interval, and now and then those with different ones.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from . import picture_codec
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
 _GRID_SECONDS: Final = 0.1
-"""Of a viewer's first picture, and of those after a picture that came late."""
+"""Grid for a viewer's first picture, and for its next one after a picture that came late."""
 _SLACK_SECONDS: Final = 0.002
-"""A picture that is due that soon is taken now."""
+"""A picture that is due within this time is taken now."""
 
 
 class _Wait(NamedTuple):
-    """A viewer that waits for a picture: when it is due, by the loop's clock, and where it goes; None: something failed."""
+    """A viewer that waits for a picture: the loop time at which it is due, and its future result; None: taking it failed."""
 
     due: float
     picture: asyncio.Future[_Messages | None]
@@ -47,7 +47,7 @@ class PictureFeed:
         self._look_again = asyncio.Event()
 
     async def follow(self, wish: Wish, interval: float) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
-        """The messages of a picture every `interval` seconds, for ever. Raises status.Unavailable."""
+        """Yield the messages of a picture every `interval` seconds, without end. Raises status.ManagerUnavailable."""
         clock = asyncio.get_running_loop().time
         viewer = self._pictures.join(wish)
         due = _next_on_grid(clock(), _GRID_SECONDS)
@@ -110,7 +110,7 @@ class PictureFeed:
                     timer.cancel()
 
     def _take(self) -> None:
-        """Take a picture and hand it out."""
+        """Take a picture and give it to the viewers that are due."""
         self._pictures.take(self._audits.num_audits, self._audits.num_violations_of_last)
         now = asyncio.get_running_loop().time()
         shared: dict[int, _Messages] = {}
@@ -125,7 +125,7 @@ class PictureFeed:
 
 
 class _Messages:
-    """The messages of one picture, encoded once for all viewers that it is for, and not before the first of them takes it."""
+    """The messages of one picture. Each is encoded once for all viewers of the picture, when the first of them takes it."""
 
     def __init__(self, source: Iterator[cache_pb2.WatchResponse]) -> None:
         self._source = source

@@ -1,9 +1,9 @@
-"""Who may watch: the streams of Watch share their places, first among hosts, then among the connections of a host.
+"""Shares the places for streams of Watch, first among hosts, then among the connections of a host.
 
 No peer proves what it is, so no place can be kept for a gateway by name. Instead a place is taken from the peer that has most of
 them. A gateway, and each `kvpool top`, is one connection with one or two streams, so it finds a place next to any number of streams
-of another peer. A host is an address without its port, of IPv6 its network of 64 bits; behind a proxy all peers are one host, or
-even one connection.
+of another peer. A host is an address without its port; of an IPv6 address only the network of 64 bits counts. All peers that come
+through a proxy are one host, or even one connection.
 
 | all places are taken, and | the new stream takes the place of |
 |---|---|
@@ -22,11 +22,11 @@ from typing import Final, NamedTuple
 from ..core.refusal import Reason, Refusal
 
 TURN_SECONDS: Final = 10.0
-"""A stream keeps its place for so long next to others that have no more than it."""
+"""Time for which a stream keeps its place next to others that have no more than it."""
 
 
 class StreamPlace(NamedTuple):
-    """One stream's. `number` makes it different from all others."""
+    """The place of one stream. `number` makes it different from all others."""
 
     number: int
     host: str
@@ -41,15 +41,15 @@ class Places:
     def __init__(self, max_places: int) -> None:
         self.max_places = max_places
         self._taken: list[StreamPlace] = []
-        """Oldest first."""
+        """Places in use, oldest first."""
         self._num_given = 0
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def take(self, peer: str, now: float, end: Callable[[Refusal], None]) -> StreamPlace:
-        """A place for a stream of this peer. `end` is called, with the reason, if another one takes it. Raises Refusal:
-        TOO_MANY_WATCHERS."""
+        """Take a place for a stream of this peer. `end` is called, with the reason, if another stream takes the place. Raises
+        Refusal: TOO_MANY_WATCHERS."""
         host = host_of(peer)
         if len(self._taken) >= self.max_places:
             self._make_room(host, peer, now)
@@ -59,7 +59,7 @@ class Places:
         return place
 
     def leave(self, place: StreamPlace) -> None:
-        """The stream has ended. Idempotent."""
+        """Give back the place of a stream that has ended. Idempotent."""
         if place in self._taken:
             self._taken.remove(place)
 
@@ -106,14 +106,14 @@ class Places:
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer as gRPC writes it: `ipv4:127.0.0.1:40123`, `ipv6:%5B::1%5D:40123`. What is written in another way is one
-    host."""
+    """Return the host of a peer that is written as gRPC does: `ipv4:127.0.0.1:40123`, `ipv6:%5B::1%5D:40123`. All peers of another
+    kind are one host for each kind."""
     kind, _, rest = peer.partition(":")
     address = rest.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D").strip("[]").partition("%")[0]
     if kind == "ipv6":
         try:
-            found = ipaddress.IPv6Address(address)
+            ip = ipaddress.IPv6Address(address)
         except ValueError:
             return kind
-        return str(found.ipv4_mapped or ipaddress.IPv6Network((found, 64), strict=False))
+        return str(ip.ipv4_mapped or ipaddress.IPv6Network((ip, 64), strict=False))
     return address or kind

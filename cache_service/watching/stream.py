@@ -1,4 +1,4 @@
-"""The streams of Watch: pictures, contents or both over one stream."""
+"""Serves the streams of Watch: pictures, contents or both over one stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .places import Places
 Source = AsyncGenerator[cache_pb2.WatchResponse, None]
 
 SILENCE_SECONDS: Final = 2.0
-"""A stream that has nothing to say for so long says that it lives, by an empty message."""
+"""A stream without news for so long sends an empty message, which shows that it lives."""
 
 
 class Watching:
@@ -36,25 +36,25 @@ class Watching:
         max_watchers: int,
         max_seconds: float,
     ) -> None:
-        """`max_seconds`: after that a stream ends, and its reader calls again, perhaps at another server; 0: never."""
+        """After `max_seconds` a stream ends, and its reader calls again, perhaps at another server; 0: never."""
         self._manager = manager
         self._pictures = PictureFeed(manager, audits)
         self._contents = contents
         self.places = Places(max_watchers)
         self._max_seconds = max_seconds
         self._stopping: asyncio.Event | None = None
-        """Made by the first stream, inside the loop."""
+        """Event that ends all streams; the first stream makes it, inside the loop."""
         self._is_stopped = False
 
     def stop(self) -> None:
-        """End all streams with UNAVAILABLE, now; for good."""
+        """End all streams with UNAVAILABLE, now and from now on."""
         self._is_stopped = True
         if self._stopping is not None:
             self._stopping.set()
 
     async def serve(self, request: cache_pb2.WatchRequest, peer: str, end: Callable[[Refusal], None]) -> Source:
-        """The messages of one call. `end` is called if the stream loses its place; it cancels the call, which may be waiting for
-        its reader. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS) and status.Unavailable."""
+        """Yield the messages of one call. `end` is called if the stream loses its place; it cancels the call, which may be waiting
+        for its reader. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS) and status.ManagerUnavailable."""
         sources = self._sources(request)
         place = self.places.take(peer, asyncio.get_running_loop().time(), end)
         try:
@@ -76,7 +76,7 @@ class Watching:
         return sources
 
     async def _merge(self, sources: list[Source]) -> Source:
-        """What comes from any source, as it comes; an empty message in silence."""
+        """Yield the messages of all sources as they come, and an empty message in silence."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._max_seconds if self._max_seconds else float("inf")
         if self._stopping is None:
@@ -84,7 +84,9 @@ class Watching:
         if self._is_stopped:
             self._stopping.set()
         stopping = asyncio.ensure_future(self._stopping.wait())
-        reading: dict[asyncio.Future[Any], Source] = {asyncio.ensure_future(anext(one)): one for one in sources}
+        reading: dict[asyncio.Future[Any], Source] = {
+            asyncio.ensure_future(anext(source)): source for source in sources
+        }
         try:
             while True:
                 patience = min(SILENCE_SECONDS, max(0.0, end - loop.time()))
