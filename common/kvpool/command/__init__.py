@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run one command and exit; that of a service becomes it."""
+    """Run one command and exit; the command of a service replaces this process with it."""
     name, *arguments = sys.argv[1:] or [""]
     if name in SERVICES:
         become(service_command(SERVICES[name], arguments))

@@ -1,1 +1,1 @@
-"""What every process of kvpool needs and none is about: settings, log lines, addresses. Knows none of the components."""
+"""Parts that every process of kvpool needs: settings, log lines, addresses. Knows none of the components."""

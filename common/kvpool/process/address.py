@@ -1,4 +1,4 @@
-"""host:port, as gRPC writes it and as people do."""
+"""Addresses host:port, as gRPC and people write them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 DEFAULT_PORT: Final = 50051
-"""Of the manager."""
+"""Port of the manager."""
 DEFAULT_MANAGER: Final = f"127.0.0.1:{DEFAULT_PORT}"
-"""Where clients and workers look for it."""
+"""Address at which clients and workers look for the manager by default."""
 EVERY_ADDRESS = frozenset({"0.0.0.0", "::", "[::]"})
-"""Hosts to listen on that mean every address of the machine; they cannot be connected to by that name."""
+"""Hosts to listen on that mean every address of the machine; no connection can be made to them."""
 _FILE: Final = "file:"
 
 
@@ -20,12 +20,12 @@ class PortError(Exception):
 
 
 def join_host_port(host: str, port: int) -> str:
-    """host:port, IPv6 hosts in brackets."""
+    """Return host:port, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def with_default_port(address: str, port: int) -> str:
-    """`address` as host:port: `port` is added where it names a host alone. Raises ValueError, which says what is wrong."""
+    """Return `address` as host:port; `port` is added if it names a host alone. Raises ValueError, which says what is wrong."""
     host, colon, given = address.rpartition(":")
     if address.count(":") > 1 and not address.startswith("["):
         try:
@@ -40,22 +40,22 @@ def with_default_port(address: str, port: int) -> str:
 
 
 def split_addresses(addresses: str) -> tuple[str, ...]:
-    """The parts of "host:port,host:port". Raises ValueError, which says what is wrong."""
-    found = tuple(part.strip() for part in addresses.split(","))
-    for part in found:
+    """Split "host:port,host:port". Raises ValueError, which says what is wrong."""
+    parts = tuple(part.strip() for part in addresses.split(","))
+    for part in parts:
         host, _, port = part.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536 or (":" in host and not host.startswith("[")):
             raise ValueError(f"needed host:port, or several of them with commas between, got {addresses!r}")
-    return found
+    return parts
 
 
 def managers_file(managers: str) -> Path | None:
-    """The file of "file:PATH"; None: the addresses themselves are given."""
+    """Return the path in "file:PATH"; None: `managers` are the addresses themselves."""
     return Path(managers.removeprefix(_FILE)).expanduser() if managers.startswith(_FILE) else None
 
 
 def require_managers(managers: str) -> None:
-    """Raises ValueError unless these are the managers of a cluster: "host:port", several of them with commas between, or
+    """Raise ValueError unless these are the managers of a cluster: "host:port", several of them with commas between, or
     "file:PATH" of a file that lists them. The file is not read: it may be written later."""
     if managers == _FILE:
         raise ValueError(f"needed the path of a file after {_FILE}")
@@ -64,8 +64,8 @@ def require_managers(managers: str) -> None:
 
 
 def manager_addresses(managers: str) -> tuple[str, ...]:
-    """host:port of each manager, at this moment. None while there is no file, or while what it lists is no address. What writes it
-    replaces it when a manager moves. Blocks on the disk."""
+    """Return host:port of each manager at this moment. Empty while there is no file, or while it lists something else than
+    addresses; its writer replaces it when a manager moves. Blocks on the disk."""
     file = managers_file(managers)
     if file is None:
         return split_addresses(managers)
@@ -76,7 +76,7 @@ def manager_addresses(managers: str) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can be reached under `host`. A name is not looked up: only localhost is known to be."""
+    """Whether `host` can only mean this machine. Names are not resolved: of them only localhost is."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

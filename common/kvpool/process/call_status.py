@@ -1,4 +1,4 @@
-"""The google.rpc.Status of a gRPC call: given by a server to its caller, and read by the caller."""
+"""Sets and reads the google.rpc.Status of a gRPC call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def set_status(context: Context, status: status_pb2.Status) -> None:
-    """Give the call a status other than OK; its method then returns, and what it returns is not sent.
+    """Give the call a status other than OK. Its method must return then; the result is not sent.
 
-    Not by `context.abort_with_status`: the exception that it raises ends in a reference cycle of some 27 objects, which the
+    `context.abort_with_status` is not used: the exception that it raises ends in a reference cycle of some 27 objects, which the
     young passes of the collector miss if a pass falls between the call's arrival and its end.
     """
     failure = rpc_status.to_status(status)
@@ -29,7 +29,7 @@ def set_status(context: Context, status: status_pb2.Status) -> None:
 
 
 def details_of(error: grpc.aio.AioRpcError) -> Details:
-    """What a failed call says to programs."""
+    """Return the details of a failed call; they are empty if its status has none."""
     try:
         status = rpc_status.from_call(cast(grpc.Call, error))
     except (ValueError, DecodeError):

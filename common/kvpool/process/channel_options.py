@@ -1,4 +1,4 @@
-"""Options of gRPC channels and servers: both ends of a connection, which have to agree."""
+"""Options of gRPC channels and servers, the two ends of a connection, which have to agree."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 PING_SECONDS: Final = 30.0
 """Silence after which either end pings the other; servers have a setting for it."""
 PING_TIMEOUT_SECONDS: Final = 10.0
-"""A peer that has not answered a ping after that is gone."""
+"""Time after which a peer that has not answered a ping is gone."""
 
 MAX_PENDING_CALLS: Final = 1 << 16
-"""Calls that have arrived and wait to be taken up."""
+"""Most calls that have arrived and wait for the server."""
 
 _MESSAGE_SIZE: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,10 +31,10 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_SECONDS * 1000)),
     # A call that gRPC repeats on its own would be a second stream for one attempt, or a second message under one call_no.
     ("grpc.enable_retries", 0),
-    # A proxy that the environment names is for the web: it knows no local addresses, and must not see what is sent to them.
+    # A proxy in the environment is for the web: it knows no local addresses, and must not see messages to them.
     ("grpc.enable_http_proxy", 0),
 )
-"""Of a channel to a manager or a worker."""
+"""Options of a channel to a manager or a worker."""
 
 SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     *_MESSAGE_SIZE,
@@ -44,9 +44,9 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Of calls that wait to be taken up gRPC cancels some at random above 1,000, and all above 3,000, of all callers: streams
-    # that are opened and reset in haste would take the calls of good clients with them.
+    # Of the calls that wait, gRPC cancels some at random above 1,000 and all above 3,000, whoever made them: a peer that opens and
+    # resets streams in haste would end the calls of good clients.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
 )
-"""Of every server; its settings add more."""
+"""Options of every server; its settings add more."""

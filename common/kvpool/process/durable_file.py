@@ -1,4 +1,4 @@
-"""A small file that is replaced as a whole, and whose new content survives a loss of power once it is in use."""
+"""Replaces a small file as a whole, so that its new content survives a loss of power."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace the file by one with this content. At every moment, also after a crash, the file has its old content or the new one;
-    after the return it has the new one. `mode` is that of a new file, less the umask.
+    """Replace the content of the file. At every moment, also after a crash, the file has its old content or the new one; after the
+    return it has the new one. `mode` is the mode of a new file before the umask.
 
     A crash may leave `path` + ".tmp" with any content; the next call overwrites it. Only one caller at a time. Blocks. Raises
     OSError: until the rename has succeeded the file has its old content, after it the new content may not be durable.

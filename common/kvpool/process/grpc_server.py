@@ -1,7 +1,7 @@
 """A gRPC server that is rebuilt when it ends by itself.
 
-What is served lives in the servicers, so a new server with the same servicers on the same port loses nothing: calls in flight run
-to their end on the old one, which is kept until then. With the loop of `serving_loop` no request is known that ends a server; with
+All state is in the servicers, so a new server with the same servicers on the same port loses nothing. Calls in flight run to their
+end on the old server, which is kept until then. With the loop of `serving_loop` no request is known that ends a server; with
 grpcio's own, one whose `:path` is not UTF-8 does.
 """
 
@@ -29,34 +29,34 @@ from .serving_loop import KNOWN_GRPCIO, is_steady, new_server
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
 
 LOOK_SECONDS: Final = 0.1
-"""Between two looks at whether the server has ended. An attribute of gRPC's, so a look costs nothing."""
+"""Pause between two checks of whether the server has ended. A check reads an attribute of gRPC's and costs nothing."""
 CONNECT_SECONDS: Final = 1.0
-"""Between two connections to oneself: the only sign if the listener is gone and gRPC does not say so."""
+"""Pause between two connections to oneself, the only way to notice a listener that has gone without a word from gRPC."""
 FIRST_PAUSE_SECONDS: Final = 0.05
-"""Between two tries to build a server; it doubles. The first try is made at once, however often servers have ended: with a longer
-pause, a peer that ends one after the other would keep all others out."""
+"""First pause between two attempts to build a server; it doubles. The first attempt is made at once, however often servers have
+ended: after a pause, a peer that ends one after the other would keep all others out."""
 MAX_PAUSE_SECONDS: Final = 1.0
 MAX_FAILED_BUILDS: Final = 5
-"""In a row; then the process ends."""
+"""Failed attempts in a row after which the process ends."""
 MAX_RETIRED: Final = 64
-"""Replaced servers that wait for their calls to end. Beyond that the calls of the oldest are ended: it takes some seconds of
-attacks, each with a call that stays open."""
+"""Replaced servers that wait for their calls to end. Beyond that the oldest server's calls are ended. It takes some seconds of
+attacks, each with a call that stays open, to get there."""
 LAST_WORDS_SECONDS: Final = 1.0
-"""For the statuses of calls that have ended to be read."""
+"""Time for callers to read the statuses of calls that have ended."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """What a server serves, apart from health and reflection."""
+    """The services of a server, apart from health and reflection."""
 
     names: tuple[str, ...]
-    """Full names, for reflection."""
+    """Full names of the services, for reflection."""
     add_to: Callable[[grpc.aio.Server], None]
-    """Adds the servicers; called for each server that is built."""
+    """Adds the servicers to a server; called for each one that is built."""
     limits: Mapping[str, RequestLimit]
-    """By full method name."""
+    """Limits of requests by full method name."""
     on_refused: Callable[[str, str], None] | None = None
-    """See RequestGuard.protect."""
+    """Called for each refused request; see RequestGuard.protect."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class _Life:
 
 
 class GrpcServer:
-    """Binds a port, serves on it until it is stopped, and replaces what serves when that ends. In one event loop."""
+    """Binds a port, serves on it until it is stopped, and replaces the gRPC server when that ends. Use it in one event loop."""
 
     def __init__(
         self, host: str, port: int, settings: ServerSettings, *, clock: Callable[[], float] = time.monotonic
@@ -81,7 +81,7 @@ class GrpcServer:
         self.port = port
         """The port in use, once bound."""
         self.health = health.aio.HealthServicer()
-        """Its state outlives the servers."""
+        """Servicer of health, whose state outlives the servers."""
         self.num_rebuilds = 0
         self._services: Services | None = None
         self._life: _Life | None = None
@@ -94,7 +94,7 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """host:port that it listens on."""
+        """host:port on which it listens."""
         return join_host_port(self._host, self.port)
 
     def bind(self) -> None:
@@ -104,7 +104,7 @@ class GrpcServer:
         self.port = self._life.port
 
     async def start(self, services: Services) -> None:
-        """Serve on the port, bound before or now. Raises PortError."""
+        """Serve on the port; bind it if that was not done before. Raises PortError."""
         if self._life is None:
             self.bind()
         assert self._life is not None
@@ -121,12 +121,12 @@ class GrpcServer:
         self._watching = asyncio.create_task(self._watch(), name="grpc-server")
 
     async def run(self) -> None:
-        """For ever, until `stop`. Raises PortError if the server has ended and no other could be built."""
+        """Wait until `stop`. Raises PortError if the server has ended and no other could be built."""
         assert self._watching is not None
         await asyncio.shield(self._watching)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse new calls, let those in flight end within the grace, on all servers, and end the rest. Idempotent."""
+        """Refuse new calls, let those in flight on all servers end within the grace, and end the rest. Idempotent."""
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
@@ -148,7 +148,7 @@ class GrpcServer:
     # -- building
 
     def _bound(self, max_connections: int) -> _Life:
-        """A server that holds the port. Raises PortError."""
+        """Make a server that has the port. Raises PortError."""
         guard = RequestGuard(self._refused_line)
         server = new_server((guard,), self._settings.server_options(max_connections))
         address = join_host_port(self._host, self.port)
@@ -184,7 +184,7 @@ class GrpcServer:
             self._rebuilt_line.note(address=self.address, why=why, calls_on_replaced_servers=self._num_retired_calls())
 
     async def _end_of(self, life: _Life) -> str:
-        """Wait until the server has ended; why it has."""
+        """Wait until the server has ended; returns why."""
         connect_at = self._clock() + CONNECT_SECONDS
         while True:
             try:
@@ -199,7 +199,7 @@ class GrpcServer:
                 connect_at = self._clock() + CONNECT_SECONDS
 
     async def _is_refused(self) -> bool:
-        """Whether a connection to oneself is refused. Anything else, a time-out included, is a sign of load and not of an end."""
+        """Whether a connection to oneself is refused. Any other failure, a time-out included, is a sign of load, not of an end."""
         host = self._host.strip("[]")
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         try:
@@ -208,7 +208,7 @@ class GrpcServer:
         except ConnectionRefusedError:
             return True
         except OSError as error:
-            # Of a name with several addresses: one error for all, without a number.
+            # A name with several addresses gives one error for all, without a number.
             return error.errno is None and "refused" in str(error)
         writer.transport.abort()
         return False
@@ -237,7 +237,7 @@ class GrpcServer:
         return sum(life.guard.num_calls for life in self._retired)
 
     def _retire(self, life: _Life) -> None:
-        """Keep a server that has ended until its calls have."""
+        """Keep a server that has ended until its calls have ended too."""
         task = asyncio.create_task(self._see_off(life), name="grpc-server-replaced")
         self._retired[life] = task
         task.add_done_callback(lambda _: self._retired.pop(life, None))
@@ -249,7 +249,7 @@ class GrpcServer:
         cut = asyncio.create_task(life.cut.wait())
         try:
             await asyncio.wait({idle, cut}, return_when=asyncio.FIRST_COMPLETED)
-            # What is still there after that is ended by gRPC, with UNAVAILABLE: a client of ours continues on another worker.
+            # gRPC ends the calls that are left with UNAVAILABLE: a client of ours continues on another worker.
             await _stop(life.server, LAST_WORDS_SECONDS)
         finally:
             idle.cancel()
@@ -257,7 +257,7 @@ class GrpcServer:
 
 
 async def _stop(server: grpc.aio.Server, grace_seconds: float) -> None:
-    """Also one that has ended by an error, which the first call to stop it raises again, having closed its listener."""
+    """Stop a server, even one that has ended by an error. The first call then closes the listener and raises the error again."""
     for _ in range(2):
         try:
             await server.stop(grace_seconds)
@@ -272,8 +272,8 @@ async def _stop(server: grpc.aio.Server, grace_seconds: float) -> None:
 
 
 class _EndedServers(logging.Filter):
-    """Drops what grpc.aio and asyncio log when a server ends: GrpcServer reports it, in one line a minute. And what grpc.aio logs
-    with a traceback, of a path that ends a server or only a call."""
+    """Drops the lines that grpc.aio and asyncio log when a server ends, which GrpcServer reports in one line a minute. Also drops
+    the tracebacks that grpc.aio logs for a path that ends a server or only a call."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.getMessage().startswith("Invalid encoding on"):
@@ -288,7 +288,7 @@ _FILTER: Final = _EndedServers()
 
 
 def _silence_ended_servers() -> None:
-    """May be repeated."""
+    """Add the filter to the loggers concerned. May be repeated."""
     for name in ("asyncio", "grpc._cython.cygrpc"):
         logging.getLogger(name).addFilter(_FILTER)
 

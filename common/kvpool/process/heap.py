@@ -1,8 +1,7 @@
-"""Memory that large requests have used is given back to the system.
+"""Gives memory that large requests have used back to the system.
 
-glibc keeps freed memory for the next allocation: once a block of 16 MiB has been freed, up to 32 MiB in each of its arenas. A few
-large requests on different threads would make a process look, and count, a hundred megabytes larger for ever.
-"""
+glibc keeps freed memory for the next allocation: once a block of 16 MiB has been freed, up to 32 MiB in each of its arenas. After a
+few large requests on different threads, a process would be a hundred megabytes larger for ever."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from collections.abc import Callable
 from typing import Final
 
 LARGE_BYTES: Final = 1 << 20
-"""Of a request after which memory is given back."""
+"""Size of a request after which memory is given back."""
 DELAY_SECONDS: Final = 1.0
-"""For what such a request has used to be freed; later ones within it are covered too."""
+"""Time until then, in which the request's memory is freed, and that of later ones too."""
 
 
 def _find_trim() -> Callable[[int], int] | None:
@@ -29,13 +28,13 @@ _trim: Callable[[int], int] | None = _find_trim()
 
 
 class Heap:
-    """Gives freed memory back, at most once within DELAY_SECONDS. In one event loop."""
+    """Gives freed memory back, at most once within DELAY_SECONDS. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._due: asyncio.TimerHandle | None = None
 
     def after_request(self, num_bytes: int) -> None:
-        """A request of this size has come."""
+        """Note that a request of this size has come."""
         if num_bytes >= LARGE_BYTES and self._due is None and _trim is not None:
             self._due = asyncio.get_running_loop().call_later(DELAY_SECONDS, self._release)
 

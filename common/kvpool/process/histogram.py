@@ -1,4 +1,4 @@
-"""Counts of observed values by size. No I/O, no lock, no registry: /metrics reads it when it is requested."""
+"""Counts observed values by size. No I/O, no lock, no registry: /metrics reads it when it is requested."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import accumulate
 
 
 class Histogram:
-    """How many values fell into each of some buckets, and what they sum up to."""
+    """The number of values in each bucket, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the largest value of each bucket, ascending; one more bucket takes what is larger than all."""
+        """`bounds`: the largest value of each bucket, ascending; one more bucket takes all larger values."""
         assert list(bounds) == sorted(set(bounds)), bounds
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self.sum = 0.0
-        """Of all values, in their unit."""
+        """Sum of all values, in their unit."""
 
     def observe(self, value: float) -> None:
         """Count one value."""
@@ -27,9 +27,9 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """Number of values."""
         return sum(self._counts)
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """(bound, number of values up to it) for each bucket; the last bound is infinite."""
+        """Return (bound, number of values up to it) for each bucket; the last bound is infinite."""
         return list(zip((*self._bounds, float("inf")), accumulate(self._counts), strict=True))

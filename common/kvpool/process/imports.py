@@ -1,4 +1,4 @@
-"""Imports at the start of a process, faster."""
+"""Speeds up the imports at the start of a process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def without_collections() -> Iterator[None]:
     """Import without garbage collection, and leave the imported objects out of later collections.
 
-    An import of torch and transformers makes 600,000 objects, which stay. To go through them again and again takes a sixth of the
-    import's time, and finds a few hundred.
+    Importing torch and transformers makes 600,000 objects, which stay. Visiting them again and again takes a sixth of the import's
+    time, and frees a few hundred.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Log lines of a process, ours and those of libraries, in one format on stderr."""
+"""Writes the log lines of a process, ours and those of libraries, to stderr in one format."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OF_SEVERAL_LINES = frozenset({"exception", "stack"})
 
 
 class LogFormat(StrEnum):
-    """How a log line looks."""
+    """Format of a log line."""
 
     console = "console"
     json = "json"
 
 
 class LogLevel(StrEnum):
-    """The least severe lines that are logged."""
+    """Severity of the least severe lines that are logged."""
 
     debug = "debug"
     info = "info"
@@ -35,8 +35,8 @@ _OF_CALLERS_THAT_LEAVE = ("ExecuteBatchError raised in core", "Failed sending er
 
 
 class _CallersThatLeave(logging.Filter):
-    """grpc.aio logs an error, with a traceback, when a caller leaves at the very moment at which it is answered
-    (https://github.com/grpc/grpc/issues/31043). It needs no attention."""
+    """Turns an error that needs no attention into a debug line: grpc.aio logs it, with a traceback, when a caller leaves at the
+    very moment at which it is answered (https://github.com/grpc/grpc/issues/31043)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.getMessage().startswith(_OF_CALLERS_THAT_LEAVE):
@@ -46,8 +46,8 @@ class _CallersThatLeave(logging.Filter):
 
 
 def _printable(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Names and sentences of others are in our lines and in those of libraries: they must not end a line, nor reach the
-    terminal as a command. (JSON escapes what is not printable ASCII.)"""
+    """Escape the fields, since lines quote other processes: a quoted text must not end a line, nor reach the terminal as a command.
+    (JSON escapes everything but printable ASCII.)"""
     return {
         name: (printable_lines if name in _OF_SEVERAL_LINES else printable)(value) if isinstance(value, str) else value
         for name, value in event.items()
@@ -62,7 +62,7 @@ def _traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
 
 
 class _Identity:
-    """Names the process in each line, unless the line's own fields say otherwise."""
+    """Adds the fields that name the process to each line, unless the line has its own."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
@@ -75,7 +75,7 @@ _identity = _Identity()
 
 
 def identify_log_lines(**fields: str) -> None:
-    """Fields for every JSON line that this process logs from now on, e.g. its service and its worker_id."""
+    """Add fields to every JSON line that this process logs from now on, e.g. its service and its worker_id."""
     _identity.fields.update(fields)
 
 

@@ -1,10 +1,9 @@
-"""A channel to the manager that leads, where several may.
+"""A channel to the manager that leads, for clusters in which several may.
 
 With one address this is a plain channel. With several, listed or of one name, gRPC connects to all of them and watches the health
-of CacheService at each (client-side health checking, gRFC A17): a call goes to the one that serves it, and one that may wait goes
-out the moment there is one. Names are resolved here, because gRPC resolves no lists. A file that lists the managers is read for
-each channel, so that they may move.
-"""
+of CacheService at each (client-side health checking, gRFC A17). A call goes to the manager that serves; a call that may wait is
+sent as soon as one does. Names are resolved here, because gRPC does not resolve lists. A file that lists the managers is read for
+each channel, so that managers may move."""
 
 from __future__ import annotations
 
@@ -36,19 +35,19 @@ _TO_THE_LEADER: Final = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 RENEW_SECONDS: Final = 0.5
-"""At least, between two channels."""
+"""Shortest time between two channels."""
 RESOLVE_SECONDS: Final = 1.0
-"""For one name."""
+"""Time for resolving one name."""
 _NOWHERE: Final = "127.0.0.1:0"
 """A target that refuses every connection at once, for a file that lists no manager yet."""
 CLOSE_SECONDS: Final = 2.0
-"""For the calls on a channel that was replaced."""
+"""Time for the calls on a replaced channel to end."""
 
 
 class ManagerChannel:
-    """Opened when it is first asked for. Use it, and close it, inside one running event loop.
+    """A channel that is opened when it is first used. Use it, and close it, inside one running event loop.
 
-    `stub`, as a CacheServiceStub: each call goes over the present channel.
+    `stub` has the methods of a CacheServiceStub. Each call goes over the present channel.
     """
 
     def __init__(self, managers: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +61,7 @@ class ManagerChannel:
         self.stub = cast(cache_pb2_grpc.CacheServiceStub, _LeaderStub(self))
 
     async def present(self) -> cache_pb2_grpc.CacheServiceStub:
-        """The stub of the channel of this moment: after a failure it may be another one."""
+        """Return the stub of the present channel, which may be another one after a failure."""
         async with self._opening:
             if self._channel is None or self._stub is None:
                 target, options = await _target(self._managers)
@@ -72,8 +71,8 @@ class ManagerChannel:
             return self._stub
 
     def on_failure(self, error: grpc.aio.AioRpcError) -> None:
-        """A call has failed. If that may be for lack of the manager that leads, the next call gets a new channel: names may mean
-        other machines now, and a process that is frozen still has its connections, and once said that it serves."""
+        """Note that a call has failed. If no manager may have led, the next call gets a new channel: names may resolve to other
+        machines now, and a frozen process keeps its connections and its last health status."""
         if self._channel is None or self._clock() - self._opened_at < RENEW_SECONDS:
             return
         if not is_single(self._managers) and is_of_no_leader(error):
@@ -83,7 +82,7 @@ class ManagerChannel:
             task.add_done_callback(self._closing.discard)
 
     async def aclose(self) -> None:
-        """Calls that still run on it are cancelled. May be repeated."""
+        """Close the channel and cancel the calls that still run on it. May be repeated."""
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -93,7 +92,7 @@ class ManagerChannel:
 
 
 class _LeaderStub:
-    """The methods of CacheServiceStub."""
+    """Has the methods of CacheServiceStub; each call goes over the present channel."""
 
     def __init__(self, channel: ManagerChannel) -> None:
         self._channel = channel
@@ -114,7 +113,7 @@ class _LeaderStub:
 
 
 class _LeaderStream:
-    """A call of Watch: what is used of a UnaryStreamCall. It begins with the first `read`."""
+    """A call of Watch, with the methods of a UnaryStreamCall that are used. It begins with the first `read`."""
 
     def __init__(self, channel: ManagerChannel, request: Any, options: Any) -> None:
         self._channel = channel
@@ -136,7 +135,7 @@ class _LeaderStream:
 
 
 def is_single(managers: str) -> bool:
-    """Whether these can only be the address of one process: an IP address, or localhost, and a port."""
+    """Whether `managers` can mean only one process: it is one IP address, or localhost, with a port."""
     if managers_file(managers) is not None:
         return False  # tomorrow it lists another one
     addresses = manager_addresses(managers)
@@ -151,7 +150,7 @@ def is_single(managers: str) -> bool:
 
 
 def is_of_no_leader(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a call may have failed for lack of the manager that leads."""
+    """Whether a call may have failed because no manager led."""
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return True
@@ -159,11 +158,11 @@ def is_of_no_leader(error: grpc.aio.AioRpcError) -> bool:
 
 
 async def _target(managers: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """Target of a channel, and its options."""
+    """Return the target of a channel, and its options."""
     if is_single(managers):
         return managers, ()
     loop = asyncio.get_running_loop()
-    found: dict[int, dict[str, None]] = {socket.AF_INET: {}, socket.AF_INET6: {}}
+    by_family: dict[int, dict[str, None]] = {socket.AF_INET: {}, socket.AF_INET6: {}}
     addresses = await asyncio.to_thread(manager_addresses, managers)
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -173,10 +172,12 @@ async def _target(managers: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
         except (OSError, TimeoutError):
             continue  # the others may do
         for family, _, _, _, (ip, *_) in answers:
-            if family in found:
-                found[family][join_host_port(str(ip), int(port))] = None
+            if family in by_family:
+                by_family[family][join_host_port(str(ip), int(port))] = None
     # One family only: a target has one, and a machine with two addresses is one manager.
-    scheme, targets = ("ipv4", found[socket.AF_INET]) if found[socket.AF_INET] else ("ipv6", found[socket.AF_INET6])
+    scheme, targets = (
+        ("ipv4", by_family[socket.AF_INET]) if by_family[socket.AF_INET] else ("ipv6", by_family[socket.AF_INET6])
+    )
     if len(targets) > 1:
         return f"{scheme}:{','.join(targets)}", _TO_THE_LEADER
     return next(iter(targets), next(iter(addresses), _NOWHERE)), ()

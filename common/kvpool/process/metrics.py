@@ -26,11 +26,11 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.metrics")
 PATH: Final = "/metrics"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS: Final = 32
-"""At the same time; more are closed at once."""
+"""Connections at the same time; more are closed at once."""
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Of a request."""
+"""Largest head of a request."""
 CONNECTION_SECONDS: Final = 10.0
-"""Prometheus gives up after as long, by default."""
+"""Time for one connection. Prometheus gives up after as long by default."""
 
 _PROCESS: Final = ProcessCollector(registry=None)
 
@@ -42,15 +42,15 @@ class MetricsPage:
         self._families: dict[str, Metric] = {}
 
     def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
-        """A value that goes up and down."""
+        """Add a value that goes up and down."""
         self._family(name, text, "gauge").add_sample(name, labels, value)
 
     def counter(self, name: str, text: str, value: float, **labels: str) -> None:
-        """A value that only grows, from 0 at the start of the process."""
+        """Add a value that only grows, from 0 at the start of the process."""
         self._family(name, text, "counter").add_sample(f"{name}_total", labels, value)
 
     def histogram(self, name: str, text: str, values: Histogram, **labels: str) -> None:
-        """Counts of values by size."""
+        """Add counts of values by size."""
         family = self._family(name, text, "histogram")
         buckets = values.cumulative()
         for bound, count in buckets:
@@ -68,13 +68,13 @@ class MetricsPage:
         return family
 
     def collect(self) -> Iterable[Metric]:
-        """What is on the page, and what the operating system knows of this process."""
+        """Yield the rows of the page, and the operating system's figures for this process."""
         yield from self._families.values()
         yield from _PROCESS.collect()
 
 
 def listen_for_metrics(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes any free one. Raises PortError."""
+    """Make a socket that listens; port 0 takes any free one. Raises PortError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host.strip("[]"), port), family=family)
@@ -90,8 +90,7 @@ def listen_for_metrics(host: str, port: int) -> socket.socket:
 class MetricsServer:
     """Answers GET /metrics. `async with` serves on `listener` and closes it in the end. `fill` is called for every answer.
 
-    While `is_serving` says no the answer is 503: who looks at this page must not take a process for healthy whose callers cannot
-    reach it.
+    While `is_serving` returns False the answer is 503, so that a process that its callers cannot reach does not look healthy.
     """
 
     def __init__(
@@ -117,14 +116,14 @@ class MetricsServer:
         await self.stop()
 
     async def start(self) -> None:
-        """Serve, and log where."""
+        """Serve, and log the URL."""
         self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=MAX_HEAD_BYTES)
         log.info("metrics", url=self.url)
         if not is_loopback(self.host):
             log.warning("metrics beyond loopback without encryption or authentication", host=self.host)
 
     async def stop(self) -> None:
-        """Close what listens and every connection."""
+        """Close the listener and every connection."""
         assert self._server is not None
         self._server.close()
         for connection in self._connections:
@@ -132,7 +131,7 @@ class MetricsServer:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, one answer, and the connection is closed."""
+        """Answer one request, and close the connection."""
         task = asyncio.current_task()
         assert task is not None
         if len(self._connections) >= MAX_CONNECTIONS:

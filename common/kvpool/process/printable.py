@@ -1,4 +1,4 @@
-"""Text of others that is to be seen: it must do nothing to a terminal, a log or a table."""
+"""Escapes text of other processes, so that it has no effect on a terminal, a log or a table."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _LINE_CHARACTERS: Final = frozenset("\n\t")
 
 
 def printable(text: str) -> str:
-    """A name or sentence out of another process, as one line that does nothing to the terminal: what is no visible character
-    (control characters, line ends, marks that turn the direction of writing) is written as Python would write it."""
+    """Return a name or sentence of another process as one line without effect on the terminal. Characters that are not printable
+    (control characters, line ends, marks that turn the direction of writing) are escaped as Python would write them."""
     return _escaped(text, frozenset())
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text of several lines: ends of lines and tabs stay."""
+    """Do the same for a text of several lines: line ends and tabs stay."""
     return _escaped(text, _LINE_CHARACTERS)
 
 
-def _escaped(text: str, kept: Set[str]) -> str:
+def _escaped(text: str, unescaped: Set[str]) -> str:
     if text.isprintable():
         return text
     return "".join(
-        character if character.isprintable() or character in kept else character.encode("unicode_escape").decode()
+        character if character.isprintable() or character in unescaped else character.encode("unicode_escape").decode()
         for character in text
     )

@@ -1,4 +1,4 @@
-"""A log line about something that a peer can cause as often as it likes: one a minute, with the count."""
+"""Limits a log line about something that a peer can cause at will to one a minute, with the count."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ INTERVAL_SECONDS: Final = 60.0
 
 
 class RareLine:
-    """The first time is logged at once; what comes within the minute after it is counted and logged at its end, with the details of
-    the last time. Needs a running event loop."""
+    """Logs the first event at once. Events within the next minute are counted, and logged at its end with the details of the last
+    one. Needs a running event loop."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RareLine:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, **details: Any) -> None:
-        """It has happened once more."""
+        """Count the event once more."""
         self._count += 1
         self._details = details
         remaining = self._quiet_until - self._clock()

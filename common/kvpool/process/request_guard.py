@@ -1,8 +1,7 @@
-"""What every call meets before its servicer: a limit on the size of its request, then a parser that answers in one status.
+"""Checks every call before its servicer: the size of the request, then whether it parses.
 
-gRPC's own parser answers bytes that are no message with UNKNOWN and a traceback in the log, and its limit is one for all methods.
-So the handlers get raw bytes here, and a method that is in no table has a small limit.
-"""
+gRPC's own parser answers malformed bytes with UNKNOWN and a traceback in the log, and has one limit for all methods. So the
+handlers get raw bytes here, and a method without a limit of its own has a small one."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from .rare_line import RareLine
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
 
 MALFORMED: Final = "MALFORMED"
-"""`ErrorInfo.reason` of bytes that are no message of their method."""
+"""`ErrorInfo.reason` of a request that cannot be parsed."""
 TOO_LARGE: Final = "TOO_LARGE"
 """`ErrorInfo.reason` of a request over the limit of its method."""
 
@@ -36,19 +35,19 @@ if TYPE_CHECKING:
 
 
 class RequestLimit(NamedTuple):
-    """How large the requests of one method may be."""
+    """Largest request of one method."""
 
     num_bytes: int
     cure: str = "send less in one request"
-    """What a caller, or the operator, can change."""
+    """Advice to the caller or the operator, for the error message."""
 
 
 SMALL: Final = RequestLimit(4 << 10)
-"""Of a method that no table names: health checks, reflection, and methods added without a limit of their own."""
+"""Limit of methods without one of their own: health checks, reflection, and methods added without a limit."""
 
 
 class _RefusedRequest(Exception):
-    """A request that its servicer never sees."""
+    """A request is refused before its servicer sees it."""
 
     def __init__(self, reason: str, message: str, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -70,8 +69,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         self._idle.set()
 
     def protect(self, limits: Mapping[str, RequestLimit], on_refused: Callable[[str, str], None] | None = None) -> None:
-        """Take the limits by full method name ("/package.Service/Method"); before the server starts. `on_refused` is called with
-        the full name and the reason of every request that was refused here."""
+        """Set the limits by full method name ("/package.Service/Method"), before the server starts. `on_refused` is called with the
+        full name and the reason of every request that is refused here."""
         self._limits = limits
         if on_refused is not None:
             self._on_refused = on_refused
@@ -82,7 +81,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         return self._num_calls
 
     async def wait_until_idle(self) -> None:
-        """Until no call is in flight."""
+        """Wait until no call is in flight."""
         await self._idle.wait()
 
     async def intercept_service(
@@ -90,7 +89,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The guarded handler of a method; the same one for each of its calls."""
+        """Return the guarded handler of a method, the same one for each call."""
         method = handler_call_details.method
         guarded = self._guarded.get(method)
         if guarded is None:
@@ -154,7 +153,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             task.uncancel()
             return None
         except NotImplementedError:
-            # What a generated servicer says of a method that is not written, e.g. List of grpcio's health service. gRPC would
+            # A generated servicer raises it for a method that is not implemented, e.g. List of grpcio's health service. gRPC would
             # log a traceback for each call.
             context.set_code(grpc.StatusCode.UNIMPLEMENTED)
             context.set_details(f"{method} is not in this version")
@@ -166,7 +165,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
 
 def _parse(method: str, limit: RequestLimit, raw: bytes, deserializer: Callable[[bytes], Any] | None) -> Any:
-    """The message in `raw`. Raises _RefusedRequest."""
+    """Parse `raw`. Raises _RefusedRequest."""
     name = method.rpartition("/")[2]
     if len(raw) > limit.num_bytes:
         raise _RefusedRequest(

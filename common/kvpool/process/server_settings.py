@@ -17,7 +17,7 @@ SPARE_DESCRIPTORS: Final = 128
 """File descriptors for everything but the connections of callers."""
 
 MIN_CONNECTIONS: Final = 16
-"""Below that nothing can be served."""
+"""Fewest connections with which a server can work."""
 
 
 class ServerSettings(ProcessSettings):
@@ -51,7 +51,7 @@ class ServerSettings(ProcessSettings):
     )
 
     def server_options(self, max_connections: int) -> tuple[tuple[str, int], ...]:
-        """Of a gRPC server that takes at most `max_connections`."""
+        """Return the options of a gRPC server that takes at most `max_connections`."""
         age: tuple[tuple[str, int], ...] = ()
         if self.max_connection_age:
             # Without a grace gRPC lets calls in flight run to their end.
@@ -69,14 +69,15 @@ class ServerSettings(ProcessSettings):
         )
 
     def descriptors_for_connections(self) -> int:
-        """`max_connections`, or as many as this process may open."""
+        """Return `max_connections`, or fewer if this process may not open as many descriptors."""
         return descriptors_for_connections(self.max_connections)
 
 
 def descriptors_for_connections(max_connections: int) -> int:
-    """`max_connections`, or as many as this process may open; its limit is raised as far as the system allows.
+    """Return `max_connections`, or fewer if this process may not open as many descriptors. Its limit is raised as far as the system
+    allows.
 
-    Without descriptors gRPC still works, but nothing else of the process does.
+    Without descriptors gRPC still works, but nothing else in the process does.
     """
     needed = max_connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The services as processes. It imports nothing that takes time: `kvpool worker` becomes a worker at once."""
+"""Starts the services as processes. Imports nothing that takes time: `kvpool worker` becomes a worker at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MANAGER_MODULE: Final = "kvpool.cache_service"
 WORKER_MODULE: Final = "kvpool.worker_service"
 GATEWAY_MODULE: Final = "kvpool.gateway"
 SERVICES: Final[Mapping[str, str]] = {"manager": MANAGER_MODULE, "worker": WORKER_MODULE, "gateway": GATEWAY_MODULE}
-"""The modules by the names of their commands."""
+"""Module of each service by the name of its command."""
 
 
 def service_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command line that starts a service with this Python."""
+    """Return the command line that starts a service with this Python."""
     return [sys.executable, "-m", module, *arguments]
 
 
 def become(command: list[str]) -> NoReturn:
-    """Run the command in place of this process: signals, exit status and log are then its own."""
+    """Replace this process by the command, which then has its signals, exit status and log."""
     os.execv(command[0], command)

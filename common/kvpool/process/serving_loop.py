@@ -24,20 +24,20 @@ else:
     Handler = Any
 
 KNOWN_GRPCIO: Final = ("1.85.",)
-"""Beginnings of the versions whose inner names and arguments are the ones used here. With others `OnlyGenericServer` serves."""
+"""Prefixes of the versions whose inner names and arguments are the ones used here. With others `OnlyGenericServer` serves."""
 UNKNOWN_METHOD: Final = "(unknown)"
-"""In place of a name that is not read."""
+"""Name in place of one that is not read."""
 
 
 def is_steady() -> bool:
-    """Whether the installed grpcio is one whose loop is replaced here."""
+    """Whether this module replaces the loop of the installed grpcio."""
     return grpc.__version__.startswith(KNOWN_GRPCIO)
 
 
 def new_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    """A server for what generated code adds to it (`add_..._to_server`). To be called in an event loop."""
+    """Make a server, to which generated code adds servicers (`add_..._to_server`). Call it in an event loop."""
     if is_steady():
         return SteadyServer(interceptors, options)  # type: ignore[return-value]
     return OnlyGenericServer(None, (), tuple(interceptors), tuple(options), None, None)  # type: ignore[return-value]
@@ -53,11 +53,11 @@ class SteadyServer(_server.Server):
 
 
 class OnlyGenericServer(_server.Server):
-    """grpc.aio's own server, with no method registered: then its loop holds one pending request, which has come back whenever a
-    path ends the loop. So the end costs the server but never the process."""
+    """grpc.aio's own server without registered methods. Its loop then has only one pending request, which is back whenever a path
+    ends the loop. So such an end costs the server, but never the process."""
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
-        """Nothing: generated code gives the same handlers to `add_generic_rpc_handlers` too."""
+        """Do nothing: generated code gives the same handlers to `add_generic_rpc_handlers` too."""
 
 
 class _Resolver:
@@ -71,7 +71,7 @@ class _Resolver:
 
 
 class _SteadyCore(cygrpc.AioServer):  # type: ignore[misc]
-    """Replaces how calls are asked for; all else is grpcio's."""
+    """Replaces how calls are requested from gRPC's core; all else is grpcio's."""
 
     def __init__(
         self,
@@ -90,8 +90,9 @@ class _SteadyCore(cygrpc.AioServer):  # type: ignore[misc]
         self._handlers.update(method_handlers)
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[NoReturn]:
-        """grpcio's loop asks for this once for each registered method and once for all others (None), and serves the call that is
-        the result. There is no result: the calls are served here, so its loop has nothing to do but to wait for the shutdown."""
+        """Start a task that serves the calls of `method`; None: of all unregistered methods. grpcio's loop requests a future for
+        each registered method and one for all others, and would serve the call that is its result. The future has no result, so the
+        loop only waits for the shutdown."""
         name = UNKNOWN_METHOD if method is None else method.decode()
         if method is None:
             serving = self._serve(name, lambda: self._request_call(), _Resolver({}), ())
@@ -111,7 +112,7 @@ class _SteadyCore(cygrpc.AioServer):  # type: ignore[misc]
         resolver: _Resolver,
         interceptors: tuple[grpc.aio.ServerInterceptor, ...],
     ) -> NoReturn:
-        """Serve the calls of a method until the server is shut down; then raises what grpcio's loop expects."""
+        """Serve the calls of a method until the server is shut down; then raises the error that grpcio's loop expects."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -127,6 +128,6 @@ class _SteadyCore(cygrpc.AioServer):  # type: ignore[misc]
 
 
 def _retrieve(task: asyncio.Task[NoReturn]) -> None:
-    """Its exception is for grpcio's loop, which may have ended: asyncio need not log it."""
+    """Retrieve the exception, so that asyncio does not log it: it is meant for grpcio's loop, which may have ended."""
     if not task.cancelled():
         task.exception()

@@ -1,5 +1,5 @@
-"""The settings of a process: by flag (`--num-blocks 4`), by variable (`KVPOOL_WORKER_NUM_BLOCKS=4`), by a TOML file, or not at
-all. The first that says something wins."""
+"""The settings of a process, from flags (`--num-blocks 4`), variables (`KVPOOL_WORKER_NUM_BLOCKS=4`), a TOML file and defaults. The
+first of these that has a value wins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .variables import unknown_variables
 
 CONFIG_VARIABLE: Final = "KVPOOL_CONFIG"
 TABLES: Final = ("manager", "worker", "up", "ray", "gateway", "client")
-"""Of a settings file."""
+"""Tables that a settings file may have."""
 
 S = TypeVar("S", bound="ProcessSettings")
 
@@ -38,11 +38,11 @@ _file_table: ContextVar[Mapping[str, Any]] = ContextVar("_file_table", default={
 
 
 class SettingsProblem(Exception):
-    """Settings that cannot be used; one line for each thing that is wrong."""
+    """The settings cannot be used; the message has one line for each problem."""
 
 
 class ProcessSettings(BaseSettings):
-    """Base of a process's settings. A subclass sets `env_prefix` and `cli_prog_name`, and names its table of the file."""
+    """Base class of a process's settings. A subclass sets `env_prefix`, `cli_prog_name` and `table`."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -55,9 +55,9 @@ class ProcessSettings(BaseSettings):
     )
 
     table: ClassVar[str]
-    """Name of the table of the TOML file that these settings are in."""
+    """Name of these settings' table in the TOML file."""
     shared_variables: ClassVar[Mapping[str, str]] = {}
-    """Fields that a variable without the prefix sets too, for all processes at once. It gives way to the one with the prefix."""
+    """Variables without the prefix, by field, which set it for all processes at once. A variable with the prefix overrides them."""
 
     config: Path | None = Field(
         default=None,
@@ -74,7 +74,7 @@ class ProcessSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags come before all of these."""
+        """Return the sources after the flags, in the order of their precedence."""
         shared = {field: os.environ[name] for field, name in cls.shared_variables.items() if os.environ.get(name)}
         return (
             init_settings,
@@ -85,10 +85,10 @@ class ProcessSettings(BaseSettings):
 
 
 def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
-    """The settings of this process; `arguments` are sys.argv's without the first.
+    """Load the settings of this process; `arguments` are those of sys.argv without the first, by default.
 
     Raises SettingsProblem, also for an unknown flag or a misspelt variable; a variable that is not close to any setting is
-    reported on stderr and ignored. `--help` ends the process, as argparse does it.
+    reported on stderr and ignored. `--help` ends the process, as in argparse.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if strange := flags_in(split_flags(kind, arguments).others):
@@ -118,17 +118,17 @@ def load_settings(kind: type[S], arguments: Sequence[str] | None = None) -> S:
 
 
 def state_home() -> Path:
-    """The folder in which processes keep what outlives them, unless they are given one."""
+    """Return the default folder for state that outlives processes."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvpool"
 
 
 class SplitFlags(NamedTuple):
-    """Arguments of a command line, in their order."""
+    """Arguments of a command line in two lists, each in their order."""
 
     own: list[str]
     """Flags of the settings, each with its value."""
     others: list[str]
-    """All else."""
+    """All other arguments."""
 
 
 def split_flags(kind: type[ProcessSettings], arguments: Sequence[str], without: Collection[str] = ()) -> SplitFlags:
@@ -137,50 +137,50 @@ def split_flags(kind: type[ProcessSettings], arguments: Sequence[str], without: 
     for name, field in kind.model_fields.items():
         if field.annotation is not bool and _flag(name) in takes_value:
             takes_value[_flag(name)] = True
-    found = SplitFlags([], [])
+    split = SplitFlags([], [])
     wants_value = False
     for argument in arguments:
         flag, equals, _ = argument.partition("=")
         is_own = wants_value or flag in takes_value
-        (found.own if is_own else found.others).append(argument)
+        (split.own if is_own else split.others).append(argument)
         wants_value = not wants_value and not equals and takes_value.get(flag, False)
-    return found
+    return split
 
 
 def flags_of(kind: type[ProcessSettings]) -> set[str]:
-    """The long flags of these settings, `--help` among them."""
+    """Return the long flags of these settings, `--help` included."""
     negative = {_flag(f"no_{name}") for name, field in kind.model_fields.items() if field.annotation is bool}
     return {*map(_flag, kind.model_fields), *negative, "--help"}
 
 
 def flags_in(arguments: Sequence[str]) -> list[str]:
-    """The flags in a command line, without their values."""
+    """List the flags in a command line, without their values."""
     return [argument.partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--"]
 
 
-def unknown_flag(flag: str, known: Collection[str]) -> str:
-    """What to say of a flag that does not exist: the nearest of those that do."""
-    close = difflib.get_close_matches(flag, sorted(known), n=1)
+def unknown_flag(flag: str, flags: Collection[str]) -> str:
+    """Say that a flag does not exist, with the closest flag that does."""
+    close = difflib.get_close_matches(flag, sorted(flags), n=1)
     return f"there is no flag {flag}" + (f"; did you mean {close[0]}?" if close else "; --help lists them")
 
 
 def read_tables(path: Path) -> dict[str, dict[str, Any]]:
-    """The tables of a settings file. Raises SettingsProblem."""
+    """Read the tables of a settings file. Raises SettingsProblem."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsProblem(f"the settings file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsProblem(f"the settings file {path} is not TOML: {error}") from None
-    if strange := [name for name, value in found.items() if isinstance(value, dict) and name not in TABLES]:
+    if strange := [name for name, value in tables.items() if isinstance(value, dict) and name not in TABLES]:
         close = difflib.get_close_matches(strange[0], TABLES, n=1)
         hint = f"; did you mean [{close[0]}]?" if close else f": there are {', '.join(f'[{name}]' for name in TABLES)}"
         raise SettingsProblem(f"[{strange[0]}] in {path} is no table that kvpool reads{hint}")
-    if loose := [name for name, value in found.items() if not isinstance(value, dict)]:
+    if loose := [name for name, value in tables.items() if not isinstance(value, dict)]:
         raise SettingsProblem(
             f"{loose[0]!r} in {path} is in no table: put it below one of {', '.join(f'[{name}]' for name in TABLES)}"
         )
-    return found
+    return tables
 
 
 def _config_path(arguments: Sequence[str], own_variable: str) -> Path | None:
@@ -207,7 +207,7 @@ def _say(
     table: Mapping[str, Any],
     problem: Any,
 ) -> str:
-    """The error, prefixed with the flag, variable or file that set the value."""
+    """Describe an error, with the flag, variable or file that set the value first."""
     message: str = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return message
@@ -235,7 +235,7 @@ def _flag(field: str) -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Without the defaults that say nothing: where it is None or a function, the description has it."""
+    """Leaves out defaults that are None or a function: the description states those."""
 
     def add_text(self, text: str | None) -> None:
         super().add_text(text and inspect.cleandoc(text))

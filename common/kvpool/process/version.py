@@ -1,4 +1,4 @@
-"""Which kvpool this is."""
+"""The version of kvpool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def installed_version() -> str:
-    """Of the installed package; "from source" where none is."""
+    """Return the version of the installed package; "from source" if none is installed."""
     try:
         return metadata.version("kvpool")
     except metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""What both ends of a call agree on beyond the protos: limits, sampling parameters, statuses. No I/O, no grpc."""
+"""Rules beyond the protos that both ends of a call share: limits, sampling parameters, statuses. No I/O, no grpc."""

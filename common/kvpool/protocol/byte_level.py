@@ -10,7 +10,7 @@ from functools import cache
 
 @cache
 def byte_letters() -> tuple[str, ...]:
-    """The letter for each byte: printable Latin-1 is itself, the others are U+0100 and up, in order."""
+    """Return the letter of each byte: printable Latin-1 stands for itself, the other bytes are U+0100 and up, in order."""
     others = iter(range(0x100, 0x200))
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))
@@ -22,7 +22,7 @@ def _bytes() -> dict[str, int]:
 
 
 def spelled_bytes(token: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary stands for; a token with a letter that stands for none is text."""
+    """Return the bytes of a token of a byte-level vocabulary. A token with a letter that stands for no byte is text."""
     try:
         return bytes(map(_bytes().__getitem__, token))
     except KeyError:

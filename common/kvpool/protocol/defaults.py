@@ -1,5 +1,5 @@
-"""What a request means that leaves fields unset: the model's defaults. Clients fill them in, so that each attempt of a request
-asks for the same; a worker fills in what is still unset."""
+"""Fills unset fields of a request with the model's defaults. Clients do so, so that each attempt of a request asks for the same; a
+worker fills in fields that are still unset."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvpool.v1 import worker_pb2
 def fill_in(
     request: worker_pb2.GenerateRequest, defaults: worker_pb2.GenerationDefaults, *, num_first: int, max_model_len: int
 ) -> None:
-    """Set what the request leaves unset. `num_first`: tokens that the text begins with, delivered ones not counted. The request is
-    good, and so it is afterwards."""
+    """Set the unset fields of a valid request, which stays valid. `num_first`: tokens that the text begins with, without delivered
+    ones."""
     explicit = worker_pb2.SamplingParams()
     explicit.CopyFrom(request.sampling)
     request.sampling.CopyFrom(defaults.sampling)

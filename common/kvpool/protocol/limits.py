@@ -1,4 +1,4 @@
-"""What may be in a message: its size, and the options of a GenerateRequest. Clients check before they send, workers again."""
+"""Limits of a message's size and of the options of a GenerateRequest. Clients check before they send, workers again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvpool.v1 import worker_pb2
 from .sampling import RANGES, Range, sampling_fields
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
-"""Largest message, both ways: four prompts of a million tokens."""
+"""Largest message in either direction: four prompts of a million tokens."""
 MAX_ID_BYTES: Final = 128
-"""Of a sequence_id."""
+"""Longest sequence_id."""
 MAX_NAME_BYTES: Final = 256
-"""Of an adapter, a tenant and a tenant_salt."""
+"""Longest adapter, tenant and tenant_salt."""
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 256
@@ -22,14 +22,14 @@ MAX_LOGPROBS: Final = 20
 """Most likely tokens whose log-probabilities are reported with each token."""
 MAX_LOGIT_BIASES: Final = 1024
 MAX_RULED_IDS: Final = 4096
-"""Ids in all fields that say which must not, or must, follow."""
+"""Ids in all fields that forbid or force tokens together."""
 MAX_BOUNDARIES: Final = 8
-"""Lengths of a prompt from where others will go on."""
+"""Boundaries in one prompt: lengths after which other prompts continue."""
 MAX_ANSWERS: Final = 128
-"""Of one request."""
+"""Answers to one request."""
 MAX_BEAMS: Final = 64
 MAX_LENGTH_PENALTY: Final = 6.0
-"""A length of a million to that power is still a float32."""
+"""Largest length_penalty: a million to this power is still a float32."""
 
 
 class BadField(Exception):
@@ -38,7 +38,7 @@ class BadField(Exception):
     def __init__(self, field: str, needed: str, got: object) -> None:
         super().__init__(f"{field}: needed {needed}, got {got}")
         self.field = field
-        """Path from the request, e.g. sampling.top_p."""
+        """Path of the field in the request, e.g. sampling.top_p."""
         self.needed = needed
         self.got = got
 
@@ -66,7 +66,7 @@ def check_options(request: worker_pb2.GenerateRequest) -> None:
 
 
 def check_ruled_ids(sampling: worker_pb2.SamplingParams) -> None:
-    """Ids that must not, or must, follow. Raises BadField."""
+    """Check the fields that forbid or force token ids. Raises BadField."""
     num_ids = 0
     for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
         num_ids += len(getattr(sampling, name).ids)
@@ -79,7 +79,7 @@ def check_ruled_ids(sampling: worker_pb2.SamplingParams) -> None:
 
 
 def _check_answers(request: worker_pb2.GenerateRequest) -> None:
-    """How many texts, and how they are searched."""
+    """Check the number of answers, and the options of a beam search."""
     _require_at_most("n", request.n, MAX_ANSWERS, "answers")
     search = request.beam_search
     _require_at_most("beam_search.num_beams", search.num_beams, MAX_BEAMS, "beams")

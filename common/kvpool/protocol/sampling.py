@@ -1,4 +1,4 @@
-"""How the next token of a sequence is chosen: the fields of the message SamplingParams, with their defaults and ranges."""
+"""The fields of the message SamplingParams, with their defaults and ranges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpool.v1 import worker_pb2
 
 
 class Range(NamedTuple):
-    """Numbers that a field may have. NaN is in no range."""
+    """The numbers that a field may have. NaN is in no range."""
 
     smallest: float
     largest: float
@@ -30,8 +30,8 @@ def _within(smallest: float, largest: float, *, excludes_smallest: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters in the order of their use: logit_bias, penalties, ids that must not or must follow, temperature, top_k, top_p,
-    min_p. Whole numbers have the range of their type on the wire."""
+    """How the next token of a sequence is chosen. Parameters apply in this order: logit_bias, penalties, forbidden and forced ids,
+    temperature, top_k, top_p, min_p. Integers have the range of their type on the wire."""
 
     temperature: float = field(default=0.0, metadata=_within(0, 100))
     """0: greedy. Otherwise logits are divided by it before truncation."""
@@ -42,15 +42,15 @@ class Sampling:
     min_p: float = field(default=0.0, metadata=_within(0, 1))
     """Drop tokens whose probability is less than min_p times that of the most likely one; 0: none."""
     seed: int = 0
-    """With the position of the token, decides the draw (0 … 2**64 − 1)."""
+    """Decides the draw together with the position of the token; 0 … 2**64 − 1."""
     repetition_penalty: float = field(default=1.0, metadata=_within(0, 10, excludes_smallest=True))
-    """Logits of tokens that occur in prompt or answer are divided by it if positive, else multiplied; 1: none."""
+    """Factor by which the logits of tokens in prompt or answer are divided if positive, else multiplied; 1: none."""
     presence_penalty: float = field(default=0.0, metadata=_within(-2, 2))
-    """Subtracted from the logits of tokens that occur in the answer."""
+    """Amount to subtract from the logits of tokens that occur in the answer; 0: none."""
     frequency_penalty: float = field(default=0.0, metadata=_within(-2, 2))
-    """Subtracted from a token's logit as often as it occurs in the answer."""
+    """Amount to subtract from a token's logit for each time that it occurs in the answer; 0: none."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata=_within(-100, 100))
-    """Token id → what is added to its logit."""
+    """Amount to add to the logit of each token id."""
     no_repeat_ngram_size: int = 0
     """No run of that many tokens occurs twice; 0: any may."""
     encoder_no_repeat_ngram_size: int = 0
@@ -66,7 +66,7 @@ class Sampling:
 
     @property
     def has_rules(self) -> bool:
-        """Whether some ids must not, or must, follow."""
+        """Whether some ids are forbidden or forced."""
         return bool(
             self.no_repeat_ngram_size
             or self.encoder_no_repeat_ngram_size
@@ -78,22 +78,23 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether it matters which tokens the sequence holds."""
+        """Whether logits depend on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 RANGES: Final[Mapping[str, Range]] = {
     entry.name: entry.metadata["range"] for entry in fields(Sampling) if "range" in entry.metadata
 }
-"""By field; that of logit_bias is of each bias."""
+"""Range of each field; that of logit_bias is for each bias."""
 
 
 def sampling_fields(message: worker_pb2.SamplingParams) -> dict[str, Any]:
-    """The message as keyword arguments of Sampling. Fields that are unset or zero are left out: their default is the same."""
-    found: dict[str, Any] = {entry.name: value for entry, value in message.ListFields()}
-    for name, value in found.items():
+    """Return the message as keyword arguments of Sampling. Fields that are unset or zero are left out: their default is the
+    same."""
+    arguments: dict[str, Any] = {entry.name: value for entry, value in message.ListFields()}
+    for name, value in arguments.items():
         if isinstance(value, worker_pb2.TokenIds):
-            found[name] = tuple(value.ids)
+            arguments[name] = tuple(value.ids)
         elif isinstance(value, worker_pb2.TokenIdLists):
-            found[name] = tuple(tuple(one.ids) for one in value.lists)
-    return found | {"logit_bias": dict(message.logit_bias)}
+            arguments[name] = tuple(tuple(words.ids) for words in value.lists)
+    return arguments | {"logit_bias": dict(message.logit_bias)}

@@ -1,4 +1,4 @@
-"""Building and reading google.rpc.Status, for whole calls and for items of a batch. The table of reasons is in cache.proto."""
+"""Builds and reads google.rpc.Status, for whole calls and for items of a batch. The table of reasons is in cache.proto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ DOMAIN: Final = "kvpool"
 """`ErrorInfo.domain` of every status that a kvpool service sends."""
 
 MAX_TEXT_BYTES: Final = 1000
-"""A failed call's status travels twice in HTTP headers, of which peers take 8 KiB; messages can quote what the peer sent."""
+"""Longest message of a status. A failed call's status travels twice in HTTP headers, of which peers take 8 KiB, and a message may
+quote the peer."""
 
 
 def build_status(
@@ -27,8 +28,8 @@ def build_status(
     quota: str = "",
     bad_field: str | None = None,
 ) -> status_pb2.Status:
-    """A status with ErrorInfo; with RetryInfo if there is a time to wait, QuotaFailure if a `quota` is used up, and BadRequest if
-    one field is wrong. The message loses its middle if it is longer than MAX_TEXT_BYTES."""
+    """Build a status with ErrorInfo, with RetryInfo if there is a time to wait, QuotaFailure if a `quota` is used up, and
+    BadRequest if a field is wrong. A message longer than MAX_TEXT_BYTES loses its middle."""
     message = _clip(message)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)]
     if retry_seconds is not None:
@@ -51,25 +52,25 @@ def build_status(
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a status says to programs. Empty where the transport answered in place of a kvpool service."""
+    """The details of a status, for programs. Empty if the transport answered in place of a kvpool service."""
 
     reason: str = ""
     """`ErrorInfo.reason`, e.g. NO_BLOCKS."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """`ErrorInfo.metadata`."""
     retry_seconds: float | None = None
-    """How long to wait before the same request may succeed."""
+    """Time after which the same request may succeed; None: unknown."""
     violations: tuple[str, ...] = ()
     """`field: what is wrong with it`, one for each bad field or used-up quota."""
 
     def number(self, name: str) -> int | None:
-        """A number of the metadata; None if there is none of that name."""
+        """Return a number in the metadata; None if there is none of that name."""
         text = self.metadata.get(name, "")
         return int(text) if text.isdecimal() else None
 
 
 def read_details(status: status_pb2.Status) -> Details:
-    """The details that are known here. An ErrorInfo of another domain, e.g. a proxy's, is none of ours."""
+    """Read the details of known types. An ErrorInfo of another domain, e.g. a proxy's, is ignored."""
     reason = ""
     metadata: dict[str, str] = {}
     retry_seconds: float | None = None
@@ -91,12 +92,12 @@ def read_details(status: status_pb2.Status) -> Details:
 
 
 def reason_of(status: status_pb2.Status) -> str:
-    """`ErrorInfo.reason` of a status, e.g. "NO_BLOCKS"; empty if it has none."""
+    """Return the `ErrorInfo.reason` of a status, e.g. "NO_BLOCKS"; empty if it has none."""
     return read_details(status).reason
 
 
 def _unpacked(detail: any_pb2.Any, message: Any) -> Any:
-    """The detail as a message of that type; None if it is of another type, or its bytes are none of this."""
+    """Return the detail as a message of that type; None if it has another type or cannot be parsed."""
     try:
         return message if detail.Unpack(message) else None
     except DecodeError:

@@ -1,4 +1,4 @@
-"""How long a text may be that has at most so many tokens.
+"""Bounds the length of a text by its number of tokens.
 
 A text can be refused before it is tokenised only if each token covers a bounded number of bytes. Most tokenizers of language models
 have that property; it is derived here from their parts, with a list of those that never drop a byte.
@@ -23,7 +23,7 @@ SHORTENING_FACTOR = 16
 """The bound is this much larger for a tokenizer that may drop text (collapses spaces, fuses unknown characters)."""
 
 MIN_SHORTENED_BYTES = 1 << 20
-"""And at least this: it is tokenised in under a second."""
+"""Smallest bound for such a tokenizer: a text of this size is tokenised in under a second."""
 
 _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
 """Bytes that occur in UTF-8."""
@@ -33,15 +33,15 @@ _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 
 
 class TextBound(NamedTuple):
-    """How long a text may be. A longer one has more tokens than allowed, unless the tokenizer drops text."""
+    """Longest text. A longer one has more tokens than allowed, unless the tokenizer drops text."""
 
     max_bytes: int
-    """In UTF-8."""
+    """Bytes of the text in UTF-8."""
     uncounted: bytes = b""
-    """Bytes that the tokenizer drops, because the vocabulary lacks them."""
+    """Byte values that do not count, because the vocabulary lacks them and the tokenizer drops them."""
 
     def excess(self, text: str) -> int | None:
-        """The number of bytes of a text that is too long; None if it is not."""
+        """Return the number of counted bytes of a text that is too long; None if it is not."""
         if 4 * len(text) <= self.max_bytes:
             return None
         encoded = text.encode()
@@ -52,15 +52,15 @@ class TextBound(NamedTuple):
 
 
 class TextMeasure(NamedTuple):
-    """What one tokenizer makes of texts."""
+    """The ratio of bytes to tokens of one tokenizer."""
 
     bytes_per_token: int
-    """At most."""
+    """Most bytes that one token covers."""
     dropped: bytes | None
     """See `TextBound.uncounted`; None: it may drop more than single bytes, or fuse them."""
 
     def bound(self, num_tokens: int) -> TextBound:
-        """Of texts of at most so many tokens."""
+        """Return the bound of texts of at most `num_tokens` tokens."""
         max_bytes = num_tokens * self.bytes_per_token
         if self.dropped is None:
             return TextBound(max(SHORTENING_FACTOR * max_bytes, MIN_SHORTENED_BYTES))
@@ -68,12 +68,12 @@ class TextMeasure(NamedTuple):
 
 
 def text_bound(tokenizer: Tokenizer, num_tokens: int) -> TextBound:
-    """The bound of texts of at most `num_tokens` tokens."""
+    """Return the bound of texts of at most `num_tokens` tokens."""
     return text_measure(tokenizer).bound(num_tokens)
 
 
 def text_measure(tokenizer: Tokenizer) -> TextMeasure:
-    """Takes some milliseconds, for it reads the vocabulary."""
+    """Measure a tokenizer. Takes some milliseconds, since it reads the vocabulary."""
     normalizers = list(parts(tokenizer.normalizer, "normalizers"))
     pretokenizers = list(parts(tokenizer.pre_tokenizer, "pretokenizers"))
     is_byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *pretokenizers))
@@ -98,7 +98,8 @@ def text_measure(tokenizer: Tokenizer) -> TextMeasure:
 
 
 def parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, as in tokenizer.json; `name`: the field of a sequence that has them."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, as in tokenizer.json. `name`: field of a Sequence that has its
+    steps."""
 
     def flatten(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if part["type"] == "Sequence":
@@ -125,8 +126,8 @@ def _is_lossless_pretokenizer(part: dict[str, Any]) -> bool:
 
 
 def _dropped_bytes(tokenizer: Tokenizer, vocabulary: dict[str, int], is_byte_level: bool) -> bytes | None:
-    """The UTF-8 bytes that have no token and are dropped one by one; every other one is in some token. None: more may be dropped,
-    or any number of bytes fused into one unknown token."""
+    """Return the UTF-8 bytes that no token has and that are dropped one by one. None: more may be dropped, or any number of bytes
+    fused into one unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return None

@@ -1,4 +1,4 @@
-"""Token ids in a message: little-endian uint32; and the name of an encoder's input."""
+"""Token ids in a message, as little-endian uint32, and the digest of an encoder's input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKEN_BYTES: Final = 4
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """The ids in order, TOKEN_BYTES each. Raises OverflowError for one that is not a uint32."""
+    """Pack the ids in order, TOKEN_BYTES each. Raises OverflowError for one that is not a uint32."""
     packed = array("I", token_ids)
     if packed.itemsize != TOKEN_BYTES:  # pragma: no cover - no such platform is known to run CPython 3.11
         raise RuntimeError("array('I') is not 32 bits wide here")
@@ -19,5 +19,6 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def input_digest(token_ids: Sequence[int]) -> bytes:
-    """What `Root.input_digest` is for an encoder's input: the SHA-256 of its ids, as they travel. Raises OverflowError as above."""
+    """Return the `Root.input_digest` of an encoder's input: the SHA-256 of its packed ids. Raises OverflowError as pack_tokens
+    does."""
     return sha256(pack_tokens(token_ids)).digest()
