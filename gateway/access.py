@@ -1,10 +1,9 @@
-"""Who may call: the key, the page's session, the Host and the Origin of a request.
+"""Checks who may call, by the key, the page's session, and the Host and Origin of a request.
 
-A page of any site that a person opens can send requests to addresses which that person's machine reaches, this one among them.
-Three checks stop it. Host: a name that is not ours was made to point here by somebody else (DNS rebinding). Sec-Fetch-Site, and
-Origin where a browser does not send it: a write for a page of another origin is refused, unless it shows the key, which such a page
-does not know. SameSite: the cookie does not come along from other sites.
-"""
+A page of any site that a person opens can send requests to every address that the person's machine reaches, this one included.
+Three checks stop it. Host: a foreign name was made to point here by somebody else (DNS rebinding). Sec-Fetch-Site, or Origin if the
+browser does not send that: a write for a page of another origin is refused unless it shows the key, which such a page does not
+know. SameSite: browsers do not send the cookie with requests of other sites."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from .security_headers import PAGE_HEADERS
 COOKIE: Final = "kvpool_session"
 SESSION_SECONDS: Final = 12 * 3600
 OPEN_PATHS: Final = frozenset({"/health", "/version"})
-"""Anybody may ask for these."""
+"""Paths that anybody may request."""
 LOGIN_PATHS: Final = frozenset({"/login", "/static/icon.svg", "/static/login.css"})
-"""What the page needs to ask for the key."""
+"""Paths that the form for the key needs."""
 _ASK_AGAIN: Final = (
     '<!doctype html><title>kvpool</title><meta http-equiv="refresh" content="0; url=/"><a href="/">kvpool</a>'
 )
@@ -36,10 +35,10 @@ _READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class AccessKeys:
-    """Checks keys, and issues sessions that any gateway with the same keys accepts: nothing is kept."""
+    """Checks keys, and issues sessions that any gateway with the same keys accepts: no session is stored."""
 
     def __init__(self, keys: Sequence[str], clock: Callable[[], float] = time.time) -> None:
-        """`clock`: seconds since 1970, because a session outlives the process."""
+        """`clock` gives seconds since 1970, because a session outlives the process."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._clock = clock
 
@@ -50,21 +49,21 @@ class AccessKeys:
         return bool(self._digests)
 
     def find(self, key: str) -> bytes | None:
-        """The digest of a key that is right. All are compared, each in constant time."""
+        """Return the digest of a valid key; None: it is not valid. All keys are compared, each in constant time."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        found = None
+        valid = None
         for own in self._digests:
             if hmac.compare_digest(own, digest):
-                found = own
-        return found
+                valid = own
+        return valid
 
     def issue(self, digest: bytes) -> str:
-        """A session for who has shown that key: its end, and a proof of it. The key cannot be found from it."""
+        """Make a session for a caller that has shown the key: its end, and a proof of it, which does not reveal the key."""
         end = str(int(self._clock()) + SESSION_SECONDS)
         return f"{end}.{_proof(digest, end)}"
 
     def accepts(self, session: str) -> bool:
-        """Whether one of these keys issued the session, and it has not ended."""
+        """Whether the session was made with one of these keys and has not ended."""
         end, _, proof = session.partition(".")
         if not end.isascii() or not end.isdigit() or len(end) > 12 or not proof.isascii():
             return False
@@ -79,7 +78,7 @@ def _proof(digest: bytes, end: str) -> str:
 
 
 class Access:
-    """ASGI middleware."""
+    """ASGI middleware that refuses requests without the right Host, key or Origin."""
 
     def __init__(
         self,
@@ -89,14 +88,14 @@ class Access:
         allowed_hosts: Sequence[str],
         cors_origins: Sequence[str] = (),
     ) -> None:
-        """`allowed_hosts`: names besides localhost and IP addresses."""
+        """`allowed_hosts` are names in addition to localhost and IP addresses."""
         self._app = app
         self._keys = keys
         self._hosts = frozenset(name.lower().strip("[]").rstrip(".") for name in allowed_hosts)
         self._origins = frozenset(cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass."""
+        """Pass a request on, or answer with an error."""
         if scope["type"] == "http":
             try:
                 self._require_right(scope)
@@ -142,13 +141,14 @@ class Access:
         )
 
     def _require_origin(self, headers: Headers) -> None:
-        """A write of a browser comes from our own page, or from an origin that was allowed. Programs send neither header."""
+        """Raise ApiError unless a write comes from our own page, from an allowed origin, or from a program, which sends neither
+        header."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if site is not None:
-            # What the browser itself knows, however a proxy has changed Host and the page's policy has hidden its origin.
+            # The browser knows it, even if a proxy has changed Host and the page's policy has hidden its origin.
             is_own = site in ("same-origin", "none")
         else:
-            # Over http browsers send no Sec-Fetch-Site, but to their own machine.
+            # Over http, browsers send Sec-Fetch-Site only to their own machine.
             is_own = origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
         if is_own or (origin is not None and self._origins & {origin, "*"}):
             return
@@ -160,7 +160,7 @@ class Access:
 
 
 def _answer_to(scope: Scope, error: ApiError) -> Response:
-    """Who opens the page without a session is a person, and is asked for the key."""
+    """Return the answer to a refused request. A person who opens the page without a session is asked for the key."""
     if error.status != HTTPStatus.UNAUTHORIZED or scope["path"] != "/" or scope["method"] != "GET":
         return error.response()
     if Headers(scope=scope).get("sec-fetch-site") in ("cross-site", "same-site"):
@@ -170,7 +170,7 @@ def _answer_to(scope: Scope, error: ApiError) -> Response:
 
 
 def session_of(headers: Headers) -> str:
-    """The page's session that came with the request; empty if none did."""
+    """Return the page's session in the request; empty: it has none."""
     # Not http.cookies: it gives up at the first cookie that is not written as it likes, and cookies do not keep to one port, so
     # those of every other server of this machine come along.
     for cookie in headers.get("cookie", "").split(";"):
@@ -181,13 +181,13 @@ def session_of(headers: Headers) -> str:
 
 
 def session_cookie(session: str) -> str:
-    """The header's value that gives a browser its session; an empty one takes it away."""
+    """Return the value of Set-Cookie that gives a browser this session; an empty session removes it."""
     age = SESSION_SECONDS if session else 0
     return f"{COOKIE}={session}; Path=/; Max-Age={age}; HttpOnly; SameSite=Strict"
 
 
 def _name_of(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower().rstrip(".")

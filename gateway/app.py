@@ -32,7 +32,7 @@ from .status_routes import status_routes
 
 
 def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
-    """Of one server with these settings."""
+    """Return the limits of a server with these settings."""
     return ConnectionLimits(
         max_connections=settings.max_connections,
         idle_seconds=settings.idle_seconds,
@@ -48,7 +48,7 @@ def make_app(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """The application. Its lifespan opens a client of the cluster, and closes it. `limits`: of the server that serves it."""
+    """Make the application. Its lifespan opens and closes a client of the cluster. `limits` are those of its server."""
     metrics = GatewayMetrics()
     limits = limits or connection_limits(settings)
     keys = AccessKeys(settings.keys)
@@ -102,7 +102,7 @@ _CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: an unknown path, a method that a path does not have."""
+    """Answer Starlette's own errors: an unknown path, a method that a path does not have."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     said = {

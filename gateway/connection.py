@@ -1,7 +1,7 @@
-"""One connection: uvicorn's, with the limits that uvicorn does not have.
+"""uvicorn's connection, with limits that uvicorn does not have.
 
 A caller has a time for each stage: to begin a request, to send its head, to send its body, to take its answer. A time begins with
-the stage and is not renewed by single bytes, so a caller cannot hold a connection by sending one now and then.
+the stage, and single bytes do not renew it, so a caller cannot hold a connection by sending one now and then.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from .errors import ApiError
 
 ENDLESS_PATHS: Final = frozenset({"/api/watch"})
-"""Whose answers have no end of their own."""
+"""Paths whose answers have no end of their own."""
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_TRAILER_BYTES: Final = 8 << 10
-"""After the body of a request, or of anything that a chunk has but its content: all of it is dropped."""
+"""Most bytes after the body of a request, or of a chunk's extensions; all of them are dropped."""
 MAX_PIPELINED: Final = 64
 """Requests that may wait for the answer to the one before them. Each takes a hundred times its bytes."""
 MAX_REFUSED: Final = 64
-"""Connections over the limit that are answered at the same time; more are closed without a word."""
+"""Connections over the limit that are answered at the same time; more are closed without an answer."""
 _CLOSING_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True)
 class ConnectionLimits:
-    """Of all connections of one server, and how often each was reached."""
+    """The limits of all connections of one server, and how often each was reached."""
 
     max_connections: int
     idle_seconds: float
@@ -39,15 +39,15 @@ class ConnectionLimits:
     body_seconds: float
     reader_seconds: float
     num_connections: int = 0
-    """That are served now."""
+    """Connections that are served now."""
     num_refused: int = 0
-    """That are told that there are too many, now."""
+    """Connections that are refused now because there are too many."""
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("idle", "head", "body", "reader", "full"), 0))
     """Connections that were closed, by the limit that they reached."""
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """`limits` is set by the class that `bounded` makes."""
+    """A connection with limits; the class that `bounded` makes sets `limits`."""
 
     limits: ConnectionLimits
 
@@ -196,7 +196,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._limit_closing()
 
     def _refuse(self, limit: str, status: HTTPStatus, message: str) -> None:
-        """A limit was reached: answer, if no answer has begun, and close."""
+        """Note that a limit was reached, answer if no answer has begun, and close."""
         self.limits.ended[limit] += 1
         self._end_with(status, message, in_body=limit == "body")
 
@@ -212,9 +212,8 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _answer_and_close(self, status: HTTPStatus, message: str) -> None:
-        """What the caller still sends is read and dropped for a moment: to close at once would reset the connection, and the answer
-        would be lost on its way. A request before it that is still being served ends as if its reader had left, and those that wait
-        are dropped."""
+        """Answer, then read and drop for a moment what the caller still sends: closing at once would reset the connection, and the
+        answer could be lost. A request that is still being served ends as if its reader had left, and waiting ones are dropped."""
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -230,12 +229,13 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _reject(self, status: HTTPStatus, message: str) -> NoReturn:
-        """In a callback of the parser: it reads no more, and `send_400_response` gives this answer."""
+        """Stop the parser, from one of its callbacks: it reads no more, and `send_400_response` gives this answer."""
         self._refusal = (status, message)
         raise ValueError(message)
 
     def send_400_response(self, msg: str) -> None:
-        """The parser has ended: we have rejected what came, or it is not HTTP. uvicorn's answer is plain text."""
+        """Answer when the parser has ended, because we rejected a request or because it is not HTTP. uvicorn would answer in plain
+        text."""
         self._end_with(*(self._refusal or _NOT_HTTP), in_body=self._stage == "body")
 
     # -- readers
@@ -250,7 +250,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._limit_closing()
 
     def _limit_closing(self) -> None:
-        """A connection that closes does so only when its last bytes are taken: that too has a time."""
+        """Limit the time until the reader has taken the last bytes of a closing connection, which closes only then."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._start_reader_timer()
 
@@ -264,13 +264,13 @@ class BoundedConnection(HttpToolsProtocol):
             self._reader_timer = None
 
     def _on_slow_reader(self) -> None:
-        """Nothing more can be said to this reader: it does not read."""
+        """Abort the connection: its reader does not read, so no answer can reach it."""
         self.limits.ended["reader"] += 1
         self.transport.abort()
 
 
 def bounded(limits: ConnectionLimits) -> type[BoundedConnection]:
-    """The protocol class for uvicorn, whose connections have these limits."""
+    """Make the protocol class for uvicorn whose connections have these limits."""
     return type("Connection", (BoundedConnection,), {"limits": limits})
 
 

@@ -1,4 +1,4 @@
-"""What every route of one gateway uses."""
+"""The objects that all routes of one gateway use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .settings import GatewaySettings
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """Made in the app's lifespan, because the client's channels belong to the event loop."""
+    """The objects of one gateway. Made in the app's lifespan, because the client's channels belong to the event loop."""
 
     settings: GatewaySettings
     client: Client
@@ -30,10 +30,10 @@ class Gateway:
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:
-    """The gateway that serves this request."""
+    """Return the gateway that serves this request."""
     return cast(Gateway, connection.app.state.gateway)
 
 
 def request_id_of(connection: HTTPConnection) -> str:
-    """The id of this request, as in X-Request-Id and in the log."""
+    """Return the id of this request, as in X-Request-Id and in the log."""
     return cast(str, connection.scope["kvpool.request_id"])

@@ -1,4 +1,4 @@
-"""A reader that goes away ends what is done for it."""
+"""Ends the work for a reader that goes away."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class ReaderLeft(Exception):
-    """Nobody waits for the answer any more."""
+    """The reader has gone; nobody waits for the answer any more."""
 
 
 async def unless_reader_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises ReaderLeft, once `work` is cancelled and has ended, if the reader goes away before.
+    """Return the result of `work`. If the reader goes away before, cancel `work`, wait for its end and raise ReaderLeft.
 
     The request's body must have been read."""
     working = asyncio.ensure_future(work)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, and the one table from the client's errors to HTTP statuses."""
+"""Errors in OpenAI's form, and the table from the client's errors to HTTP statuses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TYPES: Final[Mapping[int, str]] = {
 
 
 class ApiError(Exception):
-    """A request that is answered with an error: the status, and what OpenAI's form says of it."""
+    """A request is answered with an error: the status, and the fields of OpenAI's form."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param`: the field that is wrong; `code`: a word for programs."""
+        """`param` names the wrong field; `code` is a word for programs."""
         super().__init__(message)
         self.status = int(status)
         self.message = message
@@ -65,28 +65,29 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """The body of the answer, in OpenAI's form."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """Make the whole answer."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:
-    """Answers with the error; for an application's table of handlers."""
+    """Answer with the error; for an application's table of handlers."""
     assert isinstance(error, ApiError)
     return error.response()
 
 
 def http_status(error: KvpoolError) -> int:
-    """The HTTP status of a client's error. One outside the table is a defect: 500."""
+    """Return the HTTP status of a client's error. An error outside the table is a defect: 500."""
     return int(_STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR))
 
 
 def api_error(error: KvpoolError, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """The answer to a client's error, with Retry-After where the service named a time. `code`: by default the error's reason."""
+    """Make the answer to a client's error, with Retry-After if the service named a time. `code` is the error's reason by
+    default."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))

@@ -1,4 +1,4 @@
-"""How a browser gets a session: a form that asks for the key. Without keys there is nothing to log in to."""
+"""The form by which a browser gets a session for the key. Without keys there is no login."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _FORM: Final = """<!doctype html>
 
 
 def login_form(said: str = "", status: int = HTTPStatus.OK) -> HTMLResponse:
-    """The page that asks for the key."""
+    """Return the page that asks for the key."""
     return HTMLResponse(_FORM.format(said=escape(said)), int(status), headers=PAGE_HEADERS)
 
 
 def login_routes(keys: AccessKeys) -> list[BaseRoute]:
-    """GET and POST /login, POST /logout."""
+    """Return the routes GET and POST /login, POST /logout."""
 
     async def show(request: Request) -> Response:
         return login_form() if keys else RedirectResponse("/", HTTPStatus.SEE_OTHER)

@@ -1,4 +1,4 @@
-"""What the gateway counts, and its page of metrics. Labels are routes, statuses and limits: nothing that a caller sends."""
+"""The counts of the gateway, and its page of metrics. Labels are routes, statuses and limits; none comes from a caller."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
-        """By route and status."""
+        """Answered requests, by route and status."""
         self.request_seconds = Histogram(_SECONDS)
-        """From a request's head to the last byte of its answer."""
+        """Time from a request's head to the last byte of its answer."""
         self.first_token_seconds = Histogram(_SECONDS)
-        """From a request for text to the first token that came for it."""
+        """Time from a request for text to its first token."""
         self.open_streams = 0
         """Answers that are being generated."""
         self.lost_readers = 0
         """Answers whose reader went away before their end."""
         self.sent_bytes = 0
-        """Of bodies of answers."""
+        """Bytes of the bodies of answers."""
 
     def fill(self, page: MetricsPage, limits: ConnectionLimits, *, num_viewers: int) -> None:
-        """Fill the page. `num_viewers`: browsers that follow the cluster."""
+        """Fill the page. `num_viewers` are browsers that follow the cluster."""
         page.gauge("kvpool_gateway_info", "Version of the process.", 1, version=installed_version())
         for (route, status), count in sorted(self.requests.items()):
             page.counter(

@@ -1,4 +1,4 @@
-"""The outermost layer of the application: gives each request an id, counts and logs it, bounds its body, and answers what fails."""
+"""The outermost layer of the application: gives each request an id, counts and logs it, bounds its body, and answers failures."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .metrics import GatewayMetrics
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
 _ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-"""An id that a caller may choose: visible ASCII."""
+"""Form of an id that a caller may choose: visible ASCII."""
 UNKNOWN_ROUTE: Final = "other"
 _MAX_LOGGED_PATH: Final = 256
 _SMALL_BODY_BYTES: Final = 64 << 10
-"""So much of each body is always read."""
+"""Bytes of each body that are always read."""
 _LARGE_BODIES: Final = 8
-"""Of the largest size: what all bodies together may have beyond that, until their answers begin."""
+"""Bodies of the largest size: all bodies together may have that many bytes beyond the small part, until their answers begin."""
 _QUIET: Final = frozenset({"/health", "/metrics"})
-"""Routes that are asked all the time: their lines are for debugging."""
+"""Routes that are requested all the time: they are logged for debugging only."""
 
 
 class RequestObservation:
-    """ASGI middleware."""
+    """ASGI middleware that observes every request."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class RequestObservation:
             )
 
     def _route_of(self, scope: Scope) -> str:
-        """The route's own path; for all that match none, one word, so that callers cannot invent labels."""
+        """Return the route's own path, or one word for all requests without a route, so that callers cannot invent labels."""
         for route in self._routes:
             match, _ = route.matches(scope)
             if match is not Match.NONE:

@@ -1,4 +1,4 @@
-"""The last answers of this gateway: what each waited for, what it used and why no more of it was cached. In memory, and bounded."""
+"""The last answers of this gateway: how long each waited, what it used, why no more of it was cached. In memory and bounded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvpool.client import Chunk, GenerateStream, KvpoolError, Usage
 from .timeline import Timeline
 
 MAX_REASON: Final = 300
-"""Characters of an error that are kept."""
+"""Longest kept text of an error, in characters."""
 
 
 class Outcome(StrEnum):
-    """How an answer ended, or that it has not."""
+    """How an answer ended, or that it runs."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -34,13 +34,13 @@ class AnswerRecord:
         self, log: RequestLog, number: int, request_id: str, choice: int, stream: GenerateStream, index: int
     ) -> None:
         self.number: Final = number
-        """In order of their beginning, from 1."""
+        """Number of the answer, from 1, in the order in which answers begin."""
         self.outcome = Outcome.RUNNING
         self.version = 0
-        """The log's, when this record changed last."""
+        """Version of the log when this record last changed."""
         self.explanation: dict[str, Any] | None = None
-        """Why no more of its prompt was cached, asked before a worker had it: the first answer of a prompt has it. None: not asked
-        for, or not answered."""
+        """Why no more of the prompt was cached before a worker got it, in the first answer to a prompt. None: not asked for, or not
+        answered."""
         self._log = log
         self._request_id = request_id
         self._choice = choice
@@ -56,7 +56,7 @@ class AnswerRecord:
         self._reason = ""
 
     def on_chunk(self, chunk: Chunk) -> None:
-        """The next piece of the answer has come."""
+        """Take in the next piece of the answer."""
         if self._stream is not None and not self._model:
             self._learn(self._stream)
         has_tokens = bool(chunk.token_ids)
@@ -69,15 +69,15 @@ class AnswerRecord:
             self._log.note(self)
 
     def on_error(self, error: KvpoolError) -> None:
-        """It failed. No effect if it has ended."""
+        """Note that the answer failed. No effect if it has ended."""
         self._end(Outcome.FAILED, error.message[:MAX_REASON])
 
     def close(self) -> None:
-        """Nobody reads it any more. No effect if it has ended."""
+        """Note that nobody reads the answer any more. No effect if it has ended."""
         self._end(Outcome.LEFT, "its reader went away")
 
     def as_object(self) -> dict[str, Any]:
-        """JSON values; milliseconds are counted from the request."""
+        """Return the record as JSON values; milliseconds are counted from the request."""
         usage = self._usage
         return {
             "number": self.number,
@@ -102,13 +102,13 @@ class AnswerRecord:
         }
 
     def _learn(self, stream: GenerateStream) -> None:
-        """What the stream knows from its first chunk on."""
-        model, found = stream.model, stream.explanation
+        """Take over the model and the explanation, which the stream has from its first chunk on."""
+        model, explanation = stream.model, stream.explanation
         if model is None:
             return
         self._model = model.name
-        if found is not None and not self._index:
-            self.explanation = found.as_object() | {"sentences": found.sentences(model.tokenizer)}
+        if explanation is not None and not self._index:
+            self.explanation = explanation.as_object() | {"sentences": explanation.sentences(model.tokenizer)}
 
     def _end(self, outcome: Outcome, reason: str) -> None:
         if self.outcome is not Outcome.RUNNING:
@@ -126,14 +126,14 @@ class AnswerRecord:
 
 
 class RequestLog:
-    """All answers that run, and the last ones that have ended."""
+    """The answers that run, and the last ones that have ended."""
 
     def __init__(self, max_ended: int, clock: Callable[[], float]) -> None:
-        """`clock`: monotonic seconds."""
+        """`clock` gives monotonic seconds."""
         self.max_ended: Final = max_ended
         self.clock = clock
         self.version = 0
-        """Grows with every change."""
+        """Number that grows with every change."""
         self.on_change: Callable[[], None] | None = None
         """Called at every change, so it must be quick. None: nobody looks."""
         self._records: dict[int, AnswerRecord] = {}
@@ -141,34 +141,34 @@ class RequestLog:
         self._numbers = itertools.count(1)
 
     def begin(self, request_id: str, choice: int, stream: GenerateStream, index: int) -> AnswerRecord:
-        """One more answer begins, that with the index in its stream; it is kept while it runs."""
+        """Begin the record of the answer with this index in its stream. It is kept while the answer runs."""
         record = AnswerRecord(self, next(self._numbers), request_id, choice, stream, index)
         self._records[record.number] = record
         self.note(record)
         return record
 
     def find(self, number: int) -> AnswerRecord | None:
-        """None if there is no such one, or no longer."""
+        """Return a record; None: it does not exist, or is not kept any more."""
         return self._records.get(number)
 
     @property
     def numbers(self) -> list[int]:
-        """Of all that are kept."""
+        """Numbers of all records that are kept."""
         return list(self._records)
 
     def changed_since(self, version: int) -> list[AnswerRecord]:
-        """Those that changed after that version, oldest first; 0: all."""
+        """Return the records that changed after this version, oldest first; 0: all."""
         return [record for record in self._records.values() if record.version > version]
 
     def note(self, record: AnswerRecord) -> None:
-        """It has changed."""
+        """Note that a record has changed."""
         self.version += 1
         record.version = self.version
         if self.on_change is not None:
             self.on_change()
 
     def on_ended(self, record: AnswerRecord) -> None:
-        """It has ended: keep it, and no more than `max_ended` like it."""
+        """Note that an answer has ended: keep its record, and at most `max_ended` of that kind."""
         self._ended.append(record.number)
         while len(self._ended) > self.max_ended:
             del self._records[self._ended.popleft()]

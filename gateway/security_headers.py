@@ -1,4 +1,4 @@
-"""What a browser may do with our page: load its own files, talk to this gateway, and nothing else."""
+"""Headers that let our page load its own files and call this gateway, and nothing else."""
 
 from __future__ import annotations
 

@@ -25,27 +25,27 @@ from .settings import GatewaySettings
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
 _BACKLOG: Final = 128
-"""Connections that wait to be taken; without descriptors for them the event loop complains as often as that, each second."""
+"""Connections that wait to be accepted. Without descriptors for them the event loop logs an error for each, every second."""
 _POLL_SECONDS: Final = 0.01
 _TICK_SECONDS: Final = 0.1
-"""What uvicorn counts its ticks in."""
+"""Length of uvicorn's ticks."""
 _OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are the process's."""
+    """uvicorn without its handling of signals, which is the process's."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._stopping = asyncio.Event()
 
     def begin_to_stop(self) -> None:
-        """Let `serve` end, at once and not at the next tick."""
+        """Let `serve` end at once, not at the next tick."""
         self.should_exit = True
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """As uvicorn's, but it does not sleep through `begin_to_stop`."""
+        """Run uvicorn's loop, but wake up at `begin_to_stop`."""
         for tick in itertools.count():
             if await self.on_tick(tick):
                 return
@@ -58,7 +58,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which ends the whole process if the application does not start."""
+        """Serve. Raises RuntimeError if the application does not start, where uvicorn would end the whole process."""
         try:
             await super().serve(sockets)
         except SystemExit:
@@ -77,7 +77,7 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """Where this machine reaches it."""
+        """URL of the server for this machine."""
         host = self._settings.host.strip("[]")
         return f"http://{join_host_port({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), self.port)}"
 
@@ -119,7 +119,7 @@ class GatewayServer:
                 self._serving.result()
                 raise RuntimeError("the HTTP server has ended before it started")
             await asyncio.sleep(_POLL_SECONDS)
-        # From here on, what it says of requests and their failures the application says itself.
+        # From here on the application itself logs requests and their failures.
         uvicorns_log.setLevel(logging.CRITICAL + 1)
         log.info("listening", url=self.url, manager=settings.manager, keys=len(settings.keys))
         if not is_loopback(settings.host):
@@ -128,7 +128,7 @@ class GatewayServer:
                 log.warning("anybody who reaches this port may use the cluster: --no-api-key", host=settings.host)
 
     async def serve_until(self, stopping: asyncio.Event) -> None:
-        """Wait for `stopping`. Raises what ended the HTTP server."""
+        """Wait for `stopping`. Raises the error that ended the HTTP server."""
         assert self._serving is not None
         waiting = asyncio.create_task(stopping.wait())
         await asyncio.wait({waiting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ class GatewayServer:
 
 
 def _complain_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Of connections that cannot be taken for lack of descriptors or memory: one line a minute."""
+    """Log one line a minute about connections that cannot be accepted for lack of descriptors or memory."""
     line = RareLine(log, "connections wait: the system has no descriptor or no memory for them")
     before = loop.get_exception_handler()
 
@@ -164,7 +164,7 @@ def _complain_rarely(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises PortError, which says why not."""
+    """Make a socket that listens. Raises PortError with the reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG)

@@ -19,7 +19,7 @@ DEFAULT_PORT: Final = 8000
 MAX_KEY_FILE_BYTES: Final = 1 << 20
 
 Words = Annotated[list[str], NoDecode]
-"""By a flag that may be repeated, or by a variable: words with commas between them, or a JSON list."""
+"""A list of words: from a flag that may be repeated, or from a variable with commas between the words or a JSON list."""
 
 
 class GatewaySettings(ProcessSettings):
@@ -108,7 +108,7 @@ class GatewaySettings(ProcessSettings):
     @field_validator("api_key", "allowed_host", "cors_origin", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
-        """A flag that was repeated comes as one text too, with commas between its values."""
+        """Split a text into words. A repeated flag comes as one text too, with commas between its values."""
         if not isinstance(value, str):
             return value
         if not value.startswith("["):
@@ -162,12 +162,12 @@ class GatewaySettings(ProcessSettings):
 def _read_keys(path: Path) -> list[str]:
     try:
         with path.expanduser().open("rb") as file:
-            found = file.read(MAX_KEY_FILE_BYTES + 1)
-        if len(found) > MAX_KEY_FILE_BYTES:
+            content = file.read(MAX_KEY_FILE_BYTES + 1)
+        if len(content) > MAX_KEY_FILE_BYTES:
             raise ValueError(
                 f"--api-key-file {path} has more than {MAX_KEY_FILE_BYTES} bytes: give a file of keys, one on each line"
             )
-        keys = [line for line in found.decode().splitlines() if line.strip() and not line.startswith("#")]
+        keys = [line for line in content.decode().splitlines() if line.strip() and not line.startswith("#")]
     except OSError as error:
         raise ValueError(f"--api-key-file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

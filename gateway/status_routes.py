@@ -1,4 +1,4 @@
-"""The gateway's own routes: is it well, which version, what is behind it, what does it count."""
+"""The gateway's own routes: its health, version and load, the workers that it serves, its metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .errors import api_error
 from .pages.page import page_of
 
 HEALTH_SECONDS: Final = 2.0
-"""For the manager to answer: a probe of Kubernetes waits one second by default, Docker's thirty."""
+"""Time for the manager to answer. A probe of Kubernetes waits one second by default, Docker's thirty."""
 
 
 def status_routes() -> list[BaseRoute]:
-    """All of them."""
+    """Return all of these routes."""
     return [
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
@@ -41,7 +41,7 @@ def serves(worker: cache_pb2.WorkerDescription) -> bool:
 
 
 async def health(request: Request) -> Response:
-    """200 if text can be generated now; 503 says why not."""
+    """Answer 200 if text can be generated now, else 503 with the reason."""
     try:
         described = await gateway_of(request).client.describe(timeout=HEALTH_SECONDS)
     except KvpoolError as error:
@@ -58,17 +58,17 @@ def _unwell(why: str) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Version of the gateway."""
+    """Answer with the version of the gateway."""
     return JSONResponse({"version": installed_version()})
 
 
 async def load(request: Request) -> Response:
-    """Answers that are being generated, under vLLM's name."""
+    """Answer with the number of answers that are being generated, under vLLM's name."""
     return JSONResponse({"server_load": gateway_of(request).metrics.open_streams})
 
 
 async def server_info(request: Request) -> Response:
-    """The workers, and the limits of this gateway."""
+    """Answer with the workers and the limits of this gateway."""
     gateway = gateway_of(request)
     try:
         described = await gateway.client.describe()
@@ -101,7 +101,7 @@ def _worker(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
 
 
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Answer with the page of metrics for Prometheus."""
     gateway = gateway_of(request)
     page = MetricsPage()
     gateway.metrics.fill(page, gateway.limits, num_viewers=page_of(request).hub.num_viewers)

@@ -1,4 +1,4 @@
-"""What one answer does from its request to its end, part by part. Pure: callers pass the time, in ms after the request came."""
+"""The parts of an answer's time, from its request to its end. Pure: callers pass the time, in ms after the request came."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from kvpool.client import Times
 
 
 class PartState(StrEnum):
-    """What an answer does for a part of its time."""
+    """State of an answer during a part of its time."""
 
     WAITING = "waiting"
     """It has no blocks yet: tokenising, routing and the worker's queue."""
     PREFILL = "prefill"
-    """The rest of its prompt, what the cache did not serve, is computed."""
+    """The part of its prompt that the cache did not serve is computed."""
     DECODE = "decode"
-    """Tokens come."""
+    """Tokens are generated."""
     PREEMPTED = "preempted"
-    """Without blocks, and until it is as far as before. Workers report the sum, so this part is not in its true place."""
+    """It was preempted, and is not yet as far as before. Workers report the sum, so this part is not in its true place."""
     MOVING = "moving"
     """Its worker went away, and the next one has granted no blocks yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """It lasts until the next one begins, or the answer ends."""
+    """A part lasts until the next one begins or the answer ends."""
 
     state: PartState
     worker_id: str
-    """Empty: none yet."""
+    """Name of the worker; empty: none yet."""
     start_ms: float
     is_of_last: bool = True
-    """Whether it belongs to the attempt that goes on."""
+    """Whether it belongs to the last attempt."""
 
 
 class Timeline:
-    """The parts so far, in order. While the answer runs they are what its reader sees, and in the end what its worker measured."""
+    """The parts so far, in order. They are the reader's view while the answer runs, and the worker's measurement in the end."""
 
     def __init__(self) -> None:
         self.parts = [Part(PartState.WAITING, "", 0.0, is_of_last=False)]
@@ -44,7 +44,7 @@ class Timeline:
         self._last_chunk_ms = 0.0
 
     def on_chunk(self, attempt: int, worker_id: str, now_ms: float, *, has_tokens: bool) -> None:
-        """A piece has come, the first one of an attempt when it got blocks."""
+        """Note that a piece has come. The first one of an attempt comes when it has got its blocks."""
         last = self.parts[-1].state
         moved = attempt != self._attempt
         if moved and self._attempt is not None:
@@ -57,7 +57,7 @@ class Timeline:
         self._last_chunk_ms = now_ms
 
     def finish(self, times: Times) -> None:
-        """The answer has ended, and its last worker reports where its time went."""
+        """Replace the parts of the last attempt by the times that its worker reports at the end of the answer."""
         worker_id = self.parts[-1].worker_id
         self.parts = [part for part in self.parts if not part.is_of_last]
         start = max(float(times.before_ms), self.parts[-1].start_ms)

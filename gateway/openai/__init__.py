@@ -1,1 +1,1 @@
-"""OpenAI's API: a file for each route, and what they share."""
+"""OpenAI's API: a file for each route, and shared parts."""

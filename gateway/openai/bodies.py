@@ -15,50 +15,50 @@ from ..errors import ApiError
 
 MAX_LOGPROBS: Final = 20
 MAX_NAME_CHARACTERS: Final = 1024
-"""Of a model's name: it is repeated in answers."""
+"""Longest name of a model, which is repeated in answers."""
 MAX_VALUES: Final = 1 << 19
-"""Of one body, in all lists and objects. Its values are made in one go, a few microseconds each, while all other callers wait."""
+"""Values in all lists and objects of one body. They are made in one go, a few microseconds each, while all other callers wait."""
 MAX_KEYS: Final = 1 << 15
-"""Of all objects of one body, which cost ten times a value."""
+"""Keys in all objects of one body. A key costs ten times as much as a value."""
 _MAX_SHOWN: Final = 256
 _STRINGS_AT_ONCE: Final = 2048
 _NOT_BEFORE_VALUES: Final = bytes(set(range(256)) - set(b",[{"))
 _REST_OF_STRING: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 _UNION_MEMBERS: Final = frozenset({"str", "list[dict[str,any]]", "list[int]", "list[str]", "list[list[int]]", "int"})
-"""How pydantic names the members of `stop` and `prompt` in the place of an error."""
+"""Pydantic's names for the members of the unions `stop` and `prompt` in the location of an error."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-# Without it all errors of a list are collected, of which the first one is shown.
+# Without fail_fast all errors of a list would be collected, although only the first one is shown.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
-    """stream_options."""
+    """The field stream_options."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     continuous_usage_stats: bool | None = None
-    """With include_usage: in each chunk, as vLLM has it."""
+    """Whether each chunk has usage, as in vLLM; needs include_usage."""
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Random padding of chunks, which hides their length: there is none here."""
+    """Ignored: OpenAI pads chunks at random to hide their length, kvpool does not."""
 
 
 class Body(BaseModel):
-    """What all bodies have. Other fields are kept in `model_extra`, see fields.py."""
+    """The fields of all bodies. Others are kept in `model_extra`, see fields.py."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
-    """Name or fingerprint; None: the one that all workers serve."""
+    """Name or fingerprint of the model; None: the one that all workers serve."""
 
 
 class GenerationBody(Body):
-    """What chats and completions have in common. Any field may be null, which is its default."""
+    """The fields that chats and completions have in common. Any may be null, which means its default."""
 
     bad_words_ids: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
-    """As in transformers, like the other fields that say which ids must not, or must, follow."""
+    """Named as in transformers, like the other fields that forbid or force token ids."""
     begin_suppress_tokens: TokenIds | None = None
     early_stopping: bool | Literal["never"] | None = None
     encoder_no_repeat_ngram_size: int | None = Field(default=None, ge=0)
@@ -67,14 +67,14 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     length_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
-    """Token ids, as text because JSON's keys are."""
+    """Bias by token id; the ids are text, as all keys in JSON."""
     max_tokens: int | None = Field(default=None, ge=0)
     min_p: Number | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1)
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     num_beams: int | None = Field(default=None, ge=1)
-    """As in transformers; vLLM writes use_beam_search, and n for their number."""
+    """Named as in transformers; vLLM has use_beam_search, with n as the number of beams."""
     presence_penalty: Number | None = None
     priority: int | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -95,7 +95,7 @@ class GenerationBody(Body):
 
 
 class ChatMessage(BaseModel):
-    """One turn. The model's template may know other keys."""
+    """One turn of a chat. The model's template may read other keys."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -106,7 +106,7 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Messages
     chat_template_kwargs: dict[str, Any] | None = None
@@ -116,7 +116,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool | None = None
@@ -124,7 +124,7 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a prompt or messages."""
+    """The body of POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -134,7 +134,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: TokenIds
 
@@ -143,12 +143,12 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def plain(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
-    """As they were sent."""
+    """Return the messages as they were sent."""
     return [message.model_dump(exclude_unset=True) for message in messages]
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """The body of a request. Raises ApiError, which names the first field that is wrong."""
+    """Read the body of a request. Raises ApiError, which names the first wrong field."""
     raw = bytearray()
     async for part in request.stream():  # not body(): it would keep it for as long as the answer lasts
         raw += part
@@ -156,25 +156,25 @@ async def read_body(request: Request, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        # The first error that is about a value; of a union each member has one.
-        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = [str(part) for part in found["loc"] if part not in _UNION_MEMBERS]
-        if found["type"] == "json_invalid":
+        # Only the first error is shown; each member of a union has one.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        path = [str(part) for part in first["loc"] if part not in _UNION_MEMBERS]
+        if first["type"] == "json_invalid":
             raise ApiError(
-                HTTPStatus.BAD_REQUEST, f"the body is not JSON: {found['msg']}", code="invalid_json"
+                HTTPStatus.BAD_REQUEST, f"the body is not JSON: {first['msg']}", code="invalid_json"
             ) from None
         place = ".".join(path)[:_MAX_SHOWN]
         raise ApiError(
             HTTPStatus.BAD_REQUEST,
-            f"{place}: {found['msg']}" if place else f"the body: {found['msg']}",
+            f"{place}: {first['msg']}" if place else f"the body: {first['msg']}",
             param=path[0][:_MAX_SHOWN] if path else None,
-            code="missing" if found["type"] == "missing" else "invalid_value",
+            code="missing" if first["type"] == "missing" else "invalid_value",
         ) from None
 
 
 async def _require_countable(raw: bytearray) -> None:
-    """Raises ApiError for a body with more values or keys than may be made of it. In a body that seems to have too many, those that
-    are text are left out; meanwhile others are served."""
+    """Raise ApiError for a body with too many values or keys. If it seems to have too many, those within strings are left out of
+    the count; other requests are served meanwhile."""
     if len(raw.translate(None, _NOT_BEFORE_VALUES)) <= MAX_VALUES and raw.count(b":") <= MAX_KEYS:
         return
     num_values = num_keys = num_strings = start = 0

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Serves POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .usage import StreamUsage, encode_usage
 PROMPT_FIELD: Final = "messages"
 
 
-def chat_route(known: TokenBytesOfModels) -> Route:
-    """The route; `known` is shared by all."""
+def chat_route(tokens_of_models: TokenBytesOfModels) -> Route:
+    """Return the route; all routes share `tokens_of_models`."""
 
     async def chat(request: Request) -> Response | GenerationEvents:
         gateway = gateway_of(request)
@@ -43,7 +43,7 @@ def chat_route(known: TokenBytesOfModels) -> Route:
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
         generation = GenerationStreams(gateway, [stream], request_id=request_id_of(request))
-        answer = ChatAnswer(body, generation, known)
+        answer = ChatAnswer(body, generation, tokens_of_models)
         return await respond(
             request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers
         )
@@ -52,17 +52,17 @@ def chat_route(known: TokenBytesOfModels) -> Route:
 
 
 class ChatAnswer:
-    """The pieces of a generation in the form of a chat."""
+    """Puts the pieces of a generation into the form of a chat."""
 
-    def __init__(self, body: ChatBody, generation: GenerationStreams, known: TokenBytesOfModels) -> None:
+    def __init__(self, body: ChatBody, generation: GenerationStreams, tokens_of_models: TokenBytesOfModels) -> None:
         self._body = body
         self._generation = generation
-        self._known = known
+        self._tokens_of_models = tokens_of_models
         self._id = f"chatcmpl-{uuid4().hex}"
         self._created = int(time.time())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The first event of a choice has its role, the last one its finish reason."""
+        """Yield the events. The first one of a choice has its role, the last one its finish reason."""
         head = self._head("chat.completion.chunk")
         usage = StreamUsage(self._generation, self._body.stream_options)
         wants_ids = bool(self._body.return_token_ids)
@@ -93,7 +93,7 @@ class ChatAnswer:
             yield data(head | {"choices": [], "usage": self._usage()})
 
     async def whole(self) -> dict[str, Any]:
-        """All choices."""
+        """Return the answer with all choices."""
         texts: dict[int, list[str]] = {}
         ids: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -109,11 +109,11 @@ class ChatAnswer:
                 reasons[choice] = chunk.finish_reason.value
         choices = []
         for choice in range(self._generation.num_choices):
-            found = None
+            encoded = None
             if self._body.logprobs:
-                found = ChatLogprobs(self._tokens()).encode(ids[choice], logprobs[choice])
+                encoded = ChatLogprobs(self._tokens()).encode(ids[choice], logprobs[choice])
             message = {"role": "assistant", "content": "".join(texts[choice]), "refusal": None}
-            entry = {"index": choice, "message": message, "logprobs": found, "finish_reason": reasons[choice]}
+            entry = {"index": choice, "message": message, "logprobs": encoded, "finish_reason": reasons[choice]}
             if self._body.return_token_ids:
                 entry["token_ids"] = ids[choice]
             choices.append(entry)
@@ -141,9 +141,9 @@ class ChatAnswer:
         return self._generation.model
 
     def _tokens(self) -> TokenBytes:
-        found = self._known.of(self._model())
-        assert found is not None, "a chat was tokenised"
-        return found
+        tokens = self._tokens_of_models.of(self._model())
+        assert tokens is not None, "a chat was tokenised"
+        return tokens
 
 
 def _choice_of_chunk(index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:

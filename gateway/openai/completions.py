@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Serves POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from .usage import StreamUsage, encode_usage
 PROMPT_FIELD: Final = "prompt"
 
 
-def completion_route(known: TokenBytesOfModels) -> Route:
-    """The route; `known` is shared by all."""
+def completion_route(tokens_of_models: TokenBytesOfModels) -> Route:
+    """Return the route; all routes share `tokens_of_models`."""
 
     async def complete(request: Request) -> Response | GenerationEvents:
         gateway = gateway_of(request)
@@ -45,7 +45,7 @@ def completion_route(known: TokenBytesOfModels) -> Route:
         except KvpoolError as error:
             raise openai_error(error, PROMPT_FIELD) from error
         generation = GenerationStreams(gateway, streams, request_id=request_id_of(request))
-        answer = CompletionAnswer(body, generation, known)
+        answer = CompletionAnswer(body, generation, tokens_of_models)
         return await respond(
             request, generation, answer, stream=bool(body.stream), prompt_field=PROMPT_FIELD, headers=headers
         )
@@ -54,11 +54,11 @@ def completion_route(known: TokenBytesOfModels) -> Route:
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
-    """One or more. Raises ApiError."""
+    """Return the prompts, at least one. Raises ApiError."""
     prompt = body.prompt
     is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
     prompts = cast(Sequence[str | list[int]], [prompt] if is_one else prompt)
-    if any(len(one) == 0 for one in prompts):
+    if any(len(prompt) == 0 for prompt in prompts):
         raise ApiError(
             HTTPStatus.BAD_REQUEST,
             "prompt: needed at least one character or token in each prompt",
@@ -69,12 +69,14 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
 
 
 class CompletionAnswer:
-    """The pieces of a generation in the form of a completion."""
+    """Puts the pieces of a generation into the form of a completion."""
 
-    def __init__(self, body: CompletionBody, generation: GenerationStreams, known: TokenBytesOfModels) -> None:
+    def __init__(
+        self, body: CompletionBody, generation: GenerationStreams, tokens_of_models: TokenBytesOfModels
+    ) -> None:
         self._body = body
         self._generation = generation
-        self._known = known
+        self._tokens_of_models = tokens_of_models
         self._id = f"cmpl-{uuid4().hex}"
         self._created = int(time.time())
         self._drops_generated = body.max_tokens == 0
@@ -82,7 +84,7 @@ class CompletionAnswer:
         self._num_prompt_tokens_shown: dict[int, int] = {}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The last event of a choice has its finish reason."""
+        """Yield the events. The last one of a choice has its finish reason."""
         head = self._head()
         usage = StreamUsage(self._generation, self._body.stream_options, drop_generated=self._drops_generated)
         wants_ids = bool(self._body.return_token_ids)
@@ -105,7 +107,7 @@ class CompletionAnswer:
             yield data(head | {"choices": [], "usage": self._usage()})
 
     async def whole(self) -> dict[str, Any]:
-        """All choices."""
+        """Return the answer with all choices."""
         num_choices = self._generation.num_choices
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         ids: list[list[int]] = [[] for _ in range(num_choices)]
@@ -130,13 +132,17 @@ class CompletionAnswer:
             }
             if self._body.return_token_ids:
                 entry |= {"prompt_token_ids": prompt_ids, "token_ids": ids[choice]}
-            if self._body.prompt_logprobs is not None and (tokens := self._known.of(self._model())) is not None:
+            if (
+                self._body.prompt_logprobs is not None
+                and (tokens := self._tokens_of_models.of(self._model())) is not None
+            ):
                 entry["prompt_logprobs"] = prompt_logprobs(tokens, prompt_ids, of_prompts[choice])
             choices.append(entry)
         return self._head() | {"choices": choices, "usage": self._usage()}
 
     def _text(self, choice: int, chunk: Chunk) -> str:
-        """With max_tokens 0 the echo is all there is; it comes with the first token, whose text may be joined to it."""
+        """Return the text of a chunk. With max_tokens 0 that is only the echo: it comes with the first token, whose text may be
+        joined to it, so the prompt is decoded."""
         if not self._drops_generated:
             return chunk.text
         tokenizer = self._model().tokenizer
@@ -154,10 +160,10 @@ class CompletionAnswer:
         return "length" if self._drops_generated else chunk.finish_reason.value
 
     def _logprobs(self, choice: int, chunk: Chunk) -> dict[str, list[Any]] | None:
-        """Of the tokens of this chunk: with `echo` those of the prompt come first."""
+        """Encode the log-probabilities of the chunk's tokens; with `echo` those of the prompt come first. None: there are none."""
         if self._body.logprobs is None:
             return None
-        tokens = self._known.of(self._model())
+        tokens = self._tokens_of_models.of(self._model())
         if tokens is None:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST,
@@ -166,22 +172,22 @@ class CompletionAnswer:
                 code="invalid_value",
             )
         ids: list[int] = []
-        found: list[TokenLogprobs | None] = []
+        logprobs: list[TokenLogprobs | None] = []
         if self._body.echo and chunk.prompt_logprobs:
             begin = self._num_prompt_tokens_shown.get(choice, 0)
             end = begin + len(chunk.prompt_logprobs)
             self._num_prompt_tokens_shown[choice] = end
             ids += self._generation.stream_of(choice).prompt_token_ids[begin:end]
-            found += chunk.prompt_logprobs
+            logprobs += chunk.prompt_logprobs
         if not self._drops_generated:
             ids += chunk.token_ids
-            found += chunk.logprobs or ()
+            logprobs += chunk.logprobs or ()
         if not ids:
             return None
         if choice not in self._encoders:
             before = () if self._body.echo else self._generation.stream_of(choice).prompt_token_ids
             self._encoders[choice] = CompletionLogprobs(tokens, self._body.logprobs, before=before)
-        return self._encoders[choice].encode(ids, found)
+        return self._encoders[choice].encode(ids, logprobs)
 
     def _head(self) -> dict[str, Any]:
         model = self._model()

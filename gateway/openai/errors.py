@@ -1,4 +1,4 @@
-"""Errors of kvpool's client as OpenAI's codes: which field was wrong, and the words that programs know."""
+"""Converts errors of kvpool's client to OpenAI's codes and field names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvpool.client import InvalidRequest, KvpoolError, NotFound
 from ..errors import ApiError, api_error
 
 _FIELDS: Final[Mapping[str, str]] = {"tenant": "user", "tenant_salt": "cache_salt", "stop_strings": "stop"}
-"""Options of the client that have another name in a body."""
+"""Field in a body of each client option that has another name there."""
 
 
 def openai_error(error: KvpoolError, prompt_field: str) -> ApiError:
-    """`prompt_field`: the field that has the prompt."""
+    """Convert an error. `prompt_field` is the field that has the prompt."""
     if error.reason == "NEVER_FITS":
         field = _field(error, prompt_field)
         return ApiError(HTTPStatus.BAD_REQUEST, error.message, param=field, code="context_length_exceeded")
@@ -33,7 +33,7 @@ def openai_error(error: KvpoolError, prompt_field: str) -> ApiError:
 
 
 def _field(error: KvpoolError, prompt_field: str) -> str:
-    """The field that the error is about: its violations name one, or its message begins with one."""
+    """Return the field that the error is about: its violations name it, or its message begins with it."""
     named = error.violations[0] if error.violations else error.message
     word = named.partition(" ")[0].rstrip(":").rpartition(".")[2]
     if word.isidentifier() and word.islower() and ("_" in word or word in _WORDS):

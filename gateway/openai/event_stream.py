@@ -1,4 +1,4 @@
-"""An answer as server-sent events (WHATWG HTML, section 9.2)."""
+"""Sends an answer as server-sent events (WHATWG HTML, section 9.2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 class GenerationEvents:
-    """The response: an ASGI application. It ends the generation in any case."""
+    """A response as an ASGI application. It ends the generation in any case."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class GenerationEvents:
         prompt_field: str,
         headers: Mapping[str, str],
     ) -> None:
-        """`generation` was entered and has begun; `events` are made of its pieces, without the last one, [DONE]."""
+        """`generation` was entered and has begun; `events` are made of its pieces and end before [DONE]."""
         self._gateway = gateway
         self._generation = generation
         self._events = events
@@ -41,7 +41,7 @@ class GenerationEvents:
         self._headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         try:
             await unless_reader_leaves(receive, self._send(send))
         except ReaderLeft:
@@ -68,5 +68,5 @@ class GenerationEvents:
 
 
 def data(message: Mapping[str, Any]) -> bytes:
-    """One event."""
+    """Return one event."""
     return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"

@@ -1,9 +1,8 @@
-"""Fields that kvpool does not have: which of their values change nothing and may pass, and what is said of all others.
+"""Checks the fields that kvpool does not have: values that change nothing may pass, all others are refused.
 
-A field that is ignored in silence makes an answer wrong in silence: a request for JSON would get prose. So a field passes if it is
-null, or has the value that means "as usual". All others are refused by name, unless the gateway was started with
---ignore-unknown-fields; then they are listed in a header.
-"""
+A field that is ignored in silence makes an answer wrong in silence: a request for JSON would get prose. So a field passes only if
+it is null or has the value that means "as usual". All others are refused by name or, with --ignore-unknown-fields, listed in a
+header."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from .bodies import Body
 
 IGNORED_HEADER: Final = "X-Kvpool-Ignored"
 MAX_IGNORED_BYTES: Final = 1024
-"""Of the header: a body may have any number of fields."""
+"""Longest value of the header: a body may have any number of fields."""
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(type(value) is type(one) and value == one for one in values)
+    return lambda value: any(type(value) is type(usual) and value == usual for usual in values)
 
 
 def _is_text_format(value: Any) -> bool:
@@ -79,7 +78,7 @@ _WHY: Final[Mapping[str, str]] = {
 
 
 def check_other_fields(body: Body, *, ignore: bool) -> dict[str, str]:
-    """Refuse what is asked for and kvpool cannot do. Raises ApiError; with `ignore`, returns the header that lists it instead."""
+    """Refuse fields that ask for something kvpool cannot do. Raises ApiError; with `ignore` returns a header that lists them."""
     ignored = []
     for name, value in _others(body):
         as_usual = _AS_USUAL.get(name)
@@ -93,7 +92,7 @@ def check_other_fields(body: Body, *, ignore: bool) -> dict[str, str]:
 
 
 def _others(part: BaseModel, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields that are not of the model, at any depth, by their path. Those of messages are the template's to know."""
+    """Yield the fields that the model lacks, at any depth, by their path; not those of messages, which a template may read."""
     for name, value in (part.model_extra or {}).items():
         yield path + name, value
     for name in part.model_fields_set & type(part).model_fields.keys():

@@ -1,4 +1,4 @@
-"""The answers of one request, to one prompt or several: their pieces come in the order in which they are computed."""
+"""The answers of one request to one or more prompts, as pieces in the order in which they are computed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class GenerationPiece(NamedTuple):
 
 
 class GenerationStreams:
-    """Streams, of which the reader sees one sequence of pieces. Use it as `async with`: leaving it ends those that still run, and
-    their blocks are free."""
+    """Merges streams into one sequence of pieces. Use it with `async with`: leaving it ends the streams that still run, and frees
+    their blocks."""
 
     def __init__(self, gateway: Gateway, streams: Sequence[GenerateStream], *, request_id: str) -> None:
-        """`streams`: one for each prompt, all with the same number of answers, n: answer k to prompt p is the choice p · n + k."""
+        """`streams` has one for each prompt, all with the same number of answers n. Answer k to prompt p is the choice p · n +
+        k."""
         self._gateway = gateway
         self._request_id = request_id
         self._records: list[AnswerRecord] = []
@@ -38,7 +39,7 @@ class GenerationStreams:
         self._first: GenerationPiece | None = None
         self._has_token = False
         self.usages: dict[int, Usage] = {}
-        """The last one of each answer, by index."""
+        """The last usage of each answer, by its choice."""
         self._pieces = self._alone() if len(streams) == 1 else self._merged()
 
     async def __aenter__(self) -> Self:
@@ -69,7 +70,7 @@ class GenerationStreams:
             await stream.aclose()
 
     def stream_of(self, choice: int) -> GenerateStream:
-        """The stream that it is in."""
+        """Return the stream of a choice."""
         return self._streams[choice // self._num_per_prompt]
 
     @property
@@ -84,7 +85,7 @@ class GenerationStreams:
         self._first = await anext(self._pieces)
 
     async def pieces(self) -> AsyncIterator[GenerationPiece]:
-        """All pieces, the first one included. Raises KvpoolError."""
+        """Yield all pieces, the first one included. Raises KvpoolError."""
         if self._first is not None:
             first, self._first = self._first, None
             yield first
@@ -116,15 +117,15 @@ class GenerationStreams:
         try:
             num_running = len(tasks)
             while num_running:
-                found = await ready.get()
-                if isinstance(found, BaseException):
-                    if isinstance(found, KvpoolError):
-                        self._on_error(found)
-                    raise found
-                if found is None:
+                item = await ready.get()
+                if isinstance(item, BaseException):
+                    if isinstance(item, KvpoolError):
+                        self._on_error(item)
+                    raise item
+                if item is None:
                     num_running -= 1
                 else:
-                    yield self._noted(found)
+                    yield self._noted(item)
         finally:
             for task in tasks:
                 task.cancel()

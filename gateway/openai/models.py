@@ -1,4 +1,4 @@
-"""GET /v1/models: what the workers serve."""
+"""Serves GET /v1/models: the models of the workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import ApiError, api_error
 
 
 def model_routes() -> list[BaseRoute]:
-    """The list, and one of it."""
+    """Return the routes of the list and of one model."""
     return [
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", show_model, methods=["GET"]),
@@ -25,12 +25,12 @@ def model_routes() -> list[BaseRoute]:
 
 
 async def list_models(request: Request) -> Response:
-    """Each model once, however many workers serve it."""
+    """Answer with each model once, however many workers serve it."""
     return JSONResponse({"object": "list", "data": list((await _models(gateway_of(request))).values())})
 
 
 async def show_model(request: Request) -> Response:
-    """One model, with what its files make the default of requests. Raises ApiError."""
+    """Answer with one model and the defaults that its files give requests. Raises ApiError."""
     name = request.path_params["name"]
     models = await _models(gateway_of(request))
     if name not in models:
@@ -41,12 +41,12 @@ async def show_model(request: Request) -> Response:
             param="model",
             code="model_not_found",
         )
-    found = models[name]
+    entry = models[name]
     try:
-        model = await gateway_of(request).client.model(found["root"])
+        model = await gateway_of(request).client.model(entry["root"])
     except KvpoolError:
-        return JSONResponse(found)  # its workers have just left
-    return JSONResponse(found | {"default_options": model.default_options})
+        return JSONResponse(entry)  # its workers have just left
+    return JSONResponse(entry | {"default_options": model.default_options})
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, Any]]:
@@ -55,10 +55,10 @@ async def _models(gateway: Gateway) -> dict[str, dict[str, Any]]:
     except KvpoolError as error:
         raise api_error(error) from error
     models = sorted(served_models(described.workers), key=lambda model: (model.name, not model.takes_prompts))
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for model in models:
-        found.setdefault(model.name, _encode(model))
-    return found
+        by_name.setdefault(model.name, _encode(model))
+    return by_name
 
 
 def _encode(model: KnownModel) -> dict[str, Any]:

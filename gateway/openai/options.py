@@ -1,4 +1,4 @@
-"""From the fields of a body to the options of kvpool's client."""
+"""Converts the fields of a body to the options of kvpool's client."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SAME: Final = (
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "forced_eos_token_id"),
 )
-"""Fields of that name in the options; null is the model's default."""
+"""Fields that have the same name in the options; null means the model's default."""
 _SEEDS: Final = 2**64
-"""Negative seeds count back from there."""
+"""Number of seeds; negative ones count back from it."""
 
 
 def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateOptions:
-    """Those of all answers of a request. Raises ApiError."""
+    """Return the options that chats and completions have in common. Raises ApiError."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(
             HTTPStatus.BAD_REQUEST,
@@ -70,7 +70,7 @@ def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateO
 
 
 def chat_options(body: ChatBody, settings: GatewaySettings) -> GenerateOptions:
-    """Of a chat."""
+    """Return the options of a chat. Raises ApiError."""
     options = common_options(body, settings)
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
@@ -88,7 +88,7 @@ def chat_options(body: ChatBody, settings: GatewaySettings) -> GenerateOptions:
 
 
 def completion_options(body: CompletionBody, settings: GatewaySettings) -> GenerateOptions:
-    """Of a completion."""
+    """Return the options of a completion. Raises ApiError."""
     options = common_options(body, settings)
     if body.max_tokens is None:
         options["max_tokens"] = DEFAULT_COMPLETION_TOKENS
@@ -105,20 +105,20 @@ def completion_options(body: CompletionBody, settings: GatewaySettings) -> Gener
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
         if body.echo:
-            wanted = body.prompt_logprobs
-            options["prompt_logprobs"] = body.logprobs if wanted is None else max(wanted, body.logprobs)
+            num_top = body.prompt_logprobs
+            options["prompt_logprobs"] = body.logprobs if num_top is None else max(num_top, body.logprobs)
     return options
 
 
 def _num_beams(body: GenerationBody) -> int | None:
-    """1: no beam search; None: the model's default."""
+    """Return the number of beams; 1: no beam search; None: the model's default."""
     if body.num_beams is not None or body.use_beam_search is None:
         return body.num_beams
     return (body.n or 1) if body.use_beam_search else 1
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    found = {}
+    biases = {}
     for key, value in given.items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:
             raise ApiError(
@@ -127,5 +127,5 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
                 param="logit_bias",
                 code="invalid_value",
             )
-        found[int(key)] = value
-    return found
+        biases[int(key)] = value
+    return biases

@@ -12,6 +12,11 @@ from .tokens import token_routes
 
 
 def openai_routes() -> list[BaseRoute]:
-    """All of them, and those that vLLM adds."""
-    known = TokenBytesOfModels()
-    return [chat_route(known), completion_route(known), *model_routes(), *token_routes(known)]
+    """Return the routes of OpenAI's API, and those that vLLM adds."""
+    tokens_of_models = TokenBytesOfModels()
+    return [
+        chat_route(tokens_of_models),
+        completion_route(tokens_of_models),
+        *model_routes(),
+        *token_routes(tokens_of_models),
+    ]

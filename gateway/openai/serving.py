@@ -1,4 +1,4 @@
-"""From an accepted request to its response: whole, or as a stream of events."""
+"""Runs an accepted request and makes its response: whole, or as a stream of events."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .generation import GenerationStreams
 
 
 class RouteAnswer(Protocol):
-    """How the pieces of a generation become a response of one route."""
+    """Turns the pieces of a generation into the response of one route."""
 
     def events(self) -> AsyncIterator[bytes]:
-        """All events but the last, [DONE]."""
+        """Yield all events but the last, [DONE]."""
         ...
 
     async def whole(self) -> dict[str, Any]:
-        """The body of a response that is no stream."""
+        """Return the body of a response that is no stream."""
         ...
 
 
@@ -40,13 +40,13 @@ async def respond(
     prompt_field: str,
     headers: Mapping[str, str],
 ) -> Response | GenerationEvents:
-    """Run the generation. An error before the first token is the status of the response; raises ApiError."""
+    """Run the generation and return the response. Raises ApiError for an error before the first token."""
     gateway = gateway_of(request)
     await generation.__aenter__()
     try:
         await unless_reader_leaves(request.receive, generation.begin())
         if stream:
-            # Which ends the generation.
+            # The response ends the generation.
             return GenerationEvents(gateway, generation, answer.events(), prompt_field=prompt_field, headers=headers)
         whole = await unless_reader_leaves(request.receive, answer.whole())
     except BaseException as error:
@@ -59,7 +59,7 @@ async def respond(
 
 
 def check_count(gateway: Gateway, n: int, num_prompts: int = 1) -> None:
-    """Raises ApiError if that are too many answers."""
+    """Raise ApiError if these are too many answers or prompts."""
     settings = gateway.settings
     for name, number, most, flag in (
         ("n", n, settings.max_n, "--max-n"),

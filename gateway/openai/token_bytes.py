@@ -1,4 +1,4 @@
-"""The bytes of the tokens of the models used last, and how OpenAI's API shows a token."""
+"""The bytes of tokens, for the models used last, and their form in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ MAX_KNOWN: Final = 8
 
 
 class TokenBytesOfModels:
-    """Kept for the models used last: to read a vocabulary takes milliseconds."""
+    """Caches TokenBytes for the models used last, since reading a vocabulary takes milliseconds."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, TokenBytes] = OrderedDict()
 
     def of(self, model: Model) -> TokenBytes | None:
-        """None: the model has no tokenizer."""
+        """Return the TokenBytes of a model; None: it has no tokenizer."""
         if model.tokenizer is None:
             return None
-        known = self._known.pop(model.fingerprint, None)
-        if known is None or not known.is_of(model.tokenizer):  # other files may have come for the same weights
-            known = TokenBytes(model.tokenizer)
-        self._known[model.fingerprint] = known
+        tokens = self._known.pop(model.fingerprint, None)
+        if tokens is None or not tokens.is_of(model.tokenizer):  # other files may have come for the same weights
+            tokens = TokenBytes(model.tokenizer)
+        self._known[model.fingerprint] = tokens
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
-        return known
+        return tokens
 
 
 def shown(raw: bytes) -> str:
-    """A token as text; one that is no whole text as `bytes:\\xe2\\x82`, as OpenAI writes it."""
+    """Return a token as text; if its bytes are no whole text, as `bytes:\\xe2\\x82`, which is OpenAI's form."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""Serves POST /tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .fields import check_other_fields
 from .token_bytes import TokenBytesOfModels, shown
 
 
-def token_routes(known: TokenBytesOfModels) -> list[BaseRoute]:
-    """Both."""
+def token_routes(tokens_of_models: TokenBytesOfModels) -> list[BaseRoute]:
+    """Return both routes."""
     encoding = Encoding()
 
     async def tokenize(request: Request) -> Response:
@@ -48,12 +48,12 @@ def token_routes(known: TokenBytesOfModels) -> list[BaseRoute]:
                 ids = await encoding.run(len(text), lambda: model.encode_text(text, special=special))
         except KvpoolError as error:
             raise openai_error(error, field) from error
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            tokens = known.of(model)
+            tokens = tokens_of_models.of(model)
             assert tokens is not None, "a text was tokenised"
-            found["token_strs"] = [shown(tokens.of(token_id)) for token_id in ids]
-        return JSONResponse(found, headers=headers)
+            answer["token_strs"] = [shown(tokens.of(token_id)) for token_id in ids]
+        return JSONResponse(answer, headers=headers)
 
     async def detokenize(request: Request) -> Response:
         gateway = gateway_of(request)

@@ -1,4 +1,4 @@
-"""The tokens that a request has used."""
+"""Encodes the tokens that a request has used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .generation import GenerationStreams
 
 
 def encode_usage(usages: Mapping[int, Usage], num_per_prompt: int, *, drop_generated: bool = False) -> dict[str, Any]:
-    """`usages` by the answer's index; `num_per_prompt` answers have one prompt, which counts once, with what the cache served of it
-    to the first of them. `drop_generated`: the generated tokens were not wanted."""
+    """Encode `usages`, which are by the answer's choice. `num_per_prompt` answers have one prompt, which counts once, with the
+    cached tokens of the first of them. `drop_generated`: the generated tokens do not count."""
     first = [usage for index, usage in usages.items() if index % num_per_prompt == 0]
     num_prompt = sum(usage.num_prompt_tokens for usage in first)
     num_generated = 0 if drop_generated else sum(usage.num_generated_tokens for usage in usages.values())
@@ -27,13 +27,13 @@ def encode_usage(usages: Mapping[int, Usage], num_per_prompt: int, *, drop_gener
 
 
 class StreamUsage:
-    """What the events of a stream say of usage, as its options ask: nothing; null in all but the last one; or, as vLLM has it, in
-    each event what its answer has used so far."""
+    """Usage in the events of a stream, as its options ask: none; null in all events but the last; or, as in vLLM, the usage of its
+    answer so far in each event."""
 
     def __init__(
         self, generation: GenerationStreams, options: StreamOptions | None, *, drop_generated: bool = False
     ) -> None:
-        """`drop_generated`: the generated tokens were not wanted."""
+        """`drop_generated`: the generated tokens do not count."""
         self.is_wanted = options is not None and bool(options.include_usage)
         self._is_continuous = self.is_wanted and options is not None and bool(options.continuous_usage_stats)
         self._generation = generation
@@ -41,12 +41,12 @@ class StreamUsage:
         self._num_generated: Counter[int] = Counter()
 
     def add(self, choice: int, chunk: Chunk) -> None:
-        """The next piece of an answer has come."""
+        """Count the next piece of an answer."""
         if not self._drop_generated:
             self._num_generated[choice] += len(chunk.token_ids)
 
     def of(self, choice: int) -> dict[str, Any]:
-        """For an event of that answer."""
+        """Return the fields of usage for an event of this choice."""
         if not self.is_wanted:
             return {}
         if not self._is_continuous:

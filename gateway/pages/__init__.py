@@ -1,1 +1,1 @@
-"""What the live page asks the gateway for: JSON and event streams below /api."""
+"""Serves the live page: its files, and JSON and event streams below /api."""

@@ -1,4 +1,4 @@
-"""GET /api/block: one block, the prefix before it, its text and who shares it."""
+"""Serves GET /api/block: one block, the prefix before it, its text and the sequences that share it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..context import gateway_of
 from ..errors import ApiError, api_error
 
 SECONDS: Final = 2.0
-"""For an answer: somebody points at a block."""
+"""Time for an answer. It is short, since somebody points at a block and waits."""
 MAX_TEXTS: Final = 64
-"""Blocks whose texts are given: the last ones of the prefix."""
+"""Most blocks whose texts are sent: the last ones of the prefix."""
 
 
 async def block(request: Request) -> Response:
-    """?worker_id=…&block_id=…, and &group=… unless it is 0"""
+    """Answer with a block, for ?worker_id=…&block_id=…, and &group=… unless it is 0."""
     worker_id, block_id, group = _asked(request)
     try:
         client = gateway_of(request).client
@@ -70,7 +70,8 @@ def _block_json(described: cache_pb2.DescribeBlockResponse) -> dict[str, Any]:
 
 
 async def _texts(request: Request, worker_id: str, described: cache_pb2.DescribeBlockResponse) -> dict[str, Any]:
-    """The block's own text, and those of the last blocks of its prefix; null without a tokenizer, or while no worker answers."""
+    """Return the block's own text, and those of the last blocks of its prefix; null without a tokenizer, or while no worker
+    answers."""
     client = gateway_of(request).client
     try:
         workers = (await client.describe(worker_id=worker_id, timeout=SECONDS)).workers

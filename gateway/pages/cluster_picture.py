@@ -1,7 +1,7 @@
-"""The whole cluster as the manager's pictures show it, and what of it has changed since any earlier picture.
+"""The whole cluster according to the manager's pictures, and its changes since any earlier picture.
 
-The gateway counts its own versions, from 1: each complete picture of the manager is one. Every part keeps the version in which it
-changed last, so that the changes since any version can be named, and a browser that reads slowly gets one later picture.
+The gateway counts its own versions from 1, one for each complete picture of the manager. Every part keeps the version in which it
+last changed, so the changes since any version are known, and a browser that reads slowly gets one later picture.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from kvpool.v1 import cache_pb2, common_pb2
 from .pool_picture import PoolPicture
 
 MAX_ENDED: Final = 4096
-"""Ended sequences that are remembered for slow browsers. One that has missed more gets everything anew."""
+"""Ended sequences that are remembered for slow browsers. A browser that has missed more gets everything anew."""
 
 Key = tuple[str, int, int]
-"""sequence_id, attempt, round."""
+"""Key of a sequence: sequence_id, attempt, round."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What is known of one session."""
+    """State of one session."""
 
     pools: dict[int, PoolPicture] = field(default_factory=dict)
-    """By group."""
+    """Blocks by group."""
     description: cache_pb2.WorkerDescription | None = None
     described_at: int = 0
     sequences: dict[Key, tuple[int, cache_pb2.SequenceDescription]] = field(default_factory=dict)
-    """With the version in which each changed."""
+    """Live sequences, each with the version in which it last changed."""
     ended: dict[Key, int] = field(default_factory=dict)
-    """The version in which each ended."""
+    """Ended sequences, each with the version in which it ended."""
 
 
 class ClusterPicture:
-    """Takes the manager's pictures and gives a browser's."""
+    """Takes the manager's pictures, and makes those of browsers."""
 
     def __init__(self) -> None:
         self.version = 0
-        """Of the last complete picture; 0: none yet."""
+        """Version of the last complete picture; 0: none yet."""
         self._whole_before = 0
-        """Who has an older version than this gets everything."""
+        """A browser with an older version than this gets everything."""
         self._workers: dict[int, _Worker] = {}
         self._ended_sessions: dict[int, int] = {}
         self._cluster: cache_pb2.ClusterPicture | None = None
@@ -50,12 +50,12 @@ class ClusterPicture:
         self._epoch = 0
         self._number = 0
         self._parts: list[cache_pb2.Picture] = []
-        """Of a picture that is not complete yet."""
+        """Messages of a picture that is not complete yet."""
         self._texts: dict[tuple[int, bool], bytes] = {}
 
     def apply(self, picture: cache_pb2.Picture) -> bool:
-        """Take one message. True once a picture is complete: `version` has grown, and `changes` gives it. Raises ValueError for one
-        that contradicts itself."""
+        """Take in one message; returns whether a picture is complete now, so that `version` has grown. Raises ValueError for a
+        picture that contradicts itself."""
         if picture.whole:
             self._parts.clear()
         self._parts.append(picture)
@@ -71,7 +71,7 @@ class ClusterPicture:
         return True
 
     def interrupt(self) -> None:
-        """The manager's stream has ended: what comes next does not continue it."""
+        """Note that the manager's stream has ended: the next message does not continue the picture."""
         self._parts.clear()
 
     def _apply_part(self, picture: cache_pb2.Picture, version: int) -> None:
@@ -111,7 +111,7 @@ class ClusterPicture:
             self._whole_before = version
 
     def changes(self, since: int, *, include_blocks: bool) -> bytes:
-        """JSON of what has changed after version `since`, or of everything. Browsers that ask for the same share the work."""
+        """Return JSON of all changes after version `since`, or of everything. Browsers that ask for the same share the work."""
         if since < self._whole_before:
             since = 0
         asked = (since, include_blocks)
@@ -135,21 +135,21 @@ class ClusterPicture:
         }
 
     def _worker_changes(self, session: int, worker: _Worker, since: int, include_blocks: bool) -> dict[str, Any]:
-        """Only the fields that have something to say."""
-        found: dict[str, Any] = {"session": str(session)}
+        """Return the changed fields of one worker."""
+        changes: dict[str, Any] = {"session": str(session)}
         if worker.description is not None and worker.described_at > since:
-            found["worker"] = _worker_json(worker.description)
+            changes["worker"] = _worker_json(worker.description)
         if include_blocks:
             blocks = [
                 {"group": group, **entry} for group, pool in worker.pools.items() for entry in pool.as_json(since)
             ]
             if blocks:
-                found["blocks"] = blocks
+                changes["blocks"] = blocks
         if sequences := [_sequence_json(sequence) for at, sequence in worker.sequences.values() if at > since]:
-            found["sequences"] = sequences
+            changes["sequences"] = sequences
         if since and (ended := [key for key, at in worker.ended.items() if at > since]):
-            found["ended_sequences"] = [dict(zip(_KEY_NAMES, key, strict=True)) for key in ended]
-        return found
+            changes["ended_sequences"] = [dict(zip(_KEY_NAMES, key, strict=True)) for key in ended]
+        return changes
 
 
 _KEY_NAMES: Final = ("sequence_id", "attempt", "round")
@@ -174,7 +174,7 @@ def _cluster_json(cluster: cache_pb2.ClusterPicture) -> dict[str, Any]:
 
 
 def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
-    counts = {one.group: one for one in worker.counts}
+    counts = {pool.group: pool for pool in worker.counts}
     groups = [
         {
             "num_blocks": pool.num_blocks,
@@ -201,7 +201,7 @@ def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
 
 
 def _number(value: int, name: str) -> int | str:
-    """64-bit numbers as decimal strings: a browser's numbers have 53 bits."""
+    """Return a 64-bit number as a decimal string: a browser's numbers have 53 bits."""
     return str(value) if name == "num_uncomputed_tokens" else value
 
 

@@ -1,4 +1,4 @@
-"""POST /api/drain: a worker takes no new requests, ends the running ones and leaves."""
+"""Serves POST /api/drain: a worker takes no new requests, ends the running ones and leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class _Body(BaseModel):
 
 
 async def drain(request: Request) -> Response:
-    """{"worker_id", "grace"?: seconds for running requests; default: the worker's own setting}. May be repeated."""
+    """Drain the worker of the body {"worker_id", "grace"?: seconds for running requests, by default the worker's own setting}. May
+    be repeated."""
     body = await read_body(request, _Body)
     try:
         session = await gateway_of(request).client.drain(body.worker_id, grace=body.grace)

@@ -1,4 +1,4 @@
-"""An answer that goes on for as long as its reader stays."""
+"""An answer that continues as long as its reader stays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PageEvents(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve it."""
+        """Send the events until the reader leaves."""
         with contextlib.suppress(ReaderLeft):
             await unless_reader_leaves(receive, self._send(send))
 

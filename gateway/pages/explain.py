@@ -1,4 +1,4 @@
-"""POST /api/explain: why a prompt is not served from the cache."""
+"""Serves POST /api/explain: why a prompt is not served from the cache."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class ExplainBody(Body):
 
 
 async def explain(request: Request) -> JSONResponse:
-    """The explanation and, as `sentences`, the same in words. Raises ApiError."""
-    wanted = await read_body(request, ExplainBody)
+    """Answer with the explanation and, as `sentences`, the same in words. Raises ApiError."""
+    body = await read_body(request, ExplainBody)
     client = gateway_of(request).client
-    messages = None if wanted.messages is None else plain(wanted.messages)
+    messages = None if body.messages is None else plain(body.messages)
     try:
-        found = await client.explain(
-            wanted.prompt, messages=messages, model=wanted.model, tenant_salt=wanted.cache_salt or ""
+        explanation = await client.explain(
+            body.prompt, messages=messages, model=body.model, tenant_salt=body.cache_salt or ""
         )
-        served = await client.model(found.model_fingerprint)
+        served = await client.model(explanation.model_fingerprint)
     except KvpoolError as error:
         raise openai_error(error, "prompt" if messages is None else "messages") from error
-    return JSONResponse(found.as_object() | {"sentences": found.sentences(served.tokenizer)})
+    return JSONResponse(explanation.as_object() | {"sentences": explanation.sentences(served.tokenizer)})

@@ -1,4 +1,4 @@
-"""The page itself: its files, which are part of the package, read once."""
+"""Serves the page's files, which are part of the package and read once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..security_headers import PAGE_HEADERS
 
 INDEX: Final = "index.html"
 _LOG_OUT: Final = b' id="log-out" hidden'
-"""The page's form that ends a session: without keys there is no session, and it stays hidden."""
+"""Attributes of the page's form that ends a session. Without keys there is no session, and it stays hidden."""
 _TYPES: Final[Mapping[str, str]] = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -28,12 +28,12 @@ _TYPES: Final[Mapping[str, str]] = {
     ".png": "image/png",
     ".svg": "image/svg+xml",
 }
-"""Not the system's own table, which differs from machine to machine: browsers refuse modules of another type."""
+"""Media types by ending. The system's own table differs from machine to machine, and browsers refuse modules of another type."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file as it is sent."""
+    """One file of the page, as it is sent."""
 
     content: bytes
     media_type: str
@@ -41,48 +41,49 @@ class PageFile:
 
     @classmethod
     def of(cls, name: str, content: bytes) -> Self:
-        """`name` has one of the known endings."""
+        """Make the file; its `name` has one of the known endings."""
         return cls(content, _TYPES[PurePosixPath(name).suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
     def response(self, request: Request) -> Response:
-        """The file, or 304 if the browser has it."""
+        """Return the file, or 304 if the browser has it."""
         headers = {**PAGE_HEADERS, "ETag": self.etag}
-        known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
-        if self.etag in known:
+        etags = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+        if self.etag in etags:
             return Response(status_code=304, headers=headers)
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
 def page_files() -> dict[str, PageFile]:
-    """All files below static/ by path. What has another ending is none of the page's."""
+    """Read all files below static/ with a known ending, by path."""
     return {name: PageFile.of(name, file.read_bytes()) for name, file in _walk(files("kvpool.gateway") / "static", "")}
 
 
 def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
-    found: list[tuple[str, Traversable]] = []
+    entries: list[tuple[str, Traversable]] = []
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         name = prefix + entry.name
         if entry.is_dir():
-            found += _walk(entry, name + "/")
+            entries += _walk(entry, name + "/")
         elif PurePosixPath(name).suffix in _TYPES:
-            found.append((name, entry))
-    return found
+            entries.append((name, entry))
+    return entries
 
 
 def file_routes(*, has_login: bool) -> list[BaseRoute]:
-    """GET / and /static/…. Only names that were found at the start are served, so no path leads out of the folder."""
-    known = page_files()
+    """Return the routes GET / and /static/…. They serve only files that were read at the start, so no path leads out of the
+    folder."""
+    by_path = page_files()
     if has_login:
-        before, _, after = known[INDEX].content.partition(_LOG_OUT)
-        known[INDEX] = PageFile.of(INDEX, before + _LOG_OUT.removesuffix(b" hidden") + after)
+        before, _, after = by_path[INDEX].content.partition(_LOG_OUT)
+        by_path[INDEX] = PageFile.of(INDEX, before + _LOG_OUT.removesuffix(b" hidden") + after)
 
     async def index(request: Request) -> Response:
-        return known[INDEX].response(request)
+        return by_path[INDEX].response(request)
 
     async def static(request: Request) -> Response:
         path = request.path_params["path"]
-        if path not in known:
+        if path not in by_path:
             raise ApiError(404, f"the page has no file {path[:255]!r}", code="not_found")
-        return known[path].response(request)
+        return by_path[path].response(request)
 
     return [Route("/", index, methods=["GET"]), Route("/static/{path:path}", static, methods=["GET"])]

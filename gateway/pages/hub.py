@@ -1,4 +1,4 @@
-"""Follows the manager while somebody looks at the page, and shares what comes with all who look."""
+"""Follows the manager while somebody looks at the page, and shares its pictures among all browsers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from .request_feed import RequestFeed
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
 RETRY_SECONDS: Final = 0.5
-"""Between two tries to reach a manager that is away."""
+"""Pause between two attempts to reach a manager that is away."""
 SILENCE_SECONDS: Final = 15.0
-"""After which a browser is sent a comment, so that neither it nor a proxy takes the stream for dead."""
+"""Silence after which a browser is sent a comment, so that neither it nor a proxy takes the stream for dead."""
 
 
 @dataclass(slots=True)
 class PageViewer:
-    """One browser's stream, and what it has seen."""
+    """The stream of one browser, and the versions that it has seen."""
 
     include_blocks: bool
     pause_seconds: float
-    """After each picture, on top of the time to the next."""
+    """Pause after each picture, in addition to the time to the next one."""
     version: int = 0
     manager_no: int = 0
     requests_version: int | None = None
-    """None: nothing."""
+    """Version of the requests that it has; None: it has none."""
 
 
 class Hub:
-    """One per gateway. Its task runs while there is a viewer."""
+    """The hub of one gateway. Its task runs while there is a viewer."""
 
     def __init__(
         self, pictures: Pictures, requests: RequestFeed | None = None, *, retry_seconds: float = RETRY_SECONDS
@@ -55,12 +55,12 @@ class Hub:
 
     @property
     def num_viewers(self) -> int:
-        """Browsers that look now."""
+        """Number of browsers that look now."""
         return len(self._viewers)
 
     async def events(self, viewer: PageViewer) -> AsyncGenerator[bytes, None]:
-        """What one browser is sent, in the form of an event stream: first a whole picture, then changes. The next one is made when
-        the one before has been taken, so a slow browser gets a later picture and never a queue."""
+        """Yield the events for one browser: first a whole picture, then changes. Each is made when the one before has been taken,
+        so a slow browser gets a later picture and never a queue."""
         self._enter(viewer)
         try:
             while True:
@@ -80,7 +80,7 @@ class Hub:
             self._leave(viewer)
 
     def _news(self, viewer: PageViewer) -> list[bytes]:
-        """What this browser has not seen; it has, from now on."""
+        """Return the events that this browser has not seen, and note that it has seen them."""
         news: list[bytes] = []
         if viewer.manager_no != self._manager_no:
             viewer.manager_no = self._manager_no
@@ -109,7 +109,7 @@ class Hub:
             self._following = None
             if self._requests is not None:
                 self._requests.stop()
-            # Nothing is kept while nobody looks: who comes next must not see an old picture.
+            # Nothing is kept while nobody looks: the next viewer must not see an old picture.
             self._picture = ClusterPicture()
             self._manager, self._manager_no = {"state": "connecting", "message": ""}, 1
 
@@ -147,11 +147,11 @@ class Hub:
             self._wake()
 
     def _wake(self) -> None:
-        """All who wait now, at once; who comes later waits for the next change."""
+        """Wake all viewers that wait now; later ones wait for the next change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 def event_text(name: str, data: bytes) -> bytes:
-    """One event of a stream. `data` has no line break."""
+    """Return one event of a stream. `data` has no line break."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

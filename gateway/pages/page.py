@@ -1,4 +1,4 @@
-"""What the routes of one gateway's page share."""
+"""The objects that the routes of one gateway's page share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .request_feed import RequestFeed
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Made in the app's lifespan."""
+    """The objects of the page, made in the app's lifespan."""
 
     hub: Hub
     prefixes: Prefixes
@@ -28,7 +28,7 @@ class Page:
 
 @asynccontextmanager
 async def open_page(client: Client, log: RequestLog) -> AsyncIterator[Page]:
-    """The page of the client's cluster. It asks the manager only while somebody looks."""
+    """Open the page of the client's cluster. It calls the manager only while somebody looks."""
     hub = Hub(manager_pictures(client), RequestFeed(log))
     prefixes = Prefixes(follow_contents(client))
     try:
@@ -39,5 +39,5 @@ async def open_page(client: Client, log: RequestLog) -> AsyncIterator[Page]:
 
 
 def page_of(connection: HTTPConnection) -> Page:
-    """The page that this request belongs to."""
+    """Return the page that this request belongs to."""
     return cast(Page, connection.app.state.page)

@@ -10,16 +10,16 @@ from kvpool.client import Client, KvpoolError, ManagerAway
 from kvpool.v1 import cache_pb2
 
 PICTURE_MS: Final = 200
-"""Between two pictures of the manager. Browsers may want fewer, and get no more."""
+"""Interval of the manager's pictures. Browsers may ask for fewer, and get no more."""
 MAX_SEQUENCES: Final = 200
-"""Of each worker."""
+"""Sequences of each worker in a picture."""
 
 Pictures: TypeAlias = Callable[[], AsyncGenerator[cache_pb2.Picture, None]]
-"""Opens a stream of pictures, which begins with a whole one. Raises ConnectionError when the manager is away."""
+"""Opens a stream of pictures that begins with a whole one. Raises ConnectionError when the manager is away."""
 
 
 def manager_pictures(client: Client) -> Pictures:
-    """The pictures of the client's manager."""
+    """Return the pictures of the client's manager."""
 
     async def pictures() -> AsyncGenerator[cache_pb2.Picture, None]:
         watching = client.watch(interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)
@@ -31,7 +31,7 @@ def manager_pictures(client: Client) -> Pictures:
                     if isinstance(update, cache_pb2.Picture):
                         yield update
         except KvpoolError as error:
-            # Also what trying again does not cure, as with a manager that is too old: somebody may replace it.
+            # Includes errors that trying again does not cure, e.g. a manager that is too old: somebody may replace it.
             raise ConnectionError(error.message) from error
 
     return pictures

@@ -1,4 +1,4 @@
-"""The blocks of one group of a worker, and in which picture each of them changed last."""
+"""The blocks of one group of a worker, and the picture in which each of them last changed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 from kvpool.v1 import cache_pb2
 
 _COLUMNS: Final = (("states", "u1"), ("ref_counts", "<u2"), ("last_used", "<u4"), ("salt_numbers", "<u2"))
-"""Fields of BlockPicture and what an entry of each is; little-endian, as on the wire."""
+"""Fields of BlockPicture with the type of their entries, little-endian as on the wire."""
 
 
 class PoolPicture:
-    """All blocks of a pool that were ever granted; the others are free."""
+    """The blocks of a pool that were ever granted; all others are free."""
 
     def __init__(self) -> None:
         self._columns: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, kind) for name, kind in _COLUMNS}
@@ -25,7 +25,7 @@ class PoolPicture:
         return len(self._changed_at)
 
     def apply(self, blocks: cache_pb2.BlockPicture, number: int) -> None:
-        """Take the changes of picture `number`, the gateway's. Raises ValueError if the lists have different lengths."""
+        """Take in the changes of the gateway's picture `number`. Raises ValueError if the lists have different lengths."""
         columns = {name: np.frombuffer(getattr(blocks, name), kind) for name, kind in _COLUMNS}
         num_blocks = len(columns["states"])
         ids = np.asarray(blocks.block_ids, np.int64) if blocks.block_ids else None
@@ -51,7 +51,7 @@ class PoolPicture:
         self._changed_at = np.concatenate([self._changed_at, np.zeros(more, np.uint64)])
 
     def as_json(self, since: int) -> list[dict[str, Any]]:
-        """What has changed after the gateway's picture `since`; 0: everything."""
+        """Return the blocks that have changed after the gateway's picture `since`; 0: all."""
         if since == 0:
             return [self._entry(slice(None), first=0, ids=None)] if len(self) else []
         changed = np.flatnonzero(self._changed_at > since)

@@ -14,16 +14,16 @@ from kvpool.v1 import cache_pb2
 from .prefix_tree import PageTree
 
 LINGER_SECONDS: Final = 30.0
-"""The contents are followed for so long after the last request."""
+"""Time for which the contents are followed after the last request."""
 PATIENCE_SECONDS: Final = 5.0
-"""For the whole state to come, at the first request."""
+"""Time for the whole state to arrive, at the first request."""
 
 
 class Prefixes:
     """The tree of one gateway, kept up to date while somebody looks."""
 
     def __init__(self, follow: Callable[[], AsyncGenerator[WatchUpdate, None]]) -> None:
-        """`follow` begins to follow the contents."""
+        """`follow` opens a stream of the contents."""
         self._follow = follow
         self.tree = PageTree()
         self._following: asyncio.Task[None] | None = None
@@ -31,7 +31,7 @@ class Prefixes:
         self._has_come = asyncio.Event()
 
     async def look(self) -> PageTree:
-        """The tree, complete if the manager is there. Raises KvpoolError."""
+        """Return the tree, which is complete if the manager is there. Raises KvpoolError."""
         if self._ending is not None:
             self._ending.cancel()
         self._ending = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._end)
@@ -45,7 +45,7 @@ class Prefixes:
         return self.tree
 
     async def close(self) -> None:
-        """Follow no more."""
+        """Stop following the contents."""
         if self._ending is not None:
             self._ending.cancel()
         self._end()
@@ -67,5 +67,5 @@ class Prefixes:
 
 
 def follow_contents(client: Client) -> Callable[[], AsyncGenerator[WatchUpdate, None]]:
-    """Follows the contents of a client's cluster."""
+    """Return a function that follows the contents of a client's cluster."""
     return lambda: client.watch(pictures=False, contents=True)

@@ -1,4 +1,4 @@
-"""What the cache holds, as a tree to look at: chains folded, and what each of them has saved."""
+"""The content of the cache as a tree for the page: chains are folded, and each has the number of tokens that it saved."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from kvpool.client import ContentNode, ContentsView
 from kvpool.v1 import cache_pb2, common_pb2
 
 MAX_CHAIN_BLOCKS: Final = 4096
-"""Of one entry."""
+"""Most blocks in one entry."""
 MAX_TEXT_TOKENS: Final = 64
-"""Of an entry, for its text."""
+"""Tokens of an entry that its text is made of."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEntry:
-    """Blocks in a row, of which each is the only one after the one before and is held by the same workers."""
+    """A chain of blocks on the same workers, each of which is the only child of the one before."""
 
     first: ContentNode
     last: ContentNode
     num_blocks: int
     tokens: bytes
-    """The first of them, as little-endian uint32."""
+    """First tokens of the chain, as little-endian uint32."""
     num_saved_tokens: int
-    """Prompt tokens that were served to requests which came at least this far, since somebody looks."""
+    """Prompt tokens that the cache has served to requests with a hit that reaches this chain, since somebody looks."""
 
 
 class PageTree:
-    """Put together from the contents of Watch."""
+    """The tree of prefixes, put together from the contents of Watch."""
 
     def __init__(self) -> None:
         self._view = ContentsView()
         self._saved: dict[int, int] = {}
-        """By node: prompt tokens served up to it or beyond."""
+        """Prompt tokens of the hits that reach a node, by its number."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole state has come."""
+        """Whether the whole state has arrived."""
         return self._view.is_complete
 
     @property
     def num_nodes(self) -> int:
-        """Blocks of tokens, each counted once however many workers have it."""
+        """Number of distinct blocks of tokens, each counted once however many workers have it."""
         return len(self._view.nodes)
 
     def apply(self, contents: cache_pb2.Contents) -> None:
-        """Take in the next message. Takes time in proportion to its events, and to the depth of what was served."""
+        """Take in the next message. Takes time in proportion to its events, and to the depth of the hits."""
         if contents.whole_begins:
             self._saved.clear()
         self._view.apply(contents)
@@ -65,17 +65,18 @@ class PageTree:
             node = node.parent
 
     def find(self, number: int) -> ContentNode | None:
-        """A node that is still listed."""
+        """Return a node; None: it is not listed any more."""
         return self._view.nodes.get(number)
 
     def children(self, parent: ContentNode | None, most: int) -> tuple[list[PrefixEntry], int]:
-        """The entries after a node (None: the beginnings), what saved most first, at most `most`; and how many there are."""
+        """Return the entries after a node (None: the beginnings), at most `most`, those that saved most first; and their total
+        number."""
         nodes = list(self._view.beginnings() if parent is None else parent.children.values())
         widest = heapq.nsmallest(most, nodes, key=lambda node: (-self._saved.get(node.node, 0), node.node))
         return [self._fold(node) for node in widest], len(nodes)
 
     def root_of(self, node: ContentNode) -> tuple[common_pb2.Root | None, int]:
-        """The root of the node's chain, without the salt, and the number of the salt."""
+        """Return the root of the node's chain, without the salt, and the number of the salt."""
         while node.parent is not None:
             node = node.parent
         return node.root, node.salt_number

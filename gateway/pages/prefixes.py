@@ -1,4 +1,4 @@
-"""GET /api/prefixes: the cached prefixes as a tree, a level at a time."""
+"""Serves GET /api/prefixes: the cached prefixes as a tree, a level at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_ENTRIES: Final = 200
 
 
 async def prefixes(request: Request) -> JSONResponse:
-    """The entries after `node` (0: the beginnings), at most `limit`. Raises ApiError."""
+    """Answer with the entries after `node` (0: the beginnings), at most `limit`. Raises ApiError."""
     number, limit = _number(request, "node", 0, 2**63), _number(request, "limit", 50, MAX_ENTRIES)
     tree = await page_of(request).prefixes.look()
     if not tree.is_complete:
@@ -47,14 +47,14 @@ async def prefixes(request: Request) -> JSONResponse:
 
 
 async def _tokenizers(tree: PageTree, entries: Iterable[PrefixEntry], client: Client) -> dict[str, Tokenizer | None]:
-    """By model; None if the model has no tokenizer, or no worker serves it now."""
-    found: dict[str, Tokenizer | None] = {}
+    """Return the tokenizers by model; None: it has none, or no worker serves it now."""
+    tokenizers: dict[str, Tokenizer | None] = {}
     for fingerprint in {_fingerprint(tree, entry) for entry in entries}:
         try:
-            found[fingerprint] = (await client.model(fingerprint)).tokenizer
+            tokenizers[fingerprint] = (await client.model(fingerprint)).tokenizer
         except KvpoolError:
-            found[fingerprint] = None
-    return found
+            tokenizers[fingerprint] = None
+    return tokenizers
 
 
 def _fingerprint(tree: PageTree, entry: PrefixEntry) -> str:
@@ -77,7 +77,7 @@ def _encode(tree: PageTree, entry: PrefixEntry, tokenizers: Mapping[str, Tokeniz
 
 
 def _text(entry: PrefixEntry, tokenizer: Tokenizer | None) -> str | None:
-    """The beginning of the entry's text."""
+    """Return the beginning of the entry's text; None: there is no tokenizer."""
     if tokenizer is None:
         return None
     ids = array.array("I")

@@ -1,4 +1,4 @@
-"""The log of requests for browsers: changes are collected for half a second, and all browsers share what they are sent."""
+"""Sends the log of requests to browsers: changes are collected for half a second, and all browsers share the encoded events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLLECT_SECONDS: Final = 0.5
 
 
 class RequestFeed:
-    """Costs nothing while nobody looks."""
+    """The changes of the log, for browsers. Costs nothing while nobody looks."""
 
     def __init__(self, log: RequestLog, *, collect_seconds: float = COLLECT_SECONDS) -> None:
         self._log = log
@@ -22,16 +22,16 @@ class RequestFeed:
         self._timer: asyncio.TimerHandle | None = None
         self._texts: dict[int | None, bytes] = {}
         self.version = log.version
-        """The log's, as of the last announcement."""
+        """Version of the log at the last announcement."""
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Somebody looks: call `wake` when there is something new."""
+        """Begin to call `wake` when there is something new, because somebody looks."""
         self._wake = wake
         self._publish()
         self._log.on_change = self._on_change
 
     def stop(self) -> None:
-        """Nobody looks any more."""
+        """Stop, because nobody looks any more."""
         self._log.on_change = None
         self._wake = None
         self._texts.clear()
@@ -40,11 +40,12 @@ class RequestFeed:
             self._timer = None
 
     def changes(self, since: int | None) -> bytes:
-        """JSON of the answers that have changed after version `since`, with the numbers of all that are kept; None: of all."""
+        """Return JSON of the answers that have changed after version `since` (None: of all), with the numbers of all kept
+        answers."""
         if since not in self._texts:
             changed = [record.as_object() for record in self._log.changed_since(since or 0)]
-            found = {"whole": since is None, "requests": changed, "numbers": self._log.numbers}
-            self._texts[since] = json.dumps(found, separators=(",", ":")).encode()
+            message = {"whole": since is None, "requests": changed, "numbers": self._log.numbers}
+            self._texts[since] = json.dumps(message, separators=(",", ":")).encode()
         return self._texts[since]
 
     def _on_change(self) -> None:

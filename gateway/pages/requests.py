@@ -1,4 +1,4 @@
-"""GET /api/requests: the last answers of this gateway, or one of them with why its prompt was not cached."""
+"""Serves GET /api/requests: the last answers of this gateway, or one of them with why its prompt was not cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import ApiError
 
 
 async def requests(request: Request) -> Response:
-    """?number=…: one answer. Without it: all that are kept, oldest first, without explanations."""
+    """Answer with one answer, for ?number=…, or with all kept ones, oldest first and without explanations."""
     log = gateway_of(request).request_log
     asked = request.query_params.get("number")
     if asked is None:

@@ -15,7 +15,7 @@ from .watch import watch
 
 
 def page_routes(*, has_login: bool) -> list[BaseRoute]:
-    """All of them. `has_login`: the gateway has keys, so who looks has a session."""
+    """Return all routes of the page. `has_login`: the gateway has keys, so viewers have sessions."""
     return [
         Route("/api/watch", watch, methods=["GET"]),
         Route("/api/block", block, methods=["GET"]),

@@ -1,4 +1,4 @@
-"""GET /api/watch: what happens in the cluster, as an event stream."""
+"""Serves GET /api/watch: the changes of the cluster as an event stream."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INTERVAL_MS: Final = (100, 10_000)
 
 
 async def watch(request: Request) -> Response:
-    """?interval_ms=200&blocks=1: events `manager` and `picture`; a larger interval gives fewer pictures, blocks=0 leaves out the
-    state of each block."""
+    """Answer with events `manager`, `picture` and `requests`, for ?interval_ms=200&blocks=1. A larger interval gives fewer
+    pictures, blocks=0 leaves out the state of each block."""
     interval_ms = _interval_ms(request.query_params.get("interval_ms", str(PICTURE_MS)))
     blocks = request.query_params.get("blocks", "1")
     if blocks not in ("0", "1"):
