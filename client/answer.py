@@ -15,7 +15,7 @@ from .gate import Gate
 
 
 class Answer:
-    """What has come of one answer. Checks each message before it joins on."""
+    """Joins the messages of one answer, and checks that each continues the one before."""
 
     def __init__(self, index: int, request: worker_pb2.GenerateRequest) -> None:
         self.index: Final = index

@@ -55,7 +55,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request used."""
+    """The tokens and the time that one request used."""
 
     num_prompt_tokens: int
     """Tokens of the prompt."""
@@ -65,7 +65,7 @@ class Usage:
     num_generated_tokens: int
     """Tokens generated so far, over all attempts."""
     num_preemptions: int
-    """How often the sequence was preempted and recomputed by the worker of this chunk."""
+    """Number of times that the worker of this chunk has preempted and recomputed the sequence."""
     times: Times | None = None
     """How the time was spent, in the last chunk. None before that, without any token, if the worker went away after the last token,
     or if it does not report times."""

@@ -29,7 +29,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
     """Log-probabilities, one for each token; None: not asked for."""
     num_preemptions: int
-    """How often the sequence was preempted and recomputed by the worker that ended it."""
+    """Number of times that the last worker has preempted and recomputed the sequence."""
     num_attempts: int
     """Workers tried, this one included."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

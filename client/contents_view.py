@@ -1,4 +1,4 @@
-"""What the cache holds, put together from the contents of Watch."""
+"""Puts the content of the cache together from the messages of Watch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ContentNode:
 
 
 class ContentsView:
-    """What the cache holds. Apply each message that `Client.watch(contents=True)` yields; before `is_complete` a part is
+    """The content of the cache. Apply each message that `Client.watch(contents=True)` yields; before `is_complete` a part is
     missing."""
 
     def __init__(self) -> None:

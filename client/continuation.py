@@ -1,4 +1,4 @@
-"""When a stream may continue on another worker, and how usage is summed over its attempts. No I/O."""
+"""Decides whether a stream may continue on another worker, and sums up usage over its attempts. No I/O."""
 
 from __future__ import annotations
 

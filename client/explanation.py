@@ -126,7 +126,7 @@ class ClosestPrompt:
     prompt_token: int | None
     """The first token that differs; None: this prompt ends there."""
     cached_token: int | None
-    """What the cached prompt has there."""
+    """Token of the cached prompt there."""
     num_different_tokens: int
     """Tokens of that block that differ."""
     num_prompts: int

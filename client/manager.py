@@ -30,9 +30,6 @@ _ATTEMPTS_MIN: Final = 3
 _ATTEMPT_SECONDS_MIN: Final = 0.5
 """Time for an attempt after the time for the first contact is over."""
 
-_SIDE_QUESTION_SECONDS: Final = 0.1
-"""What a request that is under way waits for an answer that it can do without."""
-
 _WORKER_SERVICE: Final[str] = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 _Request = TypeVar("_Request", bound=Message)

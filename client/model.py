@@ -1,4 +1,4 @@
-"""What a client knows of a model: facts, tokenizer and chat template."""
+"""The facts, tokenizer and chat template of a model."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class SyncStream:
 
     @property
     def explanation(self) -> Explanation | None:
-        """What the cache could serve; see GenerateStream.explanation."""
+        """Explanation of what the cache could serve; see GenerateStream.explanation."""
         return self._stream.explanation
 
     def __iter__(self) -> SyncStream:

@@ -35,7 +35,7 @@ WatchUpdate = cache_pb2.Picture | cache_pb2.Contents | ManagerAway
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """What to watch. Raises InvalidRequest."""
+    """Options of a watch. Validated when they are made: InvalidRequest."""
 
     pictures: bool
     contents: bool
