@@ -1,5 +1,5 @@
-"""`kvpool bench serve`: load on a cluster, or on another engine, and what came of it.
+"""`kvpool bench serve`: puts load on a cluster, or on another engine, and measures it.
 
-A workload (workload.py) is sent to an engine (engine.py) at times that arrivals.py decides; load.py does the sending and notes
-when each token came (sample.py); figures.py and report.py make figures of that. waste.py looks at the blocks meanwhile.
+load.py sends a workload (workload.py) to an engine (engine.py) at times that arrivals.py decides, and notes when each token came
+(sample.py). figures.py and report.py compute and print the figures. waste.py looks at the blocks meanwhile.
 """

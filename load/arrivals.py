@@ -1,4 +1,4 @@
-"""When conversations begin: as soon as a user is free (closed loop), or at times of their own (open loop)."""
+"""Decides when conversations begin: as soon as a user is free (closed loop), or at times of their own (open loop)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvpool.client.errors import InvalidRequest
 from .workload import Conversation
 
 MAX_IN_FLIGHT: Final = 4096
-"""Conversations at the same time, in either loop."""
+"""Most conversations at the same time, in either loop."""
 DEFAULT_MAX_IN_FLIGHT: Final = 256
-"""Of an open loop."""
+"""Default of an open loop."""
 
 Converse: TypeAlias = Callable[[Conversation, float], Awaitable[None]]
-"""Has a conversation to its end. The second argument is when it was due, on the clock of the sender."""
+"""Has a conversation to its end. The second argument is the time at which it was due, on the clock of the sender."""
 Sleep: TypeAlias = Callable[[float], Awaitable[None]]
 
 
@@ -28,14 +28,14 @@ class Pattern(StrEnum):
     """Distances between arrivals in an open loop."""
 
     POISSON = "poisson"
-    """Exponentially distributed, as of many users who know nothing of each other."""
+    """Exponentially distributed, as with many independent users."""
     CONSTANT = "constant"
-    """All the same."""
+    """All equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Users who begin their next conversation when the last one has ended: a slow engine is asked less."""
+    """Users who begin their next conversation when the last one has ended: a slow engine gets fewer requests."""
 
     num_users: int
 
@@ -62,8 +62,8 @@ class ClosedLoop:
 class OpenLoop:
     """Conversations arrive at a rate of their own, however slow the answers are.
 
-    Where `max_in_flight` are running, the next ones wait for a place; they were due all the same, and what they wait is part of
-    their times. So an overloaded engine looks as slow as it is.
+    While `max_in_flight` are running, the next ones wait for a place. They were due all the same, so their waiting is part of their
+    times, and an overloaded engine looks as slow as it is.
     """
 
     rate: float
@@ -81,7 +81,7 @@ class OpenLoop:
             )
 
     def times(self, count: int) -> list[float]:
-        """When `count` conversations are due, in seconds from the beginning, the first at 0."""
+        """Return when `count` conversations are due, in seconds from the beginning; the first is due at 0."""
         if self.pattern is Pattern.CONSTANT:
             return [index / self.rate for index in range(count)]
         generator = random.Random(f"arrivals/{self.seed}")

@@ -1,4 +1,4 @@
-"""What can be put under load: an engine, by three methods."""
+"""The interface of an engine under load."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import NamedTuple, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """What an engine serves, as far as a workload needs it."""
+    """Facts about the served model that a workload needs."""
 
     model: str
-    """As people know it."""
+    """Name of the model for people."""
     vocabulary: Sequence[int]
-    """Ordinary tokens: neither special ones nor ends of text."""
+    """Ids of ordinary tokens, without special ones and ends of text."""
     max_model_len: int
-    """Prompt and answer together, in tokens."""
+    """Most tokens of prompt and answer together."""
 
 
 class Delivery(NamedTuple):
-    """Tokens that came at one moment; or none, and what was cached."""
+    """Tokens that came at one moment; there are none if it only reports cached tokens."""
 
     token_ids: tuple[int, ...]
     num_cached_tokens: int | None
-    """Prompt tokens that the cache served; None where it is not known (yet)."""
+    """Prompt tokens that the cache served; None: unknown, perhaps only so far."""
 
 
 class RefusedRequest(Exception):
@@ -35,14 +35,14 @@ class EngineUnderLoad(Protocol):
     """An engine under load. All methods are called in one event loop."""
 
     async def served(self) -> ServedRequest:
-        """What it serves; once, before the load."""
+        """Return the facts about the served model. Called once, before the load."""
         ...
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
-        """Exactly `num_tokens` greedy tokens after the prompt, past any end of text, as they come. Closing the generator ends the
-        request. Raises Refused, or any other error, which ends the run."""
+        """Yield exactly `num_tokens` greedy tokens after the prompt, past any end of text, as they come. Closing the generator ends
+        the request. Raises RefusedRequest, or any other error, which ends the run."""
         ...
 
     async def close(self) -> None:
-        """Let go of it. May be repeated."""
+        """Release the engine. May be repeated."""
         ...

@@ -1,4 +1,4 @@
-"""Figures of runs: exact percentiles over all samples, rates, hit rates."""
+"""Computes figures of runs: exact percentiles over all samples, rates, hit rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PERCENTILES: Final = (50, 90, 99)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, at least one. Between two of them linearly: rank (n − 1) · percent / 100, as numpy does by default."""
+    """Return a percentile of ascending values, at least one. Interpolates linearly at rank (n − 1) · percent / 100, as numpy does
+    by default."""
     rank = (len(ordered) - 1) * percent / 100
     low = int(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -30,11 +31,11 @@ class Distribution:
     least: float
     most: float
     percentiles: tuple[float, ...]
-    """In the order of PERCENTILES."""
+    """Percentiles in seconds, in the order of PERCENTILES."""
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Distribution | None:
-        """None of no samples."""
+        """Summarise the samples; None: there are none."""
         ordered = sorted(samples)
         if not ordered:
             return None
@@ -52,15 +53,17 @@ class Distribution:
         return self.percentiles[PERCENTILES.index(50)]
 
     def as_json(self) -> dict[str, float]:
-        """In milliseconds; the names are part of the interface."""
-        found: dict[str, float] = {"count": self.count, "mean_ms": self.mean * 1000, "least_ms": self.least * 1000}
-        found |= {f"p{percent}_ms": value * 1000 for percent, value in zip(PERCENTILES, self.percentiles, strict=True)}
-        return {**found, "most_ms": self.most * 1000}
+        """Return the figures in milliseconds. The names are part of the interface."""
+        figures: dict[str, float] = {"count": self.count, "mean_ms": self.mean * 1000, "least_ms": self.least * 1000}
+        figures |= {
+            f"p{percent}_ms": value * 1000 for percent, value in zip(PERCENTILES, self.percentiles, strict=True)
+        }
+        return {**figures, "most_ms": self.most * 1000}
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One figure of each run."""
+    """Median, least and largest value of one figure over the runs."""
 
     median: float
     least: float
@@ -68,26 +71,26 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """At least one value."""
+        """Summarise the values, at least one."""
         return cls(statistics.median(values), min(values), max(values))
 
     def as_json(self) -> dict[str, float]:
-        """The names are part of the interface."""
+        """Return the figures as JSON values. The names are part of the interface."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """One run."""
+    """Figures of one run."""
 
     seconds: float
     num_planned: int
     num_complete: int
     num_refused: int
     num_prompt_tokens: int
-    """Of complete requests; so is all below."""
+    """Prompt tokens of the complete requests; the figures below also count only these."""
     num_cached_tokens: int | None
-    """None: the engine does not report it."""
+    """Prompt tokens that the cache served; None: the engine does not report it."""
     num_generated_tokens: int
 
     @classmethod
@@ -106,23 +109,23 @@ class RunFigures:
 
     @property
     def hit_rate(self) -> float | None:
-        """Cached over all prompt tokens; None: not known."""
+        """Cached tokens over all prompt tokens; None: unknown."""
         if self.num_cached_tokens is None or not self.num_prompt_tokens:
             return None
         return self.num_cached_tokens / self.num_prompt_tokens
 
     @property
     def generated_per_second(self) -> float:
-        """Tokens."""
+        """Generated tokens per second."""
         return self.num_generated_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def all_per_second(self) -> float:
-        """Tokens of prompts, cached ones too, and answers."""
+        """Tokens of prompts, cached ones included, and answers per second."""
         return (self.num_prompt_tokens + self.num_generated_tokens) / self.seconds if self.seconds else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """The names are part of the interface."""
+        """Return the figures as JSON values. The names are part of the interface."""
         return {
             **asdict(self),
             "hit_rate": self.hit_rate,
@@ -133,19 +136,19 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """All runs of one case together: times over all their requests, rates as the median of the runs."""
+    """Figures over all runs of one case: times over all their requests, rates as the median of the runs."""
 
     runs: tuple[RunFigures, ...]
     time_to_first_token: Distribution | None
     by_turn: dict[int, Distribution]
-    """Time to first token of each turn; empty if there is only one."""
+    """Time to first token by turn; empty if there is only one turn."""
     inter_token: Distribution | None
     end_to_end: Distribution | None
     waste: Waste | None
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> LoadFigures:
-        """Of at least one run."""
+        """Compute the figures of at least one run."""
         samples = [sample for run in runs for sample in run.complete]
         return cls(
             runs=tuple(RunFigures.of(run) for run in runs),
@@ -158,25 +161,25 @@ class LoadFigures:
 
     @property
     def seconds(self) -> Spread:
-        """Of each run."""
+        """Duration of the runs in seconds."""
         return Spread.of([run.seconds for run in self.runs])
 
     @property
     def generated_per_second(self) -> Spread:
-        """Tokens, of each run."""
+        """Generated tokens per second of the runs."""
         return Spread.of([run.generated_per_second for run in self.runs])
 
     @property
     def hit_rate(self) -> Spread | None:
-        """Of each run; None: not known of one of them."""
+        """Hit rate of the runs; None: unknown for one of them."""
         rates = [run.hit_rate for run in self.runs]
         return None if None in rates else Spread.of([rate or 0.0 for rate in rates])
 
     def as_json(self) -> dict[str, object]:
-        """The names are part of the interface."""
+        """Return the figures as JSON values. The names are part of the interface."""
         return {
             "time_to_first_token": _json(self.time_to_first_token),
-            "time_to_first_token_by_turn": {str(turn): found.as_json() for turn, found in self.by_turn.items()},
+            "time_to_first_token_by_turn": {str(turn): times.as_json() for turn, times in self.by_turn.items()},
             "inter_token": _json(self.inter_token),
             "end_to_end": _json(self.end_to_end),
             "seconds": self.seconds.as_json(),
@@ -191,9 +194,9 @@ def _by_turn(samples: Sequence[RequestSample]) -> dict[int, Distribution]:
     turns: dict[int, list[float]] = {}
     for sample in samples:
         turns.setdefault(sample.turn, []).append(sample.time_to_first_token)
-    found = {turn: Distribution.of(times) for turn, times in sorted(turns.items())}
-    return {turn: times for turn, times in found.items() if times is not None} if len(found) > 1 else {}
+    by_turn = {turn: Distribution.of(times) for turn, times in sorted(turns.items())}
+    return {turn: times for turn, times in by_turn.items() if times is not None} if len(by_turn) > 1 else {}
 
 
-def _json(found: Distribution | Spread | None) -> dict[str, float] | None:
-    return None if found is None else found.as_json()
+def _json(figure: Distribution | Spread | None) -> dict[str, float] | None:
+    return None if figure is None else figure.as_json()

@@ -1,4 +1,4 @@
-"""A kvpool cluster under load, by way of the client library."""
+"""A kvpool cluster under load, called through the client library."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .waste import WasteSample, look
 
 
 class KvpoolEngine:
-    """Each request is one `Client.generate`: tokens in, tokens out; routing and gRPC are in its times."""
+    """Sends each request as one `Client.generate`, tokens in and tokens out. The times include routing and gRPC."""
 
     def __init__(self, config: ClientConfig, *, model: str | None = None, priority: int = 0, tenant: str = "") -> None:
-        """All requests are for that model, of that priority and that tenant. Raises InvalidRequest if there can be no such."""
+        """All requests have this model, priority and tenant. Raises InvalidRequest if these can never be accepted."""
         self._options: GenerateOptions = {"ignore_eos": True, "model": model, "priority": priority, "tenant": tenant}
-        build_request(self._options)  # once, and not with the first request
+        build_request(self._options)  # refuses wrong options here, before the first request
         self._client = Client(config=config)
         self._model_name = model
         self._lengths: dict[str, int] = {}
-        """Tokens of the sequences since the last `forget`, prompt and answer so far."""
+        """Tokens of each sequence since the last `forget`, prompt and answer so far."""
 
     async def served(self) -> ServedRequest:
-        """Of the live workers; Unavailable or NotFound if there is none."""
+        """Return the facts about the live workers' model. Unavailable or NotFound if there is no worker."""
         model = await self._client.model(self._model_name)
         return ServedRequest(model.name, await asyncio.to_thread(ordinary_tokens, model), model.max_model_len)
 
     async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
-        """See Engine; raises KvpoolError for what is not Refused."""
+        """See EngineUnderLoad.generate. Raises RefusedRequest if the workers are full, KvpoolError for all other errors."""
         options: GenerateOptions = {**self._options, "max_tokens": num_tokens}
         stream = self._client.generate(prompt, **options)
         length = self._lengths[stream.sequence_id] = len(prompt)
@@ -50,21 +50,21 @@ class KvpoolEngine:
             raise RefusedRequest(str(error)) from error
 
     async def waste(self) -> WasteSample:
-        """What its sequences hold right now."""
+        """Return the slots that the sequences hold now."""
         workers = (await self._client.describe()).workers
         return await look(self._client, sorted(worker.worker_id for worker in workers), self._lengths)
 
     def forget(self) -> None:
-        """The sequences so far have ended."""
+        """Forget the sequences so far, which have ended."""
         self._lengths.clear()
 
     async def close(self) -> None:
-        """Close its connections. May be repeated."""
+        """Close the client's connections. May be repeated."""
         await self._client.close()
 
 
 def ordinary_tokens(model: Model) -> list[int]:
-    """Ids to make prompts of: all of the vocabulary but special tokens, added ones and ends of text."""
+    """Return the ids that prompts can be made of: the vocabulary without special tokens, added ones and ends of text."""
     special = set(model.eos_token_ids)
     if model.tokenizer is not None:
         special |= set(model.tokenizer.get_added_tokens_decoder())

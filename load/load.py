@@ -1,4 +1,4 @@
-"""Sends a workload to an engine and notes what comes back."""
+"""Sends a workload to an engine and records the answers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ WASTE_INTERVAL_SECONDS: Final = 0.25
 
 
 class Stalled(KvpoolError):
-    """Requests are in flight, and nothing comes from the engine any more."""
+    """Requests are in flight, but the engine sends nothing any more."""
 
 
 class WrongAnswer(KvpoolError):
-    """The engine did not do what it was asked: its times would mean nothing."""
+    """The answer has another length than requested, so its times would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a run reports while it runs, and how long it waits for an answer."""
+    """The callbacks of a run, and how long it waits for an answer."""
 
     on_request: Callable[[RequestSample], None] = lambda sample: None
-    """After each request that has ended, well or not."""
+    """Called after each request that has ended, with or without success."""
     look_at_blocks: Callable[[], Awaitable[WasteSample]] | None = None
-    """Called every 250 ms; None: no look at the blocks."""
+    """Called every 250 ms to look at the blocks; None: they are not looked at."""
     stall_seconds: float = DEFAULT_STALL_SECONDS
-    """With requests in flight and no token for so long, the run ends."""
+    """Time without a token, with requests in flight, after which the run ends."""
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     sleep: Sleep = field(default=asyncio.sleep, repr=False)
 
@@ -47,7 +47,7 @@ class Watch:
 async def run_load(
     engine: EngineUnderLoad, conversations: Sequence[Conversation], arrivals: Arrivals, watch: Watch | None = None
 ) -> Run:
-    """Have all conversations; returns what was noted. What ends the run before its time is in `Run.error`, with the figures so far.
+    """Have all conversations, and return the records. An error that ends the run early is in `Run.error`, with the figures so far.
     Cancelling ends all requests."""
     return await _Load(engine, arrivals, watch or Watch()).run(conversations)
 
@@ -63,7 +63,7 @@ class _Load:
         self._samples: list[RequestSample] = []
         self._num_in_flight = 0
         self._last_sign = 0.0
-        """When something came, or a request was sent while nothing else was in flight."""
+        """Time of the last delivery, or of a later request that was sent while nothing else was in flight."""
         self._waste: list[WasteSample] = []
 
     async def run(self, conversations: Sequence[Conversation]) -> Run:
@@ -91,7 +91,8 @@ class _Load:
                 watcher.cancel()
 
     async def _converse(self, conversation: Conversation, due: float) -> None:
-        """All turns, each after the answer to the one before. A refusal ends the conversation: there is nothing to go on from."""
+        """Send all turns, each after the answer to the one before. A refusal ends the conversation, since the next turn needs the
+        answer."""
         tokens: list[int] = []
         for number, turn in enumerate(conversation.turns, start=1):
             tokens += turn.new_tokens
@@ -143,13 +144,13 @@ class _Load:
     async def _look_at_blocks(self, look: Callable[[], Awaitable[WasteSample]]) -> None:
         while True:
             await self._watch.sleep(WASTE_INTERVAL_SECONDS)
-            # A look that fails is one sample less; the requests show whether what is under load still lives.
+            # A look that fails costs one sample; the requests show whether the engine still lives.
             with contextlib.suppress(KvpoolError):
                 self._waste.append(await look())
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """The error that came first: the others are of tasks that ended at the same moment."""
+    """Return the first error; the others come from tasks that ended at the same moment."""
     error: Exception = group
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

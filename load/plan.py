@@ -1,4 +1,4 @@
-"""What `bench serve` does, from the warm-up to the last repetition."""
+"""The plan of `bench serve`, and its execution from the warm-up to the last repetition."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_REPETITIONS: Final = 1000
 
 
 class CacheCase(StrEnum):
-    """What the cache holds of a workload when it begins."""
+    """What the cache holds of a workload at its beginning."""
 
     COLD = "cold"
-    """Nothing: its tokens are fresh."""
+    """It holds nothing: the tokens are fresh."""
     WARM = "warm"
-    """All that it has kept of the same requests, a moment ago."""
+    """It holds what it has kept of the same requests a moment ago."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is to be measured. Validated when it is made: InvalidRequest."""
+    """A measurement to make. Validated when it is made: InvalidRequest."""
 
     workload: LoadWorkload
     arrivals: Arrivals
@@ -38,7 +38,7 @@ class LoadPlan:
     repetitions: int = 1
     cases: tuple[CacheCase, ...] = (CacheCase.COLD,)
     warm_up: bool = True
-    """Whether a full-size run that is not counted comes first."""
+    """Whether a run of full size that does not count comes first."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,11 +50,12 @@ class LoadPlan:
 
     @property
     def num_requests(self) -> int:
-        """Of one run."""
+        """Requests of one run."""
         return self.num_conversations * self.sizes.turns
 
     def conversations(self, served: ServedRequest, repetition: int) -> list[Conversation]:
-        """Of one repetition, which shares nothing with the others; 0 is the warm-up. InvalidRequest if the model is too small."""
+        """Make the conversations of one repetition, which shares nothing with the others; 0 is the warm-up. InvalidRequest if the
+        model is too small."""
         return make_workload(
             self.workload,
             self.sizes,
@@ -65,7 +66,7 @@ class LoadPlan:
         )
 
     def as_json(self) -> dict[str, object]:
-        """The names are part of the interface."""
+        """Return the plan as JSON values. The names are part of the interface."""
         arrivals = {name: getattr(self.arrivals, name) for name in self.arrivals.__dataclass_fields__}
         return {
             "workload": self.workload.value,
@@ -81,20 +82,20 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class Measured:
-    """What has been measured so far; complete when `measure` has returned without an error."""
+    """The runs so far; they are complete when `measure` has returned and there is no `error`."""
 
     plan: LoadPlan
     served: ServedRequest | None = None
     runs: dict[CacheCase, list[Run]] = field(default_factory=dict)
     error: Exception | None = None
-    """What ended the measurement before its time: the last run is in part, or was the warm-up."""
+    """Error that ended the measurement early: the last run is incomplete, or it was the warm-up."""
 
 
 async def measure(
     engine: EngineUnderLoad, plan: LoadPlan, measured: Measured, watch: Watch, on_run: Callable[[str], None]
 ) -> None:
-    """Fill `measured` run by run; `on_run` hears what begins. What is wrong with the plan itself, and an engine that is not there
-    from the beginning, is raised."""
+    """Fill `measured` run by run; `on_run` is called with the name of each run when it begins. Raises an error if the plan itself
+    is wrong, or if the engine is absent from the beginning."""
     measured.served = served = await engine.served()
     plan.conversations(served, 0)
     first = 0 if plan.warm_up else 1
@@ -111,5 +112,5 @@ async def measure(
 
 
 def default_sizes(workload: LoadWorkload, **given: int | None) -> RequestSizes:
-    """The workload's own sizes, with those that are given in their place."""
+    """Return the workload's default sizes, replaced by the `given` ones that are not None."""
     return replace(DEFAULT_SIZES[workload], **{name: size for name, size in given.items() if size is not None})

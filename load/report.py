@@ -1,4 +1,4 @@
-"""What was measured, as one JSON object and as tables for people."""
+"""Reports the measurements as one JSON object, or as tables for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHOD = (
 
 
 def as_json(measured: Measured) -> dict[str, object]:
-    """The names are part of the interface; times end in their unit."""
+    """Return the report as JSON values. The names are part of the interface; those of times end in their unit."""
     return {
         "plan": measured.plan.as_json(),
         "model": None if measured.served is None else measured.served.model,
@@ -29,7 +29,7 @@ def as_json(measured: Measured) -> dict[str, object]:
 
 
 def describe(plan: LoadPlan) -> str:
-    """What is about to be done, in a sentence."""
+    """Describe the plan in a sentence."""
     sizes = plan.sizes
     shared = f"{sizes.prefix_tokens} shared" if sizes.prefix_tokens else ""
     generated = f"{sizes.generated_tokens} generated tokens"
@@ -55,7 +55,7 @@ def describe(plan: LoadPlan) -> str:
 
 
 def tables(measured: Measured) -> RenderableType:
-    """For people."""
+    """Return the report as tables for people."""
     parts: list[RenderableType] = []
     for case, runs in measured.runs.items():
         figures = LoadFigures.of(runs)
@@ -71,20 +71,20 @@ def _times(figures: LoadFigures) -> Table:
         table.add_column(column, justify="right")
     rows = [
         ("time to first token", figures.time_to_first_token),
-        *((f"  turn {turn}", found) for turn, found in figures.by_turn.items()),
+        *((f"  turn {turn}", times) for turn, times in figures.by_turn.items()),
         ("inter-token latency", figures.inter_token),
         ("end-to-end latency", figures.end_to_end),
     ]
-    for name, found in rows:
-        table.add_row(name, *_cells(found))
+    for name, times in rows:
+        table.add_row(name, *_cells(times))
     return table
 
 
-def _cells(found: Distribution | None) -> list[str]:
-    if found is None:
+def _cells(times: Distribution | None) -> list[str]:
+    if times is None:
         return ["–"] * (len(PERCENTILES) + 3) + ["0"]
-    times = (found.mean, *found.percentiles, found.least, found.most)
-    return [*(f"{seconds * 1000:,.1f}" for seconds in times), f"{found.count:,}"]
+    columns = (times.mean, *times.percentiles, times.least, times.most)
+    return [*(f"{seconds * 1000:,.1f}" for seconds in columns), f"{times.count:,}"]
 
 
 def _rates(figures: LoadFigures) -> Table:

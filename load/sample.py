@@ -1,4 +1,4 @@
-"""What is noted of one request, and of one run. Times are seconds on one monotonic clock."""
+"""The records of one request and of one run. Times are seconds on one monotonic clock."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Arrived(NamedTuple):
 
 @dataclass(slots=True)
 class RequestSample:
-    """One request."""
+    """The record of one request."""
 
     turn: int
-    """Of its conversation, from 1."""
+    """Number of the turn in its conversation, from 1."""
     due: float
-    """When it was to be sent."""
+    """Time at which it was due to be sent."""
     num_prompt_tokens: int
     num_cached_tokens: int | None = None
-    """Prompt tokens served from the cache; None: the engine did not say."""
+    """Prompt tokens served from the cache; None: the engine did not report it."""
     arrived: list[Arrived] = field(default_factory=list)
     is_complete: bool = False
-    """All tokens came."""
+    """Whether all tokens came."""
     refusal: str | None = None
-    """What the engine said instead of an answer because it was full."""
+    """Error of an engine that was full; None: it did not refuse."""
 
     @property
     def num_generated_tokens(self) -> int:
@@ -40,16 +40,17 @@ class RequestSample:
 
     @property
     def time_to_first_token(self) -> float:
-        """From when it was due. There must be a token."""
+        """Seconds from the time at which it was due to the first token. There must be a token."""
         return self.arrived[0].at - self.due
 
     @property
     def end_to_end(self) -> float:
-        """From when it was due to the last token. There must be one."""
+        """Seconds from the time at which it was due to the last token. There must be a token."""
         return self.arrived[-1].at - self.due
 
     def inter_token(self) -> list[float]:
-        """One time for each token after the first delivery: where n came together after a pause, n times a n-th of the pause."""
+        """Return a gap in seconds for each token after the first delivery. n tokens that arrive together count as n gaps of pause /
+        n."""
         gaps: list[float] = []
         for before, after in itertools.pairwise(self.arrived):
             gaps += [(after.at - before.at) / after.num_tokens] * after.num_tokens
@@ -58,21 +59,21 @@ class RequestSample:
 
 @dataclass(slots=True)
 class Run:
-    """All conversations of a workload, once."""
+    """The record of one run: all conversations of a workload, once."""
 
     seconds: float
-    """From the first request due to the end of the last one."""
+    """Time from the first due request to the end of the last one."""
     samples: list[RequestSample]
     num_planned: int
-    """Requests that there were to be."""
+    """Requests that the workload has."""
     error: Exception | None = None
-    """What ended the run before its time."""
+    """Error that ended the run early; None: it is complete."""
     waste: list[WasteSample] = field(default_factory=list)
-    """What was seen of the blocks meanwhile, if it was asked for."""
+    """Samples of the blocks during the run; empty if they were not asked for."""
 
     @property
     def complete(self) -> list[RequestSample]:
-        """The requests that count: all their tokens came."""
+        """The requests whose tokens all came; only these count."""
         return [sample for sample in self.samples if sample.is_complete]
 
     @property

@@ -1,11 +1,11 @@
-"""How much of what sequences hold in the KV cache is wasted, looked at while they run.
+"""Measures how much of the KV cache that sequences hold is wasted, while they run.
 
     waste = (held slots − slots assigned to a token) / held slots
 
-Held are the blocks in the tables of live sequences, shared ones counted once, and those that a sequence has taken out of its
-worker's reserve and that no Append has named yet, which follows from its length. A slot is assigned when a token of
-a sequence has its place there: all of the prompt from admission on, then each generated token. The rest of the reserve is granted
-to the worker and bound to no sequence; it is reported as well, as a share of the held slots.
+Held blocks are those in the tables of live sequences, shared ones counted once, and those that a sequence has taken out of its
+worker's reserve but no Append has named yet; the length of the sequence shows their number. A slot is assigned if a token of a
+sequence has its place there: the whole prompt from admission on, then each generated token. The rest of the reserve is granted to
+the worker and bound to no sequence; it is reported too, as a share of the held slots.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class WasteSample(NamedTuple):
     num_held_slots: int
     num_assigned_slots: int
     num_reserved_slots: int
-    """Of blocks that are granted ahead of need, and still bound to no sequence."""
+    """Slots of blocks that are granted ahead of need, and still bound to no sequence."""
 
 
 class Waste(NamedTuple):
-    """Over all samples; each counts by what was held."""
+    """The waste over all samples, weighted by their held slots."""
 
     num_samples: int
-    """With something held."""
+    """Number of samples with held slots."""
     waste: float
     waste_max: float
-    """The largest of a single sample."""
+    """The largest waste of a single sample."""
     reserve: float
     """Slots of the unbound reserve, as a share of the held ones."""
 
 
 def waste_of(block_map: BlockMap, lengths: Mapping[str, int]) -> WasteSample:
-    """What is held on one worker. `lengths`: tokens of each sequence by its sequence_id, prompt and answer so far; of one that is
-    not there, the manager's own counts are taken."""
+    """Count the slots of one worker. `lengths` has the tokens of each sequence, prompt and answer so far, by its sequence_id; for
+    sequences that it lacks, the manager's own counts are used."""
     block_size = block_map.block_size
     num_blocks = num_assigned = num_reserved = 0
     table_blocks: dict[str, int] = {}
@@ -53,8 +53,8 @@ def waste_of(block_map: BlockMap, lengths: Mapping[str, int]) -> WasteSample:
         num_blocks += 1
         num_assigned += block_size if block.sealed else _assigned(block, block_size, lengths)
         for owner in block.owners:
-            known = table_blocks.get(owner.sequence_id, 0)
-            table_blocks[owner.sequence_id] = max(known, block.table_index + 1)
+            length = table_blocks.get(owner.sequence_id, 0)
+            table_blocks[owner.sequence_id] = max(length, block.table_index + 1)
     for sequence_id, in_table in table_blocks.items():
         beyond = lengths.get(sequence_id, 0) - in_table * block_size
         num_bound = min(-(-max(beyond, 0) // block_size), num_reserved)
@@ -65,28 +65,29 @@ def waste_of(block_map: BlockMap, lengths: Mapping[str, int]) -> WasteSample:
 
 
 def _assigned(block: cache_pb2.BlockDescription, block_size: int, lengths: Mapping[str, int]) -> int:
-    """Slots of an unsealed block that a token has; it has one owner."""
-    known = [lengths[owner.sequence_id] for owner in block.owners if owner.sequence_id in lengths]
-    if not known:
+    """Count the assigned slots of an unsealed block, which has one owner."""
+    owner_lengths = [lengths[owner.sequence_id] for owner in block.owners if owner.sequence_id in lengths]
+    if not owner_lengths:
         return block.token_count
-    return min(max(max(known) - block.table_index * block_size, 0), block_size)
+    return min(max(max(owner_lengths) - block.table_index * block_size, 0), block_size)
 
 
 def summarise(samples: Sequence[WasteSample]) -> Waste | None:
-    """None if nothing was held whenever it was looked."""
+    """Summarise the samples; None: no sample has held slots."""
     samples = [sample for sample in samples if sample.num_held_slots]
     if not samples:
         return None
-    held = sum(sample.num_held_slots for sample in samples)
+    num_held = sum(sample.num_held_slots for sample in samples)
     return Waste(
         num_samples=len(samples),
-        waste=1 - sum(sample.num_assigned_slots for sample in samples) / held,
+        waste=1 - sum(sample.num_assigned_slots for sample in samples) / num_held,
         waste_max=max(1 - sample.num_assigned_slots / sample.num_held_slots for sample in samples),
-        reserve=sum(sample.num_reserved_slots for sample in samples) / held,
+        reserve=sum(sample.num_reserved_slots for sample in samples) / num_held,
     )
 
 
 async def look(client: Client, worker_ids: Iterable[str], lengths: Mapping[str, int]) -> WasteSample:
-    """A sample over these workers, one after the other; a pool of more than 4,096 blocks is read in pages, milliseconds apart."""
-    found = [waste_of(await fetch_block_map(client, worker_id), lengths) for worker_id in worker_ids]
-    return WasteSample(*(sum(column) for column in zip(*found, strict=True)))
+    """Take a sample of these workers, one after the other. A pool of more than 4,096 blocks is read in pages, milliseconds
+    apart."""
+    samples = [waste_of(await fetch_block_map(client, worker_id), lengths) for worker_id in worker_ids]
+    return WasteSample(*(sum(column) for column in zip(*samples, strict=True)))

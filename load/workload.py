@@ -1,4 +1,4 @@
-"""What is asked for: conversations of random tokens, the same for the same seed. Pure."""
+"""Makes workloads: conversations of random tokens, the same for the same seed. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Final, NamedTuple
 from kvpool.client.errors import InvalidRequest
 
 LOG_NORMAL_SIGMA: Final = 0.8
-"""Of the logarithm of the lengths in `mixed`: half of them are within 0.58 and 1.7 times the median, one in a hundred is above 6
-times."""
+"""Standard deviation of the logarithm of the lengths in `mixed`: half of them are within 0.58 and 1.7 times the median, one in a
+hundred is above 6 times."""
 MIXED_SHARE: Final = 0.5
-"""How many of the prompts in `mixed` begin with the prefix, if they are longer than it."""
+"""Share of the prompts in `mixed` that begin with the prefix, of those that are longer than it."""
 
 
 class LoadWorkload(StrEnum):
-    """What the requests have in common with each other."""
+    """Workloads, by what their requests have in common."""
 
     SHARED = "shared"
     """Requests that begin with one prefix, each followed by tokens of its own."""
     UNSHARED = "unshared"
     """Requests that have nothing in common."""
     DOCUMENT = "document"
-    """Questions about one long document: as shared, with a prefix that takes most of the time."""
+    """Questions about one long document: like shared, with a prefix that takes most of the time."""
     CHATS = "chats"
     """Conversations: each turn's prompt is all of the conversation so far, the answers included."""
     MIXED = "mixed"
@@ -35,12 +35,12 @@ class LoadWorkload(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestSizes:
-    """How long everything is, in tokens. Validated when it is made: InvalidRequest."""
+    """Lengths in tokens, and turns. Validated when it is made: InvalidRequest."""
 
     prefix_tokens: int
-    """What requests have in common: the prefix, the document, or the beginning of all chats."""
+    """Length of the common part: the prefix, the document, or the beginning of all chats."""
     own_tokens: int
-    """What each prompt, or each turn of a chat, adds. mixed: the mean length of the whole prompt, its prefix included."""
+    """Length that each prompt, or each turn of a chat, adds. mixed: mean length of the whole prompt, its prefix included."""
     generated_tokens: int
     """Length of each answer. mixed: its mean."""
     turns: int = 1
@@ -72,20 +72,20 @@ class ChatTurn(NamedTuple):
     """One request of a conversation."""
 
     new_tokens: tuple[int, ...]
-    """What follows the answer before: the prompt is all earlier prompts and answers, and then this."""
+    """Tokens after the previous answer: the prompt is all earlier prompts and answers, then these."""
     num_generated: int
-    """Tokens to be generated."""
+    """Tokens to generate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests of one user, each after the answer to the one before; mostly a single one."""
+    """Requests of one user, each sent after the answer to the one before; often there is only one."""
 
     turns: tuple[ChatTurn, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Its length in the end, the last answer included."""
+        """Length at the end, the last answer included."""
         return sum(len(turn.new_tokens) + turn.num_generated for turn in self.turns)
 
 
@@ -98,11 +98,10 @@ def make_workload(
     max_model_len: int,
     seed: int | str,
 ) -> list[Conversation]:
-    """Conversations out of tokens drawn from `vocabulary`. Another seed shares nothing with this one, the prefix included.
+    """Make conversations of tokens drawn from `vocabulary`. Another seed gives other tokens everywhere, even in the prefix.
 
-    `mixed` cuts what is longer than `max_model_len`; else InvalidRequest if a conversation is, or if the sizes make no sense for
-    the workload.
-    """
+    `mixed` cuts texts that are longer than `max_model_len`; in other workloads that is InvalidRequest, and so are sizes that make
+    no sense for the workload."""
     require_sense(workload, sizes, num_conversations)
     if not vocabulary:
         raise InvalidRequest("the model has no ordinary tokens to make prompts of", reason="BAD_FIELD")
@@ -128,7 +127,7 @@ def make_workload(
 
 
 def require_sense(workload: LoadWorkload, sizes: RequestSizes, num_conversations: int) -> None:
-    """InvalidRequest if the workload cannot be of such sizes with any model."""
+    """Raise InvalidRequest if the workload cannot have such sizes with any model."""
     if num_conversations < 1:
         raise InvalidRequest(f"needed at least one request, got {num_conversations}", reason="BAD_FIELD")
     if workload is LoadWorkload.UNSHARED and sizes.prefix_tokens:
@@ -164,6 +163,6 @@ def _mixed(
 
 
 def _length(generator: random.Random, mean: int) -> int:
-    """Log-normal with this mean: exp(μ + σ² / 2) = mean. At least 1."""
+    """Draw a length, at least 1, from a log-normal distribution with this mean: exp(μ + σ² / 2) = mean."""
     mu = math.log(mean) - LOG_NORMAL_SIGMA**2 / 2
     return max(1, round(generator.lognormvariate(mu, LOG_NORMAL_SIGMA)))
