@@ -1,1 +1,1 @@
-"""`kvpool walkthrough`: stories played on the manager's real core, one operation at a time, with all that it keeps."""
+"""`kvpool walkthrough`: plays stories on the manager's real core, one operation at a time, and shows all of its state."""

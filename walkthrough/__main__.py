@@ -1,4 +1,4 @@
-"""`python -m kvpool.walkthrough CASE`: the core of the manager, one operation at a time."""
+"""`python -m kvpool.walkthrough CASE`: shows the core of the manager, one operation at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES: Final[dict[str, Story]] = {
         fork.CASE,
     )
 }
-"""In the order in which they are best read."""
+"""Stories by name, in the order in which they are best read."""
 
 EXIT_BROKEN: Final = 1
 EXIT_USAGE: Final = 2
@@ -91,7 +91,7 @@ def _run(name: str | None, *, as_json: bool) -> int:
 
 
 def _print_all(case: Story, steps: Sequence[StoryStep]) -> None:
-    """In colours on a terminal."""
+    """Print the story, in colours on a terminal."""
     terminal = Console(highlight=False)
     width = min(WIDTH_MAX, os.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH_MAX
     pages = [[Text(f"{case.name}: {case.summary}"), *draw_legend(case, width)]]

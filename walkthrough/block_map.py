@@ -1,4 +1,4 @@
-"""The block map of one group: a tile for each block, and in words what the step has changed."""
+"""Draws the block map of one group: a tile for each block, and the changes of the step in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .snapshot import BlockView, GroupView
 _NULL_TILE: Final = 7
 _TILES_PER_ROW: Final = 8
 _WIDE_TILE: Final = 13
-"""Columns of a tile that has room for its words, two to a line."""
+"""Columns of a tile with room for its words, two on each line."""
 _NARROW_TILE: Final = 8
 _TILE_STYLES: Final = {
     State.FREE: "dim",
@@ -26,12 +26,12 @@ _TILE_STYLES: Final = {
     State.RESERVED: "black on yellow",
 }
 _UNSEALED_STYLE: Final = "bold cyan"
-"""Held by one sequence only: no background, because the block is not filled and computed."""
+"""Style of a block that one sequence holds and has not filled and computed: without a background."""
 _SHARED_STYLE: Final = "bold black on magenta"
 
 
 def draw_block_map(before: GroupView, after: GroupView, block_size: int, width: int) -> list[Text]:
-    """The tiles, and the changes after them."""
+    """Draw the tiles, then the changes."""
     changed = changed_blocks(before, after)
     return [*_tiles(after, block_size, changed, width), *_changes(changed, width)]
 
@@ -71,7 +71,7 @@ def _null_tile(null: BlockView, height: int) -> list[Text]:
 
 
 def _tile(block: BlockView, width: int, block_size: int, *, is_changed: bool, with_words: bool) -> list[Text]:
-    """Block id and generation; state and ref_count; and, if there is room, the words in two lines."""
+    """Draw a tile: block id and generation; state and ref_count; and, if there is room, the words in two lines."""
     style = _SHARED_STYLE if block.ref_count > 1 else _TILE_STYLES[block.state]
     if block.state is State.HELD and not block.sealed:
         style = _UNSEALED_STYLE
@@ -93,7 +93,7 @@ def _tile(block: BlockView, width: int, block_size: int, *, is_changed: bool, wi
 
 
 def _ends(left: str, right: str, width: int) -> str:
-    """Both, as far apart as the width allows."""
+    """Join two texts at the two ends of the width."""
     return f"{left}{right:>{max(0, width - len(left))}}"
 
 
@@ -111,7 +111,7 @@ def _changes(changed: dict[int, str], width: int) -> list[Text]:
 
 
 def _ranges(blocks: Iterable[int]) -> str:
-    """1–4, 7"""
+    """Write blocks as ranges: 1–4, 7."""
     parts = []
     for _, run in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
         members = [block for _, block in run]

@@ -1,4 +1,4 @@
-"""What one step changed in a group, block by block."""
+"""Describes the changes of one step in a group, block by block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .snapshot import BlockView, GroupView
 
 
 def changed_blocks(before: GroupView, after: GroupView) -> dict[int, str]:
-    """How each block that is not as it was has changed, in words."""
+    """Return the changed blocks, each with its change in words."""
     return {
         new.block: _difference(old, new)
         for old, new in zip(before.blocks, after.blocks, strict=True)

@@ -95,12 +95,12 @@ def _play(worker: Worker) -> Iterator[Scene]:
     f = worker.allocate("F", _F)
     of_b = [block for block in f.blocks if block in b.blocks]
     of_c = [block for block in f.blocks if block in c.blocks]
-    kept = list(pool.free_list())
+    still_cached = list(pool.free_list())
     yield Scene(
         "F is asked for again: granted",
         f"""
-        F evicts B's beginning, {listed(of_b)}, and block {listed(of_c)}, the end of C. C's first {len(kept)} blocks
-        are still cached: a request that begins as C did saves {len(kept) * BLOCK_SIZE} tokens. In all,
+        F evicts B's beginning, {listed(of_b)}, and block {listed(of_c)}, the end of C. C's first {len(still_cached)} blocks
+        are still cached: a request that begins as C did saves {len(still_cached) * BLOCK_SIZE} tokens. In all,
         {pool.num_evicted} blocks were evicted, none of them while in use.
         """,
     )

@@ -1,4 +1,4 @@
-"""The KV caches of which stories are told: small enough that every block has a place in the picture."""
+"""The layouts of KV caches in the stories, small enough to show every block in the picture."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvpool.cache_service.core.windows import span
 
 BLOCK_SIZE: Final = 4
 NUM_BLOCKS: Final = 17
-"""16 blocks that can be granted, and the null block."""
+"""Blocks of a pool: 16 that can be granted, and the null block."""
 CHUNK_TOKENS: Final = 8
-"""Tokens of a sequence that one step computes at most."""
+"""Most tokens of a sequence that one step computes."""
 WINDOW: Final = 8
 """Tokens that a layer with a window sees."""
 GRID_BLOCKS: Final = 2
-"""In blocks of tokens: snapshots of a state are taken after its multiples."""
+"""Distance of snapshots in blocks of tokens: they are taken after its multiples."""
 
 _NUM_SCARCE: Final = 9
-"""8 blocks that can be granted: a row of the picture."""
+"""Blocks of a small pool: 8 that can be granted, a row of the picture, and the null block."""
 
 ONE_GROUP: Final = Layout(BLOCK_SIZE, (Group(NUM_BLOCKS),))
 
 
 def _with_window() -> Layout:
     group = Group(_NUM_SCARCE, window=WINDOW)
-    # What the tokens of a step see, and what they fill: they may begin anywhere in a block.
+    # Blocks that the tokens of a step see, and those that they fill: they may begin anywhere in a block.
     ring = span(group, BLOCK_SIZE) + -(-(CHUNK_TOKENS - 1) // BLOCK_SIZE) + 1
     return Layout(BLOCK_SIZE, (Group(NUM_BLOCKS), group._replace(scratch_blocks=ring)))
 
@@ -35,11 +35,11 @@ FULL_AND_WINDOW: Final = _with_window()
 FULL_AND_STATE: Final = Layout(
     BLOCK_SIZE, (Group(NUM_BLOCKS), Group(_NUM_SCARCE, scratch_blocks=2, grid_blocks=GRID_BLOCKS))
 )
-"""Scratch of a sequence: its running state, and a copy of it that may become a snapshot."""
+"""Its second group has two scratch blocks: the running state, and a copy of it that may become a snapshot."""
 
 
 class Kind(Enum):
-    """What a group keeps of a sequence, and what the picture calls that."""
+    """Kinds of groups, each with the label of its tables in the picture."""
 
     FULL = "Table"
     WINDOW = "Window"
@@ -47,12 +47,12 @@ class Kind(Enum):
 
 
 def kind_of(group: Group) -> Kind:
-    """By what is said of the group."""
+    """Return the kind of a group."""
     return Kind.STATE if group.grid_blocks else Kind.WINDOW if group.window else Kind.FULL
 
 
 def group_title(group: Group) -> str:
-    """Which layers it is of."""
+    """Describe the layers of a group."""
     match kind_of(group):
         case Kind.FULL:
             return "layers that see the whole text"

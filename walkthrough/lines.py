@@ -1,6 +1,6 @@
-"""Lines of a picture: items after a label, in as many lines as they need.
+"""Lays out lines of a picture: items after a label, in as many lines as they need.
 
-Every mark is a sign, colours only repeat it: without them the picture says the same.
+Every mark is a sign, which colours only repeat: without them the picture says the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LABEL: Final = 13
 
 
 def flow(label: str, items: Sequence[Text], width: int, *, gap: int = 1) -> list[Text]:
-    """The items after a label, in lines of at most `width` columns that begin below the first item."""
+    """Write the items after a label, in lines of at most `width` columns that begin below the first item."""
     indent = _LABEL if label else 0
     lines = [Text.assemble((f"{label:<{indent}}", "bold"))]
     column = indent
@@ -34,5 +34,5 @@ def flow(label: str, items: Sequence[Text], width: int, *, gap: int = 1) -> list
 
 
 def marked(block: int, is_new: bool) -> tuple[str, str]:
-    """A block id, with its mark if it is new where it stands."""
+    """Return a block id with its style; a mark shows that it is new in its place."""
     return (f"*{block}", CHANGED_STYLE) if is_new else (str(block), "bold")

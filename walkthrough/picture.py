@@ -1,4 +1,4 @@
-"""The picture of one step: title, sentences, calls, block map, block tables and free list of each group, and prefix tree."""
+"""Draws the picture of one step: title, sentences, calls, block map, block tables and free list of each group, and prefix tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH_MIN: Final = 60
 
 
 def draw_step(case: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
-    """The lines of one step, each at most `width` columns (at least 60, at most 120 are used)."""
+    """Draw the lines of one step, each at most `width` columns wide (at least 60, at most 120 are used)."""
     width = max(_WIDTH_MIN, min(width, WIDTH_MAX))
     step = steps[index]
     lines = _intro(case, steps, index, width)
@@ -35,7 +35,7 @@ def draw_step(case: Story, steps: Sequence[StoryStep], index: int, width: int) -
 
 
 def draw_legend(case: Story, width: int) -> list[Text]:
-    """What the signs mean."""
+    """Draw the meaning of the signs."""
     signs = [
         "* changed in this step",
         "×2 ref_count: in 2 tables",
@@ -51,7 +51,7 @@ def draw_legend(case: Story, width: int) -> list[Text]:
 
 
 def _intro(case: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
-    """What happens and why, and the call that makes it happen."""
+    """Draw what happens and why, and the call that makes it happen."""
     step = steps[index]
     position = f"{case.name} {index + 1}/{len(steps)}"
     lines = []
@@ -77,7 +77,7 @@ def _hang(lead: str, call: str, width: int) -> list[Text]:
 
 
 def _group(step: StoryStep, index: int, width: int) -> list[list[Text]]:
-    """Parts of the picture."""
+    """Draw the parts of one group."""
     before, after, block_size = step.before.groups[index], step.after.groups[index], step.after.block_size
     blocks = draw_block_map(before, after, block_size, width)
     if len(step.after.groups) > 1:

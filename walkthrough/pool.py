@@ -74,11 +74,11 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
     table = worker.table("A")
     worker.free("A")
-    (kept,) = worker.blocks_in(State.HELD, table)
+    (shared,) = worker.blocks_in(State.HELD, table)
     yield Scene(
         "A ends: the shared block stays",
         f"""
-        Every block of A loses one from its count. Block {kept} is still C's, so it stays held; the others are
+        Every block of A loses one from its count. Block {shared} is still C's, so it stays held; the others are
         cached or free. A block is given back when the last table that names it has gone.
         """,
     )

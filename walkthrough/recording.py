@@ -1,4 +1,4 @@
-"""A case, played to its end: what happened at each step and how the core looked afterwards."""
+"""Plays a story to its end, and records each step and the state of the core after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .worker import Worker
 
 
 class Scene(NamedTuple):
-    """What a case says after each call that it makes. Line breaks in the sentences mean nothing."""
+    """The text of a story after one of its calls. Line breaks in the sentences mean nothing."""
 
     title: str
     sentences: str
@@ -25,16 +25,16 @@ class Story(NamedTuple):
 
     name: str
     summary: str
-    """One line."""
+    """Summary in one line."""
     play: Callable[[Worker], Iterator[Scene]]
     shows_tree: bool = False
-    """Whether the prefix tree, with the names of the blocks, belongs to the picture."""
+    """Whether the picture has the prefix tree, with the names of the blocks."""
     layout: Layout = ONE_GROUP
     """The groups of the worker."""
 
 
 class StoryStep(NamedTuple):
-    """One call, what it means, and the core before and after it."""
+    """One call, its text, and the core before and after it."""
 
     scene: Scene
     calls: tuple[str, ...]
@@ -63,7 +63,7 @@ def record(case: Story) -> list[StoryStep]:
 
 
 def _next_scene(play: Iterator[Scene], worker: Worker) -> Scene | None:
-    """The next scene; None at the end. A story that a broken core has thrown off course gets a scene that says so."""
+    """Return the next scene; None at the end. If a broken core has thrown the story off course, the scene says so."""
     try:
         return next(play, None)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""What the worker of a walkthrough does with the blocks of one sequence in a group with a window or a state.
+"""The blocks of one sequence in a group with a window or a state, as the worker of a walkthrough manages them.
 
-The manager knows which blocks these are, and nothing of what is in them until they are named. A block is *placed* while what ends
-with a block of tokens is in it, *free* while it may be written, and *named* once it is an entry that others can hit. The real ones
+The manager knows the ids of these blocks, but not their content until they are named. A block is *placed* while it has the content
+for one index of the table, *free* while it may be written, and *named* once it is an entry that others can hit. The real ones
 are in worker_service/cache/ring.py and running_state.py, which a walkthrough of the manager does not import.
 """
 
@@ -17,15 +17,15 @@ from .layouts import BLOCK_SIZE
 
 
 class Named(NamedTuple):
-    """What an Append says of a window or snapshot that was named."""
+    """The fields of an Append for a window or snapshot that was named."""
 
     entries: tuple[TableEntry, ...]
     replacements: tuple[ReservedBlock, ...]
-    """Out of the reserve: scratch from now on."""
+    """Blocks out of the reserve that are scratch from now on."""
 
 
 class Scratch:
-    """One sequence in one such group."""
+    """The blocks of one sequence in one such group."""
 
     def __init__(self, group: Group, hits: Mapping[int, ReservedBlock], scratch: Iterable[ReservedBlock]) -> None:
         self._group = group
@@ -36,12 +36,12 @@ class Scratch:
         self._released: list[TableEntry] = []
 
     def advance(self, begin: int, end: int) -> None:
-        """A step computes the tokens begin … end − 1 of the sequence."""
+        """Compute the tokens begin … end − 1 of the sequence in one step."""
         raise NotImplementedError
 
     def name(self, boundary: int, num_to_come: int, spare: list[ReservedBlock], *, is_prompt_done: bool) -> Named:
-        """Name what ends at a boundary, in tokens. What the sequence lacks then it takes out of `spare`; if that has too little,
-        nothing is named. `num_to_come`: blocks of tokens after the boundary."""
+        """Name the window or snapshot that ends at `boundary`, in tokens. Scratch blocks that the sequence then lacks are taken out
+        of `spare`; if that has too few, nothing is named. `num_to_come`: blocks of tokens after the boundary."""
         end = boundary // BLOCK_SIZE
         indexes = [index for index in range(max(0, end - self._span), end) if index in self._placed]
         num_needed = self._num_needed(num_to_come, is_prompt_done=is_prompt_done)
@@ -54,13 +54,13 @@ class Scratch:
         return Named(tuple(TableEntry(index, *reserved) for index, reserved in placed.items()), replacements)
 
     def settle(self, num_to_come: int) -> None:
-        """The prompt is computed: release what only the prompt needed."""
+        """Release the scratch that only the prompt needed, now that it is computed."""
         num_needed = self._num_needed(num_to_come + len(self._placed), is_prompt_done=True)
         while self._free and self._num_scratch > num_needed:
             self._released.append(TableEntry(0, *self._free.pop()))
 
     def take_released(self) -> tuple[TableEntry, ...]:
-        """What the sequence has stopped using since the last time."""
+        """Return the entries that the sequence has stopped using since the last call."""
         released, self._released = tuple(self._released), []
         return released
 
@@ -76,7 +76,7 @@ class Scratch:
 
 
 class Ring(Scratch):
-    """A window: the block whose tokens no later token sees is written again."""
+    """A window's ring: a block whose tokens no later token sees is written again."""
 
     def advance(self, begin: int, end: int) -> None:
         first_seen = begin // BLOCK_SIZE - self._span
@@ -94,7 +94,7 @@ class Ring(Scratch):
 
 
 class RunningState(Scratch):
-    """A recurrent state: every step overwrites it, and one that ends on the grid leaves a copy."""
+    """A recurrent state. Every step overwrites it, and a step that ends on the grid leaves a copy."""
 
     def __init__(self, group: Group, hits: Mapping[int, ReservedBlock], scratch: Iterable[ReservedBlock]) -> None:
         super().__init__(group, hits, scratch)
@@ -111,4 +111,4 @@ class RunningState(Scratch):
         return 1 if num_to_come >= self._group.grid_blocks else 0
 
     def settle(self, num_to_come: int) -> None:
-        """It needs as much as before."""
+        """Release nothing: a state needs as much as before."""

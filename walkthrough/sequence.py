@@ -1,4 +1,4 @@
-"""What the worker of a walkthrough knows of one of its sequences, and states of it."""
+"""A sequence of a walkthrough's worker, and what the worker reports of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .scratch import Named, Ring, RunningState, Scratch
 
 
 class Progress(NamedTuple):
-    """What is stated of a sequence: the fields of a SequenceUpdate after its key."""
+    """The fields of a SequenceUpdate after its key."""
 
     start: int
     tokens: bytes
@@ -33,7 +33,7 @@ class Progress(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A fork as it was made."""
+    """A fork that the worker has made."""
 
     sequence: WorkerSequence
     num_shared_blocks: int
@@ -41,7 +41,7 @@ class Fork(NamedTuple):
 
 
 class WorkerSequence:
-    """A sequence that was granted."""
+    """A granted sequence."""
 
     def __init__(self, layout: Layout, tokens: bytes, max_new_tokens: int, granted: Granted) -> None:
         self._tokens = tokens
@@ -62,13 +62,14 @@ class WorkerSequence:
         return len(self._tokens) // TOKEN_BYTES
 
     def add_boundary(self, num_tokens: int) -> None:
-        """Another prompt parts there. Too late if the sequence is past it: what it had there may be written again."""
+        """Add a boundary where another prompt parts. It is ignored if the sequence is past it: its content may be overwritten by
+        now."""
         if num_tokens >= self._num_computed:
             self._boundaries = sorted({*self._boundaries, num_tokens})
 
     def advance(self, generated: bytes, up_to: int | None, reserves: list[list[ReservedBlock]]) -> Progress:
-        """Compute all that is known, or the first `up_to` tokens; then generate these. The last generated token is computed by the
-        step after it. `reserves`, by group: new blocks come out of them."""
+        """Compute all tokens so far, or the first `up_to`; then add the `generated` ones, of which the next step computes the last.
+        New blocks come out of `reserves`, which are by group."""
         start = self._num_tokens
         self._tokens += generated
         changes = self._compute(self._num_computable if up_to is None else up_to, reserves)
@@ -79,8 +80,8 @@ class WorkerSequence:
         return self._progress(start, generated, self._grow(reserves[0]), changes)
 
     def fork(self, generated: bytes, reserve: list[ReservedBlock]) -> Fork:
-        """Another sequence goes on from what this one has computed, with these tokens. Of the blocks it shares the full ones; the
-        rest was copied, on the device, into a block of the reserve. A story of forks has one group."""
+        """Make a sequence that continues from the computed tokens of this one with the `generated` ones. It shares the full blocks;
+        the rest was copied, on the device, into a block of the reserve. A story of forks has one group."""
         num_shared = self._num_computed // BLOCK_SIZE
         start = num_shared * BLOCK_SIZE
         child = copy(self)
@@ -90,8 +91,8 @@ class WorkerSequence:
         return Fork(child, num_shared, progress)
 
     def end(self, reserves: list[list[ReservedBlock]]) -> Progress:
-        """It ends, when all that it can is computed. What it has at the last place is named, because a conversation goes on from
-        there; nothing has to take its place."""
+        """End the sequence after computing all tokens that can be. The window or snapshot at the last possible place is named,
+        because a conversation continues from there; it needs no replacement."""
         start = self._num_tokens
         changes = self._compute(self._num_computable, reserves)
         step = self._grid or BLOCK_SIZE
@@ -103,11 +104,12 @@ class WorkerSequence:
         return self._num_tokens - (self._num_tokens > self._num_prompt_tokens)
 
     def _num_to_come(self, num_tokens: int) -> int:
-        """Blocks that follow those of the first tokens, at most."""
+        """Return the most blocks of tokens that can follow the first `num_tokens`."""
         return max(0, self._num_blocks_max - -(-num_tokens // BLOCK_SIZE))
 
     def _compute(self, target: int, reserves: list[list[ReservedBlock]]) -> list[Named]:
-        """Step by step; returns what is named at the boundaries on the way, by group."""
+        """Compute up to `target` step by step; returns the windows and snapshots that are named at boundaries on the way, by
+        group."""
         changes = [Named((), ()) for _ in self._scratch]
         while self._num_computed < target:
             begin = self._num_computed

@@ -1,4 +1,4 @@
-"""Everything a walkthrough shows of the core, read from it in one go."""
+"""Reads everything that a walkthrough shows from the core."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .worker import WORKER_ID, Worker
 
 
 class BlockView(NamedTuple):
-    """One block."""
+    """The state of one block."""
 
     block: int
     state: State
     ref_count: int
     generation: int
-    """Counted from 1: without the epoch that leads the stamp. 0 if the block was never granted."""
+    """Generation without the manager's epoch, counted from 1; 0: the block was never granted."""
     sealed: bool
     words: tuple[str, ...]
-    """What it holds if it is sealed, else the words that a live sequence has for it. None of a state."""
+    """Words of a sealed block, else those that a live sequence has for it. Empty for a state."""
     is_scratch: bool = False
-    """Held without a place: only its worker knows what is in it."""
+    """Whether it is held without a place in a table: only its worker knows the content."""
     num_tokens: int = 0
-    """Of a snapshot: the tokens that its state has seen; otherwise 0."""
+    """Tokens that the state of a snapshot has seen; 0: it is no snapshot."""
 
     @property
     def role(self) -> str:
-        """Its state, in a word."""
+        """State of the block in a word."""
         return "scratch" if self.is_scratch else self.state.name.lower()
 
 
@@ -47,31 +47,31 @@ class EntryView(NamedTuple):
 
 
 class TableView(NamedTuple):
-    """What a live sequence has in one group."""
+    """The blocks of a live sequence in one group."""
 
     sequence_id: str
     entries: tuple[EntryView, ...]
-    """Of a group with a window or a state: those that are named."""
+    """Entries of the table; in a group with a window or a state only the named ones."""
     num_tokens: int
     num_cached_tokens: int
     num_computed_tokens: int
     scratch: tuple[int, ...] = ()
     boundaries: tuple[int, ...] = ()
-    """In tokens: where it is yet to name a window or a snapshot."""
+    """Lengths in tokens at which it still has to name a window or a snapshot."""
 
 
 class GroupView(NamedTuple):
-    """One group: a pool, and what each live sequence has of it."""
+    """One group: its pool, and the blocks of each live sequence."""
 
     group: Group
     counts: BlockCounts
     num_evicted: int
     blocks: tuple[BlockView, ...]
-    """By block_id, the null block included."""
+    """Blocks by block_id, the null block included."""
     tables: tuple[TableView, ...]
-    """In the order in which the sequences came."""
+    """Tables in the order in which the sequences came."""
     free_list: tuple[int, ...]
-    """From the next to be granted to the last."""
+    """Free blocks, the next to be granted first."""
 
 
 class NodeView(NamedTuple):
@@ -92,11 +92,11 @@ class Snapshot(NamedTuple):
     block_size: int
     groups: tuple[GroupView, ...]
     roots: tuple[NodeView, ...]
-    """Their `words` are empty."""
+    """Roots of the prefix tree; their `words` are empty."""
 
 
 def take_snapshot(worker: Worker) -> Snapshot:
-    """Look at everything; changes nothing."""
+    """Read the whole state; changes nothing."""
     return Snapshot(
         worker.layout.block_size,
         tuple(_group_view(worker, pool) for pool in worker.session.pools),
@@ -105,7 +105,7 @@ def take_snapshot(worker: Worker) -> Snapshot:
 
 
 def counter(generation: int) -> int:
-    """A generation without the epoch of the manager that leads it."""
+    """Return a generation without the manager's epoch, with which it begins."""
     return generation & ((1 << EPOCH_SHIFT) - 1)
 
 
@@ -123,13 +123,13 @@ def _group_view(worker: Worker, pool: BlockPool) -> GroupView:
 
 
 def _blocks(worker: Worker, pool: BlockPool, group: Group, tables: tuple[TableView, ...]) -> list[BlockView]:
-    held = {entry.block: entry.words for table in tables for entry in table.entries}
+    words_by_block = {entry.block: entry.words for table in tables for entry in table.entries}
     scratch = {block for table in tables for block in table.scratch}
     blocks = [BlockView(0, pool.state(0), pool.ref_count(0), counter(pool.generation(0)), False, ())]
     for description in worker.manager.describe_blocks(WORKER_ID, group=pool.slot):
         block = description.block
         node = pool.node(block)
-        words = held.get(block, ())
+        words = words_by_block.get(block, ())
         if node is not None:
             words = () if group.grid_blocks else worker.words.decode(node.tokens)
         num_tokens = 0
@@ -171,7 +171,7 @@ def _table_view(worker: Worker, pool: BlockPool, sequence: Sequence) -> TableVie
 
 
 def _roots(worker: Worker) -> list[Node]:
-    """Roots of all that is cached or live, in the order of the blocks."""
+    """Return the roots of all cached blocks and live sequences, in the order of the blocks."""
     roots: dict[Node, None] = {}
     for pool in worker.session.pools:
         for block in range(1, pool.num_blocks):

@@ -69,12 +69,12 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
     worker.append("A")
-    (kept,) = worker.blocks_in(State.CACHED, group=1)
+    (last,) = worker.blocks_in(State.CACHED, group=1)
     yield Scene(
         "A's prompt is computed: one more snapshot, and the first is released",
         f"""
-        Block {kept} is the state after {boundary} tokens. A has gone on from both snapshots and released them. Block
-        {kept} is cached; block {snapshot} is still B's, which may not have read it yet.
+        Block {last} is the state after {boundary} tokens. A has gone on from both snapshots and released them. Block
+        {last} is cached; block {snapshot} is still B's, which may not have read it yet.
         """,
     )
 
@@ -89,12 +89,12 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    known = len(_A.split()) // BLOCK_SIZE * BLOCK_SIZE
+    num_full = len(_A.split()) // BLOCK_SIZE * BLOCK_SIZE
     c = worker.allocate("C", _C)
     yield Scene(
         f"C goes on from A's prompt: {c.num_cached_tokens} tokens cached",
         f"""
-        The first group has {known} tokens of it, but there is no state after {known}. The last snapshot on the way is
+        The first group has {num_full} tokens of it, but there is no state after {num_full}. The last snapshot on the way is
         that after {c.num_cached_tokens}, block {listed(c.named)}: C computes the rest again.
         """,
     )

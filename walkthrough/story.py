@@ -1,4 +1,4 @@
-"""A case as an object of plain values, for JSON: what a page shows of it."""
+"""Encodes a story as plain values for JSON, for the page that shows it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .snapshot import BlockView, GroupView, TableView
 
 
 def as_object(case: Story, steps: Sequence[StoryStep]) -> dict[str, Any]:
-    """The story and its steps.
+    """Return the story and its steps.
 
-    Of each step: `title` and `text`, the `calls` that were made with their answers, the state after them, and `violations` of laws.
-    The state of a group: `blocks` by number, the null block left out, with the `owners` whose tables name each; `tables` in the
-    order in which the sequences came; `free_list` from the next to be granted on; `changed`: blocks that the step has changed.
+    A step has `title` and `text`, the `calls` that were made with their answers, the state after them, and `violations` of laws.
 
-    With one group these are in the step itself, otherwise in its `groups`, each with a `title` and a `kind`. Tables of a group
-    with a window or a state have `entries`, each an index and a block, instead of `blocks`; `scratch`; and `boundaries`, in tokens,
-    at which the sequence is yet to name something. The `words` of a snapshot say after how many tokens it was taken.
+    The state of a group has `blocks` by number, without the null block, each with its `owners`, whose tables name it; `tables` in
+    the order in which the sequences came; `free_list`, the next block to be granted first; and `changed`, the blocks that the step
+    has changed. With one group these are in the step itself, otherwise in its `groups`, each with a `title` and a `kind`. Tables of
+    a group with a window or a state have `entries`, each an index and a block, instead of `blocks`; `scratch`; and `boundaries`, in
+    tokens, at which the sequence still has to name something. The `words` of a snapshot show after how many tokens it was taken.
     """
     return {
         "name": case.name,

@@ -1,4 +1,4 @@
-"""The worker of a walkthrough: it drives a real CacheManager, call after call, the way an honest worker does."""
+"""The worker of a walkthrough, which drives a real CacheManager call by call, as an honest worker does."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ _ROOT: Final = Root("walkthrough")
 
 
 class UnexpectedAnswer(Exception):
-    """The core answered otherwise than the story needs."""
+    """The core gave another answer than the story needs."""
 
 
 class NewTable(NamedTuple):
-    """What a sequence was granted."""
+    """The grant of a sequence."""
 
     blocks: tuple[int, ...]
-    """Of the first group, from table index 0 on."""
+    """Blocks of the first group, from table index 0 on."""
     num_cached_tokens: int
     named: tuple[int, ...] = ()
-    """Of the second group, which has a window or a state: the blocks of the window or snapshot that is hit."""
+    """Blocks of the window or snapshot that is hit, in a second group with a window or a state."""
     scratch: tuple[int, ...] = ()
     boundaries: tuple[int, ...] = ()
-    """In tokens."""
+    """Boundaries of the sequence, in tokens."""
 
 
 class Worker:
@@ -76,35 +76,35 @@ class Worker:
 
     @property
     def session(self) -> Session:
-        """The manager's side of this worker."""
+        """The manager's session of this worker."""
         return self.manager.worker(WORKER_ID)
 
     @property
     def pool(self) -> BlockPool:
-        """The blocks of its first group."""
+        """The pool of its first group."""
         return self.session.pools[0]
 
     def table(self, name: str) -> list[int]:
-        """The block table of a live sequence in the first group."""
+        """Return the block table of a live sequence in the first group."""
         return list(self.session.sequences[name, 1].tables[0])
 
     def window(self, name: str) -> WindowTable:
-        """What a live sequence has in the last group, which has a window or a state."""
+        """Return the blocks of a live sequence in the last group, which has a window or a state."""
         window = self.session.sequences[name, 1].windows[-1]
         assert window is not None
         return window
 
     def blocks_in(self, state: State, among: Iterable[int] | None = None, *, group: int = 0) -> list[int]:
-        """The blocks in a state, of all or of those given, in that order."""
+        """Return the blocks in a state, of all blocks or of those `among`, in their order."""
         pool = self.session.pools[group]
         return [block for block in (among or range(1, pool.num_blocks)) if pool.state(block) is state]
 
     def check(self) -> Audit:
-        """The core's own audit of all its laws."""
+        """Run the core's own audit of all its laws."""
         return self.manager.check()
 
     def take_calls(self) -> tuple[str, ...]:
-        """The calls made since the last time, with their answers, a line each."""
+        """Return the calls since the last time, with their answers, each as a line."""
         calls, self._calls = tuple(self._calls), []
         return calls
 
@@ -113,7 +113,7 @@ class Worker:
     def allocate(
         self, name: str, prompt: str, *, max_new_tokens: int = 1, reserve_wishes: tuple[int, ...] = ()
     ) -> NewTable:
-        """Allocate one sequence, which must be granted. `reserve_wishes`: by group."""
+        """Allocate one sequence, which must be granted. `reserve_wishes` are by group."""
         return self.allocate_all({name: prompt}, max_new_tokens=max_new_tokens, reserve_wishes=reserve_wishes)[0]
 
     def allocate_all(
@@ -137,53 +137,53 @@ class Worker:
         return outcome
 
     def allocate_too_early(self, name: str, prompt: str) -> Wait:
-        """Allocate one sequence, which must be told to wait for another that is computing its beginning."""
+        """Allocate one sequence, for which the answer must be to wait for another one that computes its beginning."""
         (outcome,) = self._allocate({name: prompt}, 1, ())
         if not isinstance(outcome, Wait):
             raise UnexpectedAnswer(f"allocate({name!r}) was to wait; the core answered {outcome!r}")
         return outcome
 
     def append(self, name: str, generated: str = "", *, up_to: int | None = None) -> Appended:
-        """Report that everything known so far is computed, or the first `up_to` tokens, and `generated` words. New blocks come out
-        of the reserves; windows and snapshots are named on the way."""
+        """Report that all tokens so far, or the first `up_to`, are computed, and the `generated` words. New blocks come out of the
+        reserves; windows and snapshots are named on the way."""
         progress = self._sequences[name].advance(self.words.encode(generated), up_to, self._reserves)
         update = _update(name, progress)
         (outcome,), reply = self.manager.append(self._uplink(), [AppendItem(update)])
         if not isinstance(outcome, Appended):
             raise UnexpectedAnswer(f"append({name!r}) was to be accepted; the core answered {outcome!r}")
-        stated = [f"num_computed_tokens={update.num_computed_tokens}", *self._stated(progress)]
+        details = [f"num_computed_tokens={update.num_computed_tokens}", *self._block_details(progress)]
         if generated:
-            stated.insert(0, f"{len(update.tokens) // TOKEN_BYTES} new tokens")
+            details.insert(0, f"{len(update.tokens) // TOKEN_BYTES} new tokens")
         answer = f"{outcome.num_sealed_tokens} tokens sealed{self._apply(reply)}"
-        self._calls.append(f'append("{name}", {", ".join(stated)}) → {answer}')
+        self._calls.append(f'append("{name}", {", ".join(details)}) → {answer}')
         return outcome
 
     def fork(self, parent: str, name: str, generated: str) -> Appended:
-        """State a fork that was made of what the parent has computed, which must be known; its first words are `generated`."""
+        """Report a fork of the parent's computed tokens, which the manager must know; its first words are `generated`."""
         child, num_shared, progress = self._sequences[parent].fork(self.words.encode(generated), self._reserves[0])
         self._sequences[name] = child
         item = ForkItem(_key(parent), num_shared, _update(name, progress))
         (outcome,), reply = self.manager.fork(self._uplink(), [item])
         if not isinstance(outcome, Appended):
             raise UnexpectedAnswer(f"fork({name!r}) was to be accepted; the core answered {outcome!r}")
-        stated = [
+        details = [
             f"{num_shared} blocks shared",
             f"{len(progress.tokens) // TOKEN_BYTES} tokens after them",
             f"num_computed_tokens={progress.num_computed_tokens}",
-            *self._stated(progress),
+            *self._block_details(progress),
         ]
         answer = f"{outcome.num_sealed_tokens} tokens sealed{self._apply(reply)}"
-        self._calls.append(f'fork("{name}" of "{parent}", {", ".join(stated)}) → {answer}')
+        self._calls.append(f'fork("{name}" of "{parent}", {", ".join(details)}) → {answer}')
         return outcome
 
     def free(self, *names: str) -> None:
-        """End sequences in one call, which also reports what they had computed, and names the last window or snapshot of each."""
+        """End sequences in one call, which also reports their computed tokens, and names the last window or snapshot of each."""
         ended = {name: self._sequences.pop(name).end(self._reserves) for name in names}
         updates = [_update(name, progress) for name, progress in ended.items()]
         granted = self._apply(self.manager.free(self._uplink(), updates))
         for name, progress in ended.items():
-            stated = [f"num_computed_tokens={progress.num_computed_tokens}", *self._stated(progress)]
-            self._calls.append(f'free("{name}", {", ".join(stated)}) → done{granted}')
+            details = [f"num_computed_tokens={progress.num_computed_tokens}", *self._block_details(progress)]
+            self._calls.append(f'free("{name}", {", ".join(details)}) → done{granted}')
 
     # -- the link
 
@@ -196,12 +196,12 @@ class Worker:
         ]
         outcomes, reply = self.manager.allocate(self._uplink(reserve_wishes), items)
         granted = self._apply(reply)
-        wanted = "" if max_new_tokens == 1 else f", up to {max_new_tokens} new"
+        wishes = "" if max_new_tokens == 1 else f", up to {max_new_tokens} new"
         if reserve_wishes:
-            wanted += f", reserve_wish={reserve_wishes if len(reserve_wishes) > 1 else reserve_wishes[0]}"
+            wishes += f", reserve_wish={reserve_wishes if len(reserve_wishes) > 1 else reserve_wishes[0]}"
         for item, outcome in zip(items, outcomes, strict=True):
             num_tokens = len(item.tokens) // TOKEN_BYTES
-            call = f'allocate("{item.key.sequence_id}", {num_tokens} tokens{wanted})'
+            call = f'allocate("{item.key.sequence_id}", {num_tokens} tokens{wishes})'
             self._calls.append(f"{call} → {self._answer(outcome)}{granted}")
         return outcomes
 
@@ -210,33 +210,33 @@ class Worker:
         return Uplink(self._session_number, self._call_no, self._applied, reserve_wishes)
 
     def _apply(self, reply: Reply) -> str:
-        """Apply the new entries of the downlink; returns how to say so."""
+        """Apply the new entries of the downlink; returns a description of them."""
         granted: list[list[int]] = [[] for _ in self._reserves]
-        told = ""
+        description = ""
         for number, entry in reply.entries:
             if number > self._applied and isinstance(entry, Grant):
                 self._reserves[entry.group] += [ReservedBlock(block, entry.generation) for block in entry.blocks]
                 granted[entry.group] += entry.blocks
             elif number > self._applied and isinstance(entry, Boundary):
                 self._sequences[entry.key.sequence_id].add_boundary(entry.num_tokens)
-                told += f'; downlink: boundary("{entry.key.sequence_id}", {entry.num_tokens})'
+                description += f'; downlink: boundary("{entry.key.sequence_id}", {entry.num_tokens})'
             self._applied = max(self._applied, number)
         for group, blocks in enumerate(granted):
             of_group = f" of group {group}" if len(granted) > 1 else ""
-            told += f"; the reserve{of_group} gets {blocks}" if blocks else ""
-        return told
+            description += f"; the reserve{of_group} gets {blocks}" if blocks else ""
+        return description
 
     # -- in words
 
-    def _stated(self, progress: Progress) -> list[str]:
-        """What an update says of blocks."""
-        stated = []
+    def _block_details(self, progress: Progress) -> list[str]:
+        """Describe the blocks of an update."""
+        details = []
         for group, of_group in enumerate(self.layout.groups):
             place = kind_of(of_group).value.lower()
-            stated += [f"block {block} as {place}[{index}]" for index, block, _ in progress.bound[group]]
-            stated += [f"block {reserved.block} as scratch" for reserved in progress.scratch[group]]
-            stated += [f"block {released.block} of the {place} released" for released in progress.released[group]]
-        return stated
+            details += [f"block {block} as {place}[{index}]" for index, block, _ in progress.bound[group]]
+            details += [f"block {reserved.block} as scratch" for reserved in progress.scratch[group]]
+            details += [f"block {released.block} of the {place} released" for released in progress.released[group]]
+        return details
 
     def _answer(self, outcome: AllocateOutcome) -> str:
         if isinstance(outcome, Refusal):
