@@ -1,1 +1,1 @@
-"""The command line `kvpool`. It imports nothing here: processes that need a part of it, as on Ray, start faster."""
+"""The command line `kvpool`. This module imports nothing, so that processes that need a part of it, e.g. on Ray, start faster."""

@@ -1,4 +1,4 @@
-"""The flags that say how an answer is to be generated, once for all commands that have them."""
+"""The flags for the generation of an answer, for all commands that have them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EarlyStoppingWord(StrEnum):
 
 
 class AnswerFlags:
-    """Type, flag and default of each option, by its name in GenerateOptions and in the order of --help."""
+    """Type, flag and default of each option. The names are those of GenerateOptions, the order is that of --help."""
 
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128
     temperature: Annotated[
@@ -145,8 +145,8 @@ class AnswerFlags:
 def takes_answer_flags(
     *, without: Collection[str] = (), **defaults: object
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Put the flags in place of a command's parameter `options`, which then gets their values. `without`: options for which the
-    command has no flag. `defaults`: those that are the command's own."""
+    """Replace a command's parameter `options` by the flags; it then gets their values. `without`: options for which the command has
+    no flag. `defaults`: the command's own defaults."""
     flags = [
         inspect.Parameter(
             name,
@@ -170,7 +170,7 @@ def takes_answer_flags(
         for parameter in inspect.signature(command, eval_str=True).parameters.values():
             own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
             parameters += flags if parameter.name == "options" else own
-        # What typer reads of a command.
+        # typer reads these attributes of a command.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -180,7 +180,7 @@ def takes_answer_flags(
 
 
 def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:
-    """`ID=BIAS` for each token id; the last one counts where an id is named twice."""
+    """Parse `ID=BIAS` pairs; the last one counts if an id is named twice."""
     bias: dict[int, float] = {}
     for pair in pairs:
         token_id, _, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""All commands under one name."""
+"""The program `kvpool` with all its commands."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ app.command("walkthrough", cls=PassThrough, add_help_option=False)(walkthrough)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit. An error of kvpool is one line on stderr and exit status 1; settings that cannot be used are a line
-    each and 2. Ctrl-C is 130."""
+    """Run one command and exit. An error of kvpool gives one line on stderr and exit status 1; wrong settings give a line each and
+    2. Ctrl-C gives 130."""
     replace_what_cannot_be_encoded()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="kvpool")

@@ -1,4 +1,4 @@
-"""Commands that hand their arguments on."""
+"""Commands that pass their arguments on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typer.core import TyperCommand
 
 
 class PassThrough(TyperCommand):
-    """A command that parses its arguments itself, also --help and `--`."""
+    """A command that parses all its arguments itself, even --help and `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = args

@@ -1,4 +1,4 @@
-"""Settings of the commands that call a cluster, in addition to their flags."""
+"""Settings of the commands that call a cluster, apart from their flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal side of all commands: consoles, common options, JSON, errors, and texts that come from others."""
+"""The terminal side of all commands: consoles, common options, JSON, errors, and texts of other processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _IN_ASCII: Final = {
     "∅": "0", "·": ".", "▒": "%", "█": "=", "…": ".", "–": "-", "−": "-", "×": "x", "⌈": "[", "⌉": "]", "→": ">", "←": "<",
     "↑": "^", "↓": "v",
 }  # fmt: skip
-"""Signs of the tables and pictures where the encoding has only ASCII: each one column wide, those of the block map distinct."""
+"""Replacements for signs in tables and pictures if the encoding has only ASCII. Each is one column wide, and those of the block map
+are distinct."""
 
 ManagerOption = Annotated[
     str | None,
@@ -45,7 +46,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def client_config(manager: str | None) -> ClientConfig:
-    """The client's settings for one command, with a short time for the first contact with the manager.
+    """Return the client's settings for one command, with a short time for the first contact with the manager.
 
     Warns on stderr if the manager is on another machine; call it once per command.
     """
@@ -66,13 +67,13 @@ def client_config(manager: str | None) -> ClientConfig:
     return config
 
 
-def print_json(found: object) -> None:
+def print_json(value: object) -> None:
     """Print one JSON object on one line, in ASCII."""
-    print(json.dumps(found))
+    print(json.dumps(value))
 
 
 def replace_what_cannot_be_encoded() -> None:
-    """Let stdout and stderr write a sign that their encoding lacks (PYTHONIOENCODING=ascii, LC_ALL=C) as one that it has."""
+    """Let stdout and stderr replace signs that their encoding lacks (PYTHONIOENCODING=ascii, LC_ALL=C)."""
     codecs.register_error("kvpool", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -85,24 +86,24 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 
 
 def typed_command() -> str:
-    """`kvpool` as it can be typed in this folder to run this installation."""
+    """Return the command to type in this folder to run `kvpool` of this installation."""
     program = Path(sys.executable).with_name("kvpool")
     if not program.is_file():
         return f"{shlex.quote(sys.executable)} -m kvpool.cli"
-    found = shutil.which("kvpool")
-    if found is not None and program.samefile(found):
+    on_path = shutil.which("kvpool")
+    if on_path is not None and program.samefile(on_path):
         return "kvpool"
     with_folder = program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
     return shlex.quote(str(with_folder))
 
 
 def stdout_console() -> Console:
-    """For results. Piped, it keeps a fixed width, so that tables are not cut to 80 columns."""
+    """Make a console for results. A pipe gets a fixed width, so that tables are not cut to 80 columns."""
     return _console(stderr=False)
 
 
 def stderr_console() -> Console:
-    """For progress and remarks that are not part of the result."""
+    """Make a console for progress and remarks that are not part of the result."""
     return _console(stderr=True)
 
 
@@ -122,7 +123,7 @@ class _PipeConsole(Console):
 
 
 def printed(text: str) -> Text:
-    """A text that contains names from others, for tables and progress lines: in a plain string rich would look for markup."""
+    """Wrap a text with names of other processes for tables and progress lines: in a plain string rich would look for markup."""
     return Text(printable(text))
 
 
@@ -133,7 +134,7 @@ def print_answer(text: str) -> None:
 
 
 def error_line(error: KvpoolError) -> str:
-    """One line: what was needed, what there is, what to change."""
+    """Return the error as one line, with what to change."""
     line = f"kvpool: {error}"
     # A message about one field is often equal to the violation of that field.
     others = [violation for violation in error.violations if violation.partition(": ")[2] not in line]

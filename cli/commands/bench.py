@@ -1,4 +1,4 @@
-"""`kvpool bench`: load on a running cluster, and figures of it."""
+"""`kvpool bench`: puts load on a running cluster, and measures it."""
 
 from __future__ import annotations
 
@@ -269,6 +269,6 @@ def _show(measured: Measured, *, as_json: bool) -> None:
 
 
 def _failure(error: Exception) -> str:
-    """One line: what ended the run, and what the figures are."""
-    known = error if isinstance(error, KvpoolError) else KvpoolError(f"{type(error).__name__}: {error}")
-    return f"{error_line(known)}; the run was ended there, its figures are of the requests that were complete"
+    """Return one line with the error that ended the run and what the figures then mean."""
+    shown = error if isinstance(error, KvpoolError) else KvpoolError(f"{type(error).__name__}: {error}")
+    return f"{error_line(shown)}; the run was ended there, its figures are of the requests that were complete"

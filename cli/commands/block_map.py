@@ -1,4 +1,4 @@
-"""The block map of a worker as a picture in the terminal: one cell per block."""
+"""`kvpool blocks`: the block map of a worker as a picture in the terminal, one cell per block."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _STATE_NAMES: Final = {
 
 
 def render_block_map(block_map: BlockMap, width: int, height: int | None = None) -> Text:
-    """The picture, `width` columns wide at most, with its counts and legend. Every state has a sign of its own, so that
-    it can be read without colours. With `height`, rows that do not fit are left out, and counted in the last line."""
+    """Draw the picture, at most `width` columns wide, with its counts and legend. Every state has a sign of its own, so it can be
+    read without colours. With `height`, rows that do not fit are left out and counted in the last line."""
     owners = _name_owners(block_map.blocks)
     cells = {block.block_id: _cell(block, owners) for block in block_map.blocks}
     cells[0] = (_NULL, "dim")
@@ -135,7 +135,7 @@ def _cells_per_row(width: int) -> int:
 
 
 def _num_uniform_rows(rows: Sequence[range], cells: dict[int, tuple[str, str]]) -> int:
-    """How many rows from the first on consist of one and the same plain cell."""
+    """Count the rows from the first on that consist of one and the same plain cell."""
     first = cells.get(rows[0][0])
     if first is None or first not in _PLAIN_CELLS.values():
         return 0
@@ -158,7 +158,7 @@ def _counts(block_map: BlockMap) -> str:
 def _legend(
     blocks: Sequence[cache_pb2.BlockDescription], owners: dict[tuple[str, int], _Owner], width: int, max_owners: int
 ) -> Text:
-    """What the signs that occur mean, then the owners; one line each where they do not fit on one."""
+    """Explain the signs that occur, then list the owners. What does not fit on one line is wrapped."""
     present = {block.state for block in blocks}
     items = [
         Text.assemble((sign, style), (f" {_STATE_NAMES[state]}", "dim"))
@@ -184,7 +184,7 @@ def _legend(
 
 
 def _flow(items: Sequence[Text], width: int) -> Text:
-    """The items with three spaces between them, in lines of at most `width` columns."""
+    """Join the items with three spaces, in lines of at most `width` columns."""
     text = Text(_INDENT)
     column = len(_INDENT)
     for index, item in enumerate(items):
@@ -200,7 +200,7 @@ def _flow(items: Sequence[Text], width: int) -> Text:
 
 
 def block_map_object(block_map: BlockMap) -> dict[str, object]:
-    """The blocks of one group of a worker for `--json`, without the null block; the names are part of the interface."""
+    """Return the blocks of one group of a worker for `--json`, without the null block. The names are part of the interface."""
     return {
         "worker_id": block_map.worker_id,
         "group": block_map.group,
@@ -239,7 +239,7 @@ def blocks(
                 names = ", ".join(live) or "none"
                 raise NotFound(f"no live worker {worker!r}; there are: {names}", reason="UNKNOWN_WORKER")
             maps = [await fetch_block_maps(client, worker_id) for worker_id in ([worker] if worker else live)]
-            return [one for of_worker in maps for one in of_worker]
+            return [block_map for of_worker in maps for block_map in of_worker]
 
     block_maps = asyncio.run(fetch())
     if as_json:

@@ -97,7 +97,7 @@ def _answer(client: SyncClient, messages: list[Message], options: GenerateOption
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, empty lines left out; ends with Ctrl-D, or with Ctrl-C at the prompt."""
+    """Yield the lines that the user types, without empty ones, until Ctrl-D, or Ctrl-C at the prompt."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 — importing it gives input() editing and a history

@@ -26,7 +26,7 @@ def check(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
 
 
 def _report_object(response: cache_pb2.CheckResponse) -> dict[str, object]:
-    """What `--json` prints; the names are part of the interface. Null: no single block or sequence."""
+    """Return the object that `--json` prints. The names are part of the interface. Null: no single block or sequence."""
     return {
         "violations": [
             {
@@ -49,9 +49,9 @@ def _print_report(response: cache_pb2.CheckResponse) -> None:
     console = stdout_console()
     if response.violations:
         console.print(_table(response.violations))
-    found = f"{len(response.violations)} violations" if response.violations else "every law holds"
+    result = f"{len(response.violations)} violations" if response.violations else "every law holds"
     console.print(
-        f"{found}: {response.num_blocks_checked:,} blocks, {response.num_sequences_checked:,} sequences, "
+        f"{result}: {response.num_blocks_checked:,} blocks, {response.num_sequences_checked:,} sequences, "
         f"{response.num_nodes_checked:,} prefix nodes and {response.num_sessions_checked:,} sessions checked",
         markup=False,
     )

@@ -18,11 +18,11 @@ from ..terminal import ManagerOption, client_config, printed, stderr_console, st
 
 _POLL_SECONDS: Final = 0.2
 _BEYOND_GRACE_SECONDS: Final = 15.0
-"""A worker needs some seconds in addition to its grace: to get the order, to free its blocks, to deregister."""
+"""Time that a worker needs in addition to its grace: to get the order, to free its blocks, to deregister."""
 _UNKNOWN_GRACE_SECONDS: Final = 60.0
-"""For a worker's own setting, which is not known here."""
+"""Assumed grace if the worker uses its own setting, which is unknown here."""
 _LOOK_SECONDS: Final = 2.0
-"""For one answer of the manager. `kvpool up` ends its manager when its last worker has left."""
+"""Time for one answer of the manager. `kvpool up` ends its manager when its last worker has left."""
 
 
 def drain(
@@ -54,24 +54,25 @@ async def _drain(config: ClientConfig, worker_id: str, grace: float | None, wait
 
 
 async def _until_left(client: Client, worker_id: str, grace: float | None, console: Console) -> None:
-    """Wait until this process of the worker has ended. A manager that has restarted gets the order again: it may not know it."""
+    """Wait until the present process of the worker has ended. A manager that has restarted may have lost the order, so it gets it
+    again."""
     patience = _BEYOND_GRACE_SECONDS + (_UNKNOWN_GRACE_SECONDS if grace is None else grace)
     try:
         with console.status(printed(f"{worker_id} is leaving")) as progress:
             async with asyncio.timeout(patience):
-                known: cache_pb2.WorkerDescription | None = None
+                leaving: cache_pb2.WorkerDescription | None = None
                 while True:
                     try:
                         worker = _find(await client.describe(timeout=_LOOK_SECONDS), worker_id)
                     except (Unavailable, DeadlineExceeded):
-                        if known is None:
+                        if leaving is None:
                             raise
-                        if await _has_ended(known.address):
+                        if await _has_ended(leaving.address):
                             return
                         await asyncio.sleep(_POLL_SECONDS)
                         continue
-                    known = known or worker
-                    if worker is None or known is None or worker.incarnation != known.incarnation:
+                    leaving = leaving or worker
+                    if worker is None or leaving is None or worker.incarnation != leaving.incarnation:
                         return  # another incarnation is its successor
                     if not worker.draining:
                         await client.drain(worker_id, grace=grace)
@@ -86,7 +87,7 @@ async def _until_left(client: Client, worker_id: str, grace: float | None, conso
 
 
 async def _has_ended(address: str) -> bool:
-    """Whether this machine refuses connections at the worker's address: its process has ended."""
+    """Whether the worker's process has ended: connections to its address are refused."""
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.open_connection(host.strip("[]"), int(port))

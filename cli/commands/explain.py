@@ -32,12 +32,12 @@ def explain(
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = [*start, {"role": "user", "content": prompt}] if as_chat else None
     with SyncClient(config=client_config(manager)) as client:
-        found = client.explain(
+        explanation = client.explain(
             None if as_chat else prompt, messages=messages, model=model, tenant_salt=tenant_salt, worker_id=worker
         )
-        sentences = found.sentences(client.model(model).tokenizer)
+        sentences = explanation.sentences(client.model(model).tokenizer)
     if as_json:
-        print_json({**found.as_object(), "sentences": sentences})
+        print_json({**explanation.as_object(), "sentences": sentences})
         return
     for sentence in sentences:
         typer.echo(printable(sentence))

@@ -45,9 +45,9 @@ def generate(
 
 
 def completion_object(completion: Completion) -> dict[str, object]:
-    """What `--json` prints, a line for each answer; the names are part of the interface. Log-probabilities only if they were asked
-    for, a score only of a beam search."""
-    found: dict[str, object] = {
+    """Return the object that `--json` prints, on a line for each answer. The names are part of the interface. Log-probabilities are
+    in it only if they were asked for, a score only for a beam search."""
+    fields: dict[str, object] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason.value,
@@ -60,12 +60,12 @@ def completion_object(completion: Completion) -> dict[str, object]:
         "times": None if completion.times is None else asdict(completion.times),
     }
     if completion.score is not None:
-        found["score"] = completion.score
+        fields["score"] = completion.score
     if completion.logprobs is not None:
-        found["logprobs"] = [_logprobs_object(entry) for entry in completion.logprobs]
+        fields["logprobs"] = [_logprobs_object(entry) for entry in completion.logprobs]
     if completion.prompt_logprobs is not None:
-        found["prompt_logprobs"] = [entry and _logprobs_object(entry) for entry in completion.prompt_logprobs]
-    return found
+        fields["prompt_logprobs"] = [entry and _logprobs_object(entry) for entry in completion.prompt_logprobs]
+    return fields
 
 
 def _logprobs_object(logprobs: TokenLogprobs) -> dict[str, object]:

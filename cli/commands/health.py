@@ -27,10 +27,10 @@ def health(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a service by grpc.health.v1 whether it serves. Exit status 1 if it does not."""
-    found = ask_health(address, service, timeout)
+    answer = ask_health(address, service, timeout)
     if as_json:
-        print_json({"address": address, "service": service, "serving": found.serving, "message": found.line})
-        raise typer.Exit(not found.serving)
-    if not found.serving:
-        raise Unavailable(found.line, reason="NOT_SERVING")
-    print(found.line)
+        print_json({"address": address, "service": service, "serving": answer.serving, "message": answer.line})
+        raise typer.Exit(not answer.serving)
+    if not answer.serving:
+        raise Unavailable(answer.line, reason="NOT_SERVING")
+    print(answer.line)

@@ -1,4 +1,4 @@
-"""`kvpool ray`: a cluster on the nodes of a Ray cluster."""
+"""`kvpool ray`: runs a cluster on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Stopped(Exception):
 
 
 class _Signals:
-    """Those that have asked to stop. They are looked at where work may end: Ray's own calls do not expect an exception."""
+    """The signals that have asked to stop. They are checked only where work may end: Ray's own calls do not expect an exception."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -76,16 +76,17 @@ class _Signals:
 
     @property
     def exit_status(self) -> int:
-        """After the first."""
+        """Exit status after the first signal; 0: none has come."""
         return exit_status(self._numbers[0]) if self._numbers else 0
 
     def wait(self, seconds: float) -> None:
-        """Raises _Stopped, at once or when one comes."""
+        """Wait. Raises _Stopped as soon as a signal has come."""
         if self._come.wait(seconds):
             raise _Stopped
 
     def checked(self, shown: Status, ending: str = "", first: int = 1) -> Callable[[str], None]:
-        """Shows progress, a line for each change where there is no terminal; raises _Stopped if so many signals have come."""
+        """Return a function that shows progress, without a terminal as a line for each change. It raises _Stopped once `first`
+        signals have come."""
         last = ""
 
         def show(line: str) -> None:
@@ -134,27 +135,27 @@ def status(
 def show_services(
     console: Console, namespace: str, services: Mapping[str, Mapping[str, Any] | None], states: Mapping[str, str]
 ) -> None:
-    """The table of `kvpool ray status`."""
+    """Print the table of `kvpool ray status`."""
     if not services:
         console.print(printed(f"no cluster runs in the namespace {namespace}; start one with `kvpool ray up`"))
         return
     table = Table("process", "state", "node", "address", "pid", box=None, pad_edge=False)
     for name, service in services.items():
-        found = service or {"host": "", "address": "", "pid": ""}
-        table.add_row(*map(printed, (name, states[name], found["host"], found["address"], str(found["pid"] or ""))))
+        shown = service or {"host": "", "address": "", "pid": ""}
+        table.add_row(*map(printed, (name, states[name], shown["host"], shown["address"], str(shown["pid"] or ""))))
     console.print(table)
 
 
 def _service_object(name: str, service: Mapping[str, Any] | None, states: Mapping[str, str]) -> dict[str, object]:
-    """What `status --json` prints of a process; the names are part of the interface."""
-    found = service or {}
+    """Return the object that `status --json` prints for a process. The names are part of the interface."""
+    description = service or {}
     return {
         "name": name,
         "state": states[name],
-        "node": found.get("node"),
-        "host": found.get("host"),
-        "address": found.get("address") or None,
-        "pid": found.get("pid") or None,
+        "node": description.get("node"),
+        "host": description.get("host"),
+        "address": description.get("address") or None,
+        "pid": description.get("pid") or None,
     }
 
 
@@ -169,7 +170,7 @@ def _state(cluster: RayCluster, name: str, service: Mapping[str, Any] | None) ->
 def _connected(
     address: str | None, namespace: str, *, is_quiet: bool = True, own_cpus: int | None = None
 ) -> RayCluster:
-    """Raises KvpoolError if Ray is not installed or not there."""
+    """Connect to Ray. Raises KvpoolError if Ray is not installed or does not answer."""
     if find_spec("ray") is None:
         raise KvpoolError(
             "ray is not installed: `kvpool ray` needs an extra, pip install 'kvpool[ray]', on every node",
@@ -222,7 +223,7 @@ def _up(settings: RaySettings, worker_arguments: list[str]) -> int:
 
 
 def _down(cluster: RayCluster, signals: _Signals, patience: int) -> int:
-    """Let all leave; with so many signals they are ended at once. Returns the exit status."""
+    """Let all processes leave; after `patience` signals they are ended at once. Returns the exit status."""
     ending = "; Ctrl-C ends everything at once"
     try:
         with stderr_console().status(f"leaving{ending}") as shown:
@@ -236,7 +237,7 @@ def _down(cluster: RayCluster, signals: _Signals, patience: int) -> int:
 
 
 def _say_ready(cluster: RayCluster, plan: RayPlan, console: Console, stays: bool) -> None:
-    """Where each process is, and what to type next. `stays`: this command does."""
+    """Print where each process is, and what to type next. `stays`: this command stays until the cluster ends."""
     from ..on_ray.cluster import addresses_of
 
     services = cluster.describe()
@@ -265,7 +266,7 @@ def _say_ready(cluster: RayCluster, plan: RayPlan, console: Console, stays: bool
 
 
 def _follow(cluster: RayCluster, signals: _Signals, say: Callable[[str], None]) -> None:
-    """Report what happens to the processes, until none is left. Raises _Stopped."""
+    """Report starts and ends of the processes until none is left. Raises _Stopped."""
     before: dict[str, tuple[str, int]] = {}
     absent: set[str] = set()
     while services := cluster.describe():

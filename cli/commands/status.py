@@ -1,4 +1,4 @@
-"""`kvpool status`: live workers and their blocks."""
+"""`kvpool status`: lists live workers and their blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _by_name(response: cache_pb2.DescribeResponse) -> list[cache_pb2.WorkerDescr
 
 
 def cluster_object(manager: str, response: cache_pb2.DescribeResponse) -> dict[str, object]:
-    """What `status --json` prints; the names are part of the interface."""
+    """Return the object that `status --json` prints. The names are part of the interface."""
     return {
         "manager": manager,
         "epoch": response.epoch,
@@ -54,8 +54,8 @@ def cluster_object(manager: str, response: cache_pb2.DescribeResponse) -> dict[s
 
 
 def worker_object(worker: cache_pb2.WorkerDescription) -> dict[str, object]:
-    """One worker of `--json`. Counts are blocks of the device tier; `hit_rate` is that of the session, null before its first
-    prompt."""
+    """Return one worker for `--json`. Counts are blocks of the device tier; `hit_rate` is that of the session, null before its
+    first prompt."""
     counts = device_counts(worker)
     return {
         "worker_id": worker.worker_id,
@@ -84,7 +84,7 @@ def _hit_rate(worker: cache_pb2.WorkerDescription) -> float | None:
 
 
 def device_counts(worker: cache_pb2.WorkerDescription) -> common_pb2.BlockCounts:
-    """Block counts of the device tier, summed over its groups."""
+    """Return the block counts of the device tier, summed over its groups."""
     total = common_pb2.BlockCounts(tier=common_pb2.TIER_DEVICE)
     for counts in worker.counts:
         if counts.tier == common_pb2.TIER_DEVICE:

@@ -1,4 +1,4 @@
-"""`kvpool up`: a cluster on this machine, until Ctrl-C."""
+"""`kvpool up`: runs a cluster on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..terminal import error_line, printed, stdout_console, typed_command
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SECONDS: Final = 3660.0
-"""More than the longest grace of a worker; a second Ctrl-C ends it."""
+"""Grace of the processes, longer than the longest grace of a worker. A second Ctrl-C ends it."""
 _DEVICE_VARIABLE: Final = "KVPOOL_WORKER_DEVICE"
 _REFUSED: Final = {
     "--manager": "give --join",
@@ -140,7 +140,8 @@ class UpSettings(ProcessSettings):
         return self
 
     def spec(self, worker_arguments: Sequence[str] = ()) -> ClusterSpec:
-        """The processes to start, each worker with these arguments. Raises SettingsProblem if the settings file cannot be read."""
+        """Return the processes to start, each worker with these arguments. Raises SettingsProblem if the settings file cannot be
+        read."""
         gpu_each = self.device == "cuda" or (self.device is None and self._finds_gpus())
         device = "cuda:0" if gpu_each else self.device
         return ClusterSpec(
@@ -160,7 +161,7 @@ class UpSettings(ProcessSettings):
         )
 
     def _finds_gpus(self) -> bool:
-        """Whether the workers would all take the first of this machine's GPUs by themselves."""
+        """Whether all workers would take the first of this machine's GPUs by default."""
         if os.environ.get(_DEVICE_VARIABLE) not in (None, "", "auto"):
             return False
         path = os.environ.get(CONFIG_VARIABLE)
@@ -189,7 +190,7 @@ def up(context: typer.Context) -> None:
 
 async def run_cluster(spec: ClusterSpec, log: Log, console: Console) -> int:
     """Run a cluster until a signal, or until it ends by itself. Returns the exit status: 130 after SIGINT, 0 after another signal
-    or when every worker has left, that of a worker that refuses its settings, else 1. `console` shows progress."""
+    or when every worker has left, the worker's own if it refuses its settings, else 1. `console` shows progress."""
     loop = asyncio.get_running_loop()
     stop_asked: asyncio.Future[int] = loop.create_future()
     async with Children(log, grace_seconds=_STOP_SECONDS, last=MANAGER_NAME) as children:
@@ -216,8 +217,8 @@ async def run_cluster(spec: ClusterSpec, log: Log, console: Console) -> int:
 
 
 async def _serve(spec: ClusterSpec, children: Children, log: Log, console: Console) -> int:
-    """Start everything, say how to use it, and restart what dies; returns the exit status when the last worker has left, or after a
-    failure."""
+    """Start everything, say how to use it, and restart processes that die. Returns the exit status when the last worker has left,
+    or after a failure."""
 
     def on_event(line: str) -> None:
         log.say(line, Level.event)
@@ -242,7 +243,7 @@ async def _serve(spec: ClusterSpec, children: Children, log: Log, console: Conso
 def say_ready(
     workers: Sequence[cache_pb2.WorkerDescription], spec: ClusterSpec, pids: Mapping[str, int], log: Log
 ) -> None:
-    """Where each process is found, and what to type next."""
+    """Log the address of each process, and what to type next."""
     if MANAGER_NAME in pids:
         log.say(
             f"{MANAGER_NAME} (pid {pids[MANAGER_NAME]}) serves on {spec.address}", fields={"pid": pids[MANAGER_NAME]}

@@ -1,4 +1,4 @@
-"""`kvpool walkthrough`: the manager's core, one operation at a time, in place of this process."""
+"""`kvpool walkthrough`: this process becomes the walkthrough, which shows the manager's core one operation at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes that are stopped together."""
+"""Starts child processes and stops them together."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """A command line that runs `command` as a child of this process, on Linux tied to it: the child gets SIGTERM when the thread
-    that starts it ends, and so when this process dies, even by SIGKILL."""
+    """Return a command line that runs `command` as a child of this process. On Linux the child gets SIGTERM when the thread that
+    starts it ends, and so when this process dies, even by SIGKILL."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
@@ -40,9 +40,9 @@ class ChildSpec:
     """A process to start."""
 
     name: str
-    """For prefixes and messages, e.g. "worker-0"."""
+    """Name in prefixes and messages, e.g. "worker-0"."""
     command: Sequence[str]
-    """Program, by its full path, and arguments."""
+    """Full path of the program, and its arguments."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to this process's own."""
 
@@ -82,7 +82,7 @@ class Children:
     def __init__(
         self, on_line: Callable[[str, str], None], *, grace_seconds: float = 10.0, last: str | None = None
     ) -> None:
-        """`on_line` gets each line of a child with the child's name. `last`: the child that is stopped after all others."""
+        """`on_line` gets the name of a child and a line of its output. `last` is the child that is stopped after all others."""
         self._on_line = on_line
         self._grace_seconds = grace_seconds
         self._last = last
@@ -108,11 +108,11 @@ class Children:
                 self.kill_now()
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the children that have been started, by name, in order."""
+        """Return the process ids of the started children by name, in the order of their first starts."""
         return {name: process.pid for name, process in self._processes.items()}
 
     async def start(self, spec: ChildSpec) -> None:
-        """Start a child, or start one again whose end was reported. Lines of its stdout and stderr go to `on_line`."""
+        """Start a child, or restart one whose end was reported. Lines of its stdout and stderr go to `on_line`."""
         assert spec.name not in self._processes or spec.name in self._reported, spec.name
         process = await spec.start(stderr=asyncio.subprocess.STDOUT)
         self._processes[spec.name] = process
@@ -121,8 +121,8 @@ class Children:
         self._pumps[spec.name] = asyncio.create_task(self._pump(spec.name, process.stdout))
 
     async def wait_for_exit(self) -> ChildExit:
-        """Wait until any child has ended and its last lines are passed on; each end is returned once. May be cancelled. Raises what
-        `on_line` raises, e.g. for a terminal that is gone."""
+        """Wait until any child has ended and its last lines are passed on; each end is returned once. May be cancelled. Raises the
+        errors of `on_line`, e.g. for a terminal that is gone."""
         waits = {
             asyncio.create_task(process.wait()): name
             for name, process in self._processes.items()

@@ -1,4 +1,4 @@
-"""A cluster on this machine: a manager and its workers as child processes, or workers for a manager on another machine."""
+"""Runs a cluster on this machine: a manager and its workers as child processes, or workers for a manager on another machine."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ class ClusterSpec:
     port: int = DEFAULT_PORT
     """Port of the manager."""
     join: str | None = None
-    """host:port of a running manager; None: one is started."""
+    """host:port of a running manager; None: a manager is started."""
     worker_arguments: tuple[str, ...] = field(default=("--model", "smollm2"))
     """Arguments of every worker."""
     state_dir: Path | None = None
-    """State folder of the manager, with those of the workers in it; None: the defaults of each process."""
+    """State folder of the manager, which contains those of the workers; None: the default of each process."""
     log_format: str | None = None
-    """Of all processes; None: their own setting."""
+    """Format of all log lines; None: each process's own setting."""
     metrics_host: str = HOST
     metrics_port: int | None = None
-    """/metrics of the first process; the others take the next ports. None: no /metrics."""
+    """Port of /metrics of the first process; the others take the next ports. None: no /metrics."""
     http_port: int | None = None
     """Port of a gateway on HOST; None: there is none."""
     gpu_each: bool = False
-    """Each worker sees one GPU, which no other worker sees."""
+    """Whether each worker sees one GPU of its own."""
     share_cores: bool = True
-    """Each worker gets an equal part of the CPU's cores, unless OMP_NUM_THREADS is set: two that both take all are slower."""
+    """Whether each worker gets an equal part of the CPU's cores, unless OMP_NUM_THREADS is set. Two workers that both use all cores
+    are slower."""
 
     @property
     def address(self) -> str:
@@ -68,19 +69,19 @@ class ClusterSpec:
 
     @property
     def worker_names(self) -> list[str]:
-        """Their worker_ids, in order."""
+        """worker_ids of the workers, in order."""
         return [f"{self.name}-{index}" for index in range(self.num_workers)]
 
     @property
     def metrics_urls(self) -> dict[str, str]:
-        """/metrics of each process, the manager's first; empty without a metrics port."""
+        """URLs of /metrics by process, the manager's first; empty without a metrics port."""
         return {
             name: f"http://{join_host_port(self.metrics_host, port)}/metrics" for name, port in self._metrics_ports()
         }
 
     @property
     def http_url(self) -> str:
-        """Where the gateway is; empty without one."""
+        """URL of the gateway; empty without one."""
         return "" if self.http_port is None else f"http://{join_host_port(HOST, self.http_port)}"
 
     def _metrics_ports(self) -> list[tuple[str, int]]:
@@ -90,7 +91,7 @@ class ClusterSpec:
         return [(name, self.metrics_port + index) for index, name in enumerate(names)]
 
     def require_free_ports(self) -> None:
-        """Raises Unavailable if one of the ports is taken: in the logs of the processes that would be harder to find."""
+        """Raise Unavailable if one of the ports is taken, which would be harder to find in the logs of the processes."""
         if self.join is None:
             require_free_port(self.host, self.port)
         if self.http_port is not None:
@@ -99,7 +100,7 @@ class ClusterSpec:
             require_free_port(self.metrics_host, port, "--metrics-port", "--metrics-host")
 
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
-        """The processes, the manager first unless there is one to join. Raises InvalidRequest if there are too few GPUs."""
+        """Return the processes, the manager first unless there is one to join. Raises InvalidRequest if there are too few GPUs."""
         unbuffered = {"PYTHONUNBUFFERED": "1"}
         children = []
         if self.join is None:
@@ -132,7 +133,7 @@ class ClusterSpec:
         ]
 
     def _shared_arguments(self, name: str) -> list[str]:
-        """Flags that manager and workers have in common."""
+        """Return the flags that manager and workers have in common."""
         arguments = []
         if (port := dict(self._metrics_ports()).get(name)) is not None:
             arguments += ["--metrics-host", self.metrics_host, "--metrics-port", str(port)]
@@ -146,7 +147,7 @@ class ClusterSpec:
 
 
 class ClusterFailed(KvpoolError):
-    """A service ended while it was needed."""
+    """A process ended while it was needed."""
 
 
 class Cluster:
@@ -156,16 +157,16 @@ class Cluster:
         self._spec = spec
         self._children = children
         self._specs: dict[str, ChildSpec] = {}
-        """Of the processes that have been started and are expected to run."""
+        """Specs of the processes that have been started and should run, by name."""
 
     async def start(
         self, on_progress: Callable[[str], None], on_event: Callable[[str], None] | None = None
     ) -> list[cache_pb2.WorkerDescription]:
         """Start the manager, then the workers, and wait until the manager lists all workers; returns them.
 
-        While the manager starts, a dry run finds out what the workers cannot use: WorkerRefused. on_progress gets a line on what is
-        being waited for. A worker that ends meanwhile is left out, and on_event gets a line for it. ClusterFailed if the manager
-        ends, or the last worker, or without on_event any process. After an error the caller stops what runs.
+        While the manager starts, a dry run checks the workers' settings: WorkerRefused. on_progress gets a line about the pending
+        step. A worker that ends meanwhile is left out, and on_event gets a line about it. ClusterFailed if the manager ends, or the
+        last worker, or, without on_event, any process. After an error the caller must stop the processes that run.
         """
         self._spec.require_free_ports()
         specs = {spec.name: spec for spec in self._spec.children()}
@@ -184,7 +185,7 @@ class Cluster:
             self._specs[spec.name] = spec
 
     async def _watch(self, work: Coroutine[Any, Any, T], on_event: Callable[[str], None] | None) -> T:
-        """The result of `work`, unless a process ends that is needed."""
+        """Return the result of `work`. Raises ClusterFailed if a process that is needed ends before."""
         working = asyncio.create_task(work)
         exiting = None
         try:
@@ -201,26 +202,26 @@ class Cluster:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_exit(self, ended: ChildExit, on_event: Callable[[str], None] | None) -> None:
-        """Raises ClusterFailed if the process is needed."""
+        """Report that a process has ended. Raises ClusterFailed if it is needed."""
         del self._specs[ended.name]
         if on_event is None or ended.name in (MANAGER_NAME, GATEWAY_NAME) or not self._workers_left():
             raise ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
         on_event(f"{ended}; its log above says why. The cluster continues without it")
 
     def _workers_left(self) -> set[str]:
-        """Names of the workers that have not ended."""
+        """Return the names of the workers that have not ended."""
         return set(self._specs) - {MANAGER_NAME, GATEWAY_NAME}
 
     async def wait_for_failure(self) -> ClusterFailed:
-        """Wait until a process ends by itself."""
+        """Wait until a process ends by itself, and return an error that says so."""
         ended = await self._children.wait_for_exit()
         return ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
 
     async def keep_alive(self, on_event: Callable[[str], None]) -> None:
-        """After `start`: restart what dies, until the last worker has left (SIGTERM, `kvpool drain`).
+        """Restart processes that die until the last worker has left (SIGTERM, `kvpool drain`). Call it after `start`.
 
-        on_event gets a line for each of these events. Raises ClusterFailed if the manager dies repeatedly, or every worker that is
-        left.
+        on_event gets a line for each of these events. Raises ClusterFailed if the manager, or every remaining worker, dies
+        repeatedly.
         """
         try:
             await Restarts(self._children, self._specs, MANAGER_NAME, on_event, kept=[GATEWAY_NAME]).keep()
@@ -228,7 +229,7 @@ class Cluster:
             raise ClusterFailed(str(error), reason="CHILD_ENDED") from None
 
     async def _wait_until_ready(self, on_progress: Callable[[str], None]) -> list[cache_pb2.WorkerDescription]:
-        """Until the manager answers, and lists all workers that have been started."""
+        """Wait until the manager answers and lists all workers that have been started; returns them in order."""
         # A call that waits for the manager asks it at growing intervals, up to a second: the workers would start that much later.
         config = ClientConfig(manager=self._spec.address, first_contact=_POLL_SECONDS)
         async with Client(config=config) as client:
@@ -238,27 +239,27 @@ class Cluster:
                 except Unavailable:
                     on_progress("waiting for the manager")
                 else:
-                    wanted = self._workers_left()
+                    expected = self._workers_left()
                     live = {worker.worker_id for worker in workers}
-                    if wanted <= live and not await self._gateway_listens():
+                    if expected <= live and not await self._gateway_listens():
                         on_progress("waiting for the gateway")
-                    elif wanted <= live:
-                        ours = (worker for worker in workers if worker.worker_id in wanted)
+                    elif expected <= live:
+                        ours = (worker for worker in workers if worker.worker_id in expected)
                         return sorted(ours, key=lambda worker: self._spec.worker_names.index(worker.worker_id))
                     else:
-                        missing = ", ".join(sorted(wanted - live))
-                        on_progress(f"{len(wanted & live)} of {len(wanted)} workers ready, waiting for {missing}")
+                        missing = ", ".join(sorted(expected - live))
+                        on_progress(f"{len(expected & live)} of {len(expected)} workers ready, waiting for {missing}")
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def _gateway_listens(self) -> bool:
-        """Also if there is none, or none yet."""
+        """Whether the gateway accepts connections. True if there is none, or none yet."""
         if GATEWAY_NAME not in self._specs or self._spec.http_port is None:
             return True
         return await listens(HOST, self._spec.http_port)
 
 
 async def _try_settings(workers: Sequence[ChildSpec]) -> None:
-    """Raises WorkerRefused."""
+    """Let one worker check the settings. Raises WorkerRefused."""
     if workers:  # their settings differ in nothing that can be refused
         await try_settings(workers[0])
 
@@ -274,7 +275,7 @@ async def _both(first: Coroutine[Any, Any, object], second: Coroutine[Any, Any, 
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -290,7 +291,7 @@ async def listens(host: str, port: int) -> bool:
 
 
 def free_port(host: str = HOST) -> int:
-    """A port of this address of the machine that is free at this moment."""
+    """Return a port of this address of the machine that is free at this moment."""
     with socket.socket(_family(host)) as probe:
         probe.bind((host.strip("[]"), 0))
         port: int = probe.getsockname()[1]
@@ -302,8 +303,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def require_free_port(host: str, port: int, port_flag: str = "--port", host_flag: str = "--host") -> None:
-    """Raises Unavailable if the port is taken; the message names the flags to change. A manager that listens there would be
-    taken for our own."""
+    """Raise Unavailable if the port is taken; the message names the flags to change. A manager that listens there would be taken
+    for our own."""
     with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

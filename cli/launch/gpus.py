@@ -1,4 +1,4 @@
-"""The GPUs of this machine, found without a library that the client does not have."""
+"""Finds the GPUs of this machine without a library that the client lacks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str] | None:
-    """Names of the GPUs that a process would see, as CUDA_VISIBLE_DEVICES takes them; None: unknown."""
+    """Return the names of the GPUs that a process would see, as in CUDA_VISIBLE_DEVICES; None: unknown."""
     named = environment.get(VISIBLE_VARIABLE)
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
-    found = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    files = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     # Other ways to a GPU exist that leave no device file (WSL), so none found does not mean that there is none. And in a
     # container the files keep the host's numbers, while CUDA counts from 0.
-    return [str(index) for index in range(len(found))] or None
+    return [str(index) for index in range(len(files))] or None
 
 
 def one_gpu_each(num_workers: int, environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """For each worker the GPU that it gets for itself. Raises InvalidRequest if there are too few."""
+    """Return the name of a GPU for each worker. Raises InvalidRequest if there are too few."""
     gpus = visible_gpus(environment, devices)
     if gpus is None:
         return [str(index) for index in range(num_workers)]  # a worker that finds none says so itself

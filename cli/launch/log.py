@@ -1,4 +1,4 @@
-"""The log of `kvpool up`: the lines of all its processes, and its own."""
+"""Writes the log of `kvpool up`: the lines of all its processes, and its own."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _STYLES = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 
 class Level(StrEnum):
-    """Kinds of lines of `kvpool up` itself."""
+    """Kinds of `kvpool up`'s own lines."""
 
     info = "info"
     event = "event"
-    """Something has happened to a process."""
+    """A process has started, ended or left."""
     error = "error"
 
 
 class Log(Protocol):
-    """Where the lines go."""
+    """Takes the lines of all processes."""
 
     def __call__(self, name: str, line: str) -> None:
-        """A line of the process `name`."""
+        """Write a line of the process `name`."""
 
     def say(self, line: str, level: Level = Level.info, fields: Mapping[str, object] | None = None) -> None:
-        """A line of `kvpool up` itself; `fields` are for programs."""
+        """Write a line of `kvpool up` itself; `fields` are for programs."""
 
 
 class PrefixedLog:
@@ -48,7 +48,7 @@ class PrefixedLog:
         self._styles: dict[str, str] = {}
 
     def __call__(self, name: str, line: str) -> None:
-        """Print one line. Its colours are kept where the console has any; every other control character is escaped."""
+        """Print one line. Its colours are kept if the console has any; every other control character is escaped."""
         style = self._styles.setdefault(name, _STYLES[len(self._styles) % len(_STYLES)])
         parts = _COLOUR.split(line)
         # Every second part is a colour. Only these are left for rich to read: it takes links too.
@@ -65,15 +65,15 @@ class PrefixedLog:
 
 
 class JsonLog:
-    """Prints each line as one JSON object. Those of the processes are objects already, with `service` and `worker_id`; a line that
-    is none, as of a library that writes to stderr by itself, becomes one."""
+    """Prints each line as one JSON object. The processes write objects already, with `service` and `worker_id`; any other line,
+    e.g. of a library that writes to stderr itself, is made into one."""
 
     def __init__(self, stream: TextIO, manager: str) -> None:
         self._stream = stream
         self._manager = manager
 
     def __call__(self, name: str, line: str) -> None:
-        """Print one line."""
+        """Print a line of the process `name`."""
         try:
             entry = json.loads(line)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Restarts of children: one that dies is started again, one that ends with status 0 has left.
+"""Restarts children: one that dies is started again, one that ends with status 0 has left.
 
 A worker that dies repeatedly does not end the others: the pauses before its restarts grow, as long as another one runs well.
 """
@@ -15,13 +15,13 @@ from .children import ChildExit, Children, ChildSpec
 
 MAX_DEATHS: Final = 5
 DEATHS_WINDOW_SECONDS: Final = 60.0
-"""A child with MAX_DEATHS deaths in this time fails. One that has run for this time has recovered."""
+"""A child that dies MAX_DEATHS times within this time is failing. It has recovered when it has run for this time."""
 _FIRST_PAUSE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 
 
 class GaveUp(Exception):
-    """The vital child fails, or all others do."""
+    """The vital child is failing, or all others are."""
 
 
 class _Child:
@@ -30,7 +30,7 @@ class _Child:
     def __init__(self, spec: ChildSpec, now: float) -> None:
         self.spec = spec
         self._started_at: float | None = now
-        """None while it is dead."""
+        """Time of its last start; None: it is dead."""
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._num_tries = 0
         """Starts since it last ran well."""
@@ -44,11 +44,11 @@ class _Child:
         return self._started_at is not None and now - self._started_at >= DEATHS_WINDOW_SECONDS
 
     def on_start(self, now: float) -> None:
-        """It was started again."""
+        """Note that it was started again."""
         self._started_at = now
 
     def on_death(self, now: float) -> None:
-        """It has ended."""
+        """Note that it has ended."""
         if self._is_well(now):
             self._has_failed = False
         self._started_at = None
@@ -58,13 +58,13 @@ class _Child:
         self._num_tries = self._num_tries + 1 if self._has_failed else num_recent
 
     def pause_seconds(self) -> float:
-        """Before it is started again."""
+        """Return the pause before it is started again."""
         doublings = min(self._num_tries - 1, 20)
         return min(_FIRST_PAUSE_SECONDS * float(2**doublings), _LONGEST_PAUSE_SECONDS)
 
 
 class Restarts:
-    """Starts children again when they die. `vital` is needed by the others: it is started again also after status 0."""
+    """Restarts children when they die. The others need the `vital` child: it is restarted after status 0 too."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Restarts:
         *,
         kept: Collection[str] = (),
     ) -> None:
-        """`kept`: children that the others do not need. They are started again whatever they end with, and do not keep the
+        """`kept` are children that the others do not need. They are restarted whatever their exit status, and do not keep the
         others running."""
         self._kept = frozenset(kept)
         self._processes = children
@@ -86,7 +86,7 @@ class Restarts:
         self._on_event = on_event
         self._clock = clock
         self._restarts: dict[asyncio.Task[None], str] = {}
-        """Pending restarts, with the child's name."""
+        """Pending restarts, each with the child's name."""
 
     async def keep(self) -> None:
         """Run until all but the vital child have left. Raises GaveUp. May be cancelled."""
@@ -107,7 +107,7 @@ class Restarts:
             await asyncio.gather(*self._restarts, return_exceptions=True)
 
     async def _next_exit(self) -> ChildExit | None:
-        """The next child that ends; None after a restart, because the new process has to be watched too."""
+        """Wait for the next child that ends; None after a restart, because the new process has to be watched too."""
         waits: set[asyncio.Task[ChildExit]] = set()
         if len(self._restarts) < len(self._children):
             waits.add(asyncio.create_task(self._processes.wait_for_exit()))
@@ -139,7 +139,7 @@ class Restarts:
         self._restarts[asyncio.create_task(self._start_again(child, pause))] = ended.name
 
     def _require_one_well(self, why: str) -> None:
-        """GaveUp if all children but the vital one fail."""
+        """Raise GaveUp if all children but the vital one are failing."""
         now = self._clock()
         others = [child for name, child in self._children.items() if name != self._vital and name not in self._kept]
         if others and all(child.is_failing(now) for child in others):

@@ -1,6 +1,6 @@
 """`kvpool manager …`, `kvpool worker …` and `kvpool gateway …`: this process becomes the service.
 
-The program `kvpool` does so before it imports this, which lists them with the other commands.
+The program `kvpool` does that before it imports this module, which lists these commands with the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, become, service_command
 
 _GATEWAY_NEEDS: Final = ("httptools", "starlette", "uvicorn")
-"""Of the extra [gateway]."""
+"""Packages of the extra [gateway] that a gateway needs."""
 
 
 def manager(context: typer.Context) -> None:
@@ -33,7 +33,7 @@ def gateway(context: typer.Context) -> None:
 
 
 def missing_for_gateway() -> str:
-    """What to install before a gateway can run; empty if nothing is missing."""
+    """Say what to install before a gateway can run; empty: nothing is missing."""
     missing = [name for name in _GATEWAY_NEEDS if find_spec(name) is None]
     if not missing:
         return ""
@@ -48,4 +48,4 @@ def _require_gateway(port: int) -> int:
 
 
 GatewayPort = Annotated[int, Field(ge=1, le=65535), AfterValidator(_require_gateway)]
-"""For a setting by which a gateway is started: it must be installed."""
+"""Port of a gateway, as a setting that starts one: the gateway's packages must be installed."""

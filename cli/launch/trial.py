@@ -1,4 +1,4 @@
-"""One `kvpool worker --dry-run` before the workers start: what they cannot use is reported once."""
+"""Runs `kvpool worker --dry-run` once before the workers start, so that wrong settings are reported once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorkerRefused(KvpoolError):
     def __init__(self, lines: list[str], exit_status: int) -> None:
         super().__init__(" ".join(lines), reason="WORKER_REFUSED")
         self.lines = lines
-        """What it wrote to stderr."""
+        """Lines that it wrote to stderr."""
         self.exit_status = exit_status
         """2: its settings are wrong; 1: this machine or the model does not allow them."""
 
@@ -29,8 +29,8 @@ class WorkerRefused(KvpoolError):
 async def try_settings(worker: ChildSpec, longest_seconds: float = _LONGEST_SECONDS) -> None:
     """Let a process with the arguments and variables of `worker` check them. Raises WorkerRefused. May be cancelled.
 
-    It is ended after its first line on stdout, when the worker's `find_candidate` has checked what is quick to check, or after
-    `longest_seconds`, as when the hub does not answer. The workers check everything themselves.
+    The process is ended after its first line on stdout, when the worker's `find_candidate` has made all quick checks, or after
+    `longest_seconds`, e.g. if the hub does not answer. The workers check everything themselves.
     """
     dry_run = replace(worker, command=[*worker.command, "--log-level", "error", "--dry-run"])
     process = await dry_run.start(stderr=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""The flags of a command that starts a cluster: its own, and those that it passes on to its workers."""
+"""Splits the flags of a command that starts a cluster into its own and those of its workers."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ class WorkerFlags(Generic[S]):
     """The flags of one command."""
 
     command: str
-    """For messages, e.g. "kvpool up"."""
+    """Name of the command in messages, e.g. "kvpool up"."""
     settings: type[S]
-    """The command's own."""
+    """Class of the command's own settings."""
     refused: Mapping[str, str]
     """Flags of a worker that the command sets itself, and what to do instead."""
 
     def load(self, arguments: Sequence[str]) -> tuple[S, list[str]]:
-        """The settings of the command, and the arguments of its workers; with --help among these the process becomes a worker that
-        shows it. Raises SettingsProblem."""
+        """Return the settings of the command, and the arguments of its workers. With --help among the latter the process becomes a
+        worker that shows its help. Raises SettingsProblem."""
         own, of_workers = self.split(arguments)
         if {"--help", "-h"} & set(of_workers):
             become(service_command(WORKER_MODULE, ["--help"]))
         return load_settings(self.settings, own), of_workers
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The arguments of the command, and those of its workers. Raises SettingsProblem for a worker's flag that is set here."""
+        """Return the arguments of the command, and those of its workers. Raises SettingsProblem for a worker's flag that the
+        command sets itself."""
         end = arguments.index("--") if "--" in arguments else len(arguments)
         before = split_flags(self.settings, arguments[:end])
         after = split_flags(self.settings, arguments[end + 1 :], without=("--port", "--help", "-h"))
@@ -55,13 +56,13 @@ class WorkerFlags(Generic[S]):
         return [*before.own, *after.own], of_workers
 
     def say_refusal(self, refused: WorkerRefused, arguments: Sequence[str]) -> list[str]:
-        """What to print when a worker has refused these arguments: what it has written, or more of the flags that it does not know.
-        Takes a second."""
+        """Return the lines to print when a worker has refused these arguments: an explanation of unknown flags, or else the
+        worker's own lines. Takes a second."""
         lines = self._explain(arguments) if refused.exit_status == 2 else []
         return [f"{self.command}: {line}" for line in lines] or refused.lines
 
     def _explain(self, arguments: Sequence[str]) -> list[str]:
-        """A line for each flag that neither the command nor a worker has. Asks the services for their help."""
+        """Return a line for each flag that neither the command nor a worker has. Runs the services with --help."""
         of_worker = _flags_of(WORKER_MODULE)
         unknown = [flag for flag in flags_in(arguments) if flag not in of_worker]
         of_manager = _flags_of(MANAGER_MODULE) if unknown else set()
@@ -79,5 +80,5 @@ class WorkerFlags(Generic[S]):
 
 
 def _flags_of(module: str) -> set[str]:
-    listed = subprocess.run(service_command(module, ["--help"]), capture_output=True, text=True, check=False).stdout
-    return set(re.findall(r"--[a-z][a-z-]*", listed))
+    help_text = subprocess.run(service_command(module, ["--help"]), capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"--[a-z][a-z-]*", help_text))

@@ -1,1 +1,1 @@
-"""A cluster on the nodes of a Ray cluster. Ray places the processes and starts them again; nothing here does it a second time."""
+"""Runs a cluster on the nodes of a Ray cluster. Ray places the processes and restarts them; nothing here repeats that."""

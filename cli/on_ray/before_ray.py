@@ -1,4 +1,4 @@
-"""What Ray reads from the environment when it is imported; to be imported before it."""
+"""Sets variables that Ray reads when it is imported. Import this module first."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The processes of one cluster on Ray, as `kvpool ray` sees them: makes their actors, lists them, and lets them leave."""
+"""Makes, lists and drains the actors of one cluster on Ray, for `kvpool ray`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from .plan import MANAGERS_NAME, SMALL_CPUS, RayPlan, ServiceSpec, is_manager, i
 from .service import Service, remove_actor
 
 _ANSWER_SECONDS: Final = 2.0
-"""For an actor that is alive."""
+"""Time for the answer of a live actor."""
 _LOOK_SECONDS: Final = 1.0
 _MANY_CALLS: Final = 10_000
-"""At a manager's actor, at the same time: each worker has one there."""
+"""Calls at the same time at a manager's actor: each worker has one pending there."""
 _MOST_STARTS: Final = 4
-"""Of one process, before a command that waits for it gives up."""
+"""Starts of one process after which a command that waits for it gives up."""
 _SMALL: Final = {"CPU": SMALL_CPUS}
 _OURS: Final = re.compile(r"(manager|worker)-[0-9]+|gateway")
-"""Names of actors; others may be in the same namespace."""
+"""Names of our actors; others may be in the same namespace."""
 _TURN_NAME: Final = "kvpool-ray-command"
 
 Progress = Callable[[str], None]
 Description = dict[str, Any]
-"""What an actor says of itself."""
+"""Description that an actor gives of itself."""
 
 
 class CommandTurn:
@@ -65,25 +65,25 @@ class RayCluster:
 
     @ray_errors()
     def names(self) -> list[str]:
-        """Of all actors that are to run, the managers' first."""
-        listed = ray.util.list_named_actors(all_namespaces=True)
-        found = [actor["name"] for actor in listed if actor["namespace"] == self._namespace]
-        return sorted(filter(_OURS.fullmatch, found), key=_order)
+        """List the names of our actors, managers first."""
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        names = [actor["name"] for actor in actors if actor["namespace"] == self._namespace]
+        return sorted(filter(_OURS.fullmatch, names), key=_order)
 
     @ray_errors()
     def describe(self, names: Iterable[str] | None = None) -> dict[str, Description | None]:
-        """What each actor says of itself; None where it does not answer: it is being started, or no node has room for it."""
+        """Ask each actor for its description; None: it does not answer, since it is being started or no node has room for it."""
         calls = {}
-        found: dict[str, Description | None] = dict.fromkeys(self.names() if names is None else names)
-        for name in found:
+        descriptions: dict[str, Description | None] = dict.fromkeys(self.names() if names is None else names)
+        for name in descriptions:
             with contextlib.suppress(ValueError):
                 calls[ray.get_actor(name, namespace=self._namespace).describe.remote()] = name
         if calls:
             done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_SECONDS)
             for call in done:
                 with contextlib.suppress(RayError):
-                    found[calls[call]] = ray.get(call)
-        return found
+                    descriptions[calls[call]] = ray.get(call)
+        return descriptions
 
     def is_waiting(self, name: str) -> bool:
         """Whether no node has room for this process."""
@@ -91,12 +91,12 @@ class RayCluster:
 
     @ray_errors()
     def up(self, plan: RayPlan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
-        """Make the actors of the plan that do not exist, let workers leave that it does not have, and wait until all serve; returns
-        the workers.
+        """Make the missing actors of the plan, let workers that it does not have leave, and wait until all serve; returns the
+        workers.
 
         Raises InvalidRequest if the cluster runs with other settings, WorkerRefused if a worker cannot use its own, KvpoolError if
-        a process cannot start, Unavailable if another command changes the cluster. Whatever is raised, by `on_progress` too, what
-        was made is removed then.
+        a process cannot start, Unavailable if another command changes the cluster. After any error, also of `on_progress`, the new
+        actors are removed.
         """
         with self._alone():
             existing = self._remove_leftovers()
@@ -108,8 +108,8 @@ class RayCluster:
                 if plan.gateway is not None and GATEWAY_NAME not in existing:
                     made.append(GATEWAY_NAME)
                     self._make(plan.gateway, make_place(GATEWAY_NAME, [_SMALL]), 0, _SMALL)
-                wanted = {spec.name for spec in plan.workers}
-                self._drain([name for name in existing if is_worker(name) and name not in wanted], on_progress)
+                worker_names = {spec.name for spec in plan.workers}
+                self._drain([name for name in existing if is_worker(name) and name not in worker_names], on_progress)
                 return self._wait_until_ready(plan, on_progress)
             except BaseException:
                 self._remove(reversed(made))  # actors before their place
@@ -117,7 +117,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other command changes the cluster meanwhile."""
+        """Keep other commands from changing the cluster meanwhile. Raises Unavailable if one does so already."""
         turn = self._take_turn()
         try:
             yield
@@ -125,7 +125,7 @@ class RayCluster:
             ray.kill(turn)
 
     def _take_turn(self) -> ActorHandle:
-        """Raises Unavailable if another command has it."""
+        """Take the turn. Raises Unavailable if another command has it."""
         try:
             turn = ray.remote(num_cpus=0)(CommandTurn).options(name=_TURN_NAME, namespace=self._namespace).remote()
             try:
@@ -143,7 +143,8 @@ class RayCluster:
         return turn
 
     def _remove_leftovers(self) -> dict[str, Description | None]:
-        """Of a command that was killed: actors whose process has left, and places without an actor. Returns what the others say."""
+        """Remove what a killed command has left: actors whose process has ended, and places without an actor. Returns the
+        descriptions of the other actors."""
         services = self.describe()
         left = [name for name, service in services.items() if service and service["has_ended"]]
         self._remove(left)
@@ -156,24 +157,25 @@ class RayCluster:
         return services
 
     def _require_same(self, plan: RayPlan, existing: Mapping[str, Description | None]) -> None:
-        """A worker with other settings than the others would be a surprise, a manager of another folder a danger."""
-        managers = [found for name, found in existing.items() if is_manager(name)]
-        answers = [found for found in managers if found is not None]
+        """Raise an error unless the cluster runs with the plan's settings: a worker with other settings would be a surprise, a
+        manager with another folder a danger."""
+        managers = [description for name, description in existing.items() if is_manager(name)]
+        answers = [description for description in managers if description is not None]
         if managers and not answers:
             raise Unavailable(
                 f"a cluster runs in the namespace {self._namespace}, but no manager answers: try again, or end it with "
                 "`kvpool ray down`",
                 reason="NO_MANAGER",
             )
-        for found in answers:
-            if found["version"] != installed_version():
+        for description in answers:
+            if description["version"] != installed_version():
                 raise InvalidRequest(
-                    f"the cluster in the namespace {self._namespace} is one of kvpool {found['version']}, this is "
+                    f"the cluster in the namespace {self._namespace} is one of kvpool {description['version']}, this is "
                     f"{installed_version()}: end it with `kvpool ray down`, or use its version",
                     reason="OTHER_VERSION",
                 )
-            if found["record"] != plan.record:
-                running = "; ".join(found["record"])
+            if description["record"] != plan.record:
+                running = "; ".join(description["record"])
                 raise InvalidRequest(
                     f"the cluster in the namespace {self._namespace} runs with other settings ({running}): give these to let it "
                     "grow or shrink, end it with `kvpool ray down`, or start another one in another --namespace",
@@ -199,7 +201,7 @@ class RayCluster:
                 f"{num_nodes} with room for one: add nodes, or give --managers {max(num_nodes, 1)}",
                 reason="TOO_FEW_NODES",
             )
-        # Each on another node, also after one of them had to move.
+        # STRICT_SPREAD keeps each on another node, even after one of them had to move.
         group = make_place(MANAGERS_NAME, [_SMALL] * len(plan.managers), strategy="STRICT_SPREAD")
         wait_for_room(group, f"for {len(plan.managers)} managers, each on another node", on_progress)
         for index, spec in enumerate(plan.managers):
@@ -232,7 +234,7 @@ class RayCluster:
         ).remote(dataclasses.asdict(spec))
 
     def _try(self, spec: ServiceSpec, group: PlacementGroup, resources: Resources, on_progress: Progress) -> None:
-        """Let a worker check its settings where the first of them will run. Raises WorkerRefused."""
+        """Let a worker check its settings on the node where the first one will run. Raises WorkerRefused."""
         room = " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items() if amount)
         wait_for_room(group, f"for {spec.name}, {room}", on_progress)
         task = ray.remote(max_retries=0)(try_worker).options(
@@ -248,7 +250,7 @@ class RayCluster:
             raise WorkerRefused(refused["lines"], refused["exit_status"])
 
     def _wait_until_ready(self, plan: RayPlan, on_progress: Progress) -> list[cache_pb2.WorkerDescription]:
-        """Until a manager answers and lists all workers; returns them. Raises KvpoolError if a process cannot be started."""
+        """Wait until a manager answers and lists all workers; returns them. Raises KvpoolError if a process cannot be started."""
         names = [spec.name for spec in plan.workers]
         pids: dict[str, set[int]] = {}
         while True:
@@ -264,7 +266,7 @@ class RayCluster:
     def _require_chance(
         self, plan: RayPlan, services: dict[str, Description | None], pids: dict[str, set[int]]
     ) -> None:
-        """Raises KvpoolError if it would be in vain to wait longer. `pids`: of each process so far."""
+        """Raise KvpoolError if waiting longer is useless. `pids` has the pids of each process so far, and is updated."""
         for name in plan.names:
             if name not in services:
                 raise KvpoolError(
@@ -301,15 +303,15 @@ class RayCluster:
         while leaving:
             on_progress(f"leaving: {', '.join(sorted(leaving.values()))}")
             done, _ = ray.wait(list(leaving), timeout=_LOOK_SECONDS)
-            # An actor without a node does not hear of it. Others answer, or end with an error, as those that remove themselves.
+            # An actor without a node never gets the call. Others answer, or end with an error, e.g. those that remove themselves.
             for call in {*done, *(call for call, name in leaving.items() if self.is_waiting(name))}:
                 del leaving[call]
         self._remove(names)
 
     @ray_errors()
     def down(self, on_progress: Progress) -> int:
-        """Let all processes leave, the managers after all others. Returns how many there were. Raises Unavailable if another
-        command changes the cluster."""
+        """Let all processes leave, the managers last. Returns the number of processes. Raises Unavailable if another command
+        changes the cluster."""
         with self._alone():
             names = self.names()
             managers = [name for name in names if is_manager(name)]
@@ -320,7 +322,7 @@ class RayCluster:
 
     @ray_errors()
     def remove(self) -> None:
-        """End all actors at once, and give back what Ray has reserved for them."""
+        """End all actors at once, and give their resources back to Ray."""
         self._remove(self.names())
         self._remove_leftovers()
 
@@ -344,14 +346,14 @@ def has_gpus() -> bool:
 
 
 def addresses_of(services: dict[str, Description | None]) -> str:
-    """The managers, as --manager takes them."""
+    """Return the addresses of the managers, in the form of --manager."""
     return ",".join(
         service["address"] for name, service in services.items() if service and is_manager(name) and service["address"]
     )
 
 
 def try_worker(spec: dict[str, Any]) -> dict[str, Any] | None:
-    """Runs on the node of the worker: what it says of its settings, None if it can use them."""
+    """Check a worker's settings; runs on its node. Returns its output and exit status; None: it can use the settings."""
     service = ServiceSpec(**spec)
     child = ChildSpec(service.name, service.command(ray.util.get_node_ip_address(), 0), service.variables)
     try:
@@ -370,7 +372,7 @@ def _port_of(service: Description) -> int:
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Managers, workers, the gateway; each kind by its numbers."""
+    """Return the sort key of a name: managers, workers, the gateway, each kind by number."""
     kind, _, number = name.rpartition("-")
     kinds = {"manager": 0, "worker": 1}
     return kinds.get(kind, 2), int(number) if number.isdigit() else 0, name

@@ -1,4 +1,4 @@
-"""The connection of this command to the Ray cluster."""
+"""Connects this command to the Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from kvpool.client.errors import Unavailable
 
 _NONE_RUNS: Final = "Could not find any running Ray instance"
-"""How the error of Ray begins when it has found no address; it also has errors for one that does not answer."""
+"""Beginning of Ray's error when it has found no address. Other errors mean that an address does not answer."""
 
 
 def connect(address: str | None, namespace: str, *, is_quiet: bool = True, own_cpus: int | None = None) -> bool:
@@ -45,13 +45,13 @@ def connect(address: str | None, namespace: str, *, is_quiet: bool = True, own_c
 
 
 def disconnect() -> None:
-    """The actors stay."""
+    """Disconnect from Ray; the actors stay."""
     ray.shutdown()
 
 
 @contextlib.contextmanager
 def ray_errors() -> Iterator[None]:
-    """Errors of Ray become Unavailable."""
+    """Turn errors of Ray into Unavailable."""
     try:
         yield
     except (RayError, RuntimeError, ValueError) as error:

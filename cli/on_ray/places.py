@@ -1,5 +1,4 @@
-"""Where processes may run: placement groups of Ray, in the namespace of this command. Each worker has one, and all managers share
-one."""
+"""Makes and removes placement groups of Ray, in which processes may run. Each worker has one, and all managers share one."""
 
 from __future__ import annotations
 
@@ -21,44 +20,45 @@ _LOOK_SECONDS: Final = 1.0
 
 
 def make_place(name: str, bundles: Sequence[Resources], strategy: str = "SPREAD") -> PlacementGroup:
-    """The placement group of this name. One that is there already, of a command that was killed, is used if it has the same
-    bundles, else replaced. Ray chooses a node for each bundle: of those with room, one with a large part of it free."""
-    wanted = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
-    found = _find(name)
-    if found is not None:
-        if list(_entry(found)["bundles"].values()) == wanted:
-            return found
-        remove_placement_group(found)
-    return placement_group(wanted, strategy=strategy, name=name, lifetime="detached")
+    """Make the placement group of this name. One that a killed command has left is used if it has the same bundles, else replaced.
+    Ray chooses a node for each bundle: one with room, and with a large part of it free."""
+    needed = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
+    existing = _find(name)
+    if existing is not None:
+        if list(_entry(existing)["bundles"].values()) == needed:
+            return existing
+        remove_placement_group(existing)
+    return placement_group(needed, strategy=strategy, name=name, lifetime="detached")
 
 
 def remove_place(name: str) -> None:
-    """Give back what Ray has reserved. The actors in it must have been removed: Ray would wait for ever to start them again."""
+    """Give the resources of a placement group back to Ray. Its actors must have been removed: Ray would wait for ever to restart
+    them."""
     if (group := _find(name)) is not None:
         remove_placement_group(group)
 
 
 def places() -> set[str]:
-    """Names of all that are there, those of other namespaces too."""
+    """Return the names of all placement groups, those of other namespaces included."""
     return {entry["name"] for entry in placement_group_table().values() if entry["state"] != "REMOVED"}
 
 
 def waits_for_room(name: str) -> bool:
-    """Whether no node has room for a bundle of this group."""
+    """Whether a bundle of this group waits because no node has room for it."""
     group = _find(name)
     return group is not None and _entry(group)["state"] in ("PENDING", "RESCHEDULING")
 
 
 def wait_for_room(group: PlacementGroup, what: str, on_progress: Callable[[str], None]) -> None:
-    """Wait until there are nodes for all bundles of a group."""
+    """Wait until all bundles of a group have nodes."""
     while not group.wait(timeout_seconds=_LOOK_SECONDS):
         on_progress(f"waiting for room {what}: the nodes have {free_resources()} left")
 
 
 def free_resources() -> str:
-    """Of all nodes together, as people write it."""
-    found = ray.available_resources()
-    return " and ".join(f"{found.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if found.get(kind) or kind == "CPU")
+    """Return the free resources of all nodes together, as text for people."""
+    free = ray.available_resources()
+    return " and ".join(f"{free.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if free.get(kind) or kind == "CPU")
 
 
 def _find(name: str) -> PlacementGroup | None:
@@ -70,6 +70,6 @@ def _find(name: str) -> PlacementGroup | None:
 
 
 def _entry(group: PlacementGroup) -> dict[str, Any]:
-    """What Ray has noted of it."""
-    found: dict[str, Any] = placement_group_table(group)
-    return found
+    """Return Ray's table entry of a placement group."""
+    entry: dict[str, Any] = placement_group_table(group)
+    return entry

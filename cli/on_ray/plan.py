@@ -1,4 +1,4 @@
-"""The processes of a cluster on Ray, and their command lines. Nothing here needs Ray."""
+"""Plans the processes of a cluster on Ray, and their command lines. Nothing here needs Ray."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from .settings import RaySettings
 _MANAGER: Final = "manager-"
 _WORKER: Final = "worker-"
 MANAGERS_NAME: Final = "managers"
-"""Of the placement group of all managers."""
+"""Name of the placement group of all managers."""
 SMALL_CPUS: Final = 0.1
-"""What Ray reserves for a manager or a gateway. They need up to a core; but a node of 16 cores shall have room for a worker
+"""CPUs that Ray reserves for a manager or a gateway. They need up to a core, but a node of 16 cores shall have room for a worker
 with 15."""
 _OWN_PREFIX: Final = "KVPOOL_RAY_"
 _OF_GATEWAY: Final = "KVPOOL_GATEWAY_"
-"""Variables of the gateway, which has keys. They are not shown."""
+"""Prefix of the gateway's variables. They are not shown, because they include keys."""
 _MARK_FILE: Final = "shared"
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process. Strings, numbers and lists of them only: Ray pickles what it passes between processes."""
+    """One process. All fields are strings, numbers and lists of them: Ray pickles what it passes between processes."""
 
     name: str
-    """Of the actor, and of a worker in the cluster."""
+    """Name of the actor; it is also the worker_id of a worker."""
     namespace: str
     module: str
     managers: list[str]
     """Names of the managers."""
     record: list[str]
-    """What all starts of this cluster must have in common, a line each."""
+    """Settings that all starts of this cluster must have in common, one on each line."""
     arguments: list[str] = field(default_factory=list)
-    """In addition to those that name its address, the managers, and its state folder."""
+    """Arguments in addition to those for its address, the managers and its state folder."""
     variables: dict[str, str] = field(default_factory=dict)
-    """In addition to those of its node."""
+    """Variables in addition to those of its node."""
     port: int = 0
-    """To listen on; 0: any free one."""
+    """Port to listen on; 0: any free one."""
     state_dir: str = ""
-    """Of managers with an election by a lock, on a disk that all nodes share; empty: this process keeps its state on its node."""
+    """State folder of managers that elect by a lock, on a disk that all nodes share; empty: this process keeps its state on its
+    node."""
     mark: str = ""
-    """Content of the mark in `state_dir`, without which this is another disk."""
+    """Content of the mark file in `state_dir`; a folder without it is on another disk."""
 
     @property
     def is_manager(self) -> bool:
@@ -65,16 +66,16 @@ class ServiceSpec:
 
     @property
     def folder(self) -> Path:
-        """Where this process keeps its state, on its node."""
+        """Folder for the state of this process on its node."""
         return state_home() / "ray" / self.namespace / self.name
 
     @property
     def managers_file(self) -> Path:
-        """Lists the managers' addresses of this moment, for this process."""
+        """File that lists the present addresses of the managers for this process."""
         return self.folder / "managers"
 
     def command(self, host: str, port: int) -> list[str]:
-        """The command line for a node with this address. `port` is that of a manager or a gateway."""
+        """Return the command line for a node with this address. `port` is that of a manager or a gateway."""
         own = ["--host", host]
         if self.is_worker:
             own += ["--worker-id", self.name, "--state-dir", str(self.folder / "state")]
@@ -99,12 +100,12 @@ class RayPlan:
 
     @property
     def record(self) -> list[str]:
-        """What all starts of the cluster have in common."""
+        """Settings that all starts of the cluster have in common."""
         return self.managers[0].record
 
     @property
     def names(self) -> list[str]:
-        """Of all processes."""
+        """Names of all processes."""
         services = [*self.managers, *self.workers, *([] if self.gateway is None else [self.gateway])]
         return [spec.name for spec in services]
 
@@ -117,7 +118,7 @@ def make_plan(
     mark: str = "",
     environment: Mapping[str, str] = os.environ,
 ) -> RayPlan:
-    """`has_gpus`: whether the nodes have any. `mark`: of the folder that the managers share."""
+    """Make the plan. `has_gpus`: whether any node has a GPU. `mark` is that of the folder that the managers share."""
     gpus = int(has_gpus) if settings.gpus_per_worker is None else settings.gpus_per_worker
     names = [f"{_MANAGER}{index}" for index in range(settings.num_managers)]
     of_workers = ["--device", "cuda:0" if gpus else "cpu", *worker_arguments]
@@ -169,7 +170,7 @@ def make_plan(
 
 
 def _variables(settings: RaySettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the command that are those of its processes too."""
+    """Return the variables of the command that its processes get too."""
     passed = {
         name: value
         for name, value in environment.items()
@@ -191,8 +192,8 @@ def is_worker(name: str) -> bool:
 
 
 def mark_folder(folder: Path) -> str:
-    """The mark by which a manager knows the folder that all share from one of the same name on another disk. It is made if there is
-    none. Raises InvalidRequest."""
+    """Return the mark of the shared folder; make it if there is none. By the mark a manager distinguishes it from a folder of the
+    same name on another disk. Raises InvalidRequest."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mark = secrets.token_hex(16)
@@ -216,17 +217,17 @@ def mark_folder(folder: Path) -> str:
 
 
 def problem_of_disk(spec: ServiceSpec, host: str) -> str:
-    """Why this process may not use its folder; empty if it may. Two managers with two folders of one name would both lead."""
+    """Say why this process may not use its folder; empty: it may. Two managers with two folders of one name would both lead."""
     if not spec.state_dir:
         return ""
     file = Path(spec.state_dir) / _MARK_FILE
     try:
         if file.read_text() == spec.mark:
             return ""
-        found = "has another content"
+        state = "has another content"
     except OSError as error:
-        found = str(error.strerror)
+        state = str(error.strerror)
     return (
-        f"--state-dir {spec.state_dir} is not the folder that the other managers have ({file.name}: {found}): mount the disk that "
+        f"--state-dir {spec.state_dir} is not the folder that the other managers have ({file.name}: {state}): mount the disk that "
         f"all nodes share on {host}"
     )

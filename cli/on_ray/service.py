@@ -1,9 +1,8 @@
-"""One process of kvpool as an actor of Ray.
+"""Runs one process of kvpool as an actor of Ray.
 
-An actor, in its own process on the node where Ray has placed it, starts the service as a child, and ends when the child does. Ray
-then starts the actor again, there or on another node, and the actor the service. The child gets SIGTERM when the actor's process
-dies: a worker finishes what it can, and its successor waits for that.
-"""
+An actor has its own process on the node where Ray has placed it. It starts the service as a child, and ends when the child does.
+Ray then restarts the actor, there or on another node, and the actor the service. The child gets SIGTERM when the actor's process
+dies: a worker then finishes what it can, and its successor waits for that."""
 
 from __future__ import annotations
 
@@ -30,19 +29,19 @@ from .places import remove_place
 from .plan import ServiceSpec, problem_of_disk
 
 _REFUSES: Final = 2
-"""Exit status of a process that cannot use its settings: to start it again would not help."""
+"""Exit status of a process that cannot use its settings: restarting it would not help."""
 _SHORTEST_LIFE_SECONDS: Final = 3.0
-"""Between two starts of a process that dies at once."""
+"""Shortest time between two starts of a process that dies at once."""
 _HOLD_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.1
 _LOOK_SECONDS: Final = 1.0
 
 
 class Service:
-    """Its methods are called by other actors and by `kvpool ray`; all but `address` and `drain` answer at once."""
+    """The actor. Other actors and `kvpool ray` call its methods; all but `address` and `drain` answer at once."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        """`spec`: the fields of a ServiceSpec."""
+        """`spec` has the fields of a ServiceSpec."""
         self._spec = ServiceSpec(**spec)
         self._host: str = ray.util.get_node_ip_address()
         self._port = 0
@@ -57,11 +56,11 @@ class Service:
         threading.Thread(target=self._run, name="service", daemon=True).start()
 
     def __repr__(self) -> str:
-        """The name that Ray writes before each line of the log."""
+        """Return the name that Ray writes before each line of the log."""
         return self._spec.name
 
     async def describe(self) -> dict[str, Any]:
-        """What and where this is. `address` is empty for a worker, and before the start; `problem` says why it does not start."""
+        """Describe this process. `address` is empty for a worker, and before the start; `problem` says why it does not start."""
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "host": self._host,
@@ -74,8 +73,8 @@ class Service:
         }
 
     async def address(self, known: str) -> str:
-        """host:port of this manager, at once if it is another one than `known`. A caller that has it already waits here, and so
-        learns at once when the actor ends; but not for ever, because nothing says when a waiting caller has died."""
+        """Return host:port of this manager, at once if it is another one than `known`. A caller that has it already waits here, and
+        so learns at once when the actor ends; but not for ever, because nobody reports when a waiting caller has died."""
         await asyncio.wrap_future(self._started)
         address = join_host_port(self._host, self._port)
         if address == known:
@@ -83,7 +82,7 @@ class Service:
         return address
 
     async def drain(self) -> None:
-        """Ask the process to finish and leave, and wait until it has. It is not started again."""
+        """Ask the process to finish and leave, and wait until it has. It is not restarted."""
         with self._lock:
             self._is_leaving = True
             process = self._process
@@ -95,8 +94,8 @@ class Service:
         await asyncio.wrap_future(self._ended)
 
     async def remove(self, name: str) -> None:
-        """End the actor `name`, and give back what Ray has reserved for it. Asked by an actor whose process has left: an actor
-        cannot remove itself."""
+        """End the actor `name`, and give its resources back to Ray. An actor whose process has left calls it, since no actor can
+        remove itself."""
         await asyncio.to_thread(remove_actor, name, self._spec.namespace)
 
     def _run(self) -> None:
@@ -110,7 +109,7 @@ class Service:
             self._on_exit(status)
 
     def _serve(self) -> int | None:
-        """Start the process and wait for its end. None if it was told to leave before."""
+        """Start the process and wait for its end; returns its exit status. None: it was asked to leave before the start."""
         began = time.monotonic()
         self._spec.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._wait_for_the_disk()
@@ -171,23 +170,23 @@ class Service:
             time.sleep(_LOOK_SECONDS)
 
     def _die(self) -> NoReturn:
-        """For Ray this actor has died, and is started again."""
+        """End this process, so that Ray restarts the actor."""
         sys.stderr.flush()
         os._exit(1)
 
 
 class ManagersFile:
-    """Keeps the file that lists the managers' addresses as it is now."""
+    """Keeps the file that lists the managers' addresses up to date."""
 
     def __init__(self, spec: ServiceSpec) -> None:
         self._spec = spec
         self._known: dict[str, str] = {}
-        """Address by name."""
+        """Last known address of each manager, by name."""
         self._calls: dict[Future[str], str] = {}
-        """One to each manager, with its name: answered with another address, or by the manager's end."""
+        """Pending call of each manager, with its name. It ends with a new address, or when the manager ends."""
 
     def follow(self) -> NoReturn:
-        """Follow the managers for ever."""
+        """Follow the managers without end."""
         while True:
             try:
                 self.follow_once()
@@ -196,7 +195,7 @@ class ManagersFile:
                 time.sleep(_LOOK_SECONDS)
 
     def follow_once(self) -> None:
-        """Wait until a manager has a new address, and note it."""
+        """Wait until a manager has a new address, and write the file."""
         while True:
             self._call()
             done, _ = wait(self._calls, _LOOK_SECONDS, FIRST_COMPLETED)
@@ -217,7 +216,8 @@ class ManagersFile:
                 self._calls[manager.address.remote(self._known.get(name, "")).future()] = name
 
     def _on_answer(self, call: Future[str]) -> bool:
-        """Whether it has brought a new address. That of a manager that has died stays until it has another one."""
+        """Take in an answer; returns whether it has brought a new address. The address of a dead manager stays until it has another
+        one."""
         name = self._calls.pop(call)
         try:
             address = call.result()
@@ -235,8 +235,8 @@ class ManagersFile:
 
 
 def remove_actor(name: str, namespace: str) -> None:
-    """End an actor for good, and give back its placement group, which has the same name. Neither needs to exist."""
-    # In this order: a placement group takes its actors with it, and Ray would wait for ever to start them again.
+    """End an actor for good, and remove its placement group, which has the same name. Neither needs to exist."""
+    # The actor first: a placement group takes its actors with it, and Ray would wait for ever to restart them.
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
     remove_place(name)

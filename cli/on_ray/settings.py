@@ -16,7 +16,7 @@ from ..launch.worker_flags import WorkerFlags
 
 DEFAULT_NAMESPACE: Final = "kvpool"
 SHARED_MANAGERS: Final = 2
-"""Where they have an election: one leads, one stands by."""
+"""Default number of managers with an election: one leads, one stands by."""
 
 
 class RaySettings(ProcessSettings):
@@ -112,14 +112,14 @@ class RaySettings(ProcessSettings):
 
     @property
     def shared_folder(self) -> Path | None:
-        """Where managers elect by a lock; None: they do not, or not on a disk that nodes share."""
+        """Folder in which managers elect by a lock; None: they do not, or not on a disk that nodes share."""
         if self.state_dir is None or self.election not in (None, "file"):
             return None
         return self.state_dir.expanduser().resolve()
 
     @property
     def num_managers(self) -> int:
-        """--managers, or what goes with the election."""
+        """--managers, or the default that fits the election."""
         return self.managers or (SHARED_MANAGERS if self.is_shared else 1)
 
 

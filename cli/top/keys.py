@@ -1,4 +1,4 @@
-"""Keys as they are pressed, from a terminal that is put back as it was."""
+"""Reads keys as they are pressed, and restores the terminal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ UP: Final = "up"
 DOWN: Final = "down"
 _NAMES: Final = {"\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN}
 _KEY: Final = re.compile(r"\x1b[\[O][0-?]*[ -/]*[@-~]|.", re.DOTALL)
-"""One key: an escape sequence (ECMA-48, 5.4), or a character."""
+"""Pattern of one key: an escape sequence (ECMA-48, 5.4), or a character."""
 _READ_BYTES: Final = 1024
 
 
 class KeyReader:
-    """`with Keys() as keys` inside an event loop: `await keys.next()` is the next key, a character or one of the names above.
+    """Reads keys. Use it as `with KeyReader() as keys` inside an event loop: `await keys.next()` is the next key, a character or
+    one of the names above.
 
-    Ctrl-C stays what it is. Where stdin is no terminal, no key ever comes.
+    Ctrl-C still interrupts. If stdin is no terminal, no key ever comes.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class KeyReader:
             termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
 
     async def next(self) -> str:
-        """The next key."""
+        """Wait for the next key."""
         return await self._queue.get()
 
     def _read(self) -> None:

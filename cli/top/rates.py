@@ -1,4 +1,4 @@
-"""Rates out of what the manager's Describe counts: differences between looks, over the last seconds."""
+"""Computes rates from the counts in the manager's Describe: differences between looks, over the last seconds."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from kvpool.v1 import cache_pb2
 
 WINDOW_SECONDS: Final = 5.0
-"""A worker states its tokens block by block, so what a second brings is all or nothing."""
+"""Time over which rates are averaged. A worker reports its tokens block by block, so a single second shows all or nothing."""
 
 SequenceName = tuple[int, str, int]
-"""Session, sequence_id and attempt. The round is left out: a sequence that is granted again keeps its tokens."""
+"""Session, sequence_id and attempt. The round does not count: a sequence that is granted again keeps its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one worker."""
+    """Rates of one worker, per second."""
 
     prompt_tokens: float
-    """Per second, as the others; with those that the cache served."""
+    """Prompt tokens, those that the cache served included."""
     generated_tokens: float
     evicted_blocks: float
     hit_rate: float | None
-    """Share of the prompt tokens that the cache served; None where no prompt came in."""
+    """Share of the prompt tokens that the cache served; None: no prompt came in."""
 
 
 _Name = TypeVar("_Name", bound=Hashable)
@@ -33,7 +33,7 @@ _Counts = TypeVar("_Counts")
 
 
 class _Change(NamedTuple, Generic[_Counts]):
-    """What was counted at first and at last, and the time between."""
+    """The oldest and the newest counts, and the time between."""
 
     before: _Counts
     now: _Counts
@@ -41,7 +41,7 @@ class _Change(NamedTuple, Generic[_Counts]):
 
 
 class _Looks(Generic[_Name, _Counts]):
-    """Some looks at things that come and go, the newest to be compared with the oldest."""
+    """Recent looks at things that come and go, of which the newest is compared with the oldest."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, dict[_Name, _Counts]]] = deque()
@@ -57,7 +57,7 @@ class _Looks(Generic[_Name, _Counts]):
             looks.popleft()
 
     def change(self, name: _Name) -> _Change[_Counts] | None:
-        """Since the oldest look that knows the name; None if only the newest does, or not even that."""
+        """Return the change since the oldest look that has the name; None: only the newest has it, or none does."""
         if not self._looks:
             return None
         newest_at, newest = self._looks[-1]
@@ -75,12 +75,12 @@ class RateMeter:
         self._looks: _Looks[int, cache_pb2.WorkerTotals] = _Looks()
 
     def add(self, response: cache_pb2.DescribeResponse, now: float) -> None:
-        """A look at `now`, in seconds of a clock that only goes forward."""
+        """Add a look at `now`, in monotonic seconds."""
         # By session: each begins at zero.
         self._looks.add({worker.session: worker.totals for worker in response.workers}, now)
 
     def rates(self, session: int) -> Rates | None:
-        """Since the oldest look that knows the session; None if only the newest does."""
+        """Return the rates since the oldest look that has the session; None: only the newest has it."""
         change = self._looks.change(session)
         if change is None:
             return None
@@ -96,18 +96,18 @@ class RateMeter:
 
 
 class SequenceMeter:
-    """The same for the sequences of one worker: how fast their known tokens become more."""
+    """Measures how fast the sequences of one worker get new tokens."""
 
     def __init__(self) -> None:
         self._looks: _Looks[SequenceName, int] = _Looks()
 
     def add(self, worker: cache_pb2.WorkerDescription, now: float) -> None:
-        """A look at `now`, in seconds of a clock that only goes forward."""
-        known = {sequence_name(worker, sequence): sequence.num_tokens for sequence in worker.sequences}
-        self._looks.add(known, now)
+        """Add a look at `now`, in monotonic seconds."""
+        counts = {sequence_name(worker, sequence): sequence.num_tokens for sequence in worker.sequences}
+        self._looks.add(counts, now)
 
     def generated_tokens(self, name: SequenceName) -> float | None:
-        """Per second, since the oldest look that knows the sequence; None if only the newest does."""
+        """Return the tokens per second since the oldest look that has the sequence; None: only the newest has it."""
         change = self._looks.change(name)
         # A sequence never forgets tokens: with fewer of them it is another one under the same name.
         if change is None or change.now < change.before:
@@ -116,5 +116,5 @@ class SequenceMeter:
 
 
 def sequence_name(worker: cache_pb2.WorkerDescription, sequence: cache_pb2.SequenceDescription) -> SequenceName:
-    """The sequence's unique name."""
+    """Return the sequence's unique name."""
     return worker.session, sequence.key.sequence_id, sequence.key.attempt

@@ -1,4 +1,4 @@
-"""The requests of one worker as `kvpool top` shows them. Pure: draws what the manager has said of its live sequences."""
+"""Draws the requests of one worker for `kvpool top`, from the manager's description of its live sequences. Pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .rates import SequenceName, sequence_name
 
 _ID_CELLS_MIN: Final = 10
 _ID_CELLS_MAX: Final = 36
-"""Of a UUID, as the client library gives them."""
+"""Cells of a UUID, which the client library gives each request."""
 _COLUMNS: Final = {
     "state": 10, "known tokens": 12, "computed": 8, "cached": 7, "gen/s": 5, "blocks": 6, "attempt": 7, "round": 5,
 }  # fmt: skip
-"""The columns after the request's name, each with its usual width, so that none moves. The last ones are left out where the
-terminal is too narrow."""
+"""Columns after the request's name, each with its usual width, so that none moves. The last ones are left out if the terminal is
+too narrow."""
 _GAP_CELLS: Final = 2
 _NONE: Final = "–"
 
 
 def num_lines_wanted(worker: cache_pb2.WorkerDescription) -> int:
-    """Lines of a list with all requests that the manager has reported."""
+    """Count the lines of a list with all requests that the manager has reported."""
     num_rows = len(worker.sequences)
     return 2 + num_rows + (num_rows < worker.num_sequences) if num_rows else 1
 
@@ -35,7 +35,7 @@ def num_lines_wanted(worker: cache_pb2.WorkerDescription) -> int:
 def render_requests(
     worker: cache_pb2.WorkerDescription, rates: Mapping[SequenceName, float | None], width: int, max_lines: int
 ) -> RenderableType:
-    """The requests that fit into `max_lines`, and the number of the others. `rates` are generated tokens per second."""
+    """Draw the requests that fit into `max_lines`, and the number of the others. `rates` are generated tokens per second."""
     title = _title(worker)
     num_rows = len(worker.sequences) if num_lines_wanted(worker) <= max_lines else max_lines - 3
     if num_rows <= 0:
@@ -48,7 +48,7 @@ def render_requests(
 
 
 def _title(worker: cache_pb2.WorkerDescription) -> Text:
-    """Whose they are, and how many the list is about: requests that wait hold no blocks, and only their worker knows them."""
+    """Return the title: the worker, and the number of requests that hold blocks. Only their worker knows those that wait."""
     text = Text("requests of ", no_wrap=True, overflow="ellipsis")
     text.append(printable(worker.worker_id), style="bold")
     num = worker.num_sequences
@@ -86,7 +86,7 @@ def _table(
 
 
 def _cells(sequence: cache_pb2.SequenceDescription, rate: float | None, block_size: int) -> dict[str, Text]:
-    """One row, by the names of its columns. As Text: in a plain string rich would look for markup."""
+    """Return one row by column name, as Text: in a plain string rich would look for markup."""
     cells = {
         "known tokens": f"{sequence.num_tokens:,}",
         "computed": f"{sequence.num_computed_tokens / max(1, sequence.num_tokens):.0%}",
@@ -100,8 +100,8 @@ def _cells(sequence: cache_pb2.SequenceDescription, rate: float | None, block_si
 
 
 def _state(sequence: cache_pb2.SequenceDescription, block_size: int) -> Text:
-    """The state of a sequence as the manager sees it. A sequence that decodes is reported block by block, so that less than a block
-    of its known tokens is not computed; the same is left of a prompt whose other blocks are all cached, for an instant."""
+    """Return the state of a sequence according to the manager. A decoding sequence is reported block by block, so less than a block
+    of its tokens is not computed. A prompt whose other blocks are all cached looks the same for an instant."""
     if sequence.fenced:
         return Text("fenced", style="red")
     if sequence.num_tokens - sequence.num_computed_tokens >= max(2, block_size):

@@ -27,15 +27,15 @@ from .rates import RateMeter, SequenceMeter, sequence_name
 from .view import Picture, render
 
 _MAP_SHARE: Final = 20
-"""The block map of a large pool takes the manager a while: it is asked for at most a twentieth of the time."""
+"""Share of the time for block maps, as a divisor: a large pool's map takes the manager a while."""
 _MAP_PAGE_BLOCKS: Final = 512
-"""While it describes a page the manager does nothing else: some ten milliseconds for a thousand blocks."""
+"""Blocks in one page of the map. The manager does nothing else meanwhile: some ten milliseconds for a thousand blocks."""
 _MAX_REQUESTS: Final = 200
-"""More rows than a terminal has; the manager counts the others."""
+"""Most requests to fetch, more than a terminal has rows; the manager counts the others."""
 _LOOK_SECONDS_MIN: Final = 2.0
-"""Least time that a look may take before the manager counts as away; the next look begins at once."""
+"""Shortest time that a look may take before the manager counts as away; the next look begins at once."""
 _ONCE_SECONDS: Final = 10.0
-"""The same for a look that is not repeated."""
+"""Time that a look may take if it is not repeated."""
 
 
 def top(
@@ -67,9 +67,9 @@ def top(
 
 
 async def _look_once(config: ClientConfig, worker: str | None, interval: float) -> Picture:
-    """Look twice, an interval apart; the block map only of a worker that is named.
+    """Look twice, an interval apart. The block map is fetched only if a worker is named.
 
-    Raises KvpoolError if the manager is away, or does not know the worker.
+    Raises KvpoolError if the manager is away or does not know the worker.
     """
     async with Client(config=config) as client:
         observer = Observer(client, config.manager, worker)
@@ -87,17 +87,18 @@ async def _look_once(config: ClientConfig, worker: str | None, interval: float) 
 
 
 def picture_object(picture: Picture) -> dict[str, object]:
-    """What `--json` prints: `status --json`, with rates per second and the requests of the chosen worker. Null: no rate yet."""
+    """Return the object that `--json` prints: `status --json`, with rates per second and the requests of the chosen worker. Null:
+    no rate yet."""
     assert picture.response is not None
-    found = cluster_object(picture.manager, picture.response)
-    found["workers"] = [
+    values = cluster_object(picture.manager, picture.response)
+    values["workers"] = [
         {**worker_object(worker), "rates": rates and asdict(rates)}
         for worker in picture.workers
         for rates in (picture.rates.get(worker.session),)
     ]
     requests = picture.requests or cache_pb2.WorkerDescription()
-    found["requests_of"] = picture.chosen
-    found["requests"] = [
+    values["requests_of"] = picture.chosen
+    values["requests"] = [
         {
             "sequence_id": sequence.key.sequence_id,
             "attempt": sequence.key.attempt,
@@ -111,11 +112,11 @@ def picture_object(picture: Picture) -> dict[str, object]:
         }
         for sequence in requests.sequences
     ]
-    return found
+    return values
 
 
 async def _watch(config: ClientConfig, console: Console, worker: str | None, interval: float) -> None:
-    """Until q, or a signal. The terminal is restored."""
+    """Show the live view until q or a signal, and restore the terminal."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -151,7 +152,7 @@ async def _look_for_ever(observer: Observer, interval: float, draw: Callable[[],
 
 
 async def _list_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
-    """The requests, apart from the looks at all workers: those of another chosen worker are shown at once."""
+    """Fetch the requests, apart from the looks at all workers, so that those of another chosen worker are shown at once."""
     while True:
         await observer.look_at_requests()
         draw()
@@ -159,7 +160,7 @@ async def _list_for_ever(observer: Observer, interval: float, draw: Callable[[],
 
 
 async def _map_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
-    """The block map, apart from the looks, which it must not delay."""
+    """Fetch the block map, apart from the looks, which it must not delay."""
     while True:
         began_at = time.monotonic()
         await observer.look_at_blocks()
@@ -167,16 +168,16 @@ async def _map_for_ever(observer: Observer, interval: float, draw: Callable[[], 
         await _pause(max(interval, _MAP_SHARE * (time.monotonic() - began_at)), observer.wants_map)
 
 
-async def _pause(seconds: float, wanted: asyncio.Event) -> None:
-    """Sleep, or until something is wanted."""
+async def _pause(seconds: float, request: asyncio.Event) -> None:
+    """Sleep, but at most until `request` is set, and clear it."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await wanted.wait()
-    wanted.clear()
+            await request.wait()
+    request.clear()
 
 
 async def _obey(keys: KeyReader, observer: Observer, draw: Callable[[], None]) -> None:
-    """Until the key that ends it."""
+    """Obey keys until the one that ends the view."""
     while (key := await keys.next()) not in ("q", "Q"):
         if key in (UP, "k"):
             observer.choose(-1)
@@ -197,16 +198,16 @@ class Observer:
         self.error: KvpoolError | None = None
         """Why the manager did not answer the last look; None if it did."""
         self.wants_requests = asyncio.Event()
-        """Requests are to be shown that are not known yet."""
+        """Set when requests are to be shown that were not fetched yet."""
         self.wants_map = asyncio.Event()
-        """A block map is to be shown that is not known yet."""
+        """Set when a block map is to be shown that was not fetched yet."""
         self._client = client
         self._meter = RateMeter()
         self._sequence_meter = SequenceMeter()
         self._answered_at: float | None = None
 
     async def look(self, seconds: float) -> None:
-        """Look at the workers. A manager that does not answer in that time is not an error: the picture says so."""
+        """Look at the workers. If the manager does not answer in that time, the picture says so; that is no error."""
         picture = self.picture
         try:
             response = await self._client.describe(timeout=seconds)
@@ -231,7 +232,7 @@ class Observer:
         try:
             workers = (await self._client.describe(worker_id=chosen, max_sequences=_MAX_REQUESTS)).workers
         except NotFound:
-            pass  # which the picture says by itself
+            pass  # the picture shows it anyway
         except KvpoolError:
             return  # the manager is away, which the other looks show
         # A key pressed meanwhile may have hidden the requests, or begun a new meter.
@@ -254,7 +255,7 @@ class Observer:
         try:
             block_map = await fetch_block_map(self._client, chosen, _MAP_PAGE_BLOCKS, group=picture.group)
         except NotFound:
-            pass  # which the picture says by itself
+            pass  # the picture shows it anyway
         except KvpoolError:
             return  # the manager is away, which the other looks show
         # A key pressed meanwhile may have chosen another worker.
@@ -275,7 +276,7 @@ class Observer:
             self._choose(names[place % len(names)])
 
     def toggle_map(self) -> None:
-        """Show the blocks, or no longer; of a worker with several groups those of the next group first."""
+        """Show or hide the blocks; for a worker with several groups, show those of the next group first."""
         picture = self.picture
         last = (
             max((len(worker.counts) for worker in picture.workers if worker.worker_id == picture.chosen), default=1) - 1
@@ -287,7 +288,7 @@ class Observer:
         self._forget_map()
 
     def toggle_requests(self) -> None:
-        """Show the requests, or no longer."""
+        """Show or hide the requests."""
         self.picture.shows_requests = not self.picture.shows_requests
         self._forget_requests()
 
@@ -298,7 +299,7 @@ class Observer:
 
     def _forget_requests(self) -> None:
         self.picture.requests = None
-        # The next look comes at once: what it would be compared with may have been a moment ago.
+        # The next look comes at once, perhaps only a moment after the last one: rates of so short a time would be wrong.
         self._sequence_meter = SequenceMeter()
         self.wants_requests.set()
 

@@ -1,4 +1,4 @@
-"""The picture of `kvpool top`, drawn from what is known. Pure: no calls, no waiting."""
+"""Draws the picture of `kvpool top` from the fetched data. Pure: no calls, no waiting."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .rates import Rates, SequenceName
 from .requests import num_lines_wanted, render_requests
 
 _WIDE: Final = 104
-"""Columns from which on everything has its place; below, the bar is shorter and the last columns are left out."""
+"""Width in which everything has its place; below it the bar is shorter and the last columns are left out."""
 _BAR_CELLS: Final = 24
 _BAR_CELLS_NARROW: Final = 12
 _BAR: Final = (("held", "█", "cyan"), ("reserved", "+", "yellow"), ("copying", "~", "blue"), ("cached", "▒", "green"))
-"""In this order from the left; what is free is at the right."""
+"""Parts of the bar in order from the left: state, sign and colour. Free blocks are at the right."""
 _FREE: Final = ("·", "dim")
 _NONE: Final = "–"
 _ROWS_WITHOUT_A_TERMINAL: Final = 20
-"""Of requests, where nothing says how high the picture may be."""
+"""Rows of requests if the height of the picture is not limited."""
 _MAP_LINES_MIN: Final = 6
 KEYS: Final = "↑ ↓ another worker   r requests   b block map   q quit"
 
 
 class _DrawnMap(NamedTuple):
-    """A block map, and what it was drawn for."""
+    """A drawn block map, with its data and size."""
 
     block_map: BlockMap
     width: int
@@ -42,8 +42,8 @@ class _DrawnMap(NamedTuple):
     text: Text
 
     def serves(self, block_map: BlockMap, width: int, height: int | None) -> bool:
-        """Whether the drawing can be used again. Each request that comes or goes leaves another height: what fits is good enough
-        unless there is room for half as much again."""
+        """Whether the drawing can be used again. The height changes with each request that comes or goes, so a drawing that fits is
+        used unless there is room for half as much again."""
         if self.block_map is not block_map or self.width != width:
             return False
         if self.height is None or height is None:
@@ -53,43 +53,43 @@ class _DrawnMap(NamedTuple):
 
 @dataclass(slots=True)
 class Picture:
-    """Everything that is shown."""
+    """All data of the picture."""
 
     manager: str
-    """Its host:port."""
+    """host:port of the manager."""
     response: cache_pb2.DescribeResponse | None = None
-    """Its last answer; None before the first."""
+    """Last answer of the manager; None before the first."""
     away: str = ""
-    """Why it does not answer now, and for how long; empty while it does."""
+    """Why and for how long the manager has not answered; empty while it answers."""
     rates: dict[int, Rates | None] = field(default_factory=dict)
-    """By session."""
+    """Rates by session; None: no rate yet."""
     chosen: str | None = None
-    """The worker whose requests and blocks are shown."""
+    """Name of the worker whose requests and blocks are shown."""
     shows_requests: bool = True
     shows_map: bool = True
     group: int = 0
-    """Whose blocks the map shows."""
+    """Group whose blocks the map shows."""
     requests: cache_pb2.WorkerDescription | None = None
     """The chosen worker with its sequences; None: not shown, or not fetched yet."""
     request_rates: dict[SequenceName, float | None] = field(default_factory=dict)
-    """Generated tokens per second."""
+    """Generated tokens per second, by sequence."""
     block_map: BlockMap | None = None
-    """Of the chosen worker; None: not shown, or not fetched yet."""
+    """Block map of the chosen worker; None: not shown, or not fetched yet."""
     _drawn: _DrawnMap | None = None
 
     @property
     def workers(self) -> list[cache_pb2.WorkerDescription]:
-        """By name."""
+        """Workers, sorted by name."""
         return [] if self.response is None else sorted(self.response.workers, key=lambda worker: worker.worker_id)
 
     @property
     def misses_chosen(self) -> bool:
-        """Whether the manager does not know the chosen worker, and others there are."""
+        """Whether the manager lists workers, but not the chosen one."""
         names = [worker.worker_id for worker in self.workers]
         return bool(names) and self.chosen is not None and self.chosen not in names
 
     def draw_map(self, block_map: BlockMap, width: int, height: int | None) -> Text:
-        """The block map; drawn once only, for that of a large pool takes half a second."""
+        """Return the drawn block map. It is drawn only once, since that of a large pool takes half a second."""
         drawn = self._drawn
         if drawn is None or not drawn.serves(block_map, width, height):
             drawn = self._drawn = _DrawnMap(block_map, width, height, render_block_map(block_map, width, height))
@@ -97,8 +97,8 @@ class Picture:
 
 
 def render(picture: Picture, width: int, height: int | None = None, *, keys: bool = False) -> RenderableType:
-    """The whole picture, at most `height` lines of `width` columns if it is given. Workers come first, then requests, then
-    blocks."""
+    """Draw the whole picture, `width` columns wide and, if `height` is given, at most so many lines high. Workers come first, then
+    requests, then blocks."""
     parts: list[RenderableType] = [_head(picture)]
     num_lines = 1
     if picture.away:
@@ -133,8 +133,8 @@ def render(picture: Picture, width: int, height: int | None = None, *, keys: boo
 
 
 def _map(picture: Picture, width: int, room: int | None) -> Text | None:
-    """The block map, if it finds a place in the `room` lines below the workers: what the requests leave, or half where they want
-    more. A map takes no more lines than it needs, and then the others are theirs."""
+    """Draw the block map if it fits into the `room` lines below the workers. It gets the lines that the requests leave, but at
+    least half of the room, and takes no more than it needs."""
     if picture.block_map is None:
         return None
     if room is None:
@@ -201,7 +201,7 @@ def _add(total: common_pb2.BlockCounts, counts: common_pb2.BlockCounts) -> None:
 
 
 def _blocks(counts: common_pb2.BlockCounts, bar_cells: int) -> tuple[Text, str]:
-    """The bar, and the share of blocks that are not to be had now."""
+    """Return the bar, and the share of blocks that cannot be granted now."""
     bar = Text()
     num_drawn = 0
     capacity = max(1, counts.capacity)
@@ -216,15 +216,15 @@ def _blocks(counts: common_pb2.BlockCounts, bar_cells: int) -> tuple[Text, str]:
 
 
 def _sum(rates: Sequence[Rates | None]) -> Rates | None:
-    known = [rate for rate in rates if rate is not None]
-    if not known:
+    with_rates = [rate for rate in rates if rate is not None]
+    if not with_rates:
         return None
-    prompts = sum(rate.prompt_tokens for rate in known)
-    cached = sum(rate.prompt_tokens * rate.hit_rate for rate in known if rate.hit_rate is not None)
+    prompts = sum(rate.prompt_tokens for rate in with_rates)
+    cached = sum(rate.prompt_tokens * rate.hit_rate for rate in with_rates if rate.hit_rate is not None)
     return Rates(
         prompt_tokens=prompts,
-        generated_tokens=sum(rate.generated_tokens for rate in known),
-        evicted_blocks=sum(rate.evicted_blocks for rate in known),
+        generated_tokens=sum(rate.generated_tokens for rate in with_rates),
+        evicted_blocks=sum(rate.evicted_blocks for rate in with_rates),
         hit_rate=cached / prompts if prompts else None,
     )
 
