@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from kvpool.client import (
     Completion,
     DeadlineExceeded,
     FinishReason,
     InvalidRequest,
+    Model,
     ProtocolError,
 )
 from kvpool.v1 import worker_pb2
@@ -76,6 +80,16 @@ async def test_the_prompt_is_tokenised_here_and_routed_under_its_root() -> None:
     assert (request.model_fingerprint, request.adapter, request.tenant_salt) == ("fp-tiny", "lora", "salt")
     assert request.attempt == 1
     assert request.sequence_id
+
+
+def test_a_prompt_keeps_the_space_around_it() -> None:
+    """To a model it is a part of the text."""
+    tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    facts = worker_pb2.ModelFacts(model_name="m", vocab_size=256, max_model_len=64)
+    model = Model.from_parts(facts, {worker_pb2.MODEL_FILE_TOKENIZER: tokenizer.to_str().encode()})
+    prompt = "  the\tcat\r\n "
+    assert len(model.encode_prompt(prompt)) == len(prompt)
 
 
 async def test_a_chat_is_rendered_by_the_template_and_gets_no_second_bos() -> None:

@@ -185,6 +185,10 @@ async def test_the_limit_is_that_of_the_largest_worker_and_smaller_ones_are_left
     small = FakeWorker("small", model=FakeModel(max_model_len=8, listed_model_len=8))
     large = FakeWorker("large", model=FakeModel(max_model_len=20, listed_model_len=20))
     async with fake_cluster(small, large) as manager, quick(manager) as client:
+        for listed in ([small, large], [large, small]):
+            manager.workers = listed
+            (served,) = models.served_models((await client.describe()).workers)
+            assert served.max_model_len == 20
         manager.workers = [small]
         with pytest.raises(InvalidRequest) as refused:
             await client.generate([THE] * 8).collect()

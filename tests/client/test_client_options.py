@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvpool.client import ClientConfig, GenerateOptions, InvalidRequest
-from kvpool.client.request import attempt_request, build_request
+from kvpool.client import ClientConfig, GenerateOptions, InvalidRequest, Model
+from kvpool.client.prompt import Prompt
+from kvpool.client.request import attempt_request, build_request, request_for
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
 from kvpool.worker_service.engine.prompt import PromptEncoder
@@ -149,6 +150,21 @@ def test_sampling_without_a_seed_gets_a_random_one() -> None:
     assert max(seeds) > 2**48
     assert build_request({}).sampling.seed == 0
     assert build_request({"temperature": 1.0, "seed": 0}).sampling.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_the_model", "expected"), [(None, None, 1.0), (None, 1.5, 1.5), (0, 1.5, 0.0), (0, None, 0.0)]
+)
+def test_the_temperature_is_the_requests_then_the_models_then_the_callers(
+    asked: float | None, of_the_model: float | None, expected: float
+) -> None:
+    """The default of a caller, which OpenAI's API has, is of no weight where the model's files have one."""
+    defaults = worker_pb2.GenerationDefaults(sampling=worker_pb2.SamplingParams(temperature=of_the_model))
+    model = Model("m", "f", "llama", "float32", 99, 64, (), None, None, defaults=defaults)
+    options: GenerateOptions = {} if asked is None else {"temperature": asked}
+    request = request_for(build_request(options), model, Prompt([1]), default_temperature=1.0)
+    assert request.sampling.temperature == expected
+    assert request.sampling.HasField("seed") == (expected > 0)
 
 
 def test_the_environment_names_the_manager() -> None:

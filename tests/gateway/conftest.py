@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import pytest_asyncio
@@ -42,31 +39,6 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
         ):
             (model,) = (await openai.models.list()).data
             yield Front(cluster, gateway, openai, model.id)
-
-
-@pytest.fixture(scope="module")
-def front_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A cluster and a gateway in a thread of their own, for tests that are no coroutines."""
-    folder = tmp_path_factory.mktemp("front")
-    make_chat_model(folder / "model")
-    ready: Future[str] = Future()
-    loop = asyncio.new_event_loop()
-
-    async def serve(stopping: asyncio.Event) -> None:
-        async with (
-            in_process_cluster(folder / "model", folder, num_blocks=1025, max_num_seqs=64) as cluster,
-            serving(f"127.0.0.1:{cluster.manager.port}") as gateway,
-        ):
-            ready.set_result(gateway.url)
-            await stopping.wait()
-
-    stopping = asyncio.Event()
-    thread = Thread(target=lambda: loop.run_until_complete(serve(stopping)))
-    thread.start()
-    yield ready.result(timeout=60)
-    loop.call_soon_threadsafe(stopping.set)
-    thread.join()
-    loop.close()
 
 
 def make_chat_model(folder: Path) -> None:

@@ -15,7 +15,9 @@ from kvpool.gateway import observation
 from kvpool.gateway.errors import ApiError
 from kvpool.gateway.openai import bodies
 from kvpool.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from kvpool.gateway.openai.options import completion_options
 from kvpool.gateway.pages.explain import ExplainBody
+from kvpool.gateway.settings import GatewaySettings
 from tests.gateway.serving import http_client, serving
 
 KINDS = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ExplainBody)
@@ -145,3 +147,10 @@ async def test_bodies_that_wait_for_their_answers_are_bounded_together(monkeypat
         async with asyncio.timeout(20):
             while (await client.post("/tokenize", content=large)).json()["error"]["code"] == "too_many_bodies":
                 pass
+
+
+def test_a_temperature_that_nobody_asks_for_is_left_to_the_model() -> None:
+    """OpenAI's is the one of models whose files have none."""
+    options = completion_options(CompletionBody(prompt="a"), GatewaySettings())
+    assert "temperature" not in options
+    assert options["default_temperature"] == 1

@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
+from kvpool.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvpool.gateway.openai.fields import IGNORED_HEADER
 from tests.gateway.conftest import Front
 from tests.gateway.serving import http_client, serving
@@ -195,3 +197,25 @@ async def test_a_body_that_is_no_request_is_400(front: Front, path: str, body: b
     assert answer.status_code == 400 or (path == "/tokenize" and answer.status_code == 200), answer.text
     if answer.status_code == 400:
         assert answer.json()["error"]["message"]
+
+
+BODIES: dict[str, type[BaseModel]] = {
+    CHAT: ChatBody,
+    COMPLETION: CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+ODD: tuple[Any, ...] = (True, -(2**70), "x", [None], {"x": {}})
+"""Each kind of value that JSON has."""
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_no_value_of_a_field_makes_the_gateway_fail(front: Front, path: str) -> None:
+    """It is taken or refused, in a request that is right otherwise."""
+    right = {CHAT: CHAT_BODY, COMPLETION: COMPLETION_BODY, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
+    names = {*BODIES[path].model_fields, "response_format", "tools", "made_up"} - {"n", "stream"}
+    async with http_client(front.gateway.url, timeout=60) as client:
+        for name in sorted(names):
+            for value in ODD:
+                answer = await client.post(path, content=json.dumps(right[path] | {name: value}))
+                assert answer.status_code in (200, 400, 404), (name, value, answer.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvpool.client import Model
 from kvpool.client.token_bytes import TokenBytes
 from kvpool.gateway.openai.logprobs import CompletionLogprobs
-from kvpool.gateway.openai.token_bytes import shown
+from kvpool.gateway.openai.token_bytes import TokenBytesOfModels, shown
 from kvpool.protocol.byte_level import byte_letters
 
 TEXTS = ("hello world", "héllo wörld 日本語", "🙂 and 🙃", "tab\tand\nline", " leading", "ﬁ ½ \u00a0")
@@ -96,6 +98,17 @@ def test_special_tokens_have_their_name_and_unknown_ids_nothing() -> None:
     assert end is not None
     assert (tokens.of(end), tokens.is_special(end)) == (b"<|end|>", True)
     assert (tokens.of(10**6), tokens.is_special(10**6)) == (b"", False)
+
+
+def test_other_files_for_the_same_weights_have_other_tokens() -> None:
+    """A worker that comes may have another tokenizer than the one before."""
+    model = Model("m", "fingerprint", "llama", "float32", 300, 64, (), byte_level(), None)
+    known = TokenBytesOfModels()
+    (id_before,), (id_now,) = (make().encode("h", add_special_tokens=False).ids for make in (byte_level, byte_fallback))
+    before, now = known.of(model), known.of(replace(model, tokenizer=byte_fallback()))
+    assert before is not None
+    assert now is not None
+    assert (before.of(id_before), now.of(id_now)) == (b"h", b"h") != (before.of(id_now), now.of(id_before))
 
 
 def test_half_a_character_is_shown_as_its_bytes() -> None:
