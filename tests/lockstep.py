@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvpool.worker_service.engine.engine import Engine
@@ -11,12 +11,10 @@ from kvpool.worker_service.engine.step import PartResult, Step
 
 
 @asynccontextmanager
-async def in_lockstep(
-    engine: Engine, num_requests: int, before_step: Callable[[], Awaitable[None]] | None = None
-) -> AsyncIterator[None]:
+async def in_lockstep(engine: Engine, num_requests: int) -> AsyncIterator[None]:
     """Inside, the first step begins when that many requests have arrived, and no step while a call to the manager is due or
-    unanswered. `before_step` is awaited before each step."""
-    lockstep = _Lockstep(engine, num_requests, before_step)
+    unanswered."""
+    lockstep = _Lockstep(engine, num_requests)
     try:
         yield
     finally:
@@ -26,12 +24,11 @@ async def in_lockstep(
 class _Lockstep:
     """A StepRunner that waits in the model's thread until a step may begin."""
 
-    def __init__(self, engine: Engine, num_requests: int, before_step: Callable[[], Awaitable[None]] | None) -> None:
+    def __init__(self, engine: Engine, num_requests: int) -> None:
         self._engine = engine
         self._runner = engine._runner
         self._loop = asyncio.get_running_loop()
         self._num_to_arrive = num_requests
-        self._before_step = before_step
         self._num_waiting = 0
         self._is_over = False
         engine._runner = self
@@ -53,8 +50,6 @@ class _Lockstep:
         try:
             while not self._is_over and not (self._all_have_arrived() and self._link_rests()):
                 await asyncio.sleep(0.001)
-            if self._before_step is not None and not self._is_over:
-                await self._before_step()
         finally:
             self._num_waiting -= 1
 

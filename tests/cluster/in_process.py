@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
-
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
@@ -50,13 +48,6 @@ class InProcessCluster:
         (worker,) = (await self.client.describe(worker_id=WORKER, first_block=0)).workers
         return worker
 
-    async def sealed_chain(self, num_blocks: int) -> list[int]:
-        """The blocks of the only sealed chain, first block first, as soon as nothing runs."""
-        await self.until_idle()
-        sealed = {block.table_index: block.block_id for block in (await self.describe()).blocks if block.sealed}
-        assert sorted(sealed) == list(range(num_blocks))
-        return [sealed[index] for index in range(num_blocks)]
-
     async def is_registered(self) -> bool:
         """Whether the manager knows the worker, and the worker its session."""
         return self.worker.engine.cache.is_ready()
@@ -76,11 +67,6 @@ class InProcessCluster:
             return sum(1 for _ in self.worker.engine.scheduler) >= num_requests
 
         await eventually(arrived, f"{num_requests} requests arrive")
-
-    def block_bytes(self, block: int) -> list[torch.Tensor]:
-        """A copy of all layers' KV of one block, as integers: NaN equals itself."""
-        layers = self.worker.runner.kv_cache.layers
-        return [cache[block].clone().view(torch.int32) for layer in layers for cache in (layer.k_cache, layer.v_cache)]
 
 
 @asynccontextmanager

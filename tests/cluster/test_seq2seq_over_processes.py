@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
 
 from kvpool.client import GenerateStream
-from kvpool.worker_service.model.guard.tiny_replica import replica_config
+from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, replica_config
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
 from tests.cluster.cluster import MANAGER, Cluster
-from tests.cluster.test_seq2seq_truth_in_process import numbers
 from tests.model.paged_seq2seq import Oracle
 from tests.tiny_models import MIN_MARGIN
 
@@ -31,6 +31,12 @@ WORKER = {
     "max_num_batched_tokens": 64,
     "step_seconds": STEP_SECONDS,
 }
+
+
+def numbers(length: int, seed: int) -> tuple[int, ...]:
+    """An input of the encoder."""
+    draw = random.Random(seed)
+    return tuple(draw.randrange(16, NUM_PLAIN_TOKENS) for _ in range(length))
 
 
 def make_truths(folder: Path) -> dict[tuple[int, ...], list[int]]:

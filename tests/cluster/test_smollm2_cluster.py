@@ -1,7 +1,7 @@
 """A real model over real processes: SmolLM2 in float32 says what transformers' generate says, token by token.
 
 Converts the model at the very first run. Its prompts one by one and without the cache are said by tiny models:
-test_truth_in_process.py, test_published_experiment.py.
+test_truth_in_process.py.
 """
 
 from __future__ import annotations

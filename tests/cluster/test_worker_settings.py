@@ -53,6 +53,19 @@ async def test_every_setting_reaches_the_engine_and_the_cache(model: TinyModel, 
     assert {field.name for kind in (EngineSettings, CacheSettings) for field in fields(kind)} >= SETTINGS.keys()
 
 
+def test_every_setting_of_the_model_reaches_what_loads_it(tmp_path: Path) -> None:
+    """Those of the same name."""
+    given: dict[str, Any] = {
+        "model": "somewhere", "dtype": "bfloat16", "device": "cpu", "max_model_len": 77, "max_encoder_tokens": 66,
+        "cache_dir": tmp_path, "runtime": "native", "quantize": "int8", "block_size": 8, "max_num_batched_tokens": 91,
+        "max_num_seqs": 7,
+    }  # fmt: skip
+    found = WorkerSettings(**given).model_settings()
+    named = {field.name for field in fields(found)} & WorkerSettings.model_fields.keys()
+    assert {name: getattr(found, name) for name in named} == given
+    assert all(WorkerSettings.model_fields[name].default != value for name, value in given.items())
+
+
 async def test_no_key_is_logged(model: TinyModel, tmp_path: Path) -> None:
     """Those of a session and of a process prove to the manager who speaks."""
     with structlog.testing.capture_logs() as logged:

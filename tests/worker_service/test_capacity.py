@@ -32,6 +32,15 @@ def test_without_a_limit_a_text_is_as_long_as_the_pool_lets_all_beams_be(num_bea
     assert caught.value.kind is ErrorKind.NEVER_FITS
 
 
+def test_a_text_needs_blocks_of_each_group() -> None:
+    """What the smallest pool can never hold is refused at once."""
+    capacity = Capacity(MODEL, CacheSettings(block_size=4, num_blocks=(100, 9)))
+    assert capacity.max_tokens(asking(20, 13)) == 13
+    with pytest.raises(EngineError, match="this worker has 8") as caught:
+        capacity.max_tokens(asking(20, 14))
+    assert caught.value.kind is ErrorKind.NEVER_FITS
+
+
 @pytest.mark.parametrize(("num_states", "most"), [(4, 1), (5, 2), (7, 4)])
 def test_each_beam_needs_a_state_of_its_own(num_states: int, most: int) -> None:
     """The first one what it is granted and has hit."""

@@ -19,6 +19,10 @@ def request() -> worker_pb2.GenerateRequest:
     return worker_pb2.GenerateRequest(sequence_id="s", attempt=1, token_ids=worker_pb2.TokenIds(ids=[1, 2, 3]))
 
 
+def ids(*token_ids: int) -> worker_pb2.TokenIds:
+    return worker_pb2.TokenIds(ids=token_ids)
+
+
 def test_nothing_said_is_greedy_and_changes_no_logit() -> None:
     params = decode_generate(request(), PROMPTS)
     assert params.sampling == SamplingParams()
@@ -31,17 +35,31 @@ def test_every_field_arrives() -> None:
     asked.sampling.CopyFrom(
         worker_pb2.SamplingParams(
             temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
-            presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5},
+            presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, no_repeat_ngram_size=2,
+            encoder_no_repeat_ngram_size=3, suppress_tokens=ids(4), begin_suppress_tokens=ids(5, 6), forced_eos_token_id=ids(8),
+            bad_words_ids=worker_pb2.TokenIdLists(lists=[ids(9, 10)]),
         )
     )  # fmt: skip
-    asked.stop.min_tokens = 4
+    asked.stop.CopyFrom(
+        worker_pb2.StopConditions(
+            max_tokens=50, min_tokens=4, stop_token_ids=[11], stop_strings=["end"], ignore_eos=True
+        )
+    )
     asked.logprobs, asked.prompt_logprobs, asked.echo = 0, 20, True
+    asked.tenant_salt, asked.tenant, asked.priority, asked.n = "salt", "tenant", -3, 2
+    asked.boundaries.append(1)
     params = decode_generate(asked, PROMPTS)
     assert params.sampling == SamplingParams(
         temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
-        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, num_logprobs=0,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, num_logprobs=0, no_repeat_ngram_size=2,
+        encoder_no_repeat_ngram_size=3, suppress_tokens=(4,), begin_suppress_tokens=(5, 6), forced_eos_token_id=(8,),
+        bad_words_ids=((9, 10),),
     )  # fmt: skip
-    assert (params.min_tokens, params.num_prompt_logprobs, params.echo) == (4, 20, True)
+    assert (params.max_tokens, params.min_tokens, params.ignore_eos) == (50, 4, True)
+    assert (params.stop_token_ids, params.stop_strings) == (frozenset({11}), ("end",))
+    assert (params.num_prompt_logprobs, params.echo) == (20, True)
+    assert (params.tenant_salt, params.tenant, params.priority, params.boundaries) == ("salt", "tenant", -3, (1,))
+    assert params.num_answers == 2
 
 
 def test_a_continuation_tells_nothing_of_its_prompt() -> None:

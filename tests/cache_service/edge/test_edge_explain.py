@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
+from kvpool.cache_service.core.messages import Root
+from kvpool.cache_service.explain_codec import encode_explanation
 from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
@@ -72,6 +74,15 @@ async def test_another_worker_and_another_root_are_named(stub: Stub, worker: Wor
     miss = (await explained(stub, prompt(10), "v", adapted)).miss
     assert (miss.cause, miss.other_worker_id) == (pb.MISS_CAUSE_OTHER_ROOT, "w")
     assert (miss.other_root, miss.other_block_size, miss.other_salt) == (ROOT, 4, False)
+
+
+async def test_whether_the_encoders_output_is_there_is_told(server: ManagerServer, worker: Worker) -> None:
+    await worker.allocate(item("a", prompt(9)))
+    found = server.manager.explain(Root(FINGERPRINT), prompt(9))
+    for is_cached in (True, False):
+        workers = [one._replace(encoder_cached=is_cached) for one in found.workers]
+        (told,) = encode_explanation(found._replace(workers=workers), 1, 0.0).workers
+        assert told.encoder_cached is is_cached
 
 
 async def test_other_salts_are_not_spoken_of(server: ManagerServer, stub: Stub, worker: Worker) -> None:
