@@ -42,7 +42,6 @@ TESTS = (
     "tests/model/test_sampler.py",
     "tests/model/test_sampling_adjustment.py",
     "tests/model/test_sampling_truncation.py",
-    "tests/model/test_smollm2_truth.py",
 )
 """Tests that compute with tensors; others of attention and models concern files, memory and settings."""
 

@@ -1,4 +1,4 @@
-"""Encoder-decoder models over the paged pool run the encoder as often as they must. test_truth.py has their texts."""
+"""Encoder-decoder models over the paged pool: bits, and groups with windows. test_truth.py has their texts."""
 
 from __future__ import annotations
 
@@ -13,71 +13,17 @@ from kvpool.worker_service.model.forward.kv_groups import groups_of
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER
 from tests.model.paged_seq2seq import PagedSeq2Seq, Request
-from tests.model.truth.encoders import LONGEST, Encoders, make, tokens
+from tests.model.truth.encoders import make
 from tests.model.truth.subject import NUM_NEW
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
 
-@pytest.fixture(scope="module", params=["umt5", "m2m_100"])
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoders:
-    return make(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def test_an_input_that_the_blocks_hold_is_not_encoded_again(subject: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
-    paged = PagedSeq2Seq(subject.loaded)
-    encoder = paged.encoder(subject.inputs[1])
-    first = paged.request(subject.prompts[1], encoder, NUM_NEW)
-    paged.run([first])
-    monkeypatch.setattr(paged.runner.forward, "encode", lambda *_: pytest.fail("the encoder ran again"))
-    known = encoder._replace(token_ids=())
-    again, other = paged.request(subject.prompts[1], known, NUM_NEW), paged.request(subject.prompts[3], known, NUM_NEW)
-    paged.run([again, other], chunk=3, stagger=1)
-    subject.truths[1].check(again.sampled, subject.tolerance)
-    subject.answer(subject.inputs[1], subject.prompts[3]).check(other.sampled, subject.tolerance)
-
-
-@pytest.mark.parametrize("brings_first", [True, False])
-def test_one_part_of_a_step_brings_the_input_for_all(subject: Encoders, brings_first: bool) -> None:
-    """The encoder runs before all parts, whatever their order."""
-    paged = PagedSeq2Seq(subject.loaded)
-    encoder = paged.encoder(subject.inputs[1])
-    requests = [
-        paged.request(subject.prompts[1], encoder, NUM_NEW),
-        paged.request(subject.prompts[1], encoder._replace(token_ids=()), NUM_NEW),
-    ]
-    paged.run(requests if brings_first else requests[::-1])
-    for request in requests:
-        subject.truths[1].check(request.sampled, subject.tolerance)
-
-
-def test_a_decoder_hit_needs_no_unit(subject: Encoders) -> None:
-    """The KV of the decoder's prompt is found, that of the encoder's output is gone: the encoder runs again, into other blocks."""
-    paged = PagedSeq2Seq(subject.loaded)
-    first = paged.request(subject.prompts[1], paged.encoder(subject.inputs[1]), NUM_NEW)
-    paged.run([first])
-    sealed = first.table[: len(subject.prompts[1]) // BLOCK_SIZE]
-    for layer in paged.runner.kv_cache.layers:
-        if layer.is_cross:
-            layer.k_cache[first.encoder.table] = layer.v_cache[first.encoder.table] = float("nan")
-    second = paged.request(subject.prompts[1], paged.encoder(subject.inputs[1]), NUM_NEW, shared=sealed[:-1])
-    paged.run([second])
-    subject.truths[1].check(second.sampled, subject.tolerance)
-
-
-def test_the_longest_text_equals_generate(subject: Encoders) -> None:
-    paged = PagedSeq2Seq(subject.loaded)
-    prompt = [subject.start, *tokens(LONGEST - NUM_NEW - 1, 8)]
-    requests = [paged.request(prompt, paged.encoder(subject.inputs[index]), NUM_NEW) for index in (0, 2)]
-    paged.run(requests, chunk=100)  # more tokens in a row than a text has
-    for request, index in zip(requests, (0, 2), strict=True):
-        subject.answer(subject.inputs[index], prompt).check(request.sampled, subject.tolerance)
-
-
 @NEEDS_PACKING
-def test_bits_are_the_same_alone_and_packed(subject: Encoders) -> None:
+def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
     """If the worker promises it, which it tries at load."""
+    subject = make("umt5", tmp_path)
     backend = subject.loaded.attention_backend("torch", BLOCK_SIZE, lambda _: None)
     promise = subject.loaded.try_batch_invariance(backend).facts.batch_invariance
     assert promise.is_promised, promise.reason
