@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import Appended, Granted, Uplink
-from kvpool.cache_service.core.session import Session
-from kvpool.cache_service.servicer import CacheServicer
-from kvpool.cache_service.worker_codec import encode_counts
+from kvpool.cache_service.core.messages import Appended, Granted
 from kvpool.v1 import cache_pb2
 from tests.linearizability.checker import Verdict, check
 from tests.linearizability.history import NEVER, Done, Operation, Refused, Routed, Told, Unknown
@@ -158,62 +152,6 @@ async def test_a_lost_answer_may_mean_both(recorded: tuple[list[Operation], Spec
     assert check([*history, lost], start).order is not None
     heard = dataclasses.replace(lost, answer=Done(), answered=at)
     assert_rejected(check([*history, heard], start))
-
-
-# -- servers that are wrong
-
-
-async def test_a_server_that_executes_stale_calls_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A doubled call that is executed twice."""
-    begin = CacheManager._begin
-
-    def forgetful(self: CacheManager, uplink: Uplink, num_items: int, *, reporting: bool = False) -> Session:
-        session = self._sessions.get(uplink.session)
-        if session is not None:
-            session.last_call_no = min(session.last_call_no, uplink.call_no - 1)
-        return begin(self, uplink, num_items, reporting=reporting)
-
-    monkeypatch.setattr(CacheManager, "_begin", forgetful)
-    history, start = await record(tmp_path, 1, num_calls=15, weather=Weather(doubled=0.3, unanswered=0.0))
-    assert_rejected(check(history, start))
-
-
-async def test_a_server_that_waits_between_reading_and_writing_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Route answered out of what was true when somebody else asked."""
-    route = CacheServicer.Route
-    answers: dict[bytes, Any] = {}
-
-    async def remembering(self: CacheServicer, request: Any, context: Any) -> Any:
-        if request.tokens not in answers:
-            answers[request.tokens] = await route(self, request, context)
-        return answers[request.tokens]
-
-    monkeypatch.setattr(CacheServicer, "Route", remembering)
-    history, start = await record(tmp_path, 2, num_calls=15, weather=CALM)
-    assert_rejected(check(history, start))
-
-
-async def test_a_server_with_two_owners_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeping a call waiting between its execution and the making of its answer: the answer shows what others did meanwhile."""
-    free: Callable[..., Awaitable[Any]] = CacheServicer.Free
-
-    async def slow(self: CacheServicer, request: Any, context: Any) -> Any:
-        response = await free(self, request, context)
-        if response is not None:
-            await asyncio.sleep(0.002)
-            for session in self._manager.sessions:
-                if session.number == request.uplink.session:
-                    response.downlink.counts[0].CopyFrom(encode_counts(session.counts())[0])
-        return response
-
-    monkeypatch.setattr(CacheServicer, "Free", slow)
-    verdicts = []
-    for seed in range(3):
-        history, start = await record(tmp_path / str(seed), seed, num_calls=30, weather=CALM)
-        verdicts.append(check(history, start))
-    assert any(verdict.order is None for verdict in verdicts)
 
 
 def overlaps(history: list[Operation]) -> int:
