@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .core.closest_prompt import ClosestPrompt
-from .core.explanation import Explanation, Miss, MissCause, WorkerExplanation
+from .core.explanation import Explanation, Miss, WorkerExplanation
+from .core.messages import MissCause
 from .worker_codec import encode_key
 
 _MAX_AGE_MS = (1 << 32) - 1

@@ -18,8 +18,8 @@ from kvpool.process.version import installed_version
 from .audits import Audits
 from .core.block_pool import BlockPool
 from .core.manager import CacheManager
-from .core.recovery import Case
 from .core.refusal import Reason
+from .core.restored import Case
 from .core.session import Session, SessionEnd
 from .counts import METHODS, EdgeCounts
 

@@ -25,7 +25,7 @@ from .core.messages import (
     ForkItem,
     Grant,
     Granted,
-    Group,
+    GroupSpec,
     Layout,
     Limits,
     Registration,
@@ -204,7 +204,7 @@ def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
     return Layout(config.block_size, tuple(groups))
 
 
-def _decode_group(index: int, group: common_pb2.KVCacheGroup, num_blocks: int, block_size: int) -> Group:
+def _decode_group(index: int, group: common_pb2.KVCacheGroup, num_blocks: int, block_size: int) -> GroupSpec:
     where = f"kv_cache_config.groups[{index}]"
     if group.HasField("state"):
         grid = group.state.grid_tokens
@@ -213,16 +213,16 @@ def _decode_group(index: int, group: common_pb2.KVCacheGroup, num_blocks: int, b
                 f"{where}.state.grid_tokens", f"needed a multiple of the block size, {block_size}; got {grid}"
             )
         scratch, grid_blocks = group.state.scratch_blocks, grid // block_size
-        return Group(num_blocks, group.bytes_per_block, scratch_blocks=scratch, grid_blocks=grid_blocks)
+        return GroupSpec(num_blocks, group.bytes_per_block, scratch_blocks=scratch, grid_blocks=grid_blocks)
     if group.HasField("cross_attention"):
         most = group.cross_attention.max_encoder_tokens
         if not most:
             raise bad_field(f"{where}.cross_attention.max_encoder_tokens", "needed 1 or more, got 0")
-        return Group(num_blocks, group.bytes_per_block, max_encoder_tokens=most)
+        return GroupSpec(num_blocks, group.bytes_per_block, max_encoder_tokens=most)
     window = group.sliding_window
     if group.HasField("sliding_window") and not window.window_tokens:
         raise bad_field(f"{where}.sliding_window.window_tokens", "needed 2 or more, got 0")
-    return Group(num_blocks, group.bytes_per_block, window.window_tokens, window.ring_blocks)
+    return GroupSpec(num_blocks, group.bytes_per_block, window.window_tokens, window.ring_blocks)
 
 
 # -- the link

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
-from kvpool.cache_service.core.messages import Group, Layout
-from kvpool.cache_service.core.windows import span
+from kvpool.cache_service.core.groups.window import span
+from kvpool.cache_service.core.messages import GroupSpec, Layout
 
 BLOCK_SIZE: Final = 4
 NUM_BLOCKS: Final = 17
@@ -21,19 +21,19 @@ GRID_BLOCKS: Final = 2
 _NUM_SCARCE: Final = 9
 """Blocks of a small pool: 8 that can be granted, a row of the picture, and the null block."""
 
-ONE_GROUP: Final = Layout(BLOCK_SIZE, (Group(NUM_BLOCKS),))
+ONE_GROUP: Final = Layout(BLOCK_SIZE, (GroupSpec(NUM_BLOCKS),))
 
 
 def _with_window() -> Layout:
-    group = Group(_NUM_SCARCE, window=WINDOW)
+    group = GroupSpec(_NUM_SCARCE, window=WINDOW)
     # Blocks that the tokens of a step see, and those that they fill: they may begin anywhere in a block.
     ring = span(group, BLOCK_SIZE) + -(-(CHUNK_TOKENS - 1) // BLOCK_SIZE) + 1
-    return Layout(BLOCK_SIZE, (Group(NUM_BLOCKS), group._replace(scratch_blocks=ring)))
+    return Layout(BLOCK_SIZE, (GroupSpec(NUM_BLOCKS), group._replace(scratch_blocks=ring)))
 
 
 FULL_AND_WINDOW: Final = _with_window()
 FULL_AND_STATE: Final = Layout(
-    BLOCK_SIZE, (Group(NUM_BLOCKS), Group(_NUM_SCARCE, scratch_blocks=2, grid_blocks=GRID_BLOCKS))
+    BLOCK_SIZE, (GroupSpec(NUM_BLOCKS), GroupSpec(_NUM_SCARCE, scratch_blocks=2, grid_blocks=GRID_BLOCKS))
 )
 """Its second group has two scratch blocks: the running state, and a copy of it that may become a snapshot."""
 
@@ -46,12 +46,12 @@ class Kind(Enum):
     STATE = "State"
 
 
-def kind_of(group: Group) -> Kind:
+def kind_of(group: GroupSpec) -> Kind:
     """Return the kind of a group."""
     return Kind.STATE if group.grid_blocks else Kind.WINDOW if group.window else Kind.FULL
 
 
-def group_title(group: Group) -> str:
+def group_title(group: GroupSpec) -> str:
     """Describe the layers of a group."""
     match kind_of(group):
         case Kind.FULL:

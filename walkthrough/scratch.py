@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvpool.cache_service.core.messages import Group, ReservedBlock, TableEntry
-from kvpool.cache_service.core.windows import span
+from kvpool.cache_service.core.groups.window import span
+from kvpool.cache_service.core.messages import GroupSpec, ReservedBlock, TableEntry
 
 from .layouts import BLOCK_SIZE
 
@@ -27,7 +27,7 @@ class Named(NamedTuple):
 class Scratch:
     """The blocks of one sequence in one such group."""
 
-    def __init__(self, group: Group, hits: Mapping[int, ReservedBlock], scratch: Iterable[ReservedBlock]) -> None:
+    def __init__(self, group: GroupSpec, hits: Mapping[int, ReservedBlock], scratch: Iterable[ReservedBlock]) -> None:
         self._group = group
         self._span = span(group, BLOCK_SIZE)
         self._named = dict(hits)
@@ -96,7 +96,7 @@ class Ring(Scratch):
 class RunningState(Scratch):
     """A recurrent state. Every step overwrites it, and a step that ends on the grid leaves a copy."""
 
-    def __init__(self, group: Group, hits: Mapping[int, ReservedBlock], scratch: Iterable[ReservedBlock]) -> None:
+    def __init__(self, group: GroupSpec, hits: Mapping[int, ReservedBlock], scratch: Iterable[ReservedBlock]) -> None:
         super().__init__(group, hits, scratch)
         self._running = self._free.pop(0)
 

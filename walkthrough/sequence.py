@@ -10,7 +10,7 @@ from kvpool.cache_service.core.messages import (
     Blocks,
     Granted,
     GrantedTable,
-    Group,
+    GroupSpec,
     Layout,
     ReservedBlock,
     TableEntry,
@@ -152,7 +152,7 @@ class WorkerSequence:
         )
 
 
-def _scratch(group: Group, table: GrantedTable) -> Scratch:
+def _scratch(group: GroupSpec, table: GrantedTable) -> Scratch:
     hits = {
         index: ReservedBlock(block, generation)
         for index, (block, generation) in enumerate(zip(table.blocks, table.generations, strict=True), table.start)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvpool.cache_service.core.block_pool import BlockPool, State
 from kvpool.cache_service.core.manager import EPOCH_SHIFT
-from kvpool.cache_service.core.messages import BlockCounts, Group
+from kvpool.cache_service.core.messages import BlockCounts, GroupSpec
 from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.cache_service.core.session import Sequence
 
@@ -63,7 +62,7 @@ class TableView(NamedTuple):
 class GroupView(NamedTuple):
     """One group: its pool, and the blocks of each live sequence."""
 
-    group: Group
+    group: GroupSpec
     counts: BlockCounts
     num_evicted: int
     blocks: tuple[BlockView, ...]
@@ -122,7 +121,7 @@ def _group_view(worker: Worker, pool: BlockPool) -> GroupView:
     )
 
 
-def _blocks(worker: Worker, pool: BlockPool, group: Group, tables: tuple[TableView, ...]) -> list[BlockView]:
+def _blocks(worker: Worker, pool: BlockPool, group: GroupSpec, tables: tuple[TableView, ...]) -> list[BlockView]:
     words_by_block = {entry.block: entry.words for table in tables for entry in table.entries}
     scratch = {block for table in tables for block in table.scratch}
     blocks = [BlockView(0, pool.state(0), pool.ref_count(0), counter(pool.generation(0)), False, ())]
@@ -154,19 +153,19 @@ def _table_view(worker: Worker, pool: BlockPool, sequence: Sequence) -> TableVie
     words, size = worker.words.decode(sequence.tokens), worker.layout.block_size
     if worker.layout.groups[pool.slot].grid_blocks:
         words = ()
-    window = sequence.windows[pool.slot] if sequence.windows else None
-    named: Mapping[int, int] = dict(enumerate(sequence.tables[pool.slot])) if window is None else window.entries
+    group = sequence.session.by_slot[pool.slot]
+    places = list(group.places(sequence))
     return TableView(
         sequence.key.sequence_id,
         tuple(
             EntryView(block, words[index * size : (index + 1) * size], pool.node(block) is not None, index)
-            for index, block in sorted(named.items())
+            for index, block in sorted((index, block) for index, block in places if index is not None)
         ),
         sequence.num_tokens,
         sequence.num_cached_tokens,
         sequence.num_computed_tokens,
-        () if window is None else tuple(window.scratch),
-        () if window is None else tuple(boundary * size for boundary in sequence.boundaries),
+        tuple(block for index, block in places if index is None),
+        tuple(boundary * size for boundary in sequence.boundaries) if group.is_dependent else (),
     )
 
 

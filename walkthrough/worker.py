@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kvpool.cache_service.core.block_pool import BlockPool, State
+from kvpool.cache_service.core.groups.window import WindowTable
 from kvpool.cache_service.core.integrity import Audit
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
@@ -31,7 +32,6 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import Session
-from kvpool.cache_service.core.windows import WindowTable
 
 from .layouts import ONE_GROUP, kind_of
 from .sequence import Progress, WorkerSequence
@@ -90,8 +90,8 @@ class Worker:
 
     def window(self, name: str) -> WindowTable:
         """Return the blocks of a live sequence in the last group, which has a window or a state."""
-        window = self.session.sequences[name, 1].windows[-1]
-        assert window is not None
+        window = self.session.sequences[name, 1].tables[-1]
+        assert isinstance(window, WindowTable)
         return window
 
     def blocks_in(self, state: State, among: Iterable[int] | None = None, *, group: int = 0) -> list[int]:

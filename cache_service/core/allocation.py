@@ -12,7 +12,7 @@ The blocks of a prompt of n tokens, by table index (h: hits, the longest path wi
 Of a worker with several groups this is true of each group's table and pool, with one h for all: every group has a usable copy of
 every node up to h. A group with a window has only the last ⌈(w−1)/B⌉ of them, and in place of fresh blocks with an index it gets
 its scratch blocks, as many as its ring has. A group with a state has only the last one, a snapshot. What it gets in a group with
-cross attention has nothing to do with h: see units.py.
+cross attention has nothing to do with h: see groups/unit.py.
 
 h ≤ ⌊(n−1)/B⌋: a full hit too leaves one token to compute, which gives the logits of the next.
 """
@@ -23,15 +23,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 from itertools import chain
 
-from . import units
-from .block_pool import BlockPool
+from .boundaries import NONE_KEPT, KeptBoundaries
 from .fencing import Fencing, fenced
 from .hits import hits_in
-from .messages import TOKEN_BYTES, AllocateItem, Boundary, Granted, GrantedTable, Limits, ReservedBlock, Wait
+from .messages import DIGEST_BYTES, TOKEN_BYTES, AllocateItem, Boundary, Granted, Limits, Wait
 from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
 from .session import Sequence, Session, require_key
-from .windows import NONE_KEPT, KeptBoundaries, WindowTable
 
 
 def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
@@ -47,7 +45,7 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
     for name, text in (("root.adapter", root.adapter), ("root.tenant_salt", root.tenant_salt)):
         if text and len(text.encode()) > limits.max_name_bytes:
             raise bad_field(name, f"at most {limits.max_name_bytes} bytes, got {len(text.encode())}")
-    if len(root.input_digest) not in (0, units.DIGEST_BYTES):
+    if len(root.input_digest) not in (0, DIGEST_BYTES):
         raise bad_field("root.input_digest", f"needed nothing or a SHA-256 of 32 bytes, got {len(root.input_digest)}")
     num_tokens, rest = divmod(len(item.tokens), TOKEN_BYTES)
     if rest or not num_tokens:
@@ -73,10 +71,13 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             cure="shorten the prompt, lower max_tokens",
             field="tokens",
         )
-    if session.window_pools:
-        session.require_window_room(num_blocks, "tokens")
-    if session.unit_pool is not None or item.num_encoder_tokens:
-        units.check_item(session, item)
+    for group in reversed(session.partial):
+        group.check_item(session, item, num_blocks)
+    if item.num_encoder_tokens and not session.max_encoder_tokens:
+        raise bad_field(
+            "num_encoder_tokens",
+            f"worker {session.worker_id!r} is registered without a group with cross attention, got {item.num_encoder_tokens}",
+        )
     if len(item.boundaries) > limits.max_asked_boundaries:
         raise bad_field("boundaries", f"at most {limits.max_asked_boundaries}, got {len(item.boundaries)}")
 
@@ -105,31 +106,17 @@ def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence
             f"sequence {key.sequence_id!r} lives with another root or other tokens; use another sequence_id for another prompt",
             position=0,
         )
-    if session.unit_pool is not None:
-        units.check_length(session, item, len(sequence.tables[session.unit_pool.slot]))
+    for group in session.partial:
+        group.check_again(item, sequence)
     return sequence
 
 
 def granted(sequence: Sequence) -> Granted:
     """The present tables of a live sequence."""
     session = sequence.session
-    tables = []
-    for pool, table in zip(session.pools, sequence.tables, strict=True):
-        tables.append(GrantedTable(tuple(table), pool.generations(table)))
-    for pool in session.window_pools:
-        window = sequence.windows[pool.slot]
-        assert window is not None
-        tables[pool.slot] = _granted_window(pool, window)
+    tables = tuple([group.granted(sequence) for group in session.by_slot])
     boundaries = tuple([one * session.block_size for one in sequence.boundaries]) if sequence.boundaries else ()
-    is_unit_complete = session.unit_pool is not None and sequence.encoder_computed
-    return Granted(tuple(tables), sequence.num_cached_tokens, boundaries, is_unit_complete)
-
-
-def _granted_window(pool: BlockPool, window: WindowTable) -> GrantedTable:
-    start, end = min(window.entries, default=0), max(window.entries, default=-1) + 1
-    blocks = tuple(window.entries.get(index, 0) for index in range(start, end))
-    scratch = tuple(ReservedBlock(block, pool.generation(block)) for block in window.scratch)
-    return GrantedTable(blocks, pool.generations(blocks), start, scratch)
+    return Granted(tables, sequence.num_cached_tokens, boundaries, sequence.encoder_computed)
 
 
 def longest_run(leaders: Iterable[Leader], path: List[Node], begin: int, end: int, block_size: int) -> Wait | None:
@@ -157,7 +144,7 @@ def _prefix_in_flight(
     itself is no leader: granting this one fences it."""
     end = min(max_blocks, len(path))
     holder, sequence_id = session.holder, item.key.sequence_id
-    if holder.window_slots:
+    if holder.dependent_slots:
         return _boundary_in_flight(session, sequence_id, path, num_hits, end, limits)
     if num_hits >= end or path[num_hits].leaders is None:
         return None
@@ -246,29 +233,23 @@ def allocate(
     if item.max_cached_tokens is not None:
         max_hits = min(max_hits, item.max_cached_tokens // block_size)
     path = [] if root is None else tree.match(root, item.tokens, block_size, num_tokens // block_size)
-    num_hits, hits = hits_in(path, session.holder, max_hits)
-    unit = () if session.unit_pool is None else units.cached_unit(session, root, item)
+    num_hits, hits = hits_in(session, item, root, path, max_hits)
     if not item.no_wait:
         wait = _prefix_in_flight(session, item, path, num_hits, max_hits, limits)
-        if wait is None and session.unit_pool is not None and not unit:
-            wait = units.unit_in_flight(session, root, item)
+        for group in session.partial if wait is None else ():
+            wait = wait or group.in_flight(item, root, hits[group.slot])
         if wait is not None:
             return wait
 
-    num_fresh = -(-num_tokens // block_size) - num_hits
-    num_wanted = [num_fresh] * len(hits)
-    if session.window_pools:
-        num_to_compute = -(-(num_tokens + max(item.max_new_tokens, 1) - 1) // block_size) - num_hits
-        for pool in session.window_pools:
-            num_wanted[pool.slot] = session.num_scratch(pool.slot, num_to_compute)
-    if session.unit_pool is not None:
-        hits[session.unit_pool.slot].extend(unit)
-        num_wanted[session.unit_pool.slot] = 0 if unit else units.num_blocks(session, item)
+    num_blocks = -(-num_tokens // block_size)
+    num_wanted = [num_blocks - num_hits] * len(hits)
+    for group in session.partial:
+        num_wanted[group.slot] = group.num_wanted(item, num_hits, hits[group.slot])
     session.require_available(num_wanted, hits)
     session.account.require_tokens(num_tokens)
     kept = NONE_KEPT
     boundaries: tuple[int, ...] = ()
-    if session.window_pools:
+    if session.dependents:
         interval = -(-item.retention_interval // (block_size * session.grid_blocks)) * session.grid_blocks
         kept = KeptBoundaries((session.on_grid(one // block_size) for one in item.boundaries), interval)
         boundaries = _boundaries(session, num_tokens, path, num_hits, kept, limits)
@@ -289,45 +270,22 @@ def allocate(
     sequence.nodes = path
     # In the order of the groups, as `require_available` has counted what is left of the budget.
     fresh = [pool.take_held(count, generation) for pool, count in zip(session.pools, num_wanted, strict=True)]
-    for pool in session.full_pools:
-        hits[pool.slot].extend(fresh[pool.slot])
-    if session.window_pools:
-        _enter_windows(session, sequence, hits, fresh, num_hits)
-        sequence.boundaries = boundaries
-        sequence.kept = kept
-    else:
-        sequence.tables = hits
-    sequence.num_named = [num_hits + num_fresh] * len(hits)
-    if session.unit_pool is not None:
-        table = hits[session.unit_pool.slot]
-        table += fresh[session.unit_pool.slot]
-        sequence.num_named[session.unit_pool.slot] = len(table)
-        units.enter(sequence, is_cached=bool(unit))
+    sequence.tables = hits
+    sequence.num_named = [num_blocks] * len(hits)
+    for group in session.groups:
+        group.enter(sequence, fresh[group.slot], num_hits)
+    sequence.boundaries = boundaries
+    sequence.kept = kept
     sequence.num_sealed = num_hits
     sequence.num_cached_tokens = sequence.num_computed_tokens = num_hits * block_size
     session.sequences[item.key.sequence_id, item.key.attempt] = sequence
     attempts.add(sequence)
     session.account.add_tokens(num_tokens)
     session.num_prompt_tokens += num_tokens + item.num_encoder_tokens
-    session.num_cached_tokens += sequence.num_cached_tokens + (item.num_encoder_tokens if unit else 0)
+    session.num_cached_tokens += sequence.num_cached_tokens + (
+        item.num_encoder_tokens if sequence.encoder_computed else 0
+    )
     if tree.journal is not None:
         deepest = path[num_hits - 1] if num_hits else None
         tree.journal.served(item.key, session.holder, deepest, sequence.num_cached_tokens, num_tokens)
     return granted(sequence)
-
-
-def _enter_windows(
-    session: Session,
-    sequence: Sequence,
-    hits: tuple[list[int], ...],
-    fresh: List[List[int]],
-    num_hits: int,
-) -> None:
-    """Give the sequence its tables, dense ones and windows."""
-    windows: list[WindowTable | None] = [None] * len(hits)
-    for pool in session.window_pools:
-        blocks = hits[pool.slot]
-        entries = dict(enumerate(blocks, num_hits - len(blocks)))
-        windows[pool.slot] = WindowTable(session.holder.spans[pool.slot], entries, fresh[pool.slot])
-    sequence.windows = tuple(windows)
-    sequence.tables = tuple([] if window is not None else table for table, window in zip(hits, windows, strict=True))

@@ -51,7 +51,8 @@ class BlockMirror:
 
     def __init__(self, session: Session, group: int, salts: SaltNumbers) -> None:
         self._session = session
-        self._pool = session.pools[group]
+        self._group = session.by_slot[group]
+        self._pool = self._group.pool
         self._salts = salts
         self._changes = self._pool.changes = BlockChanges()
         self._states = bytearray()
@@ -173,7 +174,7 @@ class BlockMirror:
             root = sequence.root
             assert isinstance(root, RootNode)
             number = self._salts.number(root.key[0].tenant_salt)
-            for block in sequence.unsealed(self._pool.slot):
+            for block in self._group.unsealed(sequence):
                 found[block] = number
         return found
 

@@ -62,7 +62,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.holder = holder
         self.slot = slot
-        self._shift = slot * SLOT_BITS
+        self.shift = slot * SLOT_BITS
         self.num_evicted = 0
         """Cached blocks whose content was dropped for a grant."""
         self.changes: BlockChanges | None = None
@@ -443,7 +443,7 @@ class BlockPool:
         """One table fewer names these blocks, which are released in this order. One that no table names any more goes to the tail
         if it serves hits, otherwise, emptied, to the head."""
         ref_counts, states, nodes = self._ref_count, self._state, self._node
-        follows, previous, holder, shift = self._next, self._previous, self.holder, self._shift
+        follows, previous, holder, shift = self._next, self._previous, self.holder, self.shift
         if self.changes is not None:
             self.changes.others.update(blocks)
         for block in blocks:
@@ -489,7 +489,7 @@ class BlockPool:
         assert self._node[block] is None
         self._node[block] = node
         if node.copy_holder is None and node.copies is None:  # nearly always: as `add_copy`, without the call
-            node.copy_holder, node.copy_blocks = self.holder, block << self._shift
+            node.copy_holder, node.copy_blocks = self.holder, block << self.shift
         elif not node.add_copy(self.holder, self.slot, block):
             self._duplicates.setdefault(node, {})[block] = None
 
@@ -509,7 +509,7 @@ class BlockPool:
         else:
             if self._tree.journal is not None:
                 self._tree.journal.removed(node, self.holder, self.slot)
-            if self.holder.window_slots and self.slot in self.holder.full_slots:
+            if self.holder.dependent_slots and self.slot in self.holder.whole_slots:
                 self._empty_dependents(node)
             node.set_copy(self.holder, self.slot, 0)
             # Only an eviction ends here: a block that is released with its content keeps it, or another block serves its hits.
@@ -524,7 +524,7 @@ class BlockPool:
         """A window without the KV before it serves no hit: empty the copies of the node in the groups with windows. No sequence has
         them, because it would have this group's block too."""
         blocks = node.blocks_in(self.holder)
-        for slot in self.holder.window_slots:
+        for slot in self.holder.dependent_slots:
             block = block_at(blocks, slot)
             if block:
                 self.holder.pools[slot].empty(block)

@@ -48,8 +48,8 @@ class ModelCandidates:
         self.loads: dict[Session, int] = {}
         self.by_holder: dict[Holder, Session] = {}
         self.block_sizes: Counter[int] = Counter()
-        self.num_windowed = 0
-        """Workers that have groups with windows."""
+        self.num_dependent = 0
+        """Workers that have dependent groups."""
         self._places: dict[Session, Place] = {}
         self._sorted: list[int] = []
         """The loads that there are, least first."""
@@ -88,7 +88,7 @@ class ModelCandidates:
             place = self._places[session] = Place(hash_function(session.name), session.number, session)
             self.by_holder[session.holder] = session
             self.block_sizes[session.block_size] += 1
-            self.num_windowed += bool(session.holder.window_slots)
+            self.num_dependent += bool(session.dependents)
             insort(self._by_number, (session.number, session))
             insort(self._lengths, session.max_model_len)
             insort(self._input_lengths, session.max_encoder_tokens)
@@ -110,7 +110,7 @@ class ModelCandidates:
             return
         self._take_out(self.loads.pop(session), place)
         del self.by_holder[session.holder]
-        self.num_windowed -= bool(session.holder.window_slots)
+        self.num_dependent -= bool(session.dependents)
         del self._by_number[bisect_left(self._by_number, session.number, key=_number)]
         del self._lengths[bisect_left(self._lengths, session.max_model_len)]
         del self._input_lengths[bisect_left(self._input_lengths, session.max_encoder_tokens)]

@@ -147,11 +147,11 @@ class Contents:
     def open(self, session: Session) -> None:
         """Look-ups see the session from now on; what it holds is listed by `list_some`."""
         pools = self._pools[session.holder] = tuple(_Pool(session, pool) for pool in session.pools)
-        for of in pools:
-            if of.pool is session.unit_pool:
-                of.listed = None  # it holds no nodes of a prefix
-            else:
+        for of, group in zip(pools, session.by_slot, strict=True):
+            if group.is_whole or group.is_dependent:
                 self._pending[of] = None
+            else:
+                of.listed = None  # it holds no nodes of a prefix
 
     def close(self, session: Session) -> None:
         """The session has ended."""

@@ -22,17 +22,17 @@ class Pool(Protocol):
 class Holder:
     """What holds copies of nodes: a session's pools. A copy is a block in a *slot*, the index of its pool."""
 
-    __slots__ = ("full_slots", "pools", "retired", "signatures", "spans", "unit_slot", "window_slots")
+    __slots__ = ("dependent_slots", "pools", "retired", "signatures", "whole_slots")
 
-    def __init__(self, signatures: tuple[int, ...], spans: tuple[int, ...] = (), unit_slot: int | None = None) -> None:
+    def __init__(
+        self, signatures: tuple[int, ...], whole_slots: tuple[int, ...] = (0,), dependent_slots: tuple[int, ...] = ()
+    ) -> None:
         self.signatures = signatures
         """By slot; see Copies."""
-        self.spans = spans or (0,) * len(signatures)
-        """By slot: how many of the last nodes of a path a hit needs; 0: all of them."""
-        self.unit_slot = unit_slot
-        """The slot of the group with cross attention, whose blocks are no copies of nodes, but units; None: there is none."""
-        self.full_slots = tuple(slot for slot, span in enumerate(self.spans) if not span and slot != unit_slot)
-        self.window_slots = tuple(slot for slot, span in enumerate(self.spans) if span)
+        self.whole_slots = whole_slots
+        """Those in which a hit needs a copy of each node."""
+        self.dependent_slots = dependent_slots
+        """Those in which it needs copies of some, which are of no use without the copies in the whole slots."""
         self.pools: tuple[Pool, ...] = ()
         """By slot. They refer to their holder: to be emptied when the session's last copy is gone."""
         self.retired = False
@@ -45,14 +45,10 @@ class Holder:
         return reduce(xor, (one for slot, one in enumerate(self.signatures) if block_at(blocks, slot)), 0)
 
     def is_complete(self, blocks: int) -> bool:
-        """Whether there is a block in each slot without a window: a look-up can pass the node. Without such slots, in any slot."""
-        if len(self.signatures) == 1 or not self.full_slots:
+        """Whether there is a block in each whole slot: a look-up can pass the node. Without such slots, in any slot."""
+        if len(self.signatures) == 1 or not self.whole_slots:
             return blocks != 0
-        return all(block_at(blocks, slot) for slot in self.full_slots)
-
-    def has_windows(self, blocks: int) -> bool:
-        """Whether there is a block in each slot with a window."""
-        return all(block_at(blocks, slot) for slot in self.window_slots)
+        return all(block_at(blocks, slot) for slot in self.whole_slots)
 
 
 # A holder's blocks with the content of one node are one number: SLOT_BITS for each slot, the first one lowest; 0 where there is

@@ -10,7 +10,7 @@ from .block_pool import BlockPool, State
 from .messages import TOKEN_BYTES, Root, SequenceKey
 from .prefix_tree import Node, RootNode
 from .refusal import bad_field
-from .session import Sequence, Session
+from .session import Group, Sequence, Session
 
 MAX_BLOCKS_PER_PAGE = 4096
 MAX_OWNERS_PER_BLOCK = 16
@@ -35,10 +35,10 @@ class BlockDescription(NamedTuple):
     group: int = 0
 
 
-def _pool_of(session: Session, group: int) -> BlockPool:
-    if not 0 <= group < len(session.pools):
+def _group_of(session: Session, group: int) -> Group:
+    if not 0 <= group < len(session.by_slot):
         raise bad_field("group", f"worker {session.worker_id!r} has groups 0 to {len(session.pools) - 1}, got {group}")
-    return session.pools[group]
+    return session.by_slot[group]
 
 
 def describe_blocks(session: Session, group: int, first_block: int, max_blocks: int) -> list[BlockDescription]:
@@ -46,16 +46,17 @@ def describe_blocks(session: Session, group: int, first_block: int, max_blocks: 
 
     Raises Refusal: BAD_FIELD.
     """
-    pool = _pool_of(session, group)
+    of = _group_of(session, group)
+    pool = of.pool
     begin = max(first_block, 1)
     end = min(pool.num_blocks, begin + min(max_blocks or MAX_BLOCKS_PER_PAGE, MAX_BLOCKS_PER_PAGE))
     owners: dict[int, list[SequenceKey]] = {}
     places: dict[int, tuple[int, int]] = {}
     for sequence in session.sequences.values():
-        for index, block in _places(sequence, group):
+        for index, block in of.places(sequence):
             if begin <= block < end:
                 owners.setdefault(block, []).append(sequence.key)
-                count = 0 if index is None else sequence.token_count(index, group)
+                count = 0 if index is None else of.token_count(sequence, index)
                 places[block] = index or 0, max(count, places.get(block, (0, 0))[1])
     positions: dict[int, int] = {}
     for position, block in enumerate(pool.free_list()):
@@ -68,37 +69,11 @@ def describe_blocks(session: Session, group: int, first_block: int, max_blocks: 
     for block in range(begin, end):
         node = pool.node(block)
         index, count = places.get(block, (0, 0))
-        blocks.append(
-            BlockDescription(
-                block=block,
-                state=pool.state(block),
-                ref_count=pool.ref_count(block),
-                generation=pool.generation(block),
-                token_count=count if node is None else session.block_size,
-                sealed=node is not None,
-                block_hash=0 if node is None else node.block_hash or 0,
-                table_index=index if node is None else table_index(session, group, block, node),
-                owners=tuple(owners.get(block, ())[:MAX_OWNERS_PER_BLOCK]),
-                free_list_position=positions.get(block, -1),
-                group=group,
-            )
-        )
+        if node is not None:
+            index, count = of.table_index(block, node), session.block_size
+        keys = tuple(owners.get(block, ()))
+        blocks.append(_one(pool, block, node, index, count, keys)._replace(free_list_position=positions.get(block, -1)))
     return blocks
-
-
-def table_index(session: Session, group: int, block: int, node: Node) -> int:
-    """Of a sealed block."""
-    if isinstance(node, RootNode):
-        return node.units[session.holder].index(block)
-    return node.depth
-
-
-def _places(sequence: Sequence, group: int) -> Iterable[tuple[int | None, int]]:
-    """Table index and block of all that a sequence has in a group; None: a scratch block."""
-    window = sequence.windows[group] if sequence.windows else None
-    if window is None:
-        return enumerate(sequence.tables[group])
-    return [*window.entries.items(), *((None, block) for block in window.scratch)]
 
 
 class BlockContent(NamedTuple):
@@ -121,80 +96,46 @@ def describe_block(session: Session, block: int, group: int = 0) -> BlockContent
 
     Raises Refusal: BAD_FIELD.
     """
-    pool = _pool_of(session, group)
+    of = _group_of(session, group)
+    pool = of.pool
     if not 0 < block < pool.num_blocks:
         raise bad_field("block_id", f"worker {session.worker_id!r} has blocks 1 to {pool.num_blocks - 1}, got {block}")
     node = pool.node(block)
+    owners: list[Sequence] = []
+    index: int | None = None
+    count, tokens, blocks, root = 0, b"", [block], node
     if node is not None:
-        return _sealed(session, pool, block, node)
-    if pool.ref_count(block):
-        for sequence in session.sequences.values():
-            if block in sequence.unsealed(group):
-                table = sequence.tables[group]
-                if pool is session.unit_pool:
-                    return _in_unit(session, pool, block, sequence.root, tuple(table))
-                if block not in table:
-                    return _scratch(sequence, pool, block)
-                return _filling(sequence, pool, block, table.index(block))
-    return BlockContent(_one(pool, block, None, 0, 0, ()), None, b"", (), ())
-
-
-def _sealed(session: Session, pool: BlockPool, block: int, node: Node) -> BlockContent:
-    if isinstance(node, RootNode):
-        return _in_unit(session, pool, block, node, node.units[session.holder])
-    group, depth = pool.slot, node.depth
-    owners = [sequence for sequence in session.sequences.values() if sequence.block_at(group, depth) == block]
-    pieces, blocks = [node.tokens], [block]
-    root = node.parent
-    while root is not None and not isinstance(root, RootNode):
-        pieces.append(root.tokens)
-        blocks.append(pool.copy_of(root))
-        root = root.parent
-    assert root is not None, "a node is cut off from its root"
+        index, count, blocks = of.table_index(block, node), session.block_size, of.prefix(block, node)
+        owners = [one for one in session.sequences.values() if of.block_at(one, index) == block]
+        pieces: list[bytes] = []
+        while root is not None and not isinstance(root, RootNode):
+            pieces.append(root.tokens)
+            root = root.parent
+        assert root is not None, "a node is cut off from its root"
+        tokens = b"".join(reversed(pieces))
+    elif pool.ref_count(block):
+        owners = [one for one in session.sequences.values() if block in of.unsealed(one)]
+        root = owners[0].root
+        index = next(index for index, one in of.places(owners[0]) if one == block)
+        if index is not None:  # else only its worker knows what is in it at the moment
+            count = max(of.token_count(owner, index) for owner in owners)
+            blocks = of.blocks(owners[0])[: index + 1]
+            if of.is_whole:
+                tokens = bytes(owners[0].tokens[: (index + 1) * session.block_size * TOKEN_BYTES])
     return BlockContent(
-        _one(pool, block, node, depth, session.block_size, tuple(owner.key for owner in owners)),
-        root.key[0],
-        b"".join(reversed(pieces)),
-        tuple(reversed(blocks)),
-        _others(owners, group, blocks),
+        _one(pool, block, node, index or 0, count, tuple(owner.key for owner in owners)),
+        root.key[0] if isinstance(root, RootNode) else None,
+        tokens,
+        () if index is None else tuple(blocks),
+        _others(of, owners, blocks),
     )
 
 
-def _in_unit(session: Session, pool: BlockPool, block: int, root: Node, unit: tuple[int, ...]) -> BlockContent:
-    """Of the KV of an encoder's input, which the manager knows by its digest only."""
-    assert isinstance(root, RootNode)
-    owners = [one for one in session.sequences.values() if one.root is root and block in one.tables[pool.slot]]
-    index, keys = unit.index(block), tuple(owner.key for owner in owners)
-    count = max([owner.token_count(index, pool.slot) for owner in owners], default=session.block_size)
-    described = _one(pool, block, pool.node(block), index, count, keys)
-    return BlockContent(described, root.key[0], b"", unit[: index + 1], _others(owners, pool.slot, unit[: index + 1]))
-
-
-def _scratch(sequence: Sequence, pool: BlockPool, block: int) -> BlockContent:
-    """Only its worker knows what is in it at the moment."""
-    assert isinstance(sequence.root, RootNode)
-    others = _others([sequence], pool.slot, [block])
-    return BlockContent(_one(pool, block, None, 0, 0, (sequence.key,)), sequence.root.key[0], b"", (), others)
-
-
-def _filling(sequence: Sequence, pool: BlockPool, block: int, index: int) -> BlockContent:
-    root, size = sequence.root, sequence.session.block_size
-    table = sequence.tables[pool.slot]
-    assert isinstance(root, RootNode)
-    return BlockContent(
-        _one(pool, block, None, index, sequence.token_count(index), (sequence.key,)),
-        root.key[0],
-        bytes(sequence.tokens[: (index + 1) * size * TOKEN_BYTES]),
-        tuple(table[: index + 1]),
-        _others([sequence], pool.slot, table[: index + 1]),
-    )
-
-
-def _others(owners: Iterable[Sequence], group: int, blocks: Iterable[int]) -> tuple[int, ...]:
+def _others(group: Group, owners: Iterable[Sequence], blocks: Iterable[int]) -> tuple[int, ...]:
     """Blocks in the tables of the first owners, without these."""
     found: set[int] = set()
     for owner in islice(owners, MAX_OWNERS_PER_BLOCK):
-        found.update(islice(owner.blocks(group), MAX_OWNER_BLOCKS))
+        found.update(islice(group.blocks(owner), MAX_OWNER_BLOCKS))
     return tuple(sorted(found.difference(blocks))[:MAX_OWNER_BLOCKS])
 
 

@@ -18,7 +18,6 @@ Of the blocks of a prompt of n tokens, a worker serves the first h. The first li
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from itertools import islice
 from typing import NamedTuple
 
@@ -27,8 +26,8 @@ from .closest_prompt import Bounds, ClosestPrompt, find_closest
 from .copies import Holder
 from .evictions import Evicted, EvictionMemory
 from .hashing import HashFunction, block_hash, root_bytes
-from .hits import cached_along, num_with_windows, reach
-from .messages import TOKEN_BYTES, Root, Wait
+from .hits import cached_along, longest_hit, reach
+from .messages import TOKEN_BYTES, MissCause, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
 from .prefix_tree import Leader, Node, PrefixTree, RootNode
 from .session import Session
@@ -42,20 +41,6 @@ MAX_LEADERS = 1024
 
 MAX_NAMES = 8
 """Looked for among the evictions, for each block size: the workers that serve most of the prompt come first."""
-
-
-class MissCause(Enum):
-    """Why a block of a prompt is not served from the cache."""
-
-    NEVER_SEEN = "never seen"
-    EVICTED = "evicted"
-    OTHER_ROOT = "other root"
-    BEING_COMPUTED = "being computed"
-    PARTIAL_TAIL = "partial tail"
-    LAST_TOKEN = "last token"
-    ON_ANOTHER_WORKER = "on another worker"
-    WINDOW_NOT_KEPT = "window not kept"
-    SNAPSHOT_NOT_KEPT = "snapshot not kept"
 
 
 class Miss(NamedTuple):
@@ -125,12 +110,12 @@ class _Prompt:
         node = self.root_node
         self.path = [] if node is None else search.tree.match(node, tokens, block_size, num_tokens // block_size)
         """Nodes of its full blocks, as far as there are any; not all of them are cached."""
-        windowed = [holder for holder in search.holders if holder.window_slots]
-        cached = cached_along(self.path, windowed, self.max_hits)
+        dependent = [session for session in search.holders.values() if session.dependents]
+        cached = cached_along(self.path, dependent, self.max_hits)
         self.cached = {holder: count for holder, count in cached.items() if holder in search.holders}
         """Leading nodes that a holder has, by holder; without windows it may be one more than is served."""
         self.fullest = max(self.cached, key=self.cached.__getitem__, default=None)
-        self._passed = reach(self.path, Node.complete_holders, Node.copies_signature) if windowed else {}
+        self._passed = reach(self.path, Node.complete_holders, Node.copies_signature) if dependent else {}
         self._leaders: dict[int, dict[Holder, list[Leader]]] = {}
         self._evictions: dict[int, dict[int, Evicted]] = {}
 
@@ -139,22 +124,21 @@ class _Prompt:
         return min(self.max_hits, self.cached.get(session.holder, 0))
 
     def num_passed(self, holder: Holder) -> int:
-        """Leading nodes that a holder's groups without a window have. Without such groups: up to the last node that it has."""
-        if holder.full_slots:
+        """Leading nodes that a holder's whole groups have. Without such groups: up to the last node that it has."""
+        if holder.whole_slots:
             return self._passed.get(holder, 0)
         held = (index for index in range(len(self.path) - 1, -1, -1) if self.path[index].blocks_in(holder))
         return next(held, -1) + 1
 
     def lacking(self, session: Session, num_passed: int) -> MissCause:
-        """Whether it is windows or snapshots that a holder lacks for a hit of so many nodes that its other groups have."""
-        groups = session.registration.layout.groups
-        if not any(group.grid_blocks for group in groups):
-            return MissCause.WINDOW_NOT_KEPT
-        spans = [0 if group.grid_blocks else span for group, span in zip(groups, session.holder.spans, strict=True)]
-        num = num_with_windows(self.path, session.holder, min(self.max_hits, num_passed), spans)
-        return (
-            MissCause.SNAPSHOT_NOT_KEPT if session.on_grid(num) > self.num_hits(session) else MissCause.WINDOW_NOT_KEPT
-        )
+        """What dependent groups lack for a hit of so many nodes that the whole groups have."""
+        causes = [cause for cause in MissCause if any(group.miss is cause for group in session.dependents)]
+        for cause in causes[:0:-1]:
+            others = [group for group in session.dependents if group.miss is not cause]
+            num = longest_hit(self.path, others, min(self.max_hits, num_passed))
+            if session.on_grid(num) > self.num_hits(session):
+                return cause
+        return causes[0]
 
     def evictions(self, index: int) -> Mapping[int, Evicted]:
         """The latest evictions of a block after `index` blocks that are cached, by the first signature of the
@@ -180,7 +164,7 @@ class _Prompt:
     def in_flight(self, index: int, holder: Holder) -> Wait | None:
         """The holder's sequence for which Allocate would let the prompt wait after `index` hits."""
         end = min(self.max_hits, len(self.path))
-        if holder.window_slots:  # as in Allocate, the deepest node that is computed: windows are named there
+        if holder.dependent_slots:  # as in Allocate, the deepest node that is computed
             for last in range(end - 1, index - 1, -1):
                 for leader in self.leaders(last).get(holder, ()):
                     session = self._search.holders[holder]
@@ -245,7 +229,7 @@ def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoo
     leader = prompt.in_flight(index, session.holder)
     if leader is not None:
         return Miss(position, MissCause.BEING_COMPUTED, leader=leader)
-    num_passed = prompt.num_passed(session.holder) if session.holder.window_slots else 0
+    num_passed = prompt.num_passed(session.holder) if session.dependents else 0
     if session.on_grid(num_passed) > index:
         return Miss(position, prompt.lacking(session, num_passed), num_passed_tokens=num_passed * prompt.block_size)
     fullest = prompt.fullest

@@ -7,8 +7,7 @@ A fork of a parent, by table index (s: shared blocks, all of them sealed; c: ful
     node           | the parent's           | interned                 | none
 
 It is no question: the worker has made the fork, and both may have gone on since. So it is taken in like an update, in the order in
-which the worker states it, and what is stated again is merged. In groups with a window or a state the fork has scratch of its own
-only; what an encoder has put out is shared whole. No blocks are granted, so nothing is evicted.
+which the worker states it, and what is stated again is merged. No blocks are granted, so nothing is evicted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal
 from .session import Sequence, Session, require_key
 from .updates import Merge, append, apply, check, find
-from .windows import WindowTable
 
 
 def fork(tree: PrefixTree, attempts: Fencing, session: Session, item: ForkItem, limits: Limits) -> Appended:
@@ -53,12 +51,6 @@ def fork(tree: PrefixTree, attempts: Fencing, session: Session, item: ForkItem, 
             f"it is known to have computed {position} tokens: Append what it has computed first",
             position=position,
         )
-    if session.unit_pool is not None and not parent.encoder_computed:
-        raise Refusal(
-            Reason.GAP,
-            f"{parent.key.sequence_id!r} is not known to have the encoder's output: Append what it has computed first",
-            position=0,
-        )
     child = _begin(parent, item)
     merge = check(child, item.update, limits)
     session.account.require_tokens(child.num_tokens + len(merge.new_tokens) // TOKEN_BYTES)
@@ -71,12 +63,8 @@ def _begin(parent: Sequence, item: ForkItem) -> Sequence:
     session, num_shared = parent.session, item.num_shared_blocks
     num_tokens = num_shared * session.block_size
     child = Sequence(item.update.key, session, parent.root, bytes(parent.tokens[: num_tokens * TOKEN_BYTES]))
-    slot = None if session.unit_pool is None else session.unit_pool.slot
-    child.tables = tuple(
-        [list(table) if index == slot else table[:num_shared] for index, table in enumerate(parent.tables)]
-    )
+    child.tables = [group.fork(parent, num_shared) for group in session.by_slot]
     child.encoder_computed = parent.encoder_computed
-    child.windows = tuple([None if one is None else WindowTable(one.span, {}, ()) for one in parent.windows])
     child.kept = parent.kept
     child.nodes = parent.nodes[:num_shared]
     child.num_sealed, child.num_computed_tokens = num_shared, num_tokens
@@ -86,10 +74,8 @@ def _begin(parent: Sequence, item: ForkItem) -> Sequence:
 
 def _enter(tree: PrefixTree, attempts: Fencing, parent: Sequence, child: Sequence, merge: Merge) -> None:
     session, key = child.session, child.key
-    for pool in session.full_pools:
-        pool.pin(*child.tables[pool.slot])
-    if session.unit_pool is not None:
-        session.unit_pool.pin(*child.tables[session.unit_pool.slot])
+    for group in session.groups:
+        group.pool.pin(*group.blocks(child))
     (child.nodes[-1] if child.nodes else child.root).num_sequences += 1
     session.sequences[key.sequence_id, key.attempt] = child
     attempts.add(child)

@@ -12,7 +12,6 @@ from collections.abc import Sequence as List
 from typing import NoReturn
 
 from . import allocation, forks, updates
-from .block_pool import BlockPool
 from .budget import Account, Budget
 from .candidates import Candidates, ServedModel
 from .closest_prompt import THOROUGH, Bounds
@@ -23,6 +22,7 @@ from .downlink import Downlink
 from .evictions import EvictionMemory
 from .explanation import Explanation, Search, explain
 from .fencing import Fencing
+from .groups import kind_of, make_groups
 from .hashing import HashFunction, xxh64
 from .incarnations import Incarnations
 from .integrity import Audit, OnlineAudit, World, audit
@@ -36,7 +36,6 @@ from .messages import (
     ForkItem,
     Grant,
     Granted,
-    Group,
     Limits,
     Registered,
     Registration,
@@ -48,15 +47,14 @@ from .messages import (
     WorkerLoad,
 )
 from .prefix_tree import PrefixTree
-from .recovery import Case, Recovery
+from .recovery import Recovery
 from .refusal import Reason, Refusal, bad_field
 from .report_turns import ReportTurns
+from .restored import Case
 from .routing import RoutedWorker, route
 from .salts import SaltNumbers
 from .session import Session, SessionEnd
 from .session_key import NO_KEY, SessionKey
-from .unit_pool import UnitPool
-from .windows import span
 
 EPOCH_SHIFT = 40
 """Sessions and generations are epoch << EPOCH_SHIFT | counter."""
@@ -206,27 +204,14 @@ class CacheManager:
         return Registered(self.epoch, session.number)
 
     def _new_session(self, registration: Registration, lease_end: float, key: SessionKey) -> Session:
-        groups = registration.layout.groups
         account = Account(self.budget, registration.layout.block_size)
         evicted = None if self._evictions is None else self._evictions.names
-        size = registration.layout.block_size
-        unit_slot = next((slot for slot, group in enumerate(groups) if group.max_encoder_tokens), None)
-        holder = self._tree.new_holder(tuple(span(group, size) for group in groups), unit_slot)
-        # Look-ups pass a node if the groups without a window have it, so their evictions say what was lost.
-        telling = holder.full_slots or holder.window_slots
-        pools = tuple(
-            (UnitPool if slot == unit_slot else BlockPool)(
-                group.num_blocks, self._tree, holder, slot, account, evicted if slot in telling else None
-            )
-            for slot, group in enumerate(groups)
-        )
-        holder.pools = pools
+        groups = make_groups(registration, self._tree, account, evicted)
         downlink = Downlink(self.limits.max_downlink_entries, self.limits.max_blocks_per_reply)
         return Session(
             self._last_session,
             registration,
-            holder,
-            pools,
+            groups,
             account,
             downlink,
             lease_end,
@@ -270,8 +255,7 @@ class CacheManager:
                     f"kv_cache_config.pools[{index}]",
                     f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {group.num_blocks}",
                 )
-            self._check_scratch(f"kv_cache_config.groups[{index}]", group, size)
-            self._check_encoder(f"kv_cache_config.groups[{index}].cross_attention", groups, index)
+            kind_of(group).check_spec(f"kv_cache_config.groups[{index}]", groups, index, size, limits)
         for name, content, most in (
             ("process_key", registration.process_key, limits.max_process_key_bytes),
             ("predecessor_key", registration.predecessor_key, limits.max_process_key_bytes),
@@ -279,42 +263,6 @@ class CacheManager:
         ):
             if len(content) > most:
                 raise bad_field(name, f"at most {most} bytes, got {len(content)}")
-
-    def _check_scratch(self, field: str, group: Group, block_size: int) -> None:
-        most_tokens, most_blocks = self.limits.max_tokens_per_sequence, self.limits.max_blocks_per_sequence
-        if group.grid_blocks:
-            if not 1 <= group.grid_blocks <= most_tokens // block_size:
-                raise bad_field(
-                    f"{field}.state.grid_tokens",
-                    f"needed a multiple of the block size, {block_size}, up to {most_tokens}; got {group.grid_blocks * block_size}",
-                )
-            if not 1 <= group.scratch_blocks <= most_blocks:
-                raise bad_field(
-                    f"{field}.state.scratch_blocks",
-                    f"needed 1 to {most_blocks}: a sequence has a running state; got {group.scratch_blocks}",
-                )
-        elif group.window:
-            if not 2 <= group.window <= most_tokens:
-                raise bad_field(
-                    f"{field}.sliding_window.window_tokens", f"needed 2 to {most_tokens}, got {group.window}"
-                )
-            least = span(group, block_size) + 1
-            if not least <= group.scratch_blocks <= most_blocks:
-                raise bad_field(
-                    f"{field}.sliding_window.ring_blocks",
-                    f"needed {least} to {most_blocks}: a window of {group.window} and the next token are in up to {least} blocks "
-                    f"of {block_size}; got {group.scratch_blocks}",
-                )
-
-    def _check_encoder(self, field: str, groups: List[Group], index: int) -> None:
-        num_tokens, most = groups[index].max_encoder_tokens, self.limits.max_tokens_per_sequence
-        if num_tokens > most:
-            raise bad_field(f"{field}.max_encoder_tokens", f"needed 1 to {most}, got {num_tokens}")
-        others = [group for group in (*groups[:index], *groups[index + 1 :]) if not group.max_encoder_tokens]
-        if num_tokens and len(others) != len(groups) - 1:
-            raise bad_field(field, "at most one group may have cross attention: all of its layers see the same encoder")
-        if num_tokens and not others:
-            raise bad_field(field, "needed another group, for the KV of the decoder's own tokens")
 
     def has_numbered(self, session: int) -> bool:
         """Whether this life of the manager has given a session that number, under its present epoch. Another life with the same

@@ -6,6 +6,7 @@ name says. Named tuples, because a busy manager makes some ten thousand of them 
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from .refusal import Refusal
@@ -13,6 +14,9 @@ from .session_key import NO_KEY, SessionKey
 
 TOKEN_BYTES = 4
 """Bytes of one token id on the manager plane."""
+
+DIGEST_BYTES = 32
+"""SHA-256."""
 
 
 class Limits(NamedTuple):
@@ -102,7 +106,7 @@ Blocks = tuple[tuple[ReservedBlock, ...], ...]
 """Sets of blocks by group; groups at the end may be left out."""
 
 
-class Group(NamedTuple):
+class GroupSpec(NamedTuple):
     """The layers whose KV is in the same blocks, because they see as much of a sequence."""
 
     num_blocks: int
@@ -124,7 +128,7 @@ class Layout(NamedTuple):
     """The KV cache of a worker: each group has a pool of its own."""
 
     block_size: int
-    groups: tuple[Group, ...]
+    groups: tuple[GroupSpec, ...]
     """At least one."""
 
 
@@ -396,3 +400,17 @@ class Appended(NamedTuple):
 
 
 AppendOutcome = Appended | Refusal
+
+
+class MissCause(Enum):
+    """Why a block of a prompt is not served from the cache."""
+
+    NEVER_SEEN = "never seen"
+    EVICTED = "evicted"
+    OTHER_ROOT = "other root"
+    BEING_COMPUTED = "being computed"
+    PARTIAL_TAIL = "partial tail"
+    LAST_TOKEN = "last token"
+    ON_ANOTHER_WORKER = "on another worker"
+    WINDOW_NOT_KEPT = "window not kept"
+    SNAPSHOT_NOT_KEPT = "snapshot not kept"

@@ -368,7 +368,7 @@ class RootNode(Node):
         super().__init__(None, root_bytes(*key), -1)
         self.key = key
         self.units: dict[Holder, tuple[int, ...]] = {}
-        """The blocks that hold the KV of the encoder's input, in order; see units.py."""
+        """The blocks that hold the KV of the encoder's input, in order; see groups/unit.py."""
 
     def is_unused(self) -> bool:
         """As of any node; a unit keeps its root too."""
@@ -394,9 +394,11 @@ class PrefixTree:
         """Unused nodes at which a bounded `prune` has stopped; `prune_condemned` drops those that are not used again."""
         self._num_signatures = 0
 
-    def new_holder(self, spans: tuple[int, ...], unit_slot: int | None = None) -> Holder:
-        """A holder for a new session, with these slots. Its signatures are 60 pseudo-random bits each, the same in each run."""
-        return Holder(tuple(self._new_signature() for _ in spans), spans, unit_slot)
+    def new_holder(
+        self, num_slots: int = 1, whole_slots: tuple[int, ...] = (0,), dependent_slots: tuple[int, ...] = ()
+    ) -> Holder:
+        """A holder for a new session. Its signatures are 60 pseudo-random bits each, the same in each run."""
+        return Holder(tuple(self._new_signature() for _ in range(num_slots)), whole_slots, dependent_slots)
 
     def _new_signature(self) -> int:
         self._num_signatures += 1

@@ -48,7 +48,7 @@ def _signature(node: Node) -> tuple[int, int]:
 
 
 def _deepest_led(path: list[Node]) -> dict[Holder, int]:
-    """Where the last node is that a holder's sequences are computing: windows are named there, not at every node before it."""
+    """Where the last node is that a holder's sequences are computing: boundaries are there, not at every node before it."""
     found: dict[Holder, int] = {}
     for index in range(len(path) - 1, -1, -1):
         for holder in path[index].leading_holders():
@@ -80,19 +80,20 @@ class _Prompt(NamedTuple):
 
 
 def _look_up(
-    tree: PrefixTree, root: Root, tokens: bytes, block_size: int, by_holder: dict[Holder, Session], windowed: bool
+    tree: PrefixTree, root: Root, tokens: bytes, block_size: int, by_holder: dict[Holder, Session], partly: bool
 ) -> _Prompt:
-    """`windowed`: whether any of the workers has groups with windows."""
+    """`partly`: whether any of the workers has dependent groups."""
     node = tree.find_root(root, block_size)
     max_blocks = (len(tokens) // TOKEN_BYTES - 1) // block_size
     path = [] if node is None else tree.match(node, tokens, block_size, max_blocks)
-    with_windows = [one for one in _on_path(path) if one.window_slots and one in by_holder] if windowed else []
-    cached = cached_along(path, with_windows, max_blocks)
+    dependent = [by_holder[one] for one in _on_path(path) if one.dependent_slots and one in by_holder] if partly else []
+    cached = cached_along(path, dependent, max_blocks)
     in_flight = reach(path, _holders_or_leaders, _signature)
-    if with_windows:
+    if dependent:
         led = _deepest_led(path)
-        for holder in with_windows:
-            in_flight[holder] = max(cached.get(holder, 0), by_holder[holder].on_grid(led.get(holder, 0)))
+        for session in dependent:
+            holder = session.holder
+            in_flight[holder] = max(cached.get(holder, 0), session.on_grid(led.get(holder, 0)))
     units = node.units if isinstance(node, RootNode) else ()
     leading = () if node is None else node.leading_holders()
     return _Prompt(cached, in_flight, units, leading)
@@ -146,7 +147,7 @@ class _Costs:
         """By block size."""
         for size in model.block_sizes:
             self._first_blocks[size] = b"\0" + root.input_digest + tokens[: size * TOKEN_BYTES]
-            self.prompts[size] = _look_up(tree, root, tokens, size, model.by_holder, model.num_windowed > 0)
+            self.prompts[size] = _look_up(tree, root, tokens, size, model.by_holder, model.num_dependent > 0)
 
     def fits(self, session: Session) -> bool:
         """Whether the worker has room for the text."""

@@ -1,21 +1,71 @@
-"""A session: one registration of a worker, with its pools, lease, downlink and live sequences."""
+"""A session: one registration of a worker, with its groups, lease, downlink and live sequences.
+
+A `Group` is what the session has of the layers whose KV is in the same blocks. There is one subclass for each kind of group, in the
+package `groups`; a call asks each group for its part and knows no kind. What a group is asked, call by call:
+
+    Register    check_spec, most_blocks, longest_input
+    Allocate    check_item; longest_hit: how much of a path need not be computed; hit: what is pinned; in_flight: whom to wait for;
+                num_wanted: what is to be granted; enter: the sequence has it; granted: the table for the answer
+    Append      new_blocks, check: refuse what is wrong; apply
+    Fork        fork
+    Free        release; leave, if only the sequence goes
+    Report      check_reported, restore
+    displays    blocks and what follows there
+    Check       violations
+
+A group that is *whole* has a table with a block for each block of the text, so a hit needs a copy of every node there: a look-up
+can pass a node if these have it. One that is *dependent* needs copies of some nodes, and they are of no use without the copies in
+the whole groups. The copies of one that is neither are none of nodes.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from enum import Enum
+from typing import Any, ClassVar, TypeVar
 
-from .block_pool import BlockPool
+from .block_pool import CACHED, FREE, RESERVED, BlockPool, State
+from .boundaries import NONE_KEPT
 from .budget import Account
 from .copies import Holder
 from .downlink import Downlink
-from .messages import TOKEN_BYTES, BlockCounts, Drain, Limits, Registration, Root, SequenceKey, WorkerLoad
-from .prefix_tree import Node, RootNode
+from .messages import (
+    TOKEN_BYTES,
+    AllocateItem,
+    BlockCounts,
+    Drain,
+    GrantedTable,
+    GroupSpec,
+    Limits,
+    MissCause,
+    Registration,
+    ReportedSequence,
+    ReportedUnit,
+    ReservedBlock,
+    Root,
+    SequenceKey,
+    SequenceUpdate,
+    TableEntry,
+    Wait,
+    WorkerLoad,
+)
+from .prefix_tree import Node, PrefixTree, RootNode
 from .refusal import Reason, Refusal, bad_field
+from .restored import Case, Restored, refuse
 from .session_key import NO_KEY, SessionKey
-from .unit_pool import UnitPool
-from .windows import NONE_KEPT, WindowTable
+
+_Entry = TypeVar("_Entry")
+
+
+def of_slot(groups: tuple[tuple[_Entry, ...], ...], slot: int) -> tuple[_Entry, ...]:
+    """What is stated of a group, where groups at the end may be left out."""
+    return groups[slot] if slot < len(groups) else ()
+
+
+Problem = tuple[str, str, int]
+"""A law that does not hold in a group, a message, and the block; −1: of no one block."""
 
 
 class SessionEnd(Enum):
@@ -51,8 +101,7 @@ class Session:
         self,
         number: int,
         registration: Registration,
-        holder: Holder,
-        pools: tuple[BlockPool, ...],
+        groups: tuple[Group, ...],
         account: Account,
         downlink: Downlink,
         lease_end: float,
@@ -66,33 +115,32 @@ class Session:
         self.name = registration.worker_id.encode()
         """The worker's id as bytes, for hashes."""
         self.block_size = registration.layout.block_size
-        self.holder = holder
+        self.holder = groups[0].pool.holder
         """Under which the prefix tree knows its pools."""
-        self.pools = pools
-        """By group."""
+        self.by_slot = groups
+        """Its groups, as the worker numbers them."""
+        self.pools = tuple(group.pool for group in groups)
+        """Of these."""
+        self.whole = tuple(group for group in groups if group.is_whole)
+        self.dependents = tuple(group for group in groups if group.is_dependent)
+        self.whole_pools = tuple(group.pool for group in self.whole)
+        self.partial = (*(g for g in groups if not (g.is_whole or g.is_dependent)), *self.dependents)
+        """All that are not whole."""
+        self.groups = (*self.whole, *self.partial)
+        """All: whole ones first, on whose copies dependent ones depend."""
         self.account = account
         """Its part of the budget of all workers."""
-        self.full_pools = tuple(pools[slot] for slot in holder.full_slots)
-        """Of the groups whose layers see all of a sequence."""
-        self.window_pools = tuple(pools[slot] for slot in holder.window_slots)
-        """Of the others, those with a state included."""
-        self.grid_blocks = math.lcm(*(group.grid_blocks or 1 for group in registration.layout.groups))
+        self.grid_blocks = math.lcm(*(group.grid_blocks for group in groups))
         """Boundaries of its sequences are multiples of so many blocks."""
-        self.unit_pool: UnitPool | None = None
-        """Of the group with cross attention, if there is one."""
-        if holder.unit_slot is not None:
-            unit_pool = pools[holder.unit_slot]
-            assert isinstance(unit_pool, UnitPool)
-            self.unit_pool = unit_pool
         self.most_blocks_per_sequence = min(
             limits.max_blocks_per_sequence,
-            account.most_blocks // len(pools),
-            *(pool.capacity for pool in self.full_pools),
+            account.most_blocks // len(groups),
+            *(group.pool.capacity for group in self.whole),
         )
-        """Largest table of each group without a window that can ever be granted: the smallest of all limits."""
+        """Largest table of each whole group that can ever be granted: the smallest of all limits."""
         self.max_model_len = self._longest_text(limits)
         """Longest text that can be served, prompt and generated tokens together."""
-        self.max_encoder_tokens = self._longest_input()
+        self.max_encoder_tokens = max(group.longest_input for group in groups)
         """Longest input of an encoder that can be served; 0 without one."""
         self.lease_end = lease_end
         """Monotonic time at which the lease runs out, in seconds."""
@@ -111,7 +159,7 @@ class Session:
         self.downlink = downlink
         self.sequences: dict[tuple[str, int], Sequence] = {}
         """Live sequences by (sequence_id, attempt)."""
-        self.reserve_wishes = [0] * len(pools)
+        self.reserve_wishes = [0] * len(groups)
         """Blocks that the worker wants in its reserve, by group."""
         self.load = WorkerLoad()
         self.recovering = False
@@ -131,20 +179,11 @@ class Session:
         """Tokens stated by Append and Free, those allocated not included."""
 
     def _longest_text(self, limits: Limits) -> int:
-        num_blocks = self.most_blocks_per_sequence
-        for pool in self.window_pools:  # as require_window_room has it
-            scratch = self.registration.layout.groups[pool.slot].scratch_blocks
-            if self.holder.spans[pool.slot] + scratch > pool.capacity:
-                num_blocks = min(num_blocks, pool.capacity)
+        most_blocks = self.most_blocks_per_sequence
+        num_blocks = min(group.most_blocks(most_blocks) for group in self.groups)
         # The KV of the last generated token is never computed.
         most = min(num_blocks * self.block_size + 1, limits.max_tokens_per_sequence, self.account.budget.max_tokens)
         return min(most, self.registration.max_model_len or most)
-
-    def _longest_input(self) -> int:
-        if self.unit_pool is None:
-            return 0
-        group = self.registration.layout.groups[self.unit_pool.slot]
-        return min(group.max_encoder_tokens, self.unit_pool.capacity * self.block_size)
 
     @property
     def facts_digest(self) -> bytes:
@@ -197,43 +236,23 @@ class Session:
                 f"worker {self.worker_id!r} is registered with {len(self.pools)} groups, got group {num_groups - 1}",
             )
 
-    def num_scratch(self, slot: int, num_blocks: int) -> int:
-        """Scratch blocks, in a group with a window or a state, of a sequence that has yet to compute `num_blocks` blocks."""
-        return min(self.registration.layout.groups[slot].scratch_blocks, num_blocks)
-
-    def require_window_room(self, num_blocks: int, field: str) -> None:
-        """Raise Refusal (NEVER_FITS) if a sequence of `num_blocks` blocks can never have its scratch blocks while a window that it
-        hits is pinned."""
-        for pool in self.window_pools:
-            span, group = self.holder.spans[pool.slot], self.registration.layout.groups[pool.slot]
-            needed = min(num_blocks, span + group.scratch_blocks)
-            if needed > pool.capacity:
-                what, setting = ("snapshot", "--state-blocks") if group.grid_blocks else ("window", "--window-blocks")
-                raise Refusal(
-                    Reason.NEVER_FITS,
-                    f"a sequence of {num_blocks} blocks needs {needed}{self._of_group(pool.slot)}, {group.scratch_blocks} as "
-                    f"scratch and {span} in a {what} that it hits; the whole pool of worker {self.worker_id!r} has "
-                    f"{pool.capacity}: give the group more blocks ({setting})",
-                    field=field,
-                )
-
     def never_fits(self, num_blocks: int, limits: Limits, *, needed: str, cure: str, field: str) -> Refusal:
         """The refusal of tables that can never be granted. It names the first limit that `num_blocks` of each group exceed;
         `needed` and `cure` are what was asked for and what else the worker can do, in words."""
         budget = self.account.budget
-        capacity, group = min(((pool.capacity, pool.slot) for pool in self.full_pools), default=(num_blocks, 0))
+        capacity, group = min(((group.pool.capacity, group.slot) for group in self.whole), default=(num_blocks, 0))
         if num_blocks > limits.max_blocks_per_sequence:
             limit = f"a sequence has at most {limits.max_blocks_per_sequence}"
             setting = "give the worker larger blocks (--block-size)"
         elif num_blocks > capacity:
-            limit = f"the whole pool{self._of_group(group)} of worker {self.worker_id!r} has {capacity}"
+            limit = f"the whole pool{self.of_group(group)} of worker {self.worker_id!r} has {capacity}"
             setting = "give the worker more blocks (--num-blocks, --kv-cache-memory)"
         else:
             limit = f"all workers together may have {budget.max_blocks} blocks and {budget.max_tokens} tokens"
             setting = "raise --max-total-blocks and --max-total-tokens of the manager"
         return Refusal(Reason.NEVER_FITS, f"{needed}; {limit}: {cure}, or {setting}", field=field)
 
-    def _of_group(self, group: int) -> str:
+    def of_group(self, group: int) -> str:
         """For messages: which group, where there are several."""
         return f" of group {group}" if len(self.pools) > 1 else ""
 
@@ -268,7 +287,7 @@ class Session:
             return self.account.too_many_blocks(num_blocks - num_available + self.account.blocks_left)
         return Refusal(
             Reason.NO_BLOCKS,
-            f"needed {num_blocks} blocks{self._of_group(group)}; worker {self.worker_id!r} has {counts.free} free and "
+            f"needed {num_blocks} blocks{self.of_group(group)}; worker {self.worker_id!r} has {counts.free} free and "
             f"{num_available - counts.free} evictable of {counts.capacity} ({counts.held} held, {counts.reserved} reserved): wait "
             "until sequences end, or give the worker more blocks (--num-blocks)",
         )
@@ -295,7 +314,6 @@ class Sequence:
         "session",
         "tables",
         "tokens",
-        "windows",
     )
 
     def __init__(self, key: SequenceKey, session: Session, root: Node, tokens: bytes) -> None:
@@ -305,11 +323,9 @@ class Sequence:
         """Parent of the first node."""
         self.tokens = bytearray(tokens)
         """All tokens known: the prompt and those that Append has stated since."""
-        self.tables: tuple[list[int], ...] = ()
-        """Block ids from position 0, by group; empty in groups with a window; with cross attention those of the encoder's input.
-        Set by who grants them, like `num_named`."""
-        self.windows: tuple[WindowTable | None, ...] = ()
-        """By group, None for those without a window; empty if no group has one."""
+        self.tables: list[Any] = []
+        """By slot: what its group keeps of it; of a whole group the block ids from position 0 on. Set by who grants them, like
+        `num_named`."""
         self.boundaries: tuple[int, ...] = ()
         """In blocks, ascending: where the worker was asked to name windows, as far as it is not known to have computed so far."""
         self.kept = NONE_KEPT
@@ -333,7 +349,7 @@ class Sequence:
         key = self.key
         return (
             f"<Sequence {key.sequence_id!r} attempt={key.attempt} round={key.round} tokens={self.num_tokens} "
-            f"computed={self.num_computed_tokens} tables={self.tables} windows={self.windows}"
+            f"computed={self.num_computed_tokens} tables={self.tables}"
             f"{' fenced' if self.fenced else ''}>"
         )
 
@@ -348,48 +364,260 @@ class Sequence:
         return self.session.holder
 
     @property
-    def num_slots(self) -> int:
-        """Tokens that the shortest of its tables has room for. Without tables of the whole sequence, its tokens."""
-        lengths = [len(self.tables[pool.slot]) * self.session.block_size for pool in self.session.full_pools]
-        return min(lengths, default=self.num_tokens)
-
-    @property
     def num_blocks(self) -> int:
         """Blocks that it holds, in all groups."""
-        num_in_windows = sum(len(window) for window in self.windows if window is not None)
-        return sum(map(len, self.tables)) + num_in_windows
-
-    def blocks(self, group: int) -> list[int]:
-        """Those of one group, in no particular order."""
-        window = self.windows[group] if self.windows else None
-        return self.tables[group] if window is None else window.blocks()
-
-    def block_at(self, group: int, index: int) -> int:
-        """The block at a table index; 0 if it has none there."""
-        window = self.windows[group] if self.windows else None
-        if window is not None:
-            return window.entries.get(index, 0)
-        table = self.tables[group]
-        return table[index] if index < len(table) else 0
+        return sum(map(len, self.tables))
 
     def block_tokens(self, index: int) -> bytes:
         """The tokens of the full block at a table index."""
         step = self.session.block_size * TOKEN_BYTES
         return bytes(self.tokens[index * step : (index + 1) * step])
 
-    def unsealed(self, group: int) -> List[int]:
-        """Its blocks of a group that are not sealed, in no particular order."""
-        window = self.windows[group] if self.windows else None
-        if window is not None:
-            return list(window.scratch)
-        table, pool = self.tables[group], self.session.unit_pool
-        if pool is not None and pool.slot == group:
-            return table if pool.node(table[0]) is None else []
-        return table[self.num_sealed :]
 
-    def token_count(self, index: int, group: int = 0) -> int:
+class Group:
+    """One group of a session, and its pool. See the top of this file. What is the same for most kinds is here: a table is a list
+    of blocks."""
+
+    is_whole: ClassVar[bool] = False
+    is_dependent: ClassVar[bool] = False
+    pool_type: ClassVar[type[BlockPool]] = BlockPool
+
+    grid_blocks = 1
+    """What it keeps for others it keeps after multiples of so many blocks."""
+    miss: MissCause | None = None
+    """Of a dependent group: what Explain says if it lacks what a hit needs."""
+    longest_input = 0
+    """Tokens of the longest encoder's input that can be served."""
+
+    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int, worker_id: str) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.slot = pool.slot
+        """Its number."""
+        self.block_size = block_size
+        self.worker_id = worker_id
+        """For messages."""
+
+    @staticmethod
+    def is_of(spec: GroupSpec) -> bool:
+        """Whether this is the kind of group that a worker introduces so."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_spec(field: str, specs: List[GroupSpec], slot: int, block_size: int, limits: Limits) -> None:
+        """Raise Refusal (BAD_FIELD) if the group at `slot` of these cannot be served. `field`: its name in the message."""
+
+    def most_blocks(self, most: int) -> int:
+        """The longest text that the group has room for, in blocks, if the whole groups have room for `most`."""
+        return most
+
+    # -- Allocate
+
+    def check_item(self, session: Session, item: AllocateItem, num_blocks: int) -> None:
+        """Raise Refusal (BAD_FIELD, NEVER_FITS) if a sequence can never be served. `num_blocks`: of its longest text."""
+
+    def check_again(self, item: AllocateItem, sequence: Sequence) -> None:
+        """Raise Refusal (BAD_FIELD) if the item of a live sequence contradicts its table."""
+
+    def longest_hit(self, path: List[Node], most: int) -> int:
+        """Of a dependent group: the longest hit of at most `most` leading nodes of a path."""
+        raise NotImplementedError
+
+    def hit(self, item: AllocateItem, root: Node | None, path: List[Node], num: int) -> list[int]:
+        """The blocks that a hit of the first `num` nodes has here; of a whole group up to the first that is missing. Raises
+        Refusal: BAD_FIELD."""
+        raise NotImplementedError
+
+    def in_flight(self, item: AllocateItem, root: Node | None, hit: List[int]) -> Wait | None:
+        """The sequence that computes what the item needs, apart from the nodes of its path."""
+        return None
+
+    def num_wanted(self, item: AllocateItem, num_hits: int, hit: List[int]) -> int:
+        """Of a partial group: blocks to be granted to the sequence. A whole one grants as many as are left of the text."""
+        raise NotImplementedError
+
+    def enter(self, sequence: Sequence, fresh: list[int], num_hits: int) -> None:
+        """The sequence, whose table is the hit, has been granted these blocks."""
+        sequence.tables[self.slot] += fresh
+
+    def granted(self, sequence: Sequence) -> GrantedTable:
+        """Its present table."""
+        table = sequence.tables[self.slot]
+        return GrantedTable(tuple(table), self.pool.generations(table))
+
+    # -- Append and Free
+
+    def new_blocks(self, sequence: Sequence, bound: tuple[TableEntry, ...]) -> list[int]:
+        """The blocks that an update adds to a table; each block named must be that entry already, or be reserved here. Raises
+        Refusal: STALE_GENERATION."""
+        pool, table = self.pool, sequence.tables[self.slot]
+        blocks: dict[int, None] = {}
+        for index, block, generation in bound:
+            if index < len(table):
+                if table[index] == block and pool.generation(block) == generation:
+                    continue
+                found = f"entry {index} is block {table[index]} of generation {pool.generation(table[index])}"
+            elif index == len(table) + len(blocks) and pool.is_reserved(block, generation) and block not in blocks:
+                blocks[block] = None
+                continue
+            else:
+                found = f"the table has {len(table) + len(blocks)} entries and the block is not reserved with that generation"
+            raise Refusal(
+                Reason.STALE_GENERATION,
+                f"sequence {sequence.key.sequence_id!r} names block {block} of generation {generation} as entry {index} of group "
+                f"{self.slot}, but {found}: the worker's state is not the manager's; register again",
+            )
+        return list(blocks)
+
+    def check(self, sequence: Sequence, update: SequenceUpdate, num_computed_tokens: int) -> None:
+        """Of a partial group: refuse what an update states. `num_computed_tokens`: with the update. Raises Refusal: BAD_FIELD,
+        STALE_GENERATION."""
+
+    def apply(self, tree: PrefixTree, sequence: Sequence, update: SequenceUpdate) -> None:
+        """Of a partial group: take in a checked update, whose computed blocks have their nodes."""
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence ends."""
+        self.pool.release(*reversed(sequence.tables[self.slot]))
+
+    def leave(self, sequence: Sequence) -> None:
+        """It leaves the tree. Its blocks stay as they are."""
+
+    # -- Fork
+
+    def fork(self, parent: Sequence, num_shared: int) -> Any:
+        """The table of a fork as it was made; it shares the blocks there. Changes nothing. Raises Refusal: GAP."""
+        return parent.tables[self.slot][:num_shared]
+
+    # -- Report
+
+    def check_reported(
+        self, restored: Restored, reported: ReportedSequence, root: Node, path: List[Node], num_sealed: int
+    ) -> None:
+        """Refuse a table that contradicts what the report states of its blocks; `num_sealed` nodes of `path` are computed. Changes
+        nothing. Raises Refusal: BAD_REPORT."""
+        table, name = reported.tables[self.slot], reported.key.sequence_id
+        seen: set[int] = set()
+        blocks = restored.blocks
+        for index, block, generation in table:
+            complete = blocks.get(block) if blocks else None
+            if block in seen:
+                refuse("sequences", f"block {block} is twice in the table of {name!r}")
+            seen.add(block)
+            if complete is None:
+                restored.require_free(block, generation)
+                continue
+            if index >= num_sealed:
+                refuse("sequences", f"block {block} is complete, but a table that names it has not computed it yet")
+            if complete != (path[index] if index < len(path) else None, generation):
+                refuse(
+                    "sequences", f"block {block} of generation {generation:#x} holds something else than a table says"
+                )
+        for block, generation in reported.scratch[self.slot]:
+            if block in seen:
+                refuse("sequences", f"block {block} is twice in what {name!r} has")
+            seen.add(block)
+            restored.require_free(block, generation)
+
+    def restore(
+        self, tree: PrefixTree, restored: Restored, sequence: Sequence, reported: ReportedSequence, num_sealed: int
+    ) -> None:
+        """Take in a checked table of a sequence whose first `num_sealed` nodes are computed."""
+        pool, table, path = self.pool, reported.tables[self.slot], sequence.nodes
+        new = [entry for entry in table if pool.is_free(entry.block)]
+        for _, block, _ in table if len(new) < len(table) else ():
+            if not pool.is_free(block):
+                restored.cases[Case.HELD_SEALED if pool.is_cached(block) else Case.SHARED] += 1
+                pool.pin(block)
+        pool.restore_held([ReservedBlock(block, generation) for _, block, generation in new])
+        blocks, num_before = restored.blocks, len(restored.blocks)
+        for index, block, generation in new:
+            if index < num_sealed:
+                # Another block serves the hits of this content, or only the table states what the block holds.
+                node = path[index]
+                if node.block_hash is None:
+                    tree.name(node)
+                pool.seal(block, node)
+                blocks[block] = node, generation
+        num_complete = len(blocks) - num_before
+        restored.cases[Case.HELD_SEALED] += num_complete
+        restored.cases[Case.HELD_FILLING] += len(new) - num_complete
+        sequence.tables[self.slot] = [entry.block for entry in table]
+        sequence.num_named[self.slot] = len(table)
+
+    def restore_unit(self, tree: PrefixTree, restored: Restored, unit: ReportedUnit, is_live: bool) -> None:
+        """Take in the KV of an encoder's input. `is_live`: the worker is served already. Raises Refusal: BAD_REPORT."""
+        refuse("units", f"group {self.slot} has no cross attention")
+
+    # -- displays
+
+    def blocks(self, sequence: Sequence) -> list[int]:
+        """All that the sequence has, in no particular order."""
+        table: list[int] = sequence.tables[self.slot]
+        return table
+
+    def places(self, sequence: Sequence) -> Iterable[tuple[int | None, int]]:
+        """The same with table indexes; None: none."""
+        return enumerate(self.blocks(sequence))
+
+    def block_at(self, sequence: Sequence, index: int) -> int:
+        """The block at a table index; 0 if it has none there."""
+        table = self.blocks(sequence)
+        return table[index] if index < len(table) else 0
+
+    def unsealed(self, sequence: Sequence) -> List[int]:
+        """Its blocks that are not sealed, in no particular order."""
+        return self.blocks(sequence)[sequence.num_sealed :]
+
+    def token_count(self, sequence: Sequence, index: int) -> int:
         """Slots of the block at a table index whose KV is known to be computed."""
-        size, pool = self.session.block_size, self.session.unit_pool
-        if pool is not None and pool.slot == group:
-            return size if self.encoder_computed else 0
-        return max(0, min(size, self.num_computed_tokens - index * size))
+        return max(0, min(self.block_size, sequence.num_computed_tokens - index * self.block_size))
+
+    def table_index(self, block: int, node: Node) -> int:
+        """Of a sealed block, which holds `node`."""
+        return node.depth
+
+    def prefix(self, block: int, node: Node) -> list[int]:
+        """The blocks from table index 0 on to a sealed one; 0 where none holds that part any more."""
+        blocks, at = [block], node.parent
+        while at is not None and at.depth >= 0:
+            blocks.append(self.pool.copy_of(at))
+            at = at.parent
+        return blocks[::-1]
+
+    # -- Check
+
+    def violations(self, sequence: Sequence) -> Iterator[Problem]:
+        """Of a partial group: what is wrong with a live sequence's table."""
+        yield from ()
+
+    def violations_at(self, block: int, state: int, ref_count: int, node: Node | None) -> Iterator[Problem]:
+        """What is wrong with a block, by what it holds."""
+        pool = self.pool
+        if node is None:
+            if state == CACHED:
+                yield "state", f"block {block} is cached and serves no hits", block
+            elif ref_count >= 2:
+                yield "fork", f"block {block} is shared by {ref_count} tables and not sealed", block
+            return
+        copy = pool.copy_of(node)
+        if state in (FREE, RESERVED):
+            yield "state", f"block {block} is {State(state).name.lower()} and still sealed", block
+        elif state == CACHED and copy != block:
+            yield "state", f"block {block} is cached and serves no hits", block
+        if node.block_hash is None:
+            yield "sealing", f"block {block} is sealed and has no hash", block
+        if node.parent is None:
+            yield "tree", f"block {block} holds a node that was dropped from the tree", block
+        if not copy:
+            yield "sealing", f"block {block} is sealed, its node knows no copy in this pool", block
+        elif copy != block and not pool.is_duplicate(block, node):
+            yield "sealing", f"block {block} is sealed, its node knows only block {copy}", block
+
+    def violations_of_unit(self, root: RootNode) -> Iterator[Problem]:
+        """What is wrong with what a root says that it has here beyond nodes."""
+        yield from ()
+
+    def violations_of_listed(self) -> Iterator[Problem | None]:
+        """What is wrong with what is listed for eviction beyond blocks, one by one; None: nothing."""
+        yield from ()

@@ -159,7 +159,7 @@ TRANSITIONS = re.findall(r"^\| (free|cached|held|reserved) \| `(\w+)` \| (\w+) \
 def _block_in(state: str) -> tuple[BlockPool, int]:
     """A pool of one block, which is in that state; held ones are in one table and not sealed."""
     tree = PrefixTree(xxh64)
-    pool = BlockPool(2, tree, tree.new_holder((0,)), 0, Account(Budget(8, 32), 4))
+    pool = BlockPool(2, tree, tree.new_holder(), 0, Account(Budget(8, 32), 4))
     if state == "reserved":
         pool.take_reserved(1, 1)
     elif state != "free":

@@ -27,6 +27,7 @@ from kvpool.worker_service.cache.ring import Ring
 from kvpool.worker_service.cache.running_state import RunningState
 from kvpool.worker_service.cache.scratch import Scratch
 from kvpool.worker_service.cache.sequence import CacheSequence
+from tests.cache_service.core.kinds import tables, windows
 from tests.exhaustive.engine import TinyEngine
 from tests.exhaustive.parts import Form
 from tests.exhaustive.wire import form_of
@@ -336,8 +337,9 @@ def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> 
             pending.append(("stop", tuple(entry.key)))
     reported: Hashable = None
     if recovery is not None:
-        numbers.stamps.append(recovery._last_stamp)
-        for blocks in recovery._blocks:
+        numbers.stamps.append(recovery._restored[0].last_stamp)
+        blocks_of = [one.blocks for one in recovery._restored]
+        for blocks in blocks_of:
             numbers.stamps += [generation for _, generation in blocks.values()]
         reported = (
             recovery.num_parts,
@@ -345,7 +347,7 @@ def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> 
                 (one.tokens, _number(recovery._contents, one.parent), one.live_node is None)
                 for one in recovery._contents
             ],
-            [[(block, _path(node)) for block, (node, _) in blocks.items()] for blocks in recovery._blocks],
+            [[(block, _path(node)) for block, (node, _) in blocks.items()] for blocks in blocks_of],
         )
     return (
         session.worker_id,
@@ -359,7 +361,7 @@ def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> 
             (
                 tuple(sequence.key),
                 bytes(sequence.tokens),
-                tuple(map(tuple, sequence.tables)),
+                tuple(map(tuple, tables(sequence))),
                 _windows(sequence),
                 _path(sequence.root),
                 len(sequence.nodes),
@@ -378,7 +380,7 @@ def _windows(sequence: Sequence) -> Hashable:
     return (
         [
             None if window is None else (list(window.entries.items()), list(window.scratch), sorted(window.ends))
-            for window in sequence.windows
+            for window in windows(sequence)
         ],
         sequence.boundaries,
     )

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
+from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.integrity.findings import Findings
 from kvpool.cache_service.core.integrity.pools import PoolLaws
 from kvpool.cache_service.core.integrity.sequences import SequenceLaws
@@ -24,6 +25,7 @@ from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.units import Unit
 from kvpool.worker_service.engine.beams import BeamRequest
 from tests import tracer
+from tests.cache_service.core.kinds import unit_pool
 from tests.simulation.manager import LEASE_SECONDS
 from tests.simulation.rpc import Failure, reason_in
 from tests.simulation.strangers import HOLE_SECONDS
@@ -268,8 +270,7 @@ class Laws:
         """The laws of one session's blocks and sequences, and that its worker means the same by them."""
         core = manager.core
         findings = Findings(1 << 20)
-        groups = range(len(session.pools))
-        pools = [PoolLaws(session, group, lambda: core.last_generation, findings).course() for group in groups]
+        pools = [PoolLaws(session, group, lambda: core.last_generation, findings).course() for group in session.by_slot]
         for course in (*pools, SequenceLaws(session, findings).course()):
             for _ in course:
                 pass
@@ -280,12 +281,13 @@ class Laws:
         has_state = any(group.grid_blocks for group in session.registration.layout.groups)
         self.world.counts["sessions with a state"] += has_state
         self.world.counts["sessions with a state only"] += has_state and len(session.pools) == 1
-        self.world.counts["sessions of windows only"] += not session.full_pools
-        self.world.counts["sessions of windows and full attention"] += bool(session.full_pools and session.window_pools)
+        self.world.counts["sessions of windows only"] += not session.whole
+        self.world.counts["sessions of windows and full attention"] += bool(session.whole and session.dependents)
         self.world.counts["windows released to be evicted first"] += sum(len(pool.demoted()) for pool in session.pools)
-        if session.unit_pool is not None:
+        units = unit_pool(session)
+        if units is not None:
             self.world.counts["sessions with an encoder"] += 1
-            self.world.counts["blocks of units evicted"] += session.unit_pool.num_evicted
+            self.world.counts["blocks of units evicted"] += units.num_evicted
         for pool in session.pools:
             self.world.counts["blocks shared"] += pool.counts().shared
             if pool.num_evicted:
@@ -485,7 +487,7 @@ class Laws:
                     self.world.fail("exact hits", f"{what}its slots hold something else")
                     return False
                 of = manager.core._tree.find_root(_core_root(content), worker.cache.settings.block_size)
-                if node is not of or pool.slot != pool.holder.unit_slot:
+                if node is not of or not isinstance(pool, UnitPool):
                     self.world.fail("manager and worker agree", f"{what}the two know another input in it")
                     return False
                 continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.restored import Case
 from tests.simulation.faults import FAULTS
 from tests.simulation.laws import OF_THE_CORE, OF_THE_WHOLE
 from tests.simulation.strangers import KINDS

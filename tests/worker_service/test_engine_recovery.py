@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import TOKEN_BYTES
-from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.restored import Case
 from kvpool.cache_service.core.session import SessionEnd
 from kvpool.worker_service.cache import report as report_module
 from kvpool.worker_service.engine.errors import ErrorKind

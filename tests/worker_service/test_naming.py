@@ -8,6 +8,7 @@ from kvpool.cache_service.core.messages import Boundary, SequenceKey
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import boundaries, report
 from kvpool.worker_service.cache.sequence import SequenceState
+from tests.cache_service.core.kinds import windows
 from tests.worker_service.windowed import Worker, ring_of
 
 SIZE, WINDOW, SPAN = 4, 8, 2
@@ -180,7 +181,7 @@ def test_a_worker_that_registers_again_reports_its_windows() -> None:
     one.register()
     session = one.manager.sessions[0]
     (known,) = session.sequences.values()
-    window = known.windows[1]
+    window = windows(known)[1]
     assert window is not None
     assert sorted(window.entries) == [1, 2]
     assert sorted(window.scratch) == sorted(one_.block for one_ in ring_of(sequence).scratch())
@@ -222,7 +223,7 @@ def test_a_window_that_is_named_during_a_report_is_stated_after_it(monkeypatch: 
     one.finish(sequence)
     assert sorted(ring_of(sequence).named) == [3, 4]
     (known,) = one.manager.sessions[0].sequences.values()
-    window = known.windows[1]
+    window = windows(known)[1]
     assert window is not None
     assert sorted(window.entries) == [3, 4]
     one.check()

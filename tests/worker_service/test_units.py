@@ -8,7 +8,7 @@ from hashlib import sha256
 import pytest
 
 from kvpool.cache_service.core.messages import TOKEN_BYTES
-from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.restored import Case
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed

@@ -78,7 +78,7 @@ class Findings:
                 for group, blocks in nameless.items():
                     if not sequence.tables:
                         break  # it has ended since
-                    table = sequence.blocks(group)
+                    table = session.by_slot[group].blocks(sequence)
                     for begin in range(0, len(table), self.portion):
                         for block in blocks.intersection(table[begin : begin + self.portion]):
                             owners.setdefault((group, block), sequence.key)

@@ -7,7 +7,6 @@ from collections.abc import Container
 from ..copies import Holder, block_at
 from ..prefix_tree import Leader, Leaders, Node, PrefixTree, RootNode, Walk
 from .findings import Course, Findings
-from .units import check_units
 from .world import World
 
 
@@ -57,7 +56,7 @@ class NodeLaws:
         for holder in node.holders():
             self._copies(node, holder)
         if isinstance(node, RootNode) and node.units:
-            check_units(node, self._world, self._findings)
+            self._units(node)
         if node.copies is not None and not node.copies.is_signed():
             self._add("tree", f"{node!r} has a signature that is not of the slots that hold it", node)
         if isinstance(node.leaders, Leaders) and not node.leaders.is_counted():
@@ -75,9 +74,9 @@ class NodeLaws:
                 message = f"{node!r} names block {block} as its copy, which holds something else"
                 self._findings.add("sealing", message, self._world.session_of(holder), block, group=slot)
         if (
-            holder.full_slots
+            holder.whole_slots
             and not holder.retired  # whose pools are swept one after the other
-            and any(block_at(blocks, slot) for slot in holder.window_slots)
+            and any(block_at(blocks, slot) for slot in holder.dependent_slots)
             and not holder.is_complete(blocks)
         ):
             self._add(
@@ -85,6 +84,16 @@ class NodeLaws:
             )
         if holder.retired and self._world.session_of(holder) is None:
             self._add("tree", f"{node!r} has a copy in a pool of no session", node)
+
+    def _units(self, root: RootNode) -> None:
+        for holder in root.units:
+            session = self._world.session_of(holder)
+            if session is None:
+                self._findings.add("unit", f"{root!r} has a unit in a pool of no session")
+            elif not holder.retired:  # else a sweep has perhaps come to some of its blocks
+                for group in session.partial:
+                    for law, message, block in group.violations_of_unit(root):
+                        self._findings.add(law, message, session, block, group=group.slot)
 
     def _lives(self, leader: Leader) -> bool:
         session = self._world.session_of(leader.holder)

@@ -82,10 +82,7 @@ class OnlineAudit:
         yield SLICE
         sessions = list(world.sessions.values())
         for session in sessions:
-            courses = [
-                PoolLaws(session, group, world.last_generation, findings).course()
-                for group in range(len(session.pools))
-            ]
+            courses = [PoolLaws(session, group, world.last_generation, findings).course() for group in session.by_slot]
             for course in (*courses, SequenceLaws(session, findings).course()):
                 for cost in course:
                     yield cost

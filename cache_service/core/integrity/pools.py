@@ -5,12 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from ..block_pool import CACHED, FREE, HELD, RESERVED, BlockPool, State
-from ..prefix_tree import Node
-from ..session import Session
-from ..unit_pool import UnitPool
+from ..block_pool import CACHED, FREE, HELD, RESERVED, State
+from ..session import Group, Session
 from .findings import Course, Findings
-from .units import LAW, check_block, check_listed
 
 _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
 """Translates states into whether blocks in them are on the free list."""
@@ -19,10 +16,10 @@ _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
 class PoolLaws:
     """Checks the pool of one group of a session."""
 
-    def __init__(self, session: Session, group: int, last_generation: Callable[[], int], findings: Findings) -> None:
+    def __init__(self, session: Session, group: Group, last_generation: Callable[[], int], findings: Findings) -> None:
         self._session = session
         self._group = group
-        self._pool: BlockPool = session.pools[group]
+        self._pool = group.pool
         self._last_generation = last_generation
         self._findings = findings
 
@@ -36,7 +33,7 @@ class PoolLaws:
         self._null_block()
 
     def _add(self, law: str, message: str, block: int = -1) -> None:
-        self._findings.add(law, message, self._session, block, group=self._group)
+        self._findings.add(law, message, self._session, block, group=self._group.slot)
 
     def _snapshot_cost(self) -> int:
         """Of a copy of some five bytes per block, and a note per sequence."""
@@ -50,8 +47,7 @@ class PoolLaws:
         counts = pool.counts()
         states, ref_counts = pool.snapshot_states(), pool.snapshot_ref_counts()
         num_known = len(states)
-        group = self._group
-        lists = [sequence.blocks(group) for sequence in self._session.sequences.values()]
+        lists = [self._group.blocks(sequence) for sequence in self._session.sequences.values()]
         tables = [(table, len(table)) for table in lists]
         yield 2 * self._snapshot_cost()
 
@@ -155,37 +151,13 @@ class PoolLaws:
                     self._add("budget", f"block {block} was granted; up to {pool.last_granted} they are counted", block)
                 if _LISTED[state] and not pool.is_linked_back(block):
                     self._add("free list", f"block {block} does not point back at the block that it follows", block)
-                if node is not None:
-                    self._sealed(block, state, node)
-                elif state == CACHED:
-                    self._add("state", f"block {block} is cached and serves no hits", block)
-                elif ref_count >= 2 and not isinstance(pool, UnitPool):
-                    self._add("fork", f"block {block} is shared by {ref_count} tables and not sealed", block)
+                if node is not None or state == CACHED or ref_count >= 2:
+                    for problem in self._group.violations_at(block, state, ref_count, node):
+                        self._add(*problem)
             yield 2 * (end - begin)
             begin = end
         if not pool.is_linked_back(0):
             self._add("free list", "the end of the list is not where the list says", 0)
-
-    def _sealed(self, block: int, state: int, node: Node) -> None:
-        pool = self._pool
-        if isinstance(pool, UnitPool):
-            wrong = check_block(pool, block, State(state), node)
-            if wrong is not None:
-                self._add(LAW, wrong, block)
-            return
-        copy = pool.copy_of(node)
-        if state in (FREE, RESERVED):
-            self._add("state", f"block {block} is {State(state).name.lower()} and still sealed", block)
-        elif state == CACHED and copy != block:
-            self._add("state", f"block {block} is cached and serves no hits", block)
-        if node.block_hash is None:
-            self._add("sealing", f"block {block} is sealed and has no hash", block)
-        if node.parent is None:
-            self._add("tree", f"block {block} holds a node that was dropped from the tree", block)
-        if not copy:
-            self._add("sealing", f"block {block} is sealed, its node knows no copy in this pool", block)
-        elif copy != block and not pool.is_duplicate(block, node):
-            self._add("sealing", f"block {block} is sealed, its node knows only block {copy}", block)
 
     def _duplicates(self) -> Course:
         pool = self._pool
@@ -198,15 +170,9 @@ class PoolLaws:
             yield 1 + 2 * len(blocks)
 
     def _units(self) -> Course:
-        pool = self._pool
-        if not isinstance(pool, UnitPool):
-            return
-        listed = pool.cached_units()
-        yield len(listed) // 8
-        for root in listed:
-            wrong = check_listed(pool, root)
-            if wrong is not None:
-                self._add(LAW, wrong)
+        for problem in self._group.violations_of_listed():
+            if problem is not None:
+                self._add(*problem)
             yield 1
 
     def _null_block(self) -> None:

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from ..fencing import Fencing
 from ..prefix_tree import Node
 from ..session import Sequence, Session
-from ..windows import WindowTable
 from .findings import Course, Findings
-from .units import check_table
 
 
 class SequenceLaws:
@@ -31,23 +29,20 @@ class SequenceLaws:
             self._findings.num_sequences += 1
             self._figures(kept_as, sequence)
             yield 8
-            for group, window in enumerate(sequence.windows):
-                if window is not None and living.get(kept_as) is sequence:
-                    self._window(sequence, group, window)
-                    yield 3 * len(window)
-            unit_pool = self._session.unit_pool
-            if unit_pool is not None and living.get(kept_as) is sequence:
-                check_table(sequence, self._findings)
-                yield 3 * len(sequence.tables[unit_pool.slot])
+            for group in self._session.partial:
+                if living.get(kept_as) is sequence:
+                    for law, message, block in group.violations(sequence):
+                        self._add(law, message, sequence, block, group.slot)
+                    yield 3 * len(sequence.tables[group.slot])
             begin = 0
             while living.get(kept_as) is sequence and begin < max(
-                len(sequence.nodes), *(len(table) for table in sequence.tables)
+                [len(sequence.nodes), *(len(sequence.tables[group.slot]) for group in self._session.whole)]
             ):
                 end = begin + self._findings.portion
                 self._nodes(sequence, begin, end)
-                for group in self._session.holder.full_slots:
-                    self._table(sequence, group, begin, end)
-                yield 3 * sum(max(0, min(end, len(table)) - begin) for table in sequence.tables)
+                for group in self._session.whole:
+                    self._table(sequence, group.slot, begin, end)
+                yield 3 * len(self._session.whole) * (end - begin)
                 begin = end
 
     def _add(self, law: str, message: str, sequence: Sequence, block: int = -1, group: int = 0) -> None:
@@ -63,10 +58,13 @@ class SequenceLaws:
                 f"{sequence.num_computed_tokens} tokens are computed and {sequence.num_sealed} blocks of {size} sealed",
                 sequence,
             )
-        if sequence.num_computed_tokens > min(sequence.num_tokens, sequence.num_slots):
+        num_slots = min(
+            [len(sequence.tables[of.slot]) * size for of in self._session.whole], default=sequence.num_tokens
+        )
+        if sequence.num_computed_tokens > min(sequence.num_tokens, num_slots):
             self._add(
                 "sealing",
-                f"{sequence.num_computed_tokens} tokens are computed, {sequence.num_tokens} known, in {sequence.num_slots} slots",
+                f"{sequence.num_computed_tokens} tokens are computed, {sequence.num_tokens} known, in {num_slots} slots",
                 sequence,
             )
 
@@ -85,17 +83,6 @@ class SequenceLaws:
             if node.is_led_by(sequence) != (index >= num_sealed):
                 self._add("tree", f"node {index} and the sequence disagree who computes it", sequence)
             before = node
-
-    def _window(self, sequence: Sequence, group: int, window: WindowTable) -> None:
-        pool, nodes = self._session.pools[group], sequence.nodes
-        for index, block in window.entries.items():
-            if index >= sequence.num_sealed or pool.node(block) is not nodes[index]:
-                message = f"entry {index} of a window (block {block}) does not hold the sequence's tokens"
-                self._add("window", message, sequence, block, group)
-        for block in window.scratch:
-            if pool.node(block) is not None or pool.ref_count(block) != 1:
-                message = f"scratch block {block} is sealed, or {pool.ref_count(block)} sequences have it"
-                self._add("scratch", message, sequence, block, group)
 
     def _table(self, sequence: Sequence, group: int, begin: int, end: int) -> None:
         pool, nodes, num_sealed = self._session.pools[group], sequence.nodes, sequence.num_sealed

@@ -95,7 +95,7 @@ class ContentsFollower:
                 live = {session.number: session.holder for session in self._manager.sessions} if self._manager else {}
                 if event.node and event.session in live:
                     holder_of = live[event.session]
-                    assert groups == {*holder_of.full_slots, *holder_of.window_slots}
+                    assert groups == {*holder_of.whole_slots, *holder_of.dependent_slots}
                 assert (event.node == 0) == (event.num_cached_tokens == 0)
 
     def _store(self, stored: Stored) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.block_pool import BlockPool
+from kvpool.cache_service.core.groups.window import WindowGroup, WindowTable
 from kvpool.cache_service.core.hashing import HashFunction
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -26,7 +27,6 @@ from kvpool.cache_service.core.messages import (
     Wait,
 )
 from kvpool.cache_service.core.session import Session
-from kvpool.cache_service.core.windows import WindowTable
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
 from tests.cache_service.core.model import Refused, token_ids
 
@@ -114,8 +114,8 @@ class Desk:
     def window(self, name: str | SequenceKey, group: int | None = None) -> WindowTable:
         """What a live sequence has in a group with a window, by default the first."""
         named = _key(name)
-        window = self.session.sequences[named.sequence_id, named.attempt].windows[self._window_group(group)]
-        assert window is not None
+        window = self.session.sequences[named.sequence_id, named.attempt].tables[self._window_group(group)]
+        assert isinstance(window, WindowTable)
         return window
 
     def scratch(self, name: str | SequenceKey, group: int | None = None) -> list[int]:
@@ -123,7 +123,7 @@ class Desk:
         return list(self.window(name, group).scratch)
 
     def _window_group(self, group: int | None) -> int:
-        return self.session.window_pools[0].slot if group is None else group
+        return self.session.dependents[0].slot if group is None else group
 
     def uplink(
         self,
@@ -261,12 +261,13 @@ class Desk:
         """Compute up to a boundary, in blocks, and name the window there out of scratch, in each group with a window. `more`: as in
         `statement`, of the first. Returns what was named in the first, by table index."""
         named: list[dict[int, int]] = []
-        for pool in self.session.window_pools:
-            window = self.window(name, pool.slot)
-            missing = [i for i in range(max(0, boundary - window.span), boundary) if i not in window.entries]
-            bound = dict(zip(missing, self.scratch(name, pool.slot), strict=False))
+        for of in self.session.dependents:
+            assert isinstance(of, WindowGroup)
+            window = self.window(name, of.slot)
+            missing = [i for i in range(max(0, boundary - of.span), boundary) if i not in window.entries]
+            bound = dict(zip(missing, self.scratch(name, of.slot), strict=False))
             extra = {} if named else more
-            update = self.statement(name, boundary * self.block_size, bound=bound, group=pool.slot, **extra)
+            update = self.statement(name, boundary * self.block_size, bound=bound, group=of.slot, **extra)
             assert isinstance(self.tell(update), Appended)
             named.append(bound)
         return named[0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvpool.cache_service.core.explanation import MissCause, WorkerExplanation
+from kvpool.cache_service.core.explanation import WorkerExplanation
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, Granted, Uplink, Wait
+from kvpool.cache_service.core.messages import AllocateItem, Granted, MissCause, Uplink, Wait
 from kvpool.cache_service.core.refusal import Refusal
 from tests.cache_service.core.model import Refused
 
@@ -50,7 +50,7 @@ class Prediction(NamedTuple):
         is_full = session.downlink.is_full or any(
             len(sequence.boundaries) >= manager.limits.max_boundaries for sequence in session.sequences.values()
         )
-        has_windows = bool(session.window_pools)
+        has_windows = bool(session.dependents)
         return cls(item, explained, bool(own) and leader is not None, has_windows, has_windows and is_full)
 
     def require(self, outcome: Granted | Wait | Refused) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 
 from kvpool.cache_service.core.block_pool import BlockPool
+from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.hashing import HashFunction, xxh64
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
@@ -17,7 +18,7 @@ from kvpool.cache_service.core.messages import (
     DownlinkEntry,
     ForkItem,
     Granted,
-    Group,
+    GroupSpec,
     Layout,
     Limits,
     Registration,
@@ -32,8 +33,8 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.prefix_tree import Node, RootNode
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
-from kvpool.cache_service.core.unit_pool import UnitPool
 from tests.cache_service.core.explained import Prediction
+from tests.cache_service.core.kinds import tables, windows
 from tests.cache_service.core.model import Model, ModelPool, ModelSession, Prefix, Refused, token_ids
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def registration(
     of_windows = [*windows, *[(0, 0)] * (len(counts) - len(windows))]
     of_grids = [*grids, *[0] * (len(counts) - len(grids))]
     groups = [
-        Group(count, window=window, scratch_blocks=scratch, grid_blocks=grid)
+        GroupSpec(count, window=window, scratch_blocks=scratch, grid_blocks=grid)
         for count, (window, scratch), grid in zip(counts, of_windows, of_grids, strict=True)
     ]
     groups[-1] = groups[-1]._replace(max_encoder_tokens=max_encoder_tokens)
@@ -184,10 +185,10 @@ def session_snapshot(session: Session) -> SessionSnapshot:
                 key,
                 sequence.key,
                 bytes(sequence.tokens),
-                tuple(map(tuple, sequence.tables)),
+                tuple(map(tuple, tables(sequence))),
                 tuple(
                     None if window is None else (tuple(window.entries.items()), tuple(window.scratch))
-                    for window in sequence.windows
+                    for window in windows(sequence)
                 ),
                 sequence.boundaries,
                 sequence.kept,
@@ -332,7 +333,7 @@ class Lockstep:
     def settle(self) -> None:
         """What is left of sessions that have ended parts prompts too, until it is swept: which windows are kept would depend on it,
         and the model forgets at once."""
-        if any(session.window_pools for session in self.manager.sessions):
+        if any(session.dependents for session in self.manager.sessions):
             while self.manager.sweep():
                 pass
 
@@ -482,9 +483,8 @@ class Lockstep:
         assert list(session.sequences) == [(s.key.sequence_id, s.key.attempt) for s in modelled.sequences]
         for sequence, other in zip(session.sequences.values(), modelled.sequences, strict=True):
             assert token_ids(bytes(sequence.tokens)) == other.tokens
-            assert list(sequence.tables) == other.tables
-            windows = sequence.windows or (None,) * len(sequence.tables)
-            for window, expected in zip(windows, other.windows, strict=True):
+            assert tables(sequence) == other.tables
+            for window, expected in zip(windows(sequence), other.windows, strict=True):
                 assert (window is None) == (expected is None)
                 if window is not None and expected is not None:
                     assert (window.entries, list(window.scratch)) == (expected.entries, expected.scratch)

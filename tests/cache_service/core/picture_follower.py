@@ -14,6 +14,7 @@ from kvpool.cache_service.core.pictures import Pictures, Viewer, Wish
 from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.watching.picture_codec import encode
 from kvpool.client import PictureView
+from tests.cache_service.core.kinds import windows
 
 
 class _Watcher(NamedTuple):
@@ -119,15 +120,19 @@ def _compare_salts(session: Session, group: int, numbers: list[int], manager: Ca
         salt = "" if content.root is None else content.root.tenant_salt
         assert numbers[block] == manager.salts.number(salt), f"block {block} of {session!r}"
         assert content.block[:6] == describe_blocks(session, group, block, 1)[0][:6]
-        owners = [sequence for sequence in session.sequences.values() if block in sequence.blocks(group)]
-        is_scratch = any(window and block in window.scratch for owner in owners for window in owner.windows[group:][:1])
+        owners = [
+            sequence for sequence in session.sequences.values() if block in session.by_slot[group].blocks(sequence)
+        ]
+        is_scratch = any(
+            window and block in window.scratch for owner in owners for window in windows(owner)[group:][:1]
+        )
         if is_scratch:
             assert content.prefix_blocks == (), "only its worker knows what is in it"
         else:
             _compare_prefix(pool, block, content.prefix_blocks)
         if content.root is not None:
             assert set(content.block.owners) == {sequence.key for sequence in owners}
-            tables = set().union(*(sequence.blocks(group) for sequence in owners))
+            tables = set().union(*(session.by_slot[group].blocks(sequence) for sequence in owners))
             assert content.owner_blocks == tuple(sorted(tables.difference([block, *content.prefix_blocks])))
 
 

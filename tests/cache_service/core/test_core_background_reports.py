@@ -25,10 +25,11 @@ from kvpool.cache_service.core.messages import (
     TableEntry,
     WorkerLoad,
 )
-from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.report_turns import MOST_LEASES
+from kvpool.cache_service.core.restored import Case
 from tests.cache_service.core.contents_follower import ContentsFollower
+from tests.cache_service.core.kinds import unit_pool
 from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
 from tests.cache_service.core.reporter import BaseReporter
 from tests.cache_service.core.test_core_recovery import OLD, ROOT, SIZE, Reporter, run, sequence, states
@@ -426,7 +427,7 @@ def test_a_unit_of_which_a_block_was_granted_is_left_out() -> None:
     )
     worker.report(1, units=units)
     assert granted_since(worker) == 2
-    pool = worker.session.unit_pool
+    pool = unit_pool(worker.session)
     assert pool is not None
     assert len(pool.cached_units()) == 1
     assert pool.is_free(2)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core.evictions import EvictionMemory
-from kvpool.cache_service.core.explanation import MissCause, WorkerExplanation
+from kvpool.cache_service.core.explanation import WorkerExplanation
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, Root, SequenceUpdate, Uplink, WorkerLoad
+from kvpool.cache_service.core.messages import AllocateItem, MissCause, Root, SequenceUpdate, Uplink, WorkerLoad
 from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes

@@ -7,9 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.cache_service.core.explanation import MissCause
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, Root, SequenceUpdate, Uplink
+from kvpool.cache_service.core.messages import AllocateItem, MissCause, Root, SequenceUpdate, Uplink
 from kvpool.cache_service.core.other_roots import MAX_ROOTS
 from tests.cache_service.core.lockstep import FINGERPRINT, key, registration, token_bytes
 from tests.cache_service.core.test_core_past_mistakes import lines_of

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core.contents import Removed, Stored
-from kvpool.cache_service.core.explanation import MissCause
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AppendItem,
     BlockCounts,
     ContentRun,
     Granted,
+    MissCause,
     ReportedBlocks,
     ReportPart,
     ReservedBlock,

@@ -9,11 +9,11 @@ import pytest
 
 from kvpool.cache_service.core import integrity
 from kvpool.cache_service.core.block_pool import FREE, HELD, BlockPool
+from kvpool.cache_service.core.groups.window import WindowTable
 from kvpool.cache_service.core.integrity import Violation
 from kvpool.cache_service.core.messages import BlockCounts, SequenceKey
 from kvpool.cache_service.core.prefix_tree import Leaders
 from kvpool.cache_service.core.session import Sequence
-from kvpool.cache_service.core.windows import WindowTable
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
 
@@ -50,7 +50,8 @@ class Scene:
 
     def table(self, wanted: SequenceKey) -> list[int]:
         """Its block table."""
-        return self.sequence(wanted).tables[0]
+        table: list[int] = self.sequence(wanted).tables[0]
+        return table
 
     def window(self, wanted: SequenceKey) -> WindowTable:
         """What it has in the group with a window."""
@@ -171,8 +172,9 @@ def _hide_a_sealed_block_from_its_node(scene: Scene) -> int:
 def _seal_before_it_is_computed(scene: Scene) -> int:
     sequence = scene.sequence(C)
     scene.tree.name(sequence.nodes[1])
-    scene.pool.seal(sequence.tables[0][1], sequence.nodes[1])
-    return sequence.tables[0][1]
+    block = scene.table(C)[1]
+    scene.pool.seal(block, sequence.nodes[1])
+    return block
 
 
 def _count_a_sealed_block_more(scene: Scene) -> None:

@@ -8,11 +8,12 @@ from hashlib import sha256
 import pytest
 
 from kvpool.cache_service.core.block_pool import CACHED, HELD
+from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.messages import SequenceKey, SequenceUpdate
 from kvpool.cache_service.core.prefix_tree import RootNode
 from kvpool.cache_service.core.session import Sequence
-from kvpool.cache_service.core.unit_pool import UnitPool
 from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.kinds import unit_pool
 from tests.cache_service.core.lockstep import key
 
 A, B, C = key("a"), key("b"), key("c")
@@ -33,7 +34,7 @@ class Scene:
                 self.desk.tell(update)
         self.manager = self.desk.manager
         self.session = self.desk.session
-        pool = self.session.unit_pool
+        pool = unit_pool(self.session)
         assert pool is not None
         self.pool: UnitPool = pool
         assert self.manager.check().violations == []
@@ -44,7 +45,8 @@ class Scene:
 
     def table(self, wanted: SequenceKey) -> list[int]:
         """Its unit."""
-        return self.sequence(wanted).tables[1]
+        table: list[int] = self.sequence(wanted).tables[1]
+        return table
 
     def root(self, number: int) -> RootNode:
         """The node of a root."""

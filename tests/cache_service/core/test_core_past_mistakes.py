@@ -302,7 +302,7 @@ def test_a_hit_on_the_free_list_costs_the_same_anywhere(position: str) -> None:
     costs = []
     for num_blocks in (64, 4096):
         tree = PrefixTree(xxh64)
-        pool = BlockPool(num_blocks, tree, tree.new_holder((0,)), 0, Account(Budget(1 << 26, 1 << 30), 4))
+        pool = BlockPool(num_blocks, tree, tree.new_holder(), 0, Account(Budget(1 << 26, 1 << 30), 4))
         root = tree.intern_root(ROOT, 4)
         for i in range(1, num_blocks):
             (block,) = pool.take_held(1, i)

@@ -21,8 +21,8 @@ from kvpool.cache_service.core.messages import (
     SequenceUpdate,
     TableEntry,
 )
-from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.restored import Case
 from tests.cache_service.core.desk import Table, first_table
 from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
 from tests.cache_service.core.reporter import BaseReporter

@@ -22,8 +22,9 @@ from kvpool.cache_service.core.messages import (
     Uplink,
     Wait,
 )
-from kvpool.cache_service.core.recovery import Case
 from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.core.restored import Case
+from tests.cache_service.core.kinds import unit_pool
 from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
 from tests.cache_service.core.reporter import BaseReporter
 
@@ -90,7 +91,7 @@ def test_the_order_of_eviction_is_that_of_the_worker() -> None:
     worker = Reporter()
     units = [unit(1, 2, root=root_of("a")), unit(3, 4, root=root_of("b")), unit(5, 6, root=root_of("c"))]
     worker.report(units=tuple(units), idle_blocks=((), (5, 6, 1, 2, 3, 4)))
-    pool = worker.session.unit_pool
+    pool = unit_pool(worker.session)
     assert pool is not None
     assert [root.key[0] for root in pool.cached_units()] == [root_of("c"), root_of("a"), root_of("b")]
     assert list(pool.free_list())[-6:] == [5, 6, 1, 2, 3, 4]

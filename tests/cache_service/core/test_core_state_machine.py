@@ -24,7 +24,7 @@ from kvpool.cache_service.core.messages import (
     ForkItem,
     Grant,
     Granted,
-    Group,
+    GroupSpec,
     Limits,
     Registration,
     Reply,
@@ -39,6 +39,7 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.contents_follower import ContentsFollower
+from tests.cache_service.core.kinds import windows
 from tests.cache_service.core.lockstep import (
     FINGERPRINT,
     Lockstep,
@@ -362,7 +363,7 @@ def _config(layout: str, block_size: int, groups: Sequence[tuple[int, int, int]]
     return config, block_size
 
 
-def _sight(group: Group, block_size: int) -> int:
+def _sight(group: GroupSpec, block_size: int) -> int:
     """Tokens that layers see, 0: all. A state is treated as a window of one block, which is how the manager sees it: what a worker
     has in the blocks is its own affair."""
     return block_size + 1 if group.grid_blocks else group.window
@@ -1104,7 +1105,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 group, _ = draw.choice(sequence.in_windows())
                 pool = session.pools[group]
                 own = [block for block in range(1, pool.num_blocks) if pool.state(block).name == "RESERVED"]
-                window = known.windows[group]
+                window = windows(known)[group]
                 own += [] if window is None else window.blocks()
                 block = draw.choice(own) if own and draw.random() < 0.8 else draw.randrange(pool.num_blocks + 1)
                 generation = pool.generation(block) if draw.random() < 0.9 else draw.choice([0, 3])

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache_service.core.explanation import MissCause
-from kvpool.cache_service.core.messages import Boundary, Granted, Wait
+from kvpool.cache_service.core.messages import Boundary, Granted, MissCause, Wait
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import key, token_bytes

@@ -10,12 +10,13 @@ import pytest
 from kvpool.cache_service.core.block_mirror import BlockMirror
 from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.description import describe_block
+from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
     AppendItem,
     Granted,
-    Group,
+    GroupSpec,
     Layout,
     ReservedBlock,
     Root,
@@ -25,8 +26,8 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.prefix_tree import RootNode
 from kvpool.cache_service.core.refusal import Reason
-from kvpool.cache_service.core.unit_pool import UnitPool
 from tests.cache_service.core.desk import ROOT, Desk
+from tests.cache_service.core.kinds import unit_pool
 from tests.cache_service.core.lockstep import Lockstep, key, refused, registration, token_bytes
 from tests.cache_service.core.model import Refused
 
@@ -163,7 +164,7 @@ def test_pictures_show_what_is_left_of_an_evicted_unit() -> None:
     for name, root in (("a", INPUT), ("b", OTHER)):
         granted(worker, name, root, count=16)
         worker.leave(encoded(name))
-    pool = worker.session.unit_pool
+    pool = unit_pool(worker.session)
     assert pool is not None
     mirror = BlockMirror(worker.session, CROSS, worker.manager.salts)
     while mirror.step(1, 2):
@@ -522,12 +523,12 @@ def test_explain_says_whether_the_unit_is_there() -> None:
 @pytest.mark.parametrize(
     ("groups", "field"),
     [
-        ([Group(9, max_encoder_tokens=8)], "needed another group"),
-        ([Group(9), Group(9, max_encoder_tokens=8), Group(9, max_encoder_tokens=8)], "at most one group"),
-        ([Group(9), Group(9, max_encoder_tokens=(1 << 20) + 1)], "needed 1 to 1048576"),
+        ([GroupSpec(9, max_encoder_tokens=8)], "needed another group"),
+        ([GroupSpec(9), GroupSpec(9, max_encoder_tokens=8), GroupSpec(9, max_encoder_tokens=8)], "at most one group"),
+        ([GroupSpec(9), GroupSpec(9, max_encoder_tokens=(1 << 20) + 1)], "needed 1 to 1048576"),
     ],
 )
-def test_a_layout_has_one_group_with_cross_attention_next_to_others(groups: list[Group], field: str) -> None:
+def test_a_layout_has_one_group_with_cross_attention_next_to_others(groups: list[GroupSpec], field: str) -> None:
     introduction = registration()._replace(layout=Layout(SIZE, tuple(groups)))
     refusal = refused(Lockstep().manager.register, introduction, 0.0)
     assert (refusal.reason, field in refusal.message) == (Reason.BAD_FIELD, True)

@@ -5,24 +5,28 @@ The state machine (test_core_state_machine.py) draws workers with such groups to
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.cache_service.core.budget import Account, Budget
 from kvpool.cache_service.core.copies import Holder
-from kvpool.cache_service.core.explanation import MissCause
+from kvpool.cache_service.core.groups import make_groups
+from kvpool.cache_service.core.hashing import xxh64
 from kvpool.cache_service.core.hits import cached_along, hits_in
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
+    AllocateItem,
     AppendItem,
     Boundary,
     ContentRun,
     Granted,
-    Group,
+    GroupSpec,
     Layout,
     Limits,
+    MissCause,
     ReportedBlocks,
     ReportedSequence,
     ReportPart,
@@ -32,9 +36,10 @@ from kvpool.cache_service.core.messages import (
     Uplink,
     Wait,
 )
-from kvpool.cache_service.core.prefix_tree import Node
-from kvpool.cache_service.core.recovery import Case
+from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
 from kvpool.cache_service.core.refusal import Reason, Refusal
+from kvpool.cache_service.core.restored import Case
+from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, refused, registration, token_bytes
 from tests.cache_service.core.model import Refused
@@ -105,9 +110,22 @@ def test_a_repeated_allocate_states_the_named_blocks_with_holes_between_them() -
     assert [one.block for one in table.scratch] == desk.scratch("a")
 
 
-def _path(held: list[list[bool]], spans: tuple[int, ...]) -> tuple[list[Node], Holder]:
+class _Looked:
+    """What look-ups know of a session; `spans`: by group, blocks of a window, 0 for none."""
+
+    def __init__(self, spans: tuple[int, ...]) -> None:
+        windows = [(span and span * SIZE + 1, span and span + 1) for span in spans]
+        introduction = registration(num_blocks=(9,) * len(spans), block_size=SIZE, windows=windows)
+        self.by_slot = make_groups(introduction, PrefixTree(xxh64), Account(Budget(99, 999), SIZE))
+        self.holder = self.by_slot[0].pool.holder
+        self.whole = tuple(group for group in self.by_slot if group.is_whole)
+        self.partial = self.dependents = tuple(group for group in self.by_slot if group.is_dependent)
+
+
+def _path(held: list[list[bool]], spans: tuple[int, ...]) -> tuple[list[Node], _Looked]:
     """A chain of nodes; `held`: for each, the slots that have a copy."""
-    holder = Holder(tuple(range(1, len(spans) + 1)), spans)
+    looked = _Looked(spans)
+    holder = looked.holder
     other = Holder((77,))
     path: list[Node] = []
     for depth, slots in enumerate(held):
@@ -118,7 +136,7 @@ def _path(held: list[list[bool]], spans: tuple[int, ...]) -> tuple[list[Node], H
             if is_held:
                 node.set_copy(holder, slot, 10 * depth + slot + 1)
         path.append(node)
-    return path, holder
+    return path, looked
 
 
 @st.composite
@@ -134,7 +152,7 @@ def test_the_longest_hit_is_what_the_definition_says(
 ) -> None:
     """Tried length by length, from the longest down."""
     spans, held = path_of
-    path, holder = _path(held, spans)
+    path, looked = _path(held, spans)
     most = min(max_blocks, len(held))
     expected = next(
         count
@@ -145,14 +163,15 @@ def test_the_longest_hit_is_what_the_definition_says(
             for index in range(max(0, count - span) if span else 0, count)
         )
     )
-    found = hits_in(path, holder, max_blocks)
-    assert found.num == expected
+    session = cast(Session, looked)
+    num, hits = hits_in(session, AllocateItem(key("a"), ROOT, b""), None, path, max_blocks)
+    assert num == expected
     for slot, span in enumerate(spans):
         first = max(0, expected - span) if span else 0
-        assert found.blocks[slot] == [10 * index + slot + 1 for index in range(first, expected)]
-    along = cached_along(path, [holder], max_blocks)
-    assert along.get(holder, 0) == expected
-    assert expected or holder not in along
+        assert hits[slot] == [10 * index + slot + 1 for index in range(first, expected)]
+    along = cached_along(path, [session], max_blocks)
+    assert along.get(looked.holder, 0) == expected
+    assert expected or looked.holder not in along
 
 
 # -- what is granted
@@ -221,7 +240,7 @@ def test_new_blocks_come_out_of_the_budget_in_the_order_of_the_groups() -> None:
     ],
 )
 def test_a_window_or_ring_that_cannot_work_is_refused(window: int, ring: int, field: str, words: str) -> None:
-    layout = Layout(SIZE, (Group(9), Group(9, window=window, scratch_blocks=ring)))
+    layout = Layout(SIZE, (GroupSpec(9), GroupSpec(9, window=window, scratch_blocks=ring)))
     refusal = refused(CacheManager(1).register, registration()._replace(layout=layout), 0.0)
     assert (refusal.reason, refusal.field) == (
         Reason.BAD_FIELD,

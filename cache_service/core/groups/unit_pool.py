@@ -1,31 +1,21 @@
-"""The blocks of a group with cross attention, which are sealed, cached and evicted unit by unit; see units.py."""
+"""The blocks of a group with cross attention, which are sealed, cached and evicted unit by unit; see unit.py."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as List
+from typing import Any
 
-from .block_pool import CACHED, FREE, BlockPool
-from .budget import Account
-from .copies import Holder
-from .messages import ReservedBlock
-from .prefix_tree import Node, PrefixTree, RootNode
+from ..block_pool import CACHED, FREE, BlockPool
+from ..messages import ReservedBlock
+from ..prefix_tree import Node, RootNode
 
 
 class UnitPool(BlockPool):
     """A sealed block holds the root whose unit it belongs to. Blocks of one unit always have the same state and ref_count, and lie
     one after the other on the free list."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        tree: PrefixTree,
-        holder: Holder,
-        slot: int,
-        account: Account,
-        evicted: array[int] | None = None,
-    ) -> None:
-        super().__init__(num_blocks, tree, holder, slot, account, evicted)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._cached_units: dict[RootNode, None] = {}
         """Roots whose units no sequence has, least recently used first."""
 

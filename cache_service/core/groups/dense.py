@@ -1,0 +1,31 @@
+"""A group of layers that see all of a sequence: its table has a block for each block of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+from ..copies import SLOT_MASK
+from ..messages import AllocateItem, GroupSpec
+from ..prefix_tree import Node
+from ..session import Group
+
+
+class DenseGroup(Group):
+    """A hit of m nodes needs the copies of all of them."""
+
+    is_whole = True
+
+    @staticmethod
+    def is_of(spec: GroupSpec) -> bool:
+        return not (spec.window or spec.grid_blocks or spec.max_encoder_tokens)
+
+    def hit(self, item: AllocateItem, root: Node | None, path: List[Node], num: int) -> list[int]:
+        holder = self.pool.holder
+        # As `Node.blocks_in`, nearly always without the call.
+        found = [node.copy_blocks if node.copy_holder is holder else node.blocks_in(holder) for node in path[:num]]
+        if len(holder.signatures) > 1:
+            shift = self.pool.shift
+            found = [blocks >> shift & SLOT_MASK for blocks in found]
+        if 0 in found:
+            del found[found.index(0) :]
+        return found
