@@ -11,7 +11,9 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
+    ContentRun,
     Granted,
+    ReportedBlocks,
     ReportedSequence,
     ReportedUnit,
     ReportPart,
@@ -71,6 +73,10 @@ def sequence(
     return ReportedSequence(
         key(name), root, token_bytes(range(6)), computed, cached, (table, own), encoder_computed=encoded
     )
+
+
+CONTENT = ContentRun(0, INPUT, token_bytes(range(SIZE)), 1, (ReportedBlocks(CROSS, (1,), (OLD,)),))
+"""The tokens of a text in a block of the encoder's group."""
 
 
 def test_a_unit_that_nobody_has_is_a_hit_after_the_report() -> None:
@@ -179,6 +185,7 @@ def test_forks_share_a_unit_that_serves_no_hits() -> None:
         ),
         ({"sequences": (sequence("a", 4, 5), sequence("b", 4, 5, encoded=False))}, "reported twice"),
         ({"units": (unit(1, 2),), "reserve": ((), (ReservedBlock(1, OLD),))}, "reported twice"),
+        ({"contents": (CONTENT,)}, "they come as units"),
     ],
 )
 def test_a_report_of_units_that_cannot_be_ends_the_session(content: dict[str, object], why: str) -> None:
@@ -188,6 +195,15 @@ def test_a_report_of_units_that_cannot_be_ends_the_session(content: dict[str, ob
     worker.check()
     assert not worker.manager.sessions
     assert worker.manager._tree.roots() == []
+
+
+def test_a_content_that_no_block_of_the_encoders_group_holds_is_taken() -> None:
+    """Workers state a block of each group, 0 where there is none."""
+    worker = Reporter()
+    worker.report(
+        contents=(CONTENT._replace(blocks=(ReportedBlocks(0, (1,), (OLD,)), ReportedBlocks(CROSS, (0,), (0,)))),)
+    )
+    assert worker.session.pools[0].state(1) is State.CACHED
 
 
 def test_a_worker_without_an_encoder_reports_no_units() -> None:
