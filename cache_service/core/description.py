@@ -119,7 +119,7 @@ def describe_block(session: Session, block: int, group: int = 0) -> BlockContent
         index = next(index for index, one in of.places(owners[0]) if one == block)
         if index is not None:  # else only its worker knows what is in it at the moment
             count = max(of.token_count(owner, index) for owner in owners)
-            blocks = of.blocks(owners[0])[: index + 1]
+            blocks = [one for place, one in of.places(owners[0]) if place is not None and place <= index]
             if of.is_whole:
                 tokens = bytes(owners[0].tokens[: (index + 1) * session.block_size * TOKEN_BYTES])
     return BlockContent(
