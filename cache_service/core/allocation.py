@@ -23,13 +23,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 from itertools import chain
 
-from .boundaries import NONE_KEPT, KeptBoundaries
 from .fencing import Fencing, fenced
 from .hits import hits_in
 from .messages import DIGEST_BYTES, TOKEN_BYTES, AllocateItem, Boundary, Granted, Limits, Wait
 from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .session import Sequence, Session, require_key
+from .session import KeptBoundaries, Sequence, Session, require_key
 
 
 def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
@@ -107,7 +106,7 @@ def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence
             position=0,
         )
     for group in session.partial:
-        group.check_again(item, sequence)
+        group.check_length(item, len(sequence.tables[group.slot]))
     return sequence
 
 
@@ -247,16 +246,13 @@ def allocate(
         num_wanted[group.slot] = group.num_wanted(item, num_hits, hits[group.slot])
     session.require_available(num_wanted, hits)
     session.account.require_tokens(num_tokens)
-    kept = NONE_KEPT
-    boundaries: tuple[int, ...] = ()
-    if session.dependents:
-        interval = -(-item.retention_interval // (block_size * session.grid_blocks)) * session.grid_blocks
-        kept = KeptBoundaries((session.on_grid(one // block_size) for one in item.boundaries), interval)
-        boundaries = _boundaries(session, num_tokens, path, num_hits, kept, limits)
-
     if root is None:
         root = tree.intern_root(item.root, block_size)
     sequence = Sequence(item.key, session, root, item.tokens)
+    if session.dependents:
+        interval = -(-item.retention_interval // (block_size * session.grid_blocks)) * session.grid_blocks
+        sequence.kept = KeptBoundaries((session.on_grid(one // block_size) for one in item.boundaries), interval)
+        sequence.boundaries = _boundaries(session, num_tokens, path, num_hits, sequence.kept, limits)
     # Pin the hits and count the sequence on its path before taking: taking evicts, and eviction prunes unused nodes.
     for pool in session.pools:
         pool.pin(*hits[pool.slot])
@@ -274,17 +270,13 @@ def allocate(
     sequence.num_named = [num_blocks] * len(hits)
     for group in session.groups:
         group.enter(sequence, fresh[group.slot], num_hits)
-    sequence.boundaries = boundaries
-    sequence.kept = kept
     sequence.num_sealed = num_hits
     sequence.num_cached_tokens = sequence.num_computed_tokens = num_hits * block_size
     session.sequences[item.key.sequence_id, item.key.attempt] = sequence
     attempts.add(sequence)
     session.account.add_tokens(num_tokens)
     session.num_prompt_tokens += num_tokens + item.num_encoder_tokens
-    session.num_cached_tokens += sequence.num_cached_tokens + (
-        item.num_encoder_tokens if sequence.encoder_computed else 0
-    )
+    session.num_cached_tokens += sequence.num_cached_tokens + item.num_encoder_tokens * sequence.encoder_computed
     if tree.journal is not None:
         deepest = path[num_hits - 1] if num_hits else None
         tree.journal.served(item.key, session.holder, deepest, sequence.num_cached_tokens, num_tokens)

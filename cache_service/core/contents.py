@@ -148,10 +148,10 @@ class Contents:
         """Look-ups see the session from now on; what it holds is listed by `list_some`."""
         pools = self._pools[session.holder] = tuple(_Pool(session, pool) for pool in session.pools)
         for of, group in zip(pools, session.by_slot, strict=True):
-            if group.is_whole or group.is_dependent:
+            if group.holds_nodes:
                 self._pending[of] = None
             else:
-                of.listed = None  # it holds no nodes of a prefix
+                of.listed = None
 
     def close(self, session: Session) -> None:
         """The session has ended."""

@@ -71,8 +71,6 @@ class Recovery:
         """By group."""
         self._is_full = False
         """The budget has no room for more contents: the worker is served, and the rest of its cache is left out."""
-        self._holding = frozenset((*session.holder.whole_slots, *session.holder.dependent_slots))
-        """Groups whose blocks hold contents."""
         self._keeping = frozenset(session.holder.whole_slots or session.holder.dependent_slots)
         """Groups of which a block keeps a content: one of a dependent group is kept next to others only."""
 
@@ -176,7 +174,7 @@ class Recovery:
                     f"a chain of {count} contents needs as many blocks and generations of group {group}, got {len(blocks)} and "
                     f"{len(generations)}",
                 )
-            if any(blocks) and group not in self._holding:
+            if any(blocks) and not self._session.by_slot[group].holds_nodes:
                 refuse("contents", f"the blocks of group {group} hold an encoder's output: they come as units")
         if not 0 <= run.parent <= len(self._contents):
             refuse("contents", f"content {len(self._contents) + 1} has the parent {run.parent}, which has not come yet")

@@ -15,7 +15,7 @@ package `groups`; a call asks each group for its part and knows no kind. What a 
 
 A group that is *whole* has a table with a block for each block of the text, so a hit needs a copy of every node there: a look-up
 can pass a node if these have it. One that is *dependent* needs copies of some nodes, and they are of no use without the copies in
-the whole groups. The copies of one that is neither are none of nodes.
+the whole groups. A group that is neither *holds* no *nodes*.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from .block_pool import CACHED, FREE, RESERVED, BlockPool, State
-from .boundaries import NONE_KEPT
 from .budget import Account
 from .copies import Holder
 from .downlink import Downlink
@@ -124,7 +123,7 @@ class Session:
         self.whole = tuple(group for group in groups if group.is_whole)
         self.dependents = tuple(group for group in groups if group.is_dependent)
         self.whole_pools = tuple(group.pool for group in self.whole)
-        self.partial = (*(g for g in groups if not (g.is_whole or g.is_dependent)), *self.dependents)
+        self.partial = (*(group for group in groups if not group.holds_nodes), *self.dependents)
         """All that are not whole."""
         self.groups = (*self.whole, *self.partial)
         """All: whole ones first, on whose copies dependent ones depend."""
@@ -296,6 +295,28 @@ class Session:
         return f"<Session {self.number:#x} of {self.worker_id!r} sequences={len(self.sequences)} {self.counts()}>"
 
 
+class KeptBoundaries:
+    """Boundaries, in blocks, that somebody has asked for: some, and the multiples of an interval, if that is not 0."""
+
+    __slots__ = ("_interval", "_some")
+
+    def __init__(self, some: Iterable[int] = (), interval: int = 0) -> None:
+        self._some = frozenset(some)
+        self._interval = interval
+
+    def __contains__(self, boundary: int) -> bool:
+        return boundary in self._some or bool(self._interval and boundary % self._interval == 0)
+
+    def between(self, first: int, last: int) -> Iterator[int]:
+        """Those of first … last: the single ones, in order, then the multiples."""
+        yield from sorted(boundary for boundary in self._some if first <= boundary <= last)
+        if self._interval:
+            yield from range(-(-first // self._interval) * self._interval, last + 1, self._interval)
+
+
+NONE_KEPT = KeptBoundaries()
+
+
 class Sequence:
     """One (sequence_id, attempt) on one session, in its current round."""
 
@@ -349,8 +370,7 @@ class Sequence:
         key = self.key
         return (
             f"<Sequence {key.sequence_id!r} attempt={key.attempt} round={key.round} tokens={self.num_tokens} "
-            f"computed={self.num_computed_tokens} tables={self.tables}"
-            f"{' fenced' if self.fenced else ''}>"
+            f"computed={self.num_computed_tokens} tables={self.tables}{' fenced' if self.fenced else ''}>"
         )
 
     @property
@@ -368,11 +388,6 @@ class Sequence:
         """Blocks that it holds, in all groups."""
         return sum(map(len, self.tables))
 
-    def block_tokens(self, index: int) -> bytes:
-        """The tokens of the full block at a table index."""
-        step = self.session.block_size * TOKEN_BYTES
-        return bytes(self.tokens[index * step : (index + 1) * step])
-
 
 class Group:
     """One group of a session, and its pool. See the top of this file. What is the same for most kinds is here: a table is a list
@@ -380,6 +395,7 @@ class Group:
 
     is_whole: ClassVar[bool] = False
     is_dependent: ClassVar[bool] = False
+    holds_nodes: ClassVar[bool] = True
     pool_type: ClassVar[type[BlockPool]] = BlockPool
 
     grid_blocks = 1
@@ -389,14 +405,12 @@ class Group:
     longest_input = 0
     """Tokens of the longest encoder's input that can be served."""
 
-    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int, worker_id: str) -> None:
+    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int) -> None:
         self.spec = spec
         self.pool = pool
         self.slot = pool.slot
         """Its number."""
         self.block_size = block_size
-        self.worker_id = worker_id
-        """For messages."""
 
     @staticmethod
     def is_of(spec: GroupSpec) -> bool:
@@ -416,8 +430,8 @@ class Group:
     def check_item(self, session: Session, item: AllocateItem, num_blocks: int) -> None:
         """Raise Refusal (BAD_FIELD, NEVER_FITS) if a sequence can never be served. `num_blocks`: of its longest text."""
 
-    def check_again(self, item: AllocateItem, sequence: Sequence) -> None:
-        """Raise Refusal (BAD_FIELD) if the item of a live sequence contradicts its table."""
+    def check_length(self, item: AllocateItem, num_blocks: int) -> None:
+        """Raise Refusal (BAD_FIELD) if what the item needs is known with another number of blocks."""
 
     def longest_hit(self, path: List[Node], most: int) -> int:
         """Of a dependent group: the longest hit of at most `most` leading nodes of a path."""

@@ -34,6 +34,6 @@ def make_groups(
         # Look-ups pass a node if the whole groups have it, so their evictions say what was lost.
         names = evicted if slot in (whole or dependent) else None
         pool = kind.pool_type(spec.num_blocks, tree, holder, slot, account, names)
-        groups.append(kind(spec, pool, size, registration.worker_id))
+        groups.append(kind(spec, pool, size))
     holder.pools = tuple(group.pool for group in groups)
     return tuple(groups)

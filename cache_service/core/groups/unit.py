@@ -38,18 +38,17 @@ from ..restored import Case, Restored, refuse, refuse_twice
 from ..session import Group, Problem, Sequence, Session, of_slot
 from .unit_pool import UnitPool
 
-LAW = "unit"
-
 
 class UnitGroup(Group):
     """A group with cross attention."""
 
+    holds_nodes = False
     pool_type = UnitPool
 
     pool: UnitPool
 
-    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int, worker_id: str) -> None:
-        super().__init__(spec, pool, block_size, worker_id)
+    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int) -> None:
+        super().__init__(spec, pool, block_size)
         self.longest_input = min(spec.max_encoder_tokens, pool.capacity * block_size)
 
     @staticmethod
@@ -76,7 +75,7 @@ class UnitGroup(Group):
         most = self.spec.max_encoder_tokens
         if not 1 <= item.num_encoder_tokens <= most:
             raise bad_field(
-                "num_encoder_tokens", f"worker {self.worker_id!r} takes 1 to {most}, got {item.num_encoder_tokens}"
+                "num_encoder_tokens", f"worker {session.worker_id!r} takes 1 to {most}, got {item.num_encoder_tokens}"
             )
         if len(item.root.input_digest) != DIGEST_BYTES:
             raise bad_field(
@@ -87,19 +86,16 @@ class UnitGroup(Group):
             raise Refusal(
                 Reason.NEVER_FITS,
                 f"{item.num_encoder_tokens} tokens of an encoder's input need {needed} blocks of {self.block_size} of group "
-                f"{self.slot}; the whole pool of worker {self.worker_id!r} has {self.pool.capacity}: shorten the input, or give "
+                f"{self.slot}; the whole pool of worker {session.worker_id!r} has {self.pool.capacity}: shorten the input, or give "
                 "the group more blocks (--cross-blocks)",
                 field="num_encoder_tokens",
             )
-
-    def check_again(self, item: AllocateItem, sequence: Sequence) -> None:
-        self._check_length(item, len(sequence.tables[self.slot]))
 
     def _num_blocks(self, item: AllocateItem) -> int:
         """Blocks of the unit that the sequence needs."""
         return -(-item.num_encoder_tokens // self.block_size)
 
-    def _check_length(self, item: AllocateItem, num_blocks: int) -> None:
+    def check_length(self, item: AllocateItem, num_blocks: int) -> None:
         """Refuse a sequence whose input, by its digest, is one that is known with another length."""
         if num_blocks != self._num_blocks(item):
             raise bad_field(
@@ -112,7 +108,7 @@ class UnitGroup(Group):
         """The unit that the sequence needs, if this worker holds it and the item wants to be served from the cache."""
         blocks = () if root is None or item.max_cached_tokens == 0 else self.pool.unit(root)
         if blocks:
-            self._check_length(item, len(blocks))
+            self.check_length(item, len(blocks))
         return list(blocks)
 
     def in_flight(self, item: AllocateItem, root: Node | None, hit: List[int]) -> Wait | None:
@@ -277,55 +273,55 @@ class UnitGroup(Group):
         pool, table = self.pool, sequence.tables[self.slot]
         unit = pool.unit(sequence.root)
         if not table:
-            yield LAW, "a sequence has no unit", -1
+            yield "unit", "a sequence has no unit", -1
         is_sealed = bool(table) and pool.node(table[0]) is not None
         if is_sealed and (tuple(table) != unit or not sequence.encoder_computed):
             message = (
                 f"the table {table} is not the unit of the sequence's root, {list(unit)}, or not known to be computed"
             )
-            yield LAW, message, table[0]
+            yield "unit", message, table[0]
         num_holders = pool.ref_count(table[0]) if table and sequence.encoder_computed else 1
         for block in table:
             if not 0 < block < pool.num_blocks:
                 yield "null block", f"a unit names block {block}", block
             elif (pool.node(block) is not None) != is_sealed or pool.ref_count(block) != num_holders:
                 message = f"block {block} of a unit is not as its first block {table[0]}, or others have it before it is computed"
-                yield LAW, message, block
+                yield "unit", message, block
         if sequence.num_computed_tokens > sequence.num_cached_tokens and not sequence.encoder_computed:
-            yield LAW, "tokens are computed without the encoder's output", -1
+            yield "unit", "tokens are computed without the encoder's output", -1
         if sequence.root.is_led_by(sequence) == sequence.encoder_computed:
-            yield LAW, "the root and the sequence disagree who computes the unit", -1
+            yield "unit", "the root and the sequence disagree who computes the unit", -1
 
     def violations_at(self, block: int, state: int, ref_count: int, node: Node | None) -> Iterator[Problem]:
         if node is None:
             if state == CACHED:
                 yield "state", f"block {block} is cached and serves no hits", block
         elif state in (FREE, RESERVED):
-            yield LAW, f"block {block} is {State(state).name.lower()} and still part of a unit", block
+            yield "unit", f"block {block} is {State(state).name.lower()} and still part of a unit", block
         elif not isinstance(node, RootNode) or block not in self.pool.unit(node):
-            yield LAW, f"block {block} holds part of a unit that its root does not know", block
+            yield "unit", f"block {block} holds part of a unit that its root does not know", block
 
     def violations_of_unit(self, root: RootNode) -> Iterator[Problem]:
         """A unit is in distinct blocks that hold it, all in the same state, of as many sequences."""
         pool, blocks = self.pool, self.pool.unit(root)
         if not blocks or len(set(blocks)) < len(blocks):
-            yield LAW, f"{root!r} has the unit {list(blocks)}", -1
+            yield "unit", f"{root!r} has the unit {list(blocks)}", -1
         looks = [(pool.state(block), pool.ref_count(block)) for block in blocks]
         for block, (state, ref_count) in zip(blocks, looks, strict=True):
             if pool.node(block) is not root:
-                yield LAW, f"block {block} of a unit does not hold the input of its root", block
+                yield "unit", f"block {block} of a unit does not hold the input of its root", block
             elif (state, ref_count) != looks[0]:
                 message = (
                     f"block {block} of a unit is {state.name.lower()} with ref_count {ref_count}, its first block {blocks[0]} is "
                     f"{looks[0][0].name.lower()} with {looks[0][1]}"
                 )
-                yield LAW, message, block
+                yield "unit", message, block
         is_cached = bool(looks) and looks[0][0] is State.CACHED
         if is_cached != pool.may_evict(root):
             message = f"a unit is {'' if is_cached else 'not '}cached, and the order of eviction says otherwise"
-            yield LAW, message, blocks[0] if blocks else -1
+            yield "unit", message, blocks[0] if blocks else -1
 
     def violations_of_listed(self) -> Iterator[Problem | None]:
         for root in self.pool.cached_units():
             is_wrong = self.pool.may_evict(root) and not self.pool.unit(root)
-            yield (LAW, f"{root!r} is in the order of eviction and has no unit", -1) if is_wrong else None
+            yield ("unit", f"{root!r} is in the order of eviction and has no unit", -1) if is_wrong else None

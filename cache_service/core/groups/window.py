@@ -58,18 +58,14 @@ class WindowTable:
         """Blocks that it holds."""
         return len(self.entries) + len(self.scratch)
 
-    def blocks(self) -> list[int]:
-        """All of them, the last window last to be evicted: the end of the text is where a conversation goes on."""
-        return [*self.scratch, *self.entries.values()]
-
 
 class WindowGroup(Group):
     """A hit of m nodes needs the copies of the last min(m, span)."""
 
     is_dependent = True
 
-    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int, worker_id: str) -> None:
-        super().__init__(spec, pool, block_size, worker_id)
+    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int) -> None:
+        super().__init__(spec, pool, block_size)
         self.span = span(spec, block_size)
         self.grid_blocks = spec.grid_blocks or 1
         self.miss = MissCause.SNAPSHOT_NOT_KEPT if spec.grid_blocks else MissCause.WINDOW_NOT_KEPT
@@ -105,8 +101,7 @@ class WindowGroup(Group):
             )
 
     def most_blocks(self, most: int) -> int:
-        fits = self.span + self.spec.scratch_blocks <= self.pool.capacity
-        return most if fits else self.pool.capacity
+        return most if self.span + self.spec.scratch_blocks <= self.pool.capacity else self.pool.capacity
 
     # -- Allocate
 
@@ -118,7 +113,7 @@ class WindowGroup(Group):
             raise Refusal(
                 Reason.NEVER_FITS,
                 f"a sequence of {num_blocks} blocks needs {needed}{session.of_group(self.slot)}, {self.spec.scratch_blocks} as "
-                f"scratch and {self.span} in a {what} that it hits; the whole pool of worker {self.worker_id!r} has "
+                f"scratch and {self.span} in a {what} that it hits; the whole pool of worker {session.worker_id!r} has "
                 f"{self.pool.capacity}: give the group more blocks ({setting})",
                 field="tokens",
             )
@@ -173,19 +168,23 @@ class WindowGroup(Group):
                     "bound",
                     f"entry {index} of group {self.slot} is named as part of a window, but only {num_full} blocks are computed",
                 )
-            is_known = pool.generation(block) == generation
-            if is_known and table.entries.get(index) == block:
+            if pool.generation(block) == generation and table.entries.get(index) == block:
                 continue
-            is_own = is_known and (block in table.scratch or pool.is_reserved(block, generation))
-            if is_own and block not in named and (index not in table.entries or (block, generation) in released):
+            if (
+                self._is_own(table, block, generation)
+                and block not in named
+                and (index not in table.entries or (block, generation) in released)
+            ):
                 named.add(block)
             elif (block, generation) not in released:
                 raise self._not_its_own(sequence, f"as entry {index}", block, generation)
         for block, generation in of_slot(update.scratch, self.slot):
-            is_known = pool.generation(block) == generation
-            is_own = is_known and (block in table.scratch or pool.is_reserved(block, generation))
-            if (not is_own or block in named) and (block, generation) not in released:
+            if (not self._is_own(table, block, generation) or block in named) and (block, generation) not in released:
                 raise self._not_its_own(sequence, "as a scratch block", block, generation)
+
+    def _is_own(self, table: WindowTable, block: int, generation: int) -> bool:
+        is_known = self.pool.generation(block) == generation
+        return is_known and (block in table.scratch or self.pool.is_reserved(block, generation))
 
     def _not_its_own(self, sequence: Sequence, place: str, block: int, generation: int) -> Refusal:
         return Refusal(
@@ -284,7 +283,7 @@ class WindowGroup(Group):
 
     def blocks(self, sequence: Sequence) -> list[int]:
         table: WindowTable = sequence.tables[self.slot]
-        return table.blocks()
+        return [*table.scratch, *table.entries.values()]
 
     def places(self, sequence: Sequence) -> Iterable[tuple[int | None, int]]:
         table: WindowTable = sequence.tables[self.slot]

@@ -29,7 +29,10 @@ class PoolLaws:
         yield from self._free_list()
         yield from self._blocks()
         yield from self._duplicates()
-        yield from self._units()
+        for problem in self._group.violations_of_listed():
+            if problem is not None:
+                self._add(*problem)
+            yield 1
         self._null_block()
 
     def _add(self, law: str, message: str, block: int = -1) -> None:
@@ -168,12 +171,6 @@ class PoolLaws:
                 if pool.node(block) is not node or pool.state(block) is not State.HELD:
                     self._add("sealing", f"block {block} is listed as a duplicate and is none", block)
             yield 1 + 2 * len(blocks)
-
-    def _units(self) -> Course:
-        for problem in self._group.violations_of_listed():
-            if problem is not None:
-                self._add(*problem)
-            yield 1
 
     def _null_block(self) -> None:
         pool = self._pool

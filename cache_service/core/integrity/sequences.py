@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ..fencing import Fencing
+from ..messages import TOKEN_BYTES
 from ..prefix_tree import Node
 from ..session import Sequence, Session
 from .findings import Course, Findings
@@ -73,10 +74,11 @@ class SequenceLaws:
         if begin >= len(nodes):
             return  # the entries of a table that hold what is generated, and not yet sealed
         before = nodes[begin - 1] if begin else sequence.root
+        step = self._session.block_size * TOKEN_BYTES
         for index, node in enumerate(nodes[begin:end], begin):
             if (
                 node.parent is not before
-                or node.tokens != sequence.block_tokens(index)
+                or node.tokens != sequence.tokens[index * step : (index + 1) * step]
                 or (before.child is not node and before.find(node.tokens) is not node)
             ):
                 self._add("chain", f"node {index} is not the child that holds the sequence's tokens", sequence)

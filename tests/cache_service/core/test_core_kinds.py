@@ -124,7 +124,7 @@ class Worker:
                 entries = [TableEntry(i or 0, b, pool.generation(b)) for i, b in group.places(sequence)]
                 tables.append(tuple(entry for entry in entries if entry.block not in unsealed))
                 scratch.append(tuple(ReservedBlock(b, pool.generation(b)) for b in unsealed))
-                if not (group.is_whole or group.is_dependent) and sequence.encoder_computed:
+                if not group.holds_nodes and sequence.encoder_computed:
                     unit = tuple(ReservedBlock(entry.block, entry.generation) for entry in entries)
                     root = ROOTS[[self.manager._tree.find_root(r, SIZE) for r in ROOTS].index(sequence.root)]
                     units[unit] = ReportedUnit(root, group.slot, unit)

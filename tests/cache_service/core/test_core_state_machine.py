@@ -1106,7 +1106,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 pool = session.pools[group]
                 own = [block for block in range(1, pool.num_blocks) if pool.state(block).name == "RESERVED"]
                 window = windows(known)[group]
-                own += [] if window is None else window.blocks()
+                own += [] if window is None else [*window.scratch, *window.entries.values()]
                 block = draw.choice(own) if own and draw.random() < 0.8 else draw.randrange(pool.num_blocks + 1)
                 generation = pool.generation(block) if draw.random() < 0.9 else draw.choice([0, 3])
                 index = draw.randrange(max(1, known.num_sealed + (draw.random() < 0.1)))
