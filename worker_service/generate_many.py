@@ -15,15 +15,13 @@ from .engine.request import Request
 
 MESSAGE_BYTES: Final = 1 << 16
 """A message is not extended beyond that: as much as HTTP/2 sends without a word from the reader."""
-MOST_WAITING: Final = 16
-"""Requests without room that are read all the same: a cancel after them would not be read before one of the others has ended."""
 
 
 class RequestGroup:
     """The requests of one GenerateMany call: begun and ended as the caller's messages say, answered in common messages.
 
-    A request counts until its last answer is taken here. One that finds no room waits. After MOST_WAITING of them
-    no message is read: a caller that takes no answers cannot pile up more than that.
+    A request counts until its last answer is taken here. One that finds no room waits, and all messages after it: a caller
+    that takes no answers cannot pile up more than that.
     """
 
     def __init__(
@@ -36,10 +34,8 @@ class RequestGroup:
         self._begin = begin
         self._abort = abort
         self._max_requests = max_requests
-        self._waiting: dict[int, worker_pb2.GenerateRequest] = {}
-        """Requests for which there was no room when they were read, by number; the next four are by number, too."""
         self._beginning: dict[int, asyncio.Task[None]] = {}
-        """Requests that are being decoded and tokenised."""
+        """Requests that are being decoded and tokenised, by number; the next three are by number, too."""
         self._running: dict[int, Request] = {}
         self._refused: dict[int, EngineError] = {}
         self._ready: dict[int, None] = {}
@@ -72,7 +68,7 @@ class RequestGroup:
                     )
                 self._last_number = message.number
                 await self._has_room.wait()  # here and not after it: the next message may be a cancel that makes room
-                self._waiting[message.number] = message.start
+                self._beginning[message.number] = asyncio.create_task(self._start(message.number, message.start))
                 self._note_room()
             elif action == "cancel":
                 self._remove(message.number)
@@ -98,10 +94,7 @@ class RequestGroup:
             self._changed.set()
 
     def _note_room(self) -> None:
-        while self._waiting and len(self._beginning) + len(self._running) + len(self._refused) < self._max_requests:
-            number = next(iter(self._waiting))
-            self._beginning[number] = asyncio.create_task(self._start(number, self._waiting.pop(number)))
-        if len(self._waiting) < MOST_WAITING:
+        if len(self._beginning) + len(self._running) + len(self._refused) < self._max_requests:
             self._has_room.set()
         else:
             self._has_room.clear()
@@ -110,7 +103,6 @@ class RequestGroup:
         """End a request, wherever it is. No effect if it has ended."""
         self._ready.pop(number, None)
         self._refused.pop(number, None)
-        self._waiting.pop(number, None)
         beginning = self._beginning.pop(number, None)
         if beginning is not None:
             beginning.cancel()
@@ -124,7 +116,7 @@ class RequestGroup:
         """End all requests. May be repeated."""
         if self._reading is not None:
             self._reading.cancel()
-        for number in [*self._waiting, *self._beginning, *self._running, *self._refused]:
+        for number in [*self._beginning, *self._running, *self._refused]:
             self._remove(number)
 
     async def next_message(self) -> worker_pb2.GenerateManyResponse | None:
@@ -140,7 +132,7 @@ class RequestGroup:
                 return message
             if self._reading.done():
                 self._reading.result()
-                if not self._waiting and not self._beginning and not self._running:
+                if not self._beginning and not self._running:
                     return None
             await self._changed.wait()
 
