@@ -255,7 +255,7 @@ FOUND_BY = {
     "sealed_before_computed": 31,
     "hits_without_the_guard": 2,
     "leak_on_abort": 45,
-    "late_calls_executed": 56,
+    "late_calls_executed": 29,
     "tenants_share": 3,
     "reserve_not_reported": 17,
     "tables_not_reported": 8,
