@@ -22,7 +22,7 @@ from kvpool.worker_service.native.cpu.targets import (
     BuildTarget,
     flags,
 )
-from tests.native.test_selection import TILE_PRODUCT
+from tests.native.test_build_selection import TILE_PRODUCT
 
 ROOT = Path(__file__).parents[2]
 STEP = "worker_service/native/cpu"
