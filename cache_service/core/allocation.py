@@ -187,8 +187,9 @@ def _add_boundary(session: Session, sequence: Sequence, boundary: int, limits: L
 def _boundaries(
     session: Session, num_tokens: int, path: List[Node], num_hits: int, kept: KeptBoundaries, limits: Limits
 ) -> tuple[int, ...]:
-    """Where a sequence is to name windows: at the end of its prompt, where the prompt leaves the known tree, if others go on there,
-    and where the item asks for it. If there are too many, the last of these are left out."""
+    """Choose the boundaries at which a sequence is to name windows, in blocks, ascending: the end of its prompt, the point where
+    it leaves the known tree if other prompts go on there, and those that the item asks for. If there are more than
+    `limits.max_boundaries`, the last ones that the item asks for are left out."""
     last = session.on_grid((num_tokens - 1) // session.block_size)
     chosen: set[int] = set()
     is_junction = bool(path) and (path[-1].has_children or path[-1].leaders is not None)

@@ -168,7 +168,8 @@ class BlockMirror:
         return block not in self._changes.used and block not in self._changes.others
 
     def _salts_of_unsealed(self) -> dict[int, int]:
-        """By block: the salt's number, of all blocks of tables that are not sealed yet. Each is in one table."""
+        """Return the number of the salt by block, for each block in a table that is not sealed yet. Such a block is in one table
+        only."""
         found: dict[int, int] = {}
         for sequence in self._session.sequences.values():
             root = sequence.root

@@ -165,7 +165,7 @@ class BlockPool:
             return 0
 
     def generations(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        """Of known blocks."""
+        """Return the generations of known blocks, in the order given."""
         return tuple(map(self._generation.__getitem__, blocks))
 
     def node(self, block: int) -> Node | None:
@@ -221,7 +221,8 @@ class BlockPool:
     # -- looking, for pictures
 
     def records(self, blocks: Collection[int]) -> Iterator[tuple[int, int, int, Node | None]]:
-        """Of these known blocks: block, state, ref_count, node; as they are now."""
+        """Yield (block, state, ref_count, node) of each of these known blocks as it is now; node: None if the block is not
+        sealed."""
         return zip(
             blocks,
             map(self._state.__getitem__, blocks),
@@ -233,7 +234,8 @@ class BlockPool:
     # -- looking, for audits
 
     def rows(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int, Node | None]]:
-        """Of the known blocks among `begin` … `end` − 1: block, state, ref_count, generation, node; as they are now."""
+        """Yield (block, state, ref_count, generation, node) of each known block from `begin` to `end` − 1 as it is now; node:
+        None if the block is not sealed."""
         span = slice(begin, end)
         return zip(
             range(begin, end),

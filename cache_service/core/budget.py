@@ -20,7 +20,7 @@ class Budget:
     def __init__(self, max_blocks: int, max_tokens: int) -> None:
         self.max_blocks = max_blocks
         self.max_tokens = max_tokens
-        """Of token slots of the blocks, and again of tokens of live sequences."""
+        """The limit on the token slots of all blocks, and on its own the limit on the tokens of all live sequences."""
         self.num_blocks = 0
         self.num_slots = 0
         """Token slots of these blocks."""

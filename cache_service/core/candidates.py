@@ -24,7 +24,8 @@ a short prefix draws them all to one."""
 
 
 class Place(NamedTuple):
-    """Where a session is on the ring of its load. Sessions are in no order, so their numbers stand before them."""
+    """A session's place on the ring of its load, ordered by the hash of its name. Sessions have no order, so the number breaks
+    ties."""
 
     name_hash: int
     number: int
@@ -54,7 +55,7 @@ class ModelCandidates:
         self._sorted: list[int] = []
         """The loads that there are, least first."""
         self._rings: dict[int, list[Place]] = {}
-        """By load."""
+        """The ring of each load: places in ascending order. A load without workers has none."""
         self._by_number: list[tuple[int, Session]] = []
         """The session that began last comes last."""
         self._lengths: list[int] = []
@@ -127,7 +128,7 @@ class ModelCandidates:
 
 
 class Candidates:
-    """Of all models."""
+    """The workers that take new prompts, of all models."""
 
     def __init__(self, hash_function: HashFunction) -> None:
         self._hash_function = hash_function
@@ -141,7 +142,8 @@ class Candidates:
         self._drop(session)
 
     def of_model(self, fingerprint: str) -> ModelCandidates:
-        """As things are now."""
+        """Return the candidates of a model after the touched sessions have been looked at again; empty if no worker takes prompts
+        for it."""
         for session in self.touched:
             self._look_at(session)
         self.touched.clear()

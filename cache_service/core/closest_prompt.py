@@ -19,7 +19,7 @@ MAX_NODES = 1024
 
 
 class Bounds(NamedTuple):
-    """Of one search; when they are reached it is cut short."""
+    """Limits of one search, which is cut short when it reaches one."""
 
     num_children: int
     """Looked at. A node may have many thousands."""
@@ -28,24 +28,24 @@ class Bounds(NamedTuple):
 
 
 THOROUGH = Bounds(MAX_CHILDREN, MAX_NODES)
-"""For a question of its own: at most some 3 ms."""
+"""Bounds of a search that is a call of its own: it takes some 3 ms at most."""
 BRIEF = Bounds(32, 64)
-"""For a prompt on its way to a worker: at most some 0.2 ms."""
+"""Bounds of a search for a prompt that is on its way to a worker: it takes some 0.2 ms at most."""
 
 MAX_HOLDERS = 8
-"""Of those that hold one child, asked how far they go on."""
+"""Holders of one child that are followed further down, at most."""
 
 
 class ClosestPrompt(NamedTuple):
     """What another prompt that is cached has in common with this one."""
 
     num_equal_tokens: int
-    """From position 0; the next token differs, or one of the prompts ends."""
+    """Tokens that both prompts share from position 0 on. Then they differ, or one of the prompts ends."""
     prompt_token: int | None
     cached_token: int | None
-    """At that position; None at the end of the prompt."""
+    """The other prompt's token after the shared ones; like `prompt_token` None if the prompt ends there."""
     num_different_tokens: int
-    """In the block of that position, from that position on."""
+    """Tokens of the prompt that differ from the cached ones in the block where the shared tokens end."""
     num_prompts: int
     """Cached prompts with `cached_token` there."""
     num_tokens_gained: int
@@ -126,7 +126,7 @@ def _token(tokens: bytes, index: int) -> int:
 
 
 def _compared(child: Node, wanted: bytes) -> _Sibling:
-    """Of a child that differs from `wanted`, which may be shorter than a block."""
+    """Compare a child with `wanted`, the prompt's next tokens. They differ, and `wanted` may be shorter than a block."""
     differing = int.from_bytes(child.tokens[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
     if not differing:
         return _Sibling(child, len(wanted) // TOKEN_BYTES)

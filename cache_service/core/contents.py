@@ -82,7 +82,7 @@ _Name = tuple[int, str, int]
 """Number of a session, worker_id, group."""
 
 _NAMELESS: _Name = (0, "", 0)
-"""Where there is no session."""
+"""The name in events of a node that no pool holds."""
 
 
 class _Pool:
@@ -126,7 +126,7 @@ class Contents:
         self._nodes: dict[Node, _Listed] = {}
         """Nodes with a number, parents before children."""
         self._pools: dict[Holder, tuple[_Pool, ...]] = {}
-        """By holder and slot."""
+        """The listed pools of each holder, by slot."""
         self._pending: dict[_Pool, None] = {}
         """Pools that `list_some` has not finished."""
         for session in sessions:
@@ -399,7 +399,7 @@ class Whole:
     def __init__(self, contents: Contents, number: int, nodes: list[Node], listed: list[_Listed]) -> None:
         self._contents = contents
         self.number = number
-        """Of the last event before."""
+        """Number of the last event before this snapshot."""
         # Two lists, because a list of pairs of 100,000 nodes takes several times as long.
         self._nodes = nodes
         self._listed = listed

@@ -28,13 +28,13 @@ class Holder:
         self, signatures: tuple[int, ...], whole_slots: tuple[int, ...] = (0,), dependent_slots: tuple[int, ...] = ()
     ) -> None:
         self.signatures = signatures
-        """By slot; see Copies."""
+        """The signature of each slot, by slot; `Copies` combines them."""
         self.whole_slots = whole_slots
         """Those in which a hit needs a copy of each node."""
         self.dependent_slots = dependent_slots
         """Those in which it needs copies of some, which are of no use without the copies in the whole slots."""
         self.pools: tuple[Pool, ...] = ()
-        """By slot. They refer to their holder: to be emptied when the session's last copy is gone."""
+        """The pool of each slot. Pools refer to their holder, so this must be emptied when the session's last copy is gone."""
         self.retired = False
         """Set when the session ends: look-ups ignore its copies, and a sweep removes them from the tree."""
 

@@ -84,9 +84,9 @@ class BlockContent(NamedTuple):
     root: Root | None
     """None: it holds nothing, and no sequence is going to fill it."""
     tokens: bytes
-    """From position 0 to the end of the block, as far as they are known."""
+    """The known tokens from position 0 to the end of the block."""
     prefix_blocks: tuple[int, ...]
-    """Of this pool, from table index 0 on, the block last; 0 where none holds that part any more."""
+    """Blocks of the same pool from table index 0 on, ending with this block; 0 for a part that no block holds any more."""
     owner_blocks: tuple[int, ...]
     """The other blocks in the tables of the owners that `block` names, in ascending order; at most MAX_OWNER_BLOCKS."""
 

@@ -22,7 +22,7 @@ SEGMENT_NAMES = 1 << 13
 """Names that are dropped at a time, at most."""
 
 MAX_OCCURRENCES = 64
-"""Of one name, looked at in one segment: other workers may have evicted the same."""
+"""Evictions of one name that are looked at in one segment, at most: other workers may have evicted the same content."""
 
 _NAME_BYTES: Final = 8
 

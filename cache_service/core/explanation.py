@@ -49,15 +49,18 @@ class Miss(NamedTuple):
     position: int
     cause: MissCause
     evicted: Evicted | None = None
-    """For EVICTED; its key is None too if the sequence has another salt, which is nobody else's business."""
+    """The eviction if the cause is EVICTED. Its key is None if the sequence had another salt: its identity is nobody else's
+    business."""
     leader: Wait | None = None
-    """For BEING_COMPUTED."""
+    """The sequence to wait for, and how far, if the cause is BEING_COMPUTED."""
     other_root: OtherRoot | None = None
-    """For OTHER_ROOT."""
+    """The other root under which the tokens are cached, if the cause is OTHER_ROOT."""
     other_worker: Session | None = None
-    """For ON_ANOTHER_WORKER, OTHER_ROOT, EVICTED if another worker has it, BEING_COMPUTED if another worker computes it."""
+    """The worker that has or computes the block: always if the cause is ON_ANOTHER_WORKER or OTHER_ROOT, if there is one if it is
+    EVICTED or BEING_COMPUTED."""
     num_passed_tokens: int = 0
-    """For WINDOW_NOT_KEPT and SNAPSHOT_NOT_KEPT: how much of the prompt the groups that keep all have."""
+    """Leading tokens that the whole groups hold, if the cause is WINDOW_NOT_KEPT or SNAPSHOT_NOT_KEPT; without whole groups,
+    tokens up to the last block held."""
 
 
 class WorkerExplanation(NamedTuple):
@@ -92,7 +95,7 @@ class Search(NamedTuple):
     across_salts: bool
     """Whether it may say what is cached under other salts."""
     bounds: Bounds
-    """Of the search for the closest prompt."""
+    """Limits of the search for the closest prompt."""
 
 
 class _Prompt:

@@ -17,7 +17,7 @@ class WorkerFacts(NamedTuple):
     session: int
     registration: Registration
     counts: tuple[BlockCounts, ...]
-    """By group."""
+    """The counts of each group's pool, by group."""
     load: WorkerLoad
     num_sequences: int
     num_prompt_tokens: int
@@ -28,7 +28,7 @@ class WorkerFacts(NamedTuple):
     draining: bool
     recovering: bool
     max_model_len: int
-    """Of what can be served; what the worker has registered may be more."""
+    """Tokens of the longest text that can be served; the worker may have registered more."""
     max_encoder_tokens: int
     facts_digest: bytes
 
@@ -55,11 +55,11 @@ class ClusterFacts(NamedTuple):
     max_tokens: int
     num_audits: int = 0
     num_violations: int = 0
-    """Of the last audit."""
+    """Violations that the last audit found."""
 
 
 def worker_facts(session: Session) -> WorkerFacts:
-    """As they are now."""
+    """Return the facts about a worker as they are now."""
     return WorkerFacts(
         session.number,
         session.registration,
@@ -80,7 +80,7 @@ def worker_facts(session: Session) -> WorkerFacts:
 
 
 def sequence_facts(session: Session, most: int) -> Iterator[SequenceFacts]:
-    """Of the first `most` sequences in the order in which they were granted, as they are now."""
+    """Yield the facts about the first `most` live sequences of a session, oldest grant first, as they are now."""
     for sequence in islice(session.sequences.values(), most):
         yield SequenceFacts(
             sequence.key,
@@ -93,7 +93,7 @@ def sequence_facts(session: Session, most: int) -> Iterator[SequenceFacts]:
 
 
 def cluster_facts(manager: CacheManager, num_audits: int = 0, num_violations: int = 0) -> ClusterFacts:
-    """As they are now; audits are counted by the caller."""
+    """Return the facts about all workers as they are now. The caller counts audits and violations."""
     budget = manager.budget
     return ClusterFacts(
         manager.num_prefix_nodes,

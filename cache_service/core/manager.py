@@ -102,8 +102,7 @@ class CacheManager:
         self._evictions = EvictionMemory(explain_evictions) if explain_evictions else None
         self._explain_across_salts = explain_across_salts
         self.budget = Budget(self.limits.max_total_blocks, self.limits.max_total_tokens)
-        """Of all live sessions together."""
-        """For displays."""
+        """Blocks and tokens of all live sessions together, and their limits."""
         self._sessions: dict[int, Session] = {}
         self._workers: dict[str, Session] = {}
         self._candidates = Candidates(hash_function)
@@ -125,17 +124,17 @@ class CacheManager:
         """Reports that are complete, and not discarded yet."""
         self._retired: deque[Session] = deque()
         self._sweep_slot = self._sweep_position = 0
-        """In the first retired session: the pool, and its first block, that are not swept."""
+        """The next slot and first block to sweep in the first of the retired sessions."""
         self.salts = SaltNumbers()
         self.contents: Contents | None = None
         """The journal of contents, while somebody follows it."""
         self._last_event = self._last_node = 0
-        """Of journals that have ended."""
+        """The last numbers of events and nodes that ended journals may have used; the next journal continues after them."""
         self._last_stamp = epoch << EPOCH_SHIFT
         self._last_session = self._sessions_from = (epoch << EPOCH_SHIFT) + session_start
         self._last_tick: float | None = None
         self._now = 0.0
-        """Of the last call that said what the time is."""
+        """The time given by the last call that had one, in seconds."""
 
     # -- sessions
 
@@ -355,7 +354,7 @@ class CacheManager:
         return expired
 
     def _note_time(self, now: float) -> None:
-        """For evictions and reports: calls that evict do not say what the time is, nor do parts of reports."""
+        """Keep the time for evictions and reports: the calls that evict, and parts of reports, are not given one."""
         self._now = now
         if self._evictions is not None:
             self._evictions.set_time(now)

@@ -28,9 +28,9 @@ class Limits(NamedTuple):
     max_items_per_call: int = 1024
     max_blocks_per_pool: int = 1 << 24
     max_groups: int = 16
-    """Of one worker."""
+    """Groups that one worker may have."""
     max_boundaries: int = 8
-    """Of one sequence, to come."""
+    """Boundaries of one sequence that are still to come."""
     max_asked_boundaries: int = 8
     """That one request asks for."""
     max_block_size: int = 1 << 16
@@ -46,20 +46,20 @@ class Limits(NamedTuple):
     max_total_tokens: int = 1 << 30
     """Token slots of these blocks, and again tokens of all live sequences."""
     max_blocks_per_sequence: int = 1 << 16
-    """In one table: bounds a grant, a Free, and the answer to a repeated Allocate."""
+    """Blocks in one table: this bounds a grant, a Free, and the answer to a repeated Allocate."""
     max_reserve_blocks: int = 1 << 18
-    """In the reserve of one session; a larger wish counts as this."""
+    """Blocks in the reserve of one session. A larger wish counts as this one."""
     max_blocks_per_grant: int = 1 << 12
     """To the reserve, in one call or heartbeat; the rest follows with the next."""
     max_blocks_per_reply: int = 1 << 16
-    """In grants of the downlink, and again in tables: the rest follows in a later reply."""
+    """Blocks in one reply's downlink grants, and as many again in its tables. The rest follows in a later reply."""
     max_grace_seconds: float = 3600.0
     max_numbers_skipped: int = 1 << 20
     """How far a number that a worker counts may be above the last one known: one message must not use up all numbers."""
     max_contents_per_report_part: int = 4096
     """Bounds the time for which a part delays other calls."""
     max_blocks_per_report_part: int = 1 << 18
-    """Of tables and of the reserve, and idle ones."""
+    """Blocks in tables, scratch, the reserve and units, and idle ones, in one part."""
     max_growth_per_report_part: int = 1 << 19
     """Blocks by which the pool grows before the part must be sent again."""
     max_reports_at_once: int = 4
@@ -112,7 +112,7 @@ class GroupSpec(NamedTuple):
     num_blocks: int
     """With the null block 0."""
     bytes_per_block: int = 0
-    """Of all its layers; for displays."""
+    """Bytes of one block over all layers of the group. For displays only."""
     window: int = 0
     """Positions that its layers see, the token's own included; 0: all."""
     scratch_blocks: int = 0
@@ -121,7 +121,7 @@ class GroupSpec(NamedTuple):
     """Its layers are recurrent: what they keep of a sequence is one state, and a block holds it as it is after multiples of so many
     blocks of tokens. 0: its layers attend."""
     max_encoder_tokens: int = 0
-    """Of cross attention: tokens of the longest encoder's input; 0: its layers see the sequence itself."""
+    """The longest input of the encoder, in tokens, if the layers are cross attention; 0: they attend to the sequence itself."""
 
 
 class Layout(NamedTuple):
@@ -129,7 +129,7 @@ class Layout(NamedTuple):
 
     block_size: int
     groups: tuple[GroupSpec, ...]
-    """At least one."""
+    """One or more groups, numbered from 0."""
 
 
 class WorkerLoad(NamedTuple):
@@ -176,9 +176,9 @@ class Uplink(NamedTuple):
     call_no: int
     downlink_ack: int = 0
     reserve_wishes: tuple[int | None, ...] = ()
-    """By group: the size of the reserve. None, and for groups at the end that are left out: as wished before."""
+    """Blocks that the reserve of each group shall have. None, or a group left out at the end: the last wish stands."""
     returned: tuple[tuple[ReservedBlock, ...], ...] = ()
-    """By group; groups at the end may be left out."""
+    """Reserve blocks given back, by group. Groups at the end may be left out."""
     key: SessionKey = NO_KEY
 
 
@@ -240,7 +240,7 @@ class ContentRun(NamedTuple):
     num_contents: int
     """Length of the chain."""
     blocks: tuple[ReportedBlocks, ...]
-    """At most one for each group."""
+    """The blocks that hold the chain, at most one entry for each group."""
 
 
 class ReportedSequence(NamedTuple):
@@ -252,7 +252,7 @@ class ReportedSequence(NamedTuple):
     num_computed_tokens: int
     num_cached_tokens: int
     tables: Tables
-    """By group, each from index 0 on, without gaps; of a group with a window the named entries."""
+    """The table of each group from index 0 on, without gaps; in a group with a window only the named entries."""
     scratch: Blocks = ()
     boundaries: tuple[int, ...] = ()
     """Those to come, in tokens."""
@@ -276,10 +276,10 @@ class ReportPart(NamedTuple):
     contents: tuple[ContentRun, ...] = ()
     sequences: tuple[ReportedSequence, ...] = ()
     reserve: tuple[tuple[ReservedBlock, ...], ...] = ()
-    """By group, as `idle_blocks`."""
+    """Reserve blocks by group. Groups at the end may be left out."""
     idle_blocks: tuple[tuple[int, ...], ...] = ()
-    """By group: complete blocks in no table, least recently used first, before their contents or after them. Groups at the end may
-    be left out."""
+    """Complete blocks in no table by group, least recently used first. They may come before or after their contents. Groups at
+    the end may be left out."""
     units: tuple[ReportedUnit, ...] = ()
     live: bool = False
     """All sequences and the reserve have come; what follows are contents. `last` implies it."""
@@ -304,7 +304,7 @@ class Reply(NamedTuple):
 
     entries: tuple[DownlinkEntry, ...]
     counts: tuple[BlockCounts, ...]
-    """By group."""
+    """The counts of each group's pool, by group."""
     heartbeat_no: int = 0
     """Number of the answer to a heartbeat; 0 in answers to other calls."""
 
@@ -324,7 +324,7 @@ class AllocateItem(NamedTuple):
     retention_interval: int = 0
     """Tokens; they shall also be kept after every multiple of it. 0: no more."""
     num_encoder_tokens: int = 0
-    """Of the input that the root names by its digest, where the worker has a group with cross attention."""
+    """Tokens of the encoder's input that the root names by its digest, if the worker has a group with cross attention."""
 
 
 class GrantedTable(NamedTuple):
@@ -345,7 +345,7 @@ class Granted(NamedTuple):
     tables: tuple[GrantedTable, ...]
     num_cached_tokens: int
     boundaries: tuple[int, ...] = ()
-    """In tokens, ascending: where the worker is to name its windows, when it has computed so far."""
+    """Boundaries in tokens, ascending: when the worker has computed up to one, it is to name its window there."""
     encoder_cached: bool = False
     """The table of the group with cross attention holds the KV of the encoder's input."""
 

@@ -21,13 +21,13 @@ SLICE_BLOCKS = 512
 """Blocks that one step looks at: some 0.3 ms."""
 
 MAX_SEQUENCES = 1000
-"""In one picture, over all workers."""
+"""Sequences in one picture, of all workers together."""
 
 MAX_MISSED = 64
 """Pictures that a viewer may miss; after that it gets everything."""
 
 MAX_LISTED_BLOCKS = 1 << 14
-"""Of one pool, listed one by one; if more have changed, the whole pool is sent, which is a copy."""
+"""Changed blocks of one pool that are listed one by one. If there are more, a copy of the whole pool is sent."""
 
 
 class Wish(NamedTuple):
@@ -37,7 +37,7 @@ class Wish(NamedTuple):
     """Only this worker; empty: all."""
     include_blocks: bool = False
     max_sequences: int = 0
-    """Of each worker; all workers together have MAX_SEQUENCES at most."""
+    """Sequences shown of each worker; 0: none. MAX_SEQUENCES bounds all workers together."""
 
     def shows(self, worker_id: str) -> bool:
         """Whether the worker is wanted."""
@@ -51,7 +51,7 @@ class SessionChange(NamedTuple):
     facts: WorkerFacts | None
     """None: as before."""
     blocks: tuple[Columns | None, ...]
-    """By group, None: none have changed. Empty if none of any group have."""
+    """Changed blocks of each group, None for a group without any. Empty if no group has any."""
     sequences: tuple[SequenceFacts, ...]
     """New ones, and those that have changed."""
     ended_sequences: tuple[SequenceKey, ...]
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
     epoch: int
     number: int
-    """Of the picture that the viewer has with this."""
+    """Number of the picture that the viewer has after this change."""
     is_whole: bool
     """It is everything: what the viewer has seen before is void."""
     sessions: tuple[SessionChange, ...]
@@ -84,7 +84,7 @@ class Pictures:
 
     def __init__(self, manager: CacheManager) -> None:
         self.number = 0
-        """Of the last picture."""
+        """Number of the last picture."""
         self._manager = manager
         self._epoch = manager.epoch
         self._viewers: dict[Viewer, None] = {}
@@ -94,7 +94,7 @@ class Pictures:
         self._cluster: tuple[int, ClusterFacts] | None = None
         self._todo: list[Session] = []
         self._changes: dict[tuple[Wish, int], Change] = {}
-        """Of the last picture, by what the viewer wants and has seen: viewers that are alike share it."""
+        """Changes up to the last picture, by what the viewer wants and has seen. Viewers that are alike share one."""
 
     @property
     def num_viewers(self) -> int:
@@ -216,10 +216,10 @@ class _WatchedSession:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.pools: tuple[_WatchedPool, ...] = ()
-        """By group; empty while nobody wants to see blocks."""
+        """The watched pool of each group; empty while no viewer wants to see blocks."""
         self._facts: tuple[int, WorkerFacts] | None = None
         self._sequences: dict[int, _SequenceList] = {}
-        """By the most that a viewer wants."""
+        """The list of sequences for each number that viewers want at most."""
 
     def start(self, salts: SaltNumbers, number: int) -> None:
         """Mirror the blocks, from the picture with the number on."""
@@ -284,7 +284,7 @@ class _WatchedPool:
         """All blocks, of the last picture, once somebody needs them."""
 
     def take(self, number: int, oldest: int) -> None:
-        """As of a session."""
+        """Note what has changed with the picture `number`; changes up to the picture `oldest` are not needed any more."""
         self._columns = None
         while self.mirror.step(number, SLICE_BLOCKS):
             pass
@@ -298,7 +298,8 @@ class _WatchedPool:
             self._num_listed -= len(dropped)
 
     def since(self, seen: int) -> Columns | None:
-        """As of a session."""
+        """Return the blocks that have changed after the picture `seen`, or all if that is not known any more; None: no block
+        has."""
         if seen < self._kept_after:
             if self._columns is None:
                 self._columns = self.mirror.columns()

@@ -141,7 +141,7 @@ class Node:
         """All children but the first."""
         self.copy_holder: Holder | None = None
         self.copy_blocks = 0
-        """As in copies.py."""
+        """Blocks of `copy_holder` with this content, one per slot, packed in one number; see copies.py. 0: there are none."""
         self.copies: Copies | None = None
         """All copies but the first."""
         self.num_sequences = 0
@@ -264,7 +264,7 @@ class Node:
         return holder.is_complete(self.blocks_in(holder))
 
     def copies_signature(self) -> int:
-        """Of the set of slots that have a copy: equal for equal sets, as in Copies."""
+        """Return a hash of the set of slots that have a copy. Equal sets have equal hashes; see Copies."""
         signature = 0 if self.copies is None else self.copies.signature
         return signature if self.copy_holder is None else signature ^ self.copy_holder.signature_of(self.copy_blocks)
 
@@ -306,7 +306,7 @@ class Node:
         return self.leaders.num_by_holder if isinstance(self.leaders, Leaders) else (self.leaders.holder,)
 
     def leaders_signature(self) -> int:
-        """Of the set of these holders: equal for equal sets."""
+        """Return a hash of the set of leading holders. Equal sets have equal hashes."""
         if self.leaders is None:
             return 0
         return self.leaders.signature if isinstance(self.leaders, Leaders) else self.leaders.holder.signatures[0]
@@ -359,7 +359,7 @@ class Fan:
 
 
 class RootNode(Node):
-    """Where the chains of one root and one block size begin. Its `tokens` are the root's encoding. Its leaders are the sequences
+    """The start of the chains of one root and one block size. Its `tokens` are the root's encoding. Its leaders are the sequences
     that are about to run the encoder over the root's input."""
 
     __slots__ = ("key", "units")
@@ -371,7 +371,7 @@ class RootNode(Node):
         """The blocks that hold the KV of the encoder's input, in order; see groups/unit.py."""
 
     def is_unused(self) -> bool:
-        """As of any node; a unit keeps its root too."""
+        """Return whether nothing keeps the root: no unit, and nothing that keeps other nodes."""
         return not self.units and super().is_unused()
 
 
@@ -534,7 +534,7 @@ class PrefixTree:
             self.walk = None
 
     def latest_roots(self, salt: str | None, most: int) -> list[RootNode]:
-        """At most `most` roots with that salt, or with any if it is None; the latest first."""
+        """Return up to `most` roots with that salt, or with any if it is None, latest first."""
         roots: Iterable[RootNode] = reversed(self._roots.values() if salt is None else self._salts.get(salt, {}))
         return list(islice(roots, most))
 

@@ -66,9 +66,9 @@ class Recovery:
         self._session = session
         self._fingerprint = session.registration.model_fingerprint
         self._contents: list[_Content] = []
-        """By number, the first has number 1."""
+        """Contents in the order of their numbers, which begin with 1."""
         self._restored = tuple(Restored(pool, last_stamp, self.cases) for pool in session.pools)
-        """By group."""
+        """What was restored in each group, by group."""
         self._is_full = False
         """The budget has no room for more contents: the worker is served, and the rest of its cache is left out."""
         self._keeping = frozenset(session.holder.whole_slots or session.holder.dependent_slots)

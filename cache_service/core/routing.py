@@ -23,8 +23,8 @@ from .session import Session
 FEW: Final = 64
 """So many workers are looked at one by one."""
 NEIGHBOURS: Final = 32
-"""Of equally loaded workers that hold nothing of a prompt: how many it chooses among. Few are near every prompt; of only some,
-though, much would depend on how long an arc of the ring each has."""
+"""Workers of one load that compete for a prompt, those next to it on the ring. Fewer keep a prompt on the same workers; more
+spread the load evenly."""
 
 
 class RoutedWorker(NamedTuple):
@@ -48,7 +48,8 @@ def _signature(node: Node) -> tuple[int, int]:
 
 
 def _deepest_led(path: list[Node]) -> dict[Holder, int]:
-    """Where the last node is that a holder's sequences are computing: boundaries are there, not at every node before it."""
+    """Return how many leading nodes of the path each holder will have computed: up to the last one that its sequences lead.
+    Boundaries are led, not every node before them."""
     found: dict[Holder, int] = {}
     for index in range(len(path) - 1, -1, -1):
         for holder in path[index].leading_holders():
@@ -57,7 +58,7 @@ def _deepest_led(path: list[Node]) -> dict[Holder, int]:
 
 
 def _on_path(path: list[Node]) -> set[Holder]:
-    """Who has copies of any of the nodes, or computes any."""
+    """Return the holders that have copies of nodes on the path, or compute some."""
     found: set[Holder] = set()
     before: tuple[int, int] | None = None
     for node in path:
@@ -123,7 +124,7 @@ class _Ranking:
 
 
 class _Costs:
-    """Of a prompt on the workers of a model."""
+    """The costs of one prompt on the workers of one model."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class _Costs:
         self._first_blocks: dict[int, bytes] = {}
         """And the digest of what the tokens refer to; by block size."""
         self.prompts: dict[int, _Prompt] = {}
-        """By block size."""
+        """What the prompt means to the workers of each block size."""
         for size in model.block_sizes:
             self._first_blocks[size] = b"\0" + root.input_digest + tokens[: size * TOKEN_BYTES]
             self.prompts[size] = _look_up(tree, root, tokens, size, model.by_holder, model.num_dependent > 0)
@@ -167,7 +168,7 @@ class _Costs:
         return self._hash_function(session.name + self._first_blocks[session.block_size])
 
     def point(self) -> int:
-        """Where the prompt is on the rings."""
+        """Return the prompt's position on the rings: a hash that compares with those of the workers' names."""
         return self._hash_function(self._first_blocks[max(self._first_blocks)])
 
     def savings(self) -> dict[Session, int]:
@@ -234,7 +235,7 @@ def _ranked(costs: _Costs, max_workers: int) -> list[Session]:
 
 
 def _best(costs: _Costs, most: int) -> _Ranking:
-    """Of many workers: the same as of all, up to ties."""
+    """Return the best of many workers without looking at each: the same as with all, up to ties."""
     ranking = _Ranking(most)
     savings = costs.savings()
     largest = 0

@@ -119,7 +119,7 @@ class Session:
         self.by_slot = groups
         """Its groups, as the worker numbers them."""
         self.pools = tuple(group.pool for group in groups)
-        """Of these."""
+        """The pools of all groups, by slot."""
         self.whole = tuple(group for group in groups if group.is_whole)
         self.dependents = tuple(group for group in groups if group.is_dependent)
         self.whole_pools = tuple(group.pool for group in self.whole)
@@ -252,7 +252,7 @@ class Session:
         return Refusal(Reason.NEVER_FITS, f"{needed}; {limit}: {cure}, or {setting}", field=field)
 
     def of_group(self, group: int) -> str:
-        """For messages: which group, where there are several."""
+        """Return which group is meant, for messages: empty if the session has only one."""
         return f" of group {group}" if len(self.pools) > 1 else ""
 
     def require_available(self, num_blocks: List[int], hits: List[List[int]] = ()) -> None:
@@ -345,10 +345,11 @@ class Sequence:
         self.tokens = bytearray(tokens)
         """All tokens known: the prompt and those that Append has stated since."""
         self.tables: list[Any] = []
-        """By slot: what its group keeps of it; of a whole group the block ids from position 0 on. Set by who grants them, like
-        `num_named`."""
+        """What each group keeps of the sequence, by slot; in a whole group the block ids from position 0 on. Whoever grants the
+        blocks sets it, and `num_named`."""
         self.boundaries: tuple[int, ...] = ()
-        """In blocks, ascending: where the worker was asked to name windows, as far as it is not known to have computed so far."""
+        """Boundaries in blocks, ascending, at which the worker was asked to name windows and up to which it is not known to have
+        computed."""
         self.kept = NONE_KEPT
         """Boundaries that somebody has asked for: their windows are kept like hits."""
         self.nodes: list[Node] = []
@@ -360,7 +361,7 @@ class Sequence:
         self.num_computed_tokens = 0
         """Tokens whose KV the worker has reported as completed, hits included."""
         self.num_named: list[int] = []
-        """By group: leading entries of the table that the worker has named or was granted by Allocate."""
+        """Leading entries of each group's table that the worker has named or Allocate has granted, by group."""
         self.encoder_computed = False
         """With cross attention: the KV of the encoder's input is complete."""
         self.fenced = False
@@ -401,7 +402,7 @@ class Group:
     grid_blocks = 1
     """What it keeps for others it keeps after multiples of so many blocks."""
     miss: MissCause | None = None
-    """Of a dependent group: what Explain says if it lacks what a hit needs."""
+    """The cause that Explain gives if a dependent group lacks what a hit needs; None: it is not dependent."""
     longest_input = 0
     """Tokens of the longest encoder's input that can be served."""
 
@@ -434,7 +435,7 @@ class Group:
         """Raise Refusal (BAD_FIELD) if what the item needs is known with another number of blocks."""
 
     def longest_hit(self, path: List[Node], most: int) -> int:
-        """Of a dependent group: the longest hit of at most `most` leading nodes of a path."""
+        """Return the longest hit, in blocks, among the first `most` nodes of a path. Dependent groups only."""
         raise NotImplementedError
 
     def hit(self, item: AllocateItem, root: Node | None, path: List[Node], num: int) -> list[int]:
@@ -447,7 +448,7 @@ class Group:
         return None
 
     def num_wanted(self, item: AllocateItem, num_hits: int, hit: List[int]) -> int:
-        """Of a partial group: blocks to be granted to the sequence. A whole one grants as many as are left of the text."""
+        """Return how many blocks to grant to the sequence. Partial groups only: a whole one grants what is left of the text."""
         raise NotImplementedError
 
     def enter(self, sequence: Sequence, fresh: list[int], num_hits: int) -> None:
@@ -484,11 +485,11 @@ class Group:
         return list(blocks)
 
     def check(self, sequence: Sequence, update: SequenceUpdate, num_computed_tokens: int) -> None:
-        """Of a partial group: refuse what an update states. `num_computed_tokens`: with the update. Raises Refusal: BAD_FIELD,
-        STALE_GENERATION."""
+        """Refuse what an update states of a partial group. `num_computed_tokens`: the count after the update. Raises Refusal:
+        BAD_FIELD, STALE_GENERATION."""
 
     def apply(self, tree: PrefixTree, sequence: Sequence, update: SequenceUpdate) -> None:
-        """Of a partial group: take in a checked update, whose computed blocks have their nodes."""
+        """Apply a checked update whose computed blocks have their nodes. Partial groups only."""
 
     def release(self, sequence: Sequence) -> None:
         """The sequence ends."""
@@ -588,7 +589,7 @@ class Group:
         return max(0, min(self.block_size, sequence.num_computed_tokens - index * self.block_size))
 
     def table_index(self, block: int, node: Node) -> int:
-        """Of a sealed block, which holds `node`."""
+        """Return the table index of a sealed block, which holds `node`."""
         return node.depth
 
     def prefix(self, block: int, node: Node) -> list[int]:
@@ -602,7 +603,7 @@ class Group:
     # -- Check
 
     def violations(self, sequence: Sequence) -> Iterator[Problem]:
-        """Of a partial group: what is wrong with a live sequence's table."""
+        """Yield what is wrong with the table of a live sequence. Partial groups only."""
         yield from ()
 
     def violations_at(self, block: int, state: int, ref_count: int, node: Node | None) -> Iterator[Problem]:

@@ -21,4 +21,4 @@ class SessionKey(bytes):
 
 
 NO_KEY = SessionKey()
-"""Of a session whose worker calls the core in the same process, so that no key is needed. The edge gives every session a key."""
+"""The key of a session whose worker calls the core in the same process and needs none. The edge gives every session a key."""

@@ -31,7 +31,7 @@ class Merge(NamedTuple):
     new_tokens: bytes
     update: SequenceUpdate
     new_blocks: list[list[int]]
-    """Of its `bound`, by group: the blocks that are added to the tables."""
+    """The blocks that the update's `bound` adds to the tables, by group."""
     num_computed_tokens: int
 
 

@@ -42,14 +42,14 @@ class UnitPool(BlockPool):
         root.units[self.holder] = tuple(blocks)
 
     def pin(self, *blocks: int) -> None:
-        """As for any pool; `blocks`: a whole unit, or none. One that a sequence has for itself has no root; forks share it."""
+        """Pin as BlockPool.pin does. `blocks`: one whole unit, or nothing. A private unit has no root; forks share it."""
         super().pin(*blocks)
         for root in map(self._node.__getitem__, blocks[:1]):
             if isinstance(root, RootNode):
                 self._cached_units.pop(root, None)
 
     def release(self, *blocks: int) -> None:
-        """As for any pool; `blocks`: all that a sequence has, in order."""
+        """Release as BlockPool.release does. `blocks`: all blocks that a sequence has here, in order."""
         super().release(*blocks)
         for block in blocks[:1]:
             if self._state[block] == CACHED:

@@ -49,7 +49,8 @@ class WindowTable:
         self.scratch = dict.fromkeys(scratch)
         """Blocks that the worker writes as it likes, oldest grant first. No other sequence has them."""
         self.ends: set[int] = set()
-        """Where windows end that the sequence has named itself, as far as their blocks are in `entries`."""
+        """Table indices after the last entry of each window that the sequence has named itself and whose blocks are in
+        `entries`."""
 
     def __repr__(self) -> str:
         return f"<WindowTable {self.entries} scratch={list(self.scratch)}>"

@@ -14,7 +14,7 @@ Course = Iterator[int]
 one core of 2026."""
 
 MAX_VIOLATIONS = 4096
-"""Of one audit: the first ones show the cause, the rest its consequences."""
+"""Violations that one audit keeps: the first ones show the cause, the rest its consequences."""
 
 
 class Violation(NamedTuple):
@@ -27,7 +27,7 @@ class Violation(NamedTuple):
     block: int = -1
     sequence: SequenceKey | None = None
     group: int = 0
-    """Of the block."""
+    """Number of the group whose pool has the block."""
 
 
 class Audit(NamedTuple):

@@ -39,7 +39,7 @@ class PoolLaws:
         self._findings.add(law, message, self._session, block, group=self._group.slot)
 
     def _snapshot_cost(self) -> int:
-        """Of a copy of some five bytes per block, and a note per sequence."""
+        """Return what it costs to copy some five bytes per block and to note each sequence, in the units of `Course`."""
         return self._pool.num_known // 128 + len(self._session.sequences) // 2
 
     def _counts_and_references(self) -> Course:
