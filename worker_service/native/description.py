@@ -11,7 +11,7 @@ import torch
 
 
 class Activation(IntEnum):
-    """Of the MLP. The numbers are those of cpu/csrc/step.h."""
+    """The activation of the MLP. The numbers are those of cpu/csrc/step.h."""
 
     silu = 0
     gelu_tanh = 1
@@ -122,7 +122,7 @@ class ModelDescription:
     position_offset: int = 0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what attention and the MLP add to the residual."""
+    """The factor by which attention's and the MLP's outputs are multiplied before they are added to the residual."""
 
     @property
     def is_tied(self) -> bool:

@@ -48,7 +48,7 @@ class _Piece(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """From the outputs of a linear layer to the heads that attend."""
+    """The steps that lead from outputs of a linear layer to the queries or keys that attend."""
 
     piece: _Piece
     norm: NormDescription | None

@@ -46,7 +46,7 @@ class Reference:
         finally:
             hook.remove()
         self.finish = find_finish(model.config, outputs[-1][0].float(), self.logits[-1])
-        """Of NativeRuntime."""
+        """The function that turns the head's outputs into logits, for NativeRuntime; None: they are the logits."""
 
 
 def check(

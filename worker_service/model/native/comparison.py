@@ -32,10 +32,10 @@ from .timing import Measure, StepSeconds, TimedWorkload
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of both runtimes, for one model and its worker."""
+    """Compares both runtimes for one model and its worker."""
 
     fingerprint: str
-    """Of the model."""
+    """The fingerprint of the model."""
     dtype: torch.dtype
     block_size: int
     workload: TimedWorkload

@@ -29,7 +29,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFile:
-    """Where the choice of one key is kept."""
+    """The file that keeps the choice of one key."""
 
     cache_dir: Path
     key: Mapping[str, str | int]
@@ -63,7 +63,7 @@ class ChoiceFile:
 
 
 def _choice(content: dict[str, Any]) -> Choice | None:
-    """Of a file's content, in which all may be missing or of another kind."""
+    """Return the choice in a file's content; None if parts of it are missing or have another type."""
     runtime, native, torch = content.get("runtime"), _figures(content.get("native")), _figures(content.get("torch"))
     if runtime not in ("native", "torch") or native is None or torch is None:
         return None

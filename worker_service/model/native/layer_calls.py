@@ -28,7 +28,7 @@ class LayerCalls(NamedTuple):
     linears: list[ModuleCall]
     norms: list[NormCall]
     functions: list[ModuleCall]
-    """Of modules without weights that are no norms, such as activations."""
+    """Calls of modules that have no weights and are no norms, such as activations."""
     dtype: torch.dtype
 
     def norm_with_inputs(self, numbers: torch.Tensor) -> NormCall | None:

@@ -1,4 +1,4 @@
-"""From a transformers model to one that runs natively: described, packed and checked."""
+"""Describes, packs and checks a transformers model, so that it runs natively."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def _ways(calls: Sequence[ModuleCall], num_inputs: int) -> Iterator[tuple[_Half 
 
 
 def _activation(numbers: torch.Tensor, layer: LayerCalls) -> Activation | None:
-    """Of the module that has these inputs; None if there is none, or its function is not known."""
+    """Return the activation that a module with these inputs computes; None if there is no such module, or its function is
+    unknown."""
     called = next(
         (call for call in layer.functions if call.inputs is not None and same(call.input_rows, numbers)), None
     )

@@ -19,9 +19,10 @@ _NUM_LARGE = 5
 _LARGE = 64.0
 """Outputs of linear layers for the last _NUM_LARGE tokens are multiplied by this, so that a clamp has an effect."""
 _ROUNDING = 2.0**-8
-"""Of bfloat16: that of cos and sin is the same in all heads, so over the tokens of one pass it does not average out."""
+"""The relative rounding error of bfloat16. That of cos and sin is the same in all heads, so over the tokens of one pass it does
+not average out."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-"""Of numbers that were computed in another way, as a share of the token's largest."""
+"""The largest difference between numbers computed in two ways that counts as equal, as a share of the token's largest number."""
 
 
 class ModuleCall(NamedTuple):
@@ -63,7 +64,7 @@ class Observation(NamedTuple):
     positions: torch.Tensor
     """[tokens]"""
     calls: Sequence[ModuleCall]
-    """Of modules without children and of the decoder's layers, in order."""
+    """The calls of modules without children and of the decoder's layers, in order."""
     attended: dict[torch.nn.Module, ObservedAttention]
 
     def of(self, modules: Iterable[torch.nn.Module]) -> list[ModuleCall]:

@@ -166,7 +166,7 @@ class _Start(NamedTuple):
     """What the first layer gets."""
 
     scale: float
-    """Of the embedding's rows."""
+    """The factor by which the embedding's rows are multiplied."""
     positions: torch.Tensor | None = None
     offset: int = 0
     norm: NormDescription | None = None

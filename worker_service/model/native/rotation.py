@@ -20,7 +20,7 @@ class Table:
         self._max_model_len = max_model_len
         self._described: dict[tuple[bool, bool], RotaryDescription] = {}
         self.cos, self.sin = (_pairs(table.reshape(len(positions), -1)) for table in call.outputs)
-        """Of the observed positions, [tokens, pairs]."""
+        """Cosines and sines at the observed positions, [tokens, pairs]."""
 
     def description(self, is_interleaved: bool, is_reversed: bool) -> RotaryDescription:
         """With all positions; the same tensors each time."""
@@ -46,13 +46,13 @@ class Table:
 
 
 class Rotation(NamedTuple):
-    """Of the leading numbers of every head."""
+    """A rotation of the leading numbers of every head."""
 
     table: Table
     is_interleaved: bool
     """Pairs (2i, 2i + 1); else (i, i + pairs)."""
     is_reversed: bool
-    """By the negative angles."""
+    """True: the angles are negated."""
 
     def description(self) -> RotaryDescription:
         return self.table.description(self.is_interleaved, self.is_reversed)
@@ -92,7 +92,8 @@ def rotary_tables(seen: Observation, max_model_len: int) -> list[Table]:
 def find_rotation(
     before: torch.Tensor, after: torch.Tensor, head_size: int, tables: Sequence[Table], tolerance: float
 ) -> Turn | None:
-    """From `before` to `after`, [tokens, heads · head size] float32; None if no rotation gives it."""
+    """Find the rotation and factor that turn `before` into `after`, both [tokens, heads · head size] float32. None if none does
+    within `tolerance`."""
     heads = before.view(len(before), -1, head_size)
     best, least = None, tolerance
     for rotation in _candidates(head_size, tables):

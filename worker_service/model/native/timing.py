@@ -40,7 +40,7 @@ class TimedWorkload(NamedTuple):
     num_requests: int
     prompt_tokens: int
     generated_tokens: int
-    """Of each request."""
+    """Tokens generated for each request."""
 
     @classmethod
     def within(cls, max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int) -> Self:

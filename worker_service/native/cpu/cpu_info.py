@@ -9,7 +9,7 @@ _OF_KIND = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags
 _OF_FLAGS = ("flags", "Features")
 """On x86, and on aarch64."""
 _MATRIX_UNITS = {"bfloat16": ("amx_bf16", "bf16")}
-"""By number type: AMX on x86, BFMMLA on aarch64 (x86 has no flag bf16)."""
+"""CPU flags of matrix units by number type: AMX on x86, BFMMLA on aarch64 (x86 has no flag bf16)."""
 
 
 def identity() -> list[str]:

@@ -126,7 +126,7 @@ class Library:
     functions: Any
     """The ctypes library. Its calls release the GIL."""
     origin: str = ""
-    """For the log: `built for x86-64-v4`."""
+    """What the library was built for, for the log: `built for x86-64-v4`. Empty: it is not shown."""
 
     def describe(self) -> str:
         """Instruction set, number type and origin, for the log."""

@@ -24,7 +24,7 @@ _SHORT_PASSES = 4
 
 
 _LAYER_PHASES = ("norm", "qkv", "rotary", "attention", "merge", "out", "norm", "up", "quantize", "down")
-"""As in csrc/state.h."""
+"""Names of a layer's phases, in the order of the enum in csrc/state.h."""
 
 
 class OutOfMemory(RuntimeError):

@@ -14,7 +14,7 @@ from .library import Library, LibraryMismatch, open_library
 from .targets import TARGETS, BuildTarget, NumberType
 
 BUILDS = Path(__file__).parent / "builds"
-"""Where setup.py puts them."""
+"""The folder into which setup.py puts the builds."""
 SOURCES = Path(__file__).parent / "csrc"
 """Only in a checkout."""
 _BUILD = "run `make native`, or install kvpool again, with a C compiler"

@@ -21,7 +21,7 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
-"""Of every build. They are never those of -ffast-math: NaN must stay NaN."""
+"""Options of every build. -ffast-math is never among them: NaN must stay NaN."""
 
 
 class BuildTarget(NamedTuple):
@@ -30,11 +30,11 @@ class BuildTarget(NamedTuple):
     name: str
     """Shown to users."""
     machine: str
-    """As platform.machine() names it."""
+    """The machine's name as platform.machine() gives it."""
     cpu_flags: frozenset[str]
     """What a build for it may use, as cpu_info.flags() names it."""
     options: tuple[str, ...]
-    """Of gcc and clang."""
+    """Options that gcc and clang take for this CPU."""
     zig_cpu: str
     number_types: tuple[NumberType, ...] = ("float32", "bfloat16")
 
@@ -44,7 +44,7 @@ class BuildTarget(NamedTuple):
         return "amx_tile" in self.cpu_flags
 
     def file_name(self, number_type: NumberType) -> str:
-        """Of its build."""
+        """Return the name of the build's file."""
         return f"{self.name}-{number_type}.so"
 
 
@@ -88,7 +88,7 @@ AARCH64_BF16 = BuildTarget(
     ("bfloat16",),
 )
 TARGETS = (X86_64_V4_AMX, X86_64_V4_BF16, X86_64_V4, X86_64_V3, AARCH64_BF16, AARCH64)
-"""Of each machine the fastest first."""
+"""All targets; those of one machine are in order, the fastest first."""
 
 
 def find_compiler() -> list[str] | None:

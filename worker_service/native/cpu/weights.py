@@ -47,7 +47,7 @@ class PackedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all packed tensors together."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def _layer(self, description: LayerDescription) -> Layer:
