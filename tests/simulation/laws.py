@@ -433,6 +433,8 @@ class Laws:
         since = self.world.kernel.now - hole.began_at
         if not LEASE_SECONDS + _UNHEARD_SECONDS < since < HOLE_SECONDS:
             return
+        if not self.world.bus.link(manager.machine, hole.machine).num_cuts:
+            return  # the end of an earlier cut has ended this one too
         self.count("no route to who hears nothing")
         for routed in response.workers:
             session = manager.core.worker(routed.worker_id)

@@ -164,6 +164,7 @@ class Hole:
     def __init__(self, worker: WorkerProcess, began_at: float) -> None:
         self.worker_id = worker.plan.worker_id
         self.incarnation = worker.incarnation
+        self.machine = worker.machine
         self.began_at = began_at
 
 
