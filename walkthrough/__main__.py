@@ -98,7 +98,7 @@ def _print_all(case: Story, steps: Sequence[StoryStep]) -> None:
     pages += [draw_step(case, steps, index, width) for index in range(len(steps))]
     for line in (line for page in pages for line in (*page, Text(), Text())):
         line.rstrip()
-        terminal.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
+        terminal.print(line, soft_wrap=True)
     sys.stdout.flush()
 
 

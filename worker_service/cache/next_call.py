@@ -191,7 +191,7 @@ def _wants_refill(state: CacheState, targets: list[int]) -> bool:
 def _makes_room_for_a_fork(state: CacheState, targets: list[int]) -> bool:
     """Whether forks wait for blocks that sequences have released, and the manager does not know it. The sequences may themselves
     wait for the forks, and then no progress of theirs would state it."""
-    if not state.num_forks_to_come:
+    if not state.scratch_groups or not state.num_forks_to_come:
         return False
     live = [
         sequence
