@@ -29,6 +29,7 @@ from bench.report import Ratio, Series, command_line, facts, progress
 from bench.trace import VOCAB_SIZE, Trace
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
@@ -130,7 +131,7 @@ async def _drain(request: Request) -> None:
 
 async def _control(trace: Trace) -> float:
     """Seconds between steps without a manager."""
-    run = _Run(trace, _EndlessCache(CacheSettings(block_size=trace.block_size, num_blocks=(trace.num_blocks,))))
+    run = _Run(trace, _EndlessCache(CacheSettings(block_size=trace.block_size, groups=(DenseGroup(trace.num_blocks),))))
     running = asyncio.create_task(run.engine.run())
     await run.generate_all()
     running.cancel()
@@ -140,7 +141,7 @@ async def _control(trace: Trace) -> float:
 
 async def _real(trace: Trace, address: str, number: int) -> tuple[float, int, int]:
     """Seconds between steps with a manager, steps, and decodes that waited for a call."""
-    cache = EngineCache(CacheSettings(block_size=trace.block_size, num_blocks=(trace.num_blocks,)))
+    cache = EngineCache(CacheSettings(block_size=trace.block_size, groups=(DenseGroup(trace.num_blocks),)))
     run = _Run(trace, cache)
     is_open = asyncio.Event()
     introduction = register_request("bench", number, trace.block_size, trace.num_blocks)

@@ -22,6 +22,7 @@ from kvpool.cache_service.core.messages import AppendItem, Granted, SequenceUpda
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.events import Granted as GrantedEvent
+from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
@@ -63,7 +64,7 @@ class Recorder:
         self._tokens = trace.all_tokens()
         self._manager = CacheManager(1)
         session = self._manager.register(registration("bench", trace.block_size, trace.num_blocks), 0.0).session
-        self._cache = _TimedCache(CacheSettings(block_size=trace.block_size, num_blocks=(trace.num_blocks,)))
+        self._cache = _TimedCache(CacheSettings(block_size=trace.block_size, groups=(DenseGroup(trace.num_blocks),)))
         self._cache.on_registered(cache_pb2.RegisterResponse(session=session))
         self._scheduler = Scheduler(
             self._cache, max_num_seqs=trace.num_at_once, max_num_batched_tokens=trace.max_num_batched_tokens

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.calls import Recording
 from bench.replay import OurReplay
@@ -43,13 +43,19 @@ def replay(path: Path) -> Callable[[], float]:
 def hits() -> float:
     """A worker's cache side applies the reply to an Allocate of a prompt that is cached except for its end; the least seconds."""
     count = NUM_PROMPT // BLOCK_SIZE + 1
-    # Earlier commits have one group, and the number of its blocks here.
-    has_groups = isinstance(CacheSettings().num_blocks, tuple)
-    cache = EngineCache(CacheSettings(block_size=BLOCK_SIZE, num_blocks=(count,) if has_groups else count))  # type: ignore[arg-type]
+    cache = EngineCache(_settings(count))
     cache.on_registered(cache_pb2.RegisterResponse(session=1))
     tokens = list(range(1000, 1000 + NUM_PROMPT))
     _allocate(cache, tokens, 0, 1)
     return min(_allocate(cache, tokens, NUM_CACHED, number) for number in range(2, NUM_ALLOCATES))
+
+
+def _settings(num_blocks: int) -> Any:
+    try:
+        from kvpool.worker_service.cache.groups.dense import DenseGroup
+    except ImportError:  # an earlier commit
+        return CacheSettings(block_size=BLOCK_SIZE, num_blocks=(num_blocks,))  # type: ignore[call-arg]
+    return CacheSettings(block_size=BLOCK_SIZE, groups=(DenseGroup(num_blocks),))
 
 
 def _allocate(cache: EngineCache, tokens: list[int], num_cached: int, number: int) -> float:

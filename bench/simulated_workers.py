@@ -21,6 +21,7 @@ import structlog
 from bench.replay import FINGERPRINT
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
@@ -72,7 +73,7 @@ class SimulatedWorker:
     """When its report was complete."""
 
     def __post_init__(self) -> None:
-        self.cache = EngineCache(CacheSettings(block_size=BLOCK_SIZE, num_blocks=(self.num_blocks,)))
+        self.cache = EngineCache(CacheSettings(block_size=BLOCK_SIZE, groups=(DenseGroup(self.num_blocks),)))
         settings = EngineSettings(
             model_fingerprint=FINGERPRINT,
             vocab_size=_VOCAB_SIZE,

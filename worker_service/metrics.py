@@ -112,7 +112,7 @@ class WorkerMetrics:
             "Decodes that skipped a step for lack of a spare block although the pool had some.",
             cache.num_reserve_waits,
         )
-        if cache.settings.scratch_groups:
+        if cache.settings.keeping_boundaries:
             page.counter(
                 "kvpool_worker_windows_named", "Windows and snapshots kept for other prompts.", cache.num_windows_named
             )

@@ -25,8 +25,12 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
 from . import codec
 from .attention.packing import StepSizes
 from .cache.engine_cache import EngineCache
+from .cache.groups.dense import DenseGroup
+from .cache.groups.group import Group
+from .cache.groups.state import StateGroup, grid_tokens
+from .cache.groups.unit import UnitGroup
+from .cache.groups.window import WindowGroup
 from .cache.settings import CacheSettings
-from .cache.windows import grid_tokens
 from .cpu_share import lower_priority
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
@@ -129,7 +133,7 @@ class WorkerServer:
         plan = runner.kv_cache.plan
         self.engine = _build_engine(settings, loaded.facts, runner, model_thread)
         files = _model_files(loaded.facts)
-        keeps_boundaries = bool(self.engine.cache.settings.scratch_groups)
+        keeps_boundaries = bool(self.engine.cache.settings.keeping_boundaries)
         facts = _encode_facts(settings, loaded.facts, self.worker_id, files, keeps_boundaries=keeps_boundaries)
         self._servicer = WorkerServicer(
             self.engine,
@@ -370,21 +374,23 @@ def _encoder_settings(facts: ModelFacts) -> EncoderSettings | None:
     return EncoderSettings(encoder.max_tokens, encoder.vocab_size, encoder.decoder_prompt)
 
 
-def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
-    windows = [group.window or 0 for group in plan.groups]
-    num_blocks = [group.num_blocks for group in plan.groups]
+def _groups(plan: KVCachePlan) -> tuple[Group, ...]:
+    """The groups of a plan, each of its kind, in its order."""
+    groups: list[Group] = [
+        DenseGroup(group.num_blocks) if group.window is None else WindowGroup(group.num_blocks, group.window)
+        for group in plan.groups
+    ]
     if plan.states is not None:
-        windows.append(0)
-        num_blocks.append(plan.states.num_blocks)
+        groups.append(StateGroup(plan.states.num_blocks, grid_tokens(plan.block_size)))
     if plan.cross is not None:
-        windows.append(0)
-        num_blocks.append(plan.cross.num_blocks)
+        groups.append(UnitGroup(plan.cross.num_blocks, plan.cross.max_tokens))
+    return tuple(groups)
+
+
+def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
     return CacheSettings(
         block_size=plan.block_size,
-        num_blocks=tuple(num_blocks),
-        windows=tuple(windows),
-        state_grid=0 if plan.states is None else grid_tokens(plan.block_size),
-        cross_group=None if plan.cross is None else plan.cross_index,
+        groups=_groups(plan),
         max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
         retention_interval=settings.retention_interval,
         report_seconds=settings.report_seconds,
@@ -394,25 +400,14 @@ def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSetting
 
 def _kv_cache_config(plan: KVCachePlan, cache: CacheSettings) -> common_pb2.KVCacheConfig:
     config = common_pb2.KVCacheConfig(block_size=plan.block_size)
-    for group in plan.groups:
-        spec = config.groups.add(group=group.index, bytes_per_block=plan.block_size * group.bytes_per_token)
-        if group.window is None:
-            spec.full_attention.SetInParent()
-        else:
-            spec.sliding_window.window_tokens = group.window
-            spec.sliding_window.ring_blocks = cache.scratch_blocks(group.index)
-        config.pools.add(group=group.index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
+    sizes = [plan.block_size * group.bytes_per_token for group in plan.groups]
     if plan.states is not None:
-        index = len(plan.groups)
-        spec = config.groups.add(group=index, bytes_per_block=plan.states.bytes_per_block)
-        spec.state.scratch_blocks = cache.scratch_blocks(index)
-        spec.state.grid_tokens = cache.state_grid
-        config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=plan.states.num_blocks)
+        sizes.append(plan.states.bytes_per_block)
     if plan.cross is not None:
-        index, size = plan.cross_index, plan.cross.bytes_per_block(plan.block_size)
-        spec = config.groups.add(group=index, bytes_per_block=size)
-        spec.cross_attention.max_encoder_tokens = plan.cross.max_tokens
-        config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=plan.cross.num_blocks)
+        sizes.append(plan.cross.bytes_per_block(plan.block_size))
+    for index, (group, bytes_per_block) in enumerate(zip(cache.groups, sizes, strict=True)):
+        group.introduce(config.groups.add(group=index, bytes_per_block=bytes_per_block), cache.sizes)
+        config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
     return config
 
 

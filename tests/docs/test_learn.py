@@ -19,8 +19,9 @@ from kvpool.cache_service.core.prefix_tree import PrefixTree
 from kvpool.walkthrough import state, window
 from kvpool.walkthrough.layouts import FULL_AND_STATE, FULL_AND_WINDOW
 from kvpool.walkthrough.worker import Worker
+from kvpool.worker_service.cache.groups.state import grid_tokens
+from kvpool.worker_service.cache.groups.window import ring_blocks, span
 from kvpool.worker_service.cache.reserve import spare_target
-from kvpool.worker_service.cache.windows import grid_tokens, ring_blocks, span
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk

@@ -13,7 +13,9 @@ from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.entry import BlockCopy
-from kvpool.worker_service.cache.running_state import RunningState, StateUse
+from kvpool.worker_service.cache.groups.group import StateUse
+from kvpool.worker_service.cache.groups.state import RunningState, StateGroup
+from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 
@@ -73,7 +75,7 @@ class TinyEngine:
         self.copies: list[Copied] = []
         """Of forks since the last step, or of the running one. For the slots they are made at once."""
         self.slots_per_block = [
-            1 if settings.is_state(group) else settings.block_size for group in range(len(settings.num_blocks))
+            1 if isinstance(group, StateGroup) else settings.block_size for group in settings.groups
         ]
         """By group, like `slots` and `generations`. A state is what the slot of its last token would hold."""
         self.slots: list[list[Content | None]] = [
@@ -157,7 +159,7 @@ class TinyEngine:
             if sequence not in self.running:
                 continue
             start, last = sequence.num_computed_tokens, len(sequence.tokens)
-            most = self.cache.settings.max_chunk_tokens if sequence.scratch else last
+            most = self.cache.settings.max_chunk_tokens if sequence.scratches() else last
             end = start + self.cache.chunk(sequence, most)
             if self.cache.extend(sequence, end):
                 tables, tokens = tuple(map(tuple, sequence.block_tables)), tuple(sequence.tokens)
@@ -223,7 +225,8 @@ class TinyEngine:
 
     def _require_kv(self, sequence: CacheSequence, tables: Tables, count: int, who: str) -> None:
         for group, table in enumerate(tables):
-            window = self.cache.settings.window(group)
+            kind = self.cache.settings.groups[group]
+            window = kind.window if isinstance(kind, WindowGroup) else 0
             for position in range(max(0, count - window + 1) if window else 0, count):
                 slot = self._slot(table, position)
                 if self.slots[group][slot] != content(sequence, position + 1):
@@ -298,7 +301,7 @@ class TinyEngine:
 
 def _blocks_of_state(sequence: CacheSequence) -> list[list[int]]:
     """Of the last group, if it has a state: the blocks that the sequence may write."""
-    state = sequence.scratch[-1] if sequence.scratch else None
+    state = sequence.group_tables[-1] if sequence.group_tables else None
     return [[one.block for one in state.scratch()]] if isinstance(state, RunningState) else []
 
 

@@ -22,10 +22,12 @@ from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.cache_service.core.recovery import Recovery
 from kvpool.cache_service.core.session import Sequence, Session
 from kvpool.worker_service.cache.events import Granted, Refused, Stopped
+from kvpool.worker_service.cache.groups.dense import DenseTable
+from kvpool.worker_service.cache.groups.group import GroupTable
+from kvpool.worker_service.cache.groups.scratch import Scratch
+from kvpool.worker_service.cache.groups.state import RunningState
+from kvpool.worker_service.cache.groups.window import Ring
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
-from kvpool.worker_service.cache.ring import Ring
-from kvpool.worker_service.cache.running_state import RunningState
-from kvpool.worker_service.cache.scratch import Scratch
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.cache_service.core.kinds import tables, windows
 from tests.exhaustive.engine import TinyEngine
@@ -224,8 +226,6 @@ def _all_sequences(engine: TinyEngine) -> list[CacheSequence]:
 
 
 def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
-    for generations in sequence.generations:
-        numbers.stamps += generations
     return (
         sequence.id.sequence_id,
         sequence.id.attempt,
@@ -236,9 +236,9 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
         sequence.no_wait,
         sequence.state.value,
         tuple(map(tuple, sequence.tables)),
-        [None if scratch is None else _scratch(scratch, numbers) for scratch in sequence.scratch],
+        [_table(table, numbers) for table in sequence.group_tables],
         sequence.boundaries,
-        _blocks_of(sequence.content) if sequence.scratch else None,
+        _blocks_of(sequence.content) if sequence.scratches() else None,
         sequence.num_cached_tokens,
         sequence.num_computed_tokens,
         sequence.uses_blocks,
@@ -249,11 +249,18 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
         sequence.num_forks_to_come,
         sequence.is_superseded,
         sequence.acked_tokens,
-        sequence.acked_entries,
         sequence.acked_computed_tokens,
         sequence.parked_on and tuple(sequence.parked_on),
         sequence.parked_position,
     )
+
+
+def _table(table: GroupTable, numbers: _Numbers) -> Hashable:
+    if isinstance(table, Scratch):
+        return _scratch(table, numbers)
+    assert isinstance(table, DenseTable), "of units the worlds have none"
+    numbers.stamps += table.generations
+    return table.num_unstated
 
 
 def _scratch(scratch: Scratch, numbers: _Numbers) -> Hashable:

@@ -6,7 +6,7 @@ import copyreg
 import functools
 import io
 import pickle
-from dataclasses import astuple
+from dataclasses import fields
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def _of_kind(kind: Any, *values: Any) -> Any:
 
 @functools.cache
 def _reduce_settings(settings: CacheSettings) -> tuple[Any, tuple[Any, ...]]:
-    return _of_kind, (CacheSettings, *astuple(settings))
+    return _of_kind, (CacheSettings, *(getattr(settings, field.name) for field in fields(settings)))
 
 
 def _parse(kind: Any, data: bytes) -> Any:
@@ -127,7 +127,10 @@ _NAMES = {
     "kvpool.worker_service.cache.report": "Report",
     "kvpool.worker_service.cache.reserve": "DecodingRate Reserve ReservedBlock",
     "kvpool.worker_service.cache.sequence": "CacheSequence SequenceId SequenceState",
-    "kvpool.worker_service.cache.ring": "Ring Statement",
+    "kvpool.worker_service.cache.groups.dense": "DenseGroup DenseTable",
+    "kvpool.worker_service.cache.groups.group": "Statement",
+    "kvpool.worker_service.cache.groups.state": "RunningState StateGroup",
+    "kvpool.worker_service.cache.groups.window": "Ring WindowGroup",
     "kvpool.worker_service.cache.entry": "Entry",
     "kvpool.worker_service.cache.settings": "CacheSettings",
     "kvpool.worker_service.cache.state": "CacheState",

@@ -21,10 +21,10 @@ from kvpool.cache_service.core.session import Sequence, Session
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache import forks, naming, parking
 from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.groups.state import RunningState
+from kvpool.worker_service.cache.groups.window import Ring
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
-from kvpool.worker_service.cache.ring import Ring
-from kvpool.worker_service.cache.running_state import RunningState
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.state import CacheState
 from tests.exhaustive.fingerprint import fingerprint
@@ -91,14 +91,14 @@ def test_every_state_of_a_world_with_recurrent_layers_is_right(monkeypatch: pyte
     reached: Counter[str] = Counter()
     for kind, name in ((RunningState, "name"), (RunningState, "_release"), (naming, "add_boundary")):
         count_calls(monkeypatch, kind, name, reached)
-    use = RunningState.use
+    use = RunningState.state_use
 
     def counted_use(state: RunningState, num_computed_tokens: int, num_slots: int) -> Any:
         found = use(state, num_computed_tokens, num_slots)
         reached["a hit is read"] += found.source not in (0, found.running)
         return found
 
-    monkeypatch.setattr(RunningState, "use", counted_use)
+    monkeypatch.setattr(RunningState, "state_use", counted_use)
     found = Search(smaller("parting, fault, state"), num_processes=1).run()
     assert not found.broken, found.broken
     assert found.is_complete

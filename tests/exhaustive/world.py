@@ -17,6 +17,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
+from tests.cache_groups import groups_of, introduced
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
@@ -151,9 +152,7 @@ class World:
         self.at_once = at_once
         settings = CacheSettings(
             block_size=block_size,
-            num_blocks=num_blocks,
-            windows=windows,
-            state_grid=grid,
+            groups=groups_of(num_blocks, windows, grid=grid),
             max_chunk_tokens=block_size,
             report_seconds=0.0,
             no_blocks_retry_seconds=0.0,
@@ -355,25 +354,13 @@ class World:
 
     def _introduction(self, index: int) -> cache_pb2.RegisterRequest:
         peer = self.peers[index]
-        config = common_pb2.KVCacheConfig(block_size=peer.settings.block_size)
-        for group, num_blocks in enumerate(peer.settings.num_blocks):
-            spec = config.groups.add(group=group)
-            if peer.settings.is_state(group):
-                spec.state.grid_tokens = peer.settings.state_grid
-                spec.state.scratch_blocks = peer.settings.scratch_blocks(group)
-            elif peer.settings.window(group):
-                spec.sliding_window.window_tokens = peer.settings.window(group)
-                spec.sliding_window.ring_blocks = peer.settings.scratch_blocks(group)
-            else:
-                spec.full_attention.SetInParent()
-            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=f"w{index}",
             incarnation=peer.incarnation,
             register_no=peer.register_no,
             address="h:1",
             model_fingerprint=FINGERPRINT,
-            kv_cache_config=config,
+            kv_cache_config=introduced(peer.settings),
             process_key=b"process %d" % peer.incarnation,
             predecessor_key=b"process %d" % (peer.incarnation - 1),
             holds_state=peer.engine.cache.holds_state,

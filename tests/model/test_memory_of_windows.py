@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.worker_service.cache.windows import ring_blocks, span
+from kvpool.worker_service.cache.groups.window import ring_blocks, span
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.memory.plan import MemoryFacts, MemorySettings, plan_memory

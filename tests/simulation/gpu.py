@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvpool.worker_service.cache.entry import BlockCopy
+from kvpool.worker_service.cache.groups.state import StateGroup
+from kvpool.worker_service.cache.groups.unit import Unit, UnitGroup, UnitLedger
+from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.cache.units import Unit
 from kvpool.worker_service.engine.step import (
     BeamCandidate,
     BeamCandidates,
@@ -46,8 +48,8 @@ class _Part:
         """Of the tables' blocks when the step was launched."""
         self.generations_of_state = [ledgers[-1]._generation[block] for block in part.state or ()]
         self.generations_of_unit: list[int] = []
-        if part.encoder is not None and sequence.cross_group is not None:
-            units = ledgers[sequence.cross_group]
+        if part.encoder is not None:
+            (units,) = [ledger for ledger in ledgers if isinstance(ledger, UnitLedger)]
             self.generations_of_unit = [units._generation[block] for block in part.encoder.table]
         self.num_done = 0
 
@@ -71,11 +73,14 @@ class Gpu:
         self.worker = worker
         self.block_size = settings.block_size
         self.slots = [
-            tracer.Slots(count, 1 if settings.is_state(group) else settings.block_size)
-            for group, count in enumerate(settings.num_blocks)
+            tracer.Slots(group.num_blocks, 1 if isinstance(group, StateGroup) else settings.block_size)
+            for group in settings.groups
         ]
         """By group. A state is what the slot of its last token would hold."""
-        self._attending = settings.attention_groups
+        self._attending = [index for index, group in enumerate(settings.groups) if group.table_type.is_attended]
+        self._unit_group = next(
+            (ledger for ledger, group in enumerate(settings.groups) if isinstance(group, UnitGroup)), None
+        )
         self.step_seconds = 0.02
         self.is_busy = False
         self.num_steps = 0
@@ -229,9 +234,8 @@ class Gpu:
         """Run the encoder, if the part brings its input, and read its output."""
         assert part.encoder is not None
         table, num_tokens, token_ids = part.encoder
-        group = part.sequence.cross_group
-        assert group is not None
-        slots = self.slots[group]
+        assert self._unit_group is not None
+        slots = self.slots[self._unit_group]
         if token_ids and not part.num_done:
             slots.write(table, 0, tracer.encoder_slots(token_ids, part.sequence.root.tenant_salt))
         right = tracer.encoder_slots(self._input_of(part.sequence), part.sequence.root.tenant_salt)
@@ -256,9 +260,8 @@ class Gpu:
 
     def _may_touch_unit(self, part: _Part, ledgers: tuple[BlockLedger, ...]) -> bool:
         assert part.encoder is not None
-        group = self.worker.cache.settings.cross_group
-        assert group is not None
-        ledger = ledgers[group]
+        assert self._unit_group is not None
+        ledger = ledgers[self._unit_group]
         for block, generation in zip(part.encoder.table, part.generations_of_unit, strict=True):
             if ledger._generation[block] != generation or not ledger._num_users[block]:
                 self._fail(
@@ -296,8 +299,8 @@ class Gpu:
 
     def _begin(self, group: int, position: int) -> int:
         """The first position that the token at a position sees."""
-        window = self.worker.cache.settings.window(group)
-        return max(0, position - window + 1) if window else 0
+        kind = self.worker.cache.settings.groups[group]
+        return max(0, position - kind.window + 1) if isinstance(kind, WindowGroup) else 0
 
     def _may_touch_group(self, part: _Part, end: int, ledger: BlockLedger, generations: list[int]) -> bool:
         size, table = self.block_size, part.tables[ledger.group]

@@ -20,9 +20,9 @@ from kvpool.cache_service.core.report_turns import MOST_LEASES
 from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.election.epoch import MAX_FOREIGN_EPOCH
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
+from kvpool.worker_service.cache.groups.unit import Unit
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.sequence import CacheSequence
-from kvpool.worker_service.cache.units import Unit
 from kvpool.worker_service.engine.beams import BeamRequest
 from tests import tracer
 from tests.cache_service.core.kinds import unit_pool
@@ -337,12 +337,9 @@ class Laws:
         state = worker.cache._state
         num_tokens = min(sequence.num_uncomputed_tokens, worker.engine.scheduler.max_chunk_tokens)
         num_slots = sequence.num_computed_tokens + num_tokens
-        num_missing = -(-num_slots // worker.cache.settings.block_size) - sequence.num_entries
-        if state.full_groups and num_missing > state.num_spare:
-            return False
         return all(
-            scratch is None or scratch.num_missing(sequence.num_computed_tokens, num_slots) <= len(reserve)
-            for scratch, reserve in zip(sequence.scratch, state.reserves, strict=False)
+            table.num_missing(sequence.num_computed_tokens, num_slots) <= len(reserve)
+            for table, reserve in zip(sequence.group_tables, state.reserves, strict=False)
         )
 
     def on_exit(self, worker: WorkerProcess) -> None:

@@ -34,11 +34,11 @@ from kvpool.worker_service import generate_many
 from kvpool.worker_service.cache import naming
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.entry import Entry
+from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.state import CacheState
-from kvpool.worker_service.cache.units import UnitLedger
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.groups.group import Group, GroupTable
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
@@ -43,14 +44,7 @@ class WorkerPlan:
     """What stays the same over the lives of a worker."""
 
     worker_id: str
-    num_blocks: tuple[int, ...]
-    """By group."""
-    windows: tuple[int, ...]
-    """By group; 0: none."""
-    state_grid: int
-    """Tokens: the last group has the states of recurrent layers. 0: there are none."""
-    cross_group: int | None
-    """The group with the KV of encoder inputs. None: the model has no encoder."""
+    groups: tuple[Group, ...]
     retention_interval: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -69,10 +63,7 @@ class WorkerPlan:
         """Of its cache side."""
         return CacheSettings(
             block_size=BLOCK_SIZE,
-            num_blocks=self.num_blocks,
-            windows=self.windows,
-            state_grid=self.state_grid,
-            cross_group=self.cross_group,
+            groups=self.groups,
             max_chunk_tokens=min(self.max_num_batched_tokens, CHUNK_TOKENS),
             retention_interval=self.retention_interval,
             report_seconds=self.report_seconds,
@@ -114,7 +105,7 @@ class WorkerProcess(Process):
                 scheduling_policy=plan.policy,
                 max_num_waiting=plan.max_num_waiting,
                 encoder=None
-                if plan.cross_group is None
+                if not self.cache.settings.encoder_capacity
                 else EncoderSettings(MAX_ENCODER_TOKENS, tracer.VOCAB_SIZE, (START,)),
             ),
             self.cache,
@@ -132,7 +123,7 @@ class WorkerProcess(Process):
             vocab_size=tracer.VOCAB_SIZE,
             max_model_len=plan.max_model_len,
             eos_token_ids=sorted(tracer.EOS),
-            is_encoder_decoder=plan.cross_group is not None,
+            is_encoder_decoder=self.cache.settings.encoder_capacity > 0,
             decoder_start_token_id=START,
             max_encoder_tokens=MAX_ENCODER_TOKENS,
         )
@@ -154,18 +145,9 @@ class WorkerProcess(Process):
         """What it says of itself in each Register."""
         config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
         settings = self.cache.settings
-        for group, num_blocks in enumerate(self.plan.num_blocks):
-            spec = config.groups.add(group=group)
-            if settings.is_state(group):
-                spec.state.grid_tokens, spec.state.scratch_blocks = settings.state_grid, settings.scratch_blocks(group)
-            elif group == settings.cross_group:
-                spec.cross_attention.max_encoder_tokens = MAX_ENCODER_TOKENS
-            elif settings.window(group):
-                spec.sliding_window.window_tokens = settings.window(group)
-                spec.sliding_window.ring_blocks = settings.scratch_blocks(group)
-            else:
-                spec.full_attention.SetInParent()
-            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
+        for index, group in enumerate(settings.groups):
+            group.introduce(config.groups.add(group=index), settings.sizes)
+            config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=self.plan.worker_id,
             incarnation=self.incarnation,
@@ -270,14 +252,12 @@ class WorkerProcess(Process):
     def live_blocks(self) -> list[tuple[CacheSequence, list[list[tuple[int, int]]]]]:
         """Sequences whose blocks are used here, with these and their generations, by group."""
         return [
-            (sequence, [_blocks(sequence, group) for group in range(len(sequence.tables))])
+            (sequence, [_blocks(table) for table in sequence.group_tables])
             for sequence in self.cache._state.sequences.values()
             if sequence.uses_blocks and sequence.state in (SequenceState.LIVE, SequenceState.ENDING)
         ]
 
 
-def _blocks(sequence: CacheSequence, group: int) -> list[tuple[int, int]]:
-    scratch = sequence.scratch[group] if sequence.scratch else None
-    if scratch is None:
-        return list(zip(sequence.tables[group], sequence.generations[group], strict=True))
-    return [(block, generation) for block, generation in (*scratch.named.values(), *scratch.scratch())]
+def _blocks(table: GroupTable) -> list[tuple[int, int]]:
+    entries = [(entry.block, entry.generation) for entry in table.entries()]
+    return [*entries, *((spare.block, spare.generation) for spare in table.scratch())]

@@ -12,6 +12,11 @@ from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
 from kvpool.cache_service.election.file import encode
 from kvpool.protocol.tokens import input_digest
+from kvpool.worker_service.cache.groups.dense import DenseGroup
+from kvpool.worker_service.cache.groups.group import Group
+from kvpool.worker_service.cache.groups.state import StateGroup
+from kvpool.worker_service.cache.groups.unit import UnitGroup
+from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.policy import SchedulingPolicy
@@ -31,7 +36,7 @@ from tests.simulation.process import Process
 from tests.simulation.strangers import Strangers
 from tests.simulation.stream_call import StreamCall
 from tests.simulation.tally import Tally
-from tests.simulation.worker import BLOCK_SIZE, FINGERPRINT, START, WorkerPlan, WorkerProcess
+from tests.simulation.worker import BLOCK_SIZE, FINGERPRINT, MAX_ENCODER_TOKENS, START, WorkerPlan, WorkerProcess
 from tests.tracer_beams import expected_beams
 
 _WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free"})
@@ -170,20 +175,20 @@ class World:
                     "state": [4, 6, 10, 30],
                 }
                 pools = tuple(groups.choice(least[part]) for part in parts)
-            cross_group = None
+            layout: list[Group] = [
+                DenseGroup(count) if not window else WindowGroup(count, window)
+                for count, window in zip(pools, windows, strict=True)
+            ]
+            if state_grid:
+                layout[-1] = StateGroup(pools[-1], state_grid)
             if self.has_encoder:
                 # After the groups of the decoder's own attention; the states, if there are any, are always the last.
-                cross_group = len(pools) - bool(state_grid)
                 num_units = encoder.choice([8, 10, 12, 24, 60])
-                pools = (*pools[:cross_group], num_units, *pools[cross_group:])
-                windows = (*windows[:cross_group], 0, *windows[cross_group:])
+                layout.insert(len(layout) - bool(state_grid), UnitGroup(num_units, MAX_ENCODER_TOKENS))
             self.plans.append(
                 WorkerPlan(
                     worker_id=f"w{number}",
-                    num_blocks=pools,
-                    windows=windows,
-                    state_grid=state_grid,
-                    cross_group=cross_group,
+                    groups=tuple(layout),
                     retention_interval=groups.choice([0, 0, 0, 6, 16]),
                     max_num_seqs=draw.choice([2, 4, 6]),
                     max_num_batched_tokens=draw.choice([8, 16, 40]),
@@ -290,7 +295,7 @@ class World:
         """Whether a worker may refuse it for ever."""
         slots = self._num_first_tokens(plan) + self._most_tokens(plan) - 1
         settings = [worker.cache_settings() for worker in self.plans]
-        if self.has_encoder and any(one.num_unit_blocks(len(plan.prompt)) > one.unit_capacity for one in settings):
+        if self.has_encoder and any(-(-len(plan.prompt) // BLOCK_SIZE) > one.encoder_capacity for one in settings):
             return True
         num_blocks = -(-slots // BLOCK_SIZE)
         if plan.num_beams > 1:
@@ -310,9 +315,7 @@ class World:
     def _has_scratch_for(self, num_beams: int, cache: CacheSettings) -> bool:
         """Whether all beams find rings and running states."""
         return num_beams == 1 or all(
-            cache.scratch_blocks(group) + cache.span(group) + (num_beams - 1) * cache.fork_blocks(group) < num_blocks
-            for group, num_blocks in enumerate(cache.num_blocks)
-            if cache.has_scratch(group)
+            group.num_for_beams(cache.sizes, num_beams) < group.num_blocks for group in cache.groups
         )
 
     def ended(self, plan: RequestPlan, how: str) -> None:

@@ -23,6 +23,7 @@ from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.results import computed, next_tokens
 from kvpool.worker_service.engine.scheduler import ForkCopies, Scheduled, Scheduler
 from kvpool.worker_service.engine.step import BeamCandidate, BeamCandidates, PartResult, SampledToken
+from tests.cache_groups import groups_of
 
 
 def token_at(sequence_id: str, position: int) -> int:
@@ -59,7 +60,10 @@ class FakeCache:
 
     def __init__(self, num_blocks: int, block_size: int, state_grid: int = 0) -> None:
         self.block_size = block_size
-        self.settings = CacheSettings(block_size=block_size, state_grid=state_grid)
+        self.settings = CacheSettings(
+            block_size=block_size,
+            groups=groups_of((num_blocks, 9), grid=state_grid) if state_grid else groups_of((num_blocks,)),
+        )
         self.blocks = list(range(1, num_blocks + 1))
         self.ending: list[CacheSequence] = []
         self.is_away = False

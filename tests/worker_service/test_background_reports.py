@@ -10,13 +10,14 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import report as report_module
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.groups.dense import DenseGroup
+from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, MutatingCall
 from kvpool.worker_service.cache.report import Report
 from kvpool.worker_service.cache.reserve import SpareBlock
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.cache.units import UnitLedger
 
 _ROOT = common_pb2.Root(model_fingerprint="m")
 _OLD, _NEW = 5, 9
@@ -136,7 +137,7 @@ class _Worker:
     """A cache with complete idle blocks and a live sequence, that has lost its manager and found the next one."""
 
     def __init__(self) -> None:
-        self.cache = EngineCache(CacheSettings(block_size=1, num_blocks=(64,), report_seconds=0.0))
+        self.cache = EngineCache(CacheSettings(block_size=1, groups=(DenseGroup(64),), report_seconds=0.0))
         self.cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
         self.sequence = CacheSequence("s", 1, _ROOT, [1, 2, 3], max_new_tokens=20)
         granted = cache_pb2.AllocateResponse()

@@ -10,6 +10,7 @@ from kvpool.worker_service.engine.capacity import Capacity
 from kvpool.worker_service.engine.engine import EngineSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import GenerationParams
+from tests.cache_groups import groups_of
 
 MODEL = EngineSettings(model_fingerprint="m", vocab_size=100, max_model_len=64, max_num_seqs=8)
 
@@ -23,7 +24,7 @@ def asking(num_prompt: int, max_tokens: int, num_beams: int = 1) -> GenerationPa
 @pytest.mark.parametrize(("num_beams", "expected"), [(1, 47), (2, 23), (4, 11), (8, 3)])
 def test_without_a_limit_a_text_is_as_long_as_the_pool_lets_all_beams_be(num_beams: int, expected: int) -> None:
     """They share the full blocks of the prompt; of the others each may need its own."""
-    capacity = Capacity(MODEL, CacheSettings(block_size=4, num_blocks=(15,)))
+    capacity = Capacity(MODEL, CacheSettings(block_size=4, groups=groups_of((15,))))
     found = capacity.max_tokens(asking(10, 0, num_beams))
     assert found == expected
     assert capacity.max_tokens(asking(10, found, num_beams)) == found
@@ -34,7 +35,7 @@ def test_without_a_limit_a_text_is_as_long_as_the_pool_lets_all_beams_be(num_bea
 
 def test_a_text_needs_blocks_of_each_group() -> None:
     """What the smallest pool can never hold is refused at once."""
-    capacity = Capacity(MODEL, CacheSettings(block_size=4, num_blocks=(100, 9)))
+    capacity = Capacity(MODEL, CacheSettings(block_size=4, groups=groups_of((100, 9))))
     assert capacity.max_tokens(asking(20, 13)) == 13
     with pytest.raises(EngineError, match="this worker has 8") as caught:
         capacity.max_tokens(asking(20, 14))
@@ -44,7 +45,7 @@ def test_a_text_needs_blocks_of_each_group() -> None:
 @pytest.mark.parametrize(("num_states", "most"), [(4, 1), (5, 2), (7, 4)])
 def test_each_beam_needs_a_state_of_its_own(num_states: int, most: int) -> None:
     """The first one what it is granted and has hit."""
-    settings = CacheSettings(block_size=4, num_blocks=(200, num_states), state_grid=4)
+    settings = CacheSettings(block_size=4, groups=groups_of((200, num_states), grid=4))
     capacity = Capacity(MODEL, settings)
     assert capacity.max_tokens(asking(3, 5, most)) == 5
     with pytest.raises(EngineError, match=r"beams need .* blocks of group 1 \(states\).*ask for fewer beams") as caught:

@@ -10,6 +10,7 @@ import pytest
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.ledger import Content
 from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
@@ -22,7 +23,7 @@ _ROOT = common_pb2.Root(model_fingerprint="m")
 def _cache(**settings: Any) -> EngineCache:
     """With an open session that has nothing to report. `num_blocks`: of its one group."""
     if "num_blocks" in settings:
-        settings["num_blocks"] = (settings["num_blocks"],)
+        settings["groups"] = (DenseGroup(settings.pop("num_blocks")),)
     cache = EngineCache(CacheSettings(**settings))
     cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
     return cache

@@ -323,7 +323,7 @@ def test_forks_of_forks_may_end_in_any_order(first_to_end: str, layout: tuple[ob
 
 
 def _blocks(sequence: CacheSequence, group: int) -> list[int]:
-    return list(sequence.blocks(group)) if group < len(sequence.tables) else []
+    return list(sequence.group_tables[group].blocks()) if group < len(sequence.tables) else []
 
 
 def test_a_fork_has_a_ring_of_its_own() -> None:

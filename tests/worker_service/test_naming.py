@@ -90,7 +90,7 @@ def test_the_end_of_a_text_is_no_boundary_and_needs_no_reserve() -> None:
         one.step(sequence)
     assert sequence.max_tokens == 32
     assert boundaries.next_boundary(sequence, one.cache.settings) is None
-    assert boundaries.num_lacking(sequence, 1, one.cache.settings) == 0
+    assert boundaries.num_lacking(sequence, ring_of(sequence), one.cache.settings) == 0
 
 
 def tell(one: Worker, sequence_id: str, num_tokens: int, round_: int = 0) -> None:

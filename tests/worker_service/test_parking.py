@@ -7,6 +7,7 @@ import pytest
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import parking
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.cache.state import CacheState
@@ -20,7 +21,7 @@ def _sequence(name: str) -> CacheSequence:
 
 @pytest.fixture
 def state() -> CacheState:
-    return CacheState(CacheSettings(num_blocks=(8,), prefix_wait_seconds=_PATIENCE))
+    return CacheState(CacheSettings(groups=(DenseGroup(8),), prefix_wait_seconds=_PATIENCE))
 
 
 @pytest.fixture

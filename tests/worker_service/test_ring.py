@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.worker_service.cache.entry import Entry
+from kvpool.worker_service.cache.groups.window import Ring, largest_chunk, ring_blocks, span
 from kvpool.worker_service.cache.reserve import SpareBlock
-from kvpool.worker_service.cache.ring import Ring
-from kvpool.worker_service.cache.windows import largest_chunk, ring_blocks, span
 
 SIZE = 4
 Draw = st.DataObject

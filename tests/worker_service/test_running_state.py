@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvpool.cache_service.core.messages import Boundary, SequenceKey
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache.entry import Entry
+from kvpool.worker_service.cache.groups.group import StateUse
+from kvpool.worker_service.cache.groups.state import RunningState
 from kvpool.worker_service.cache.reserve import SpareBlock
-from kvpool.worker_service.cache.running_state import RunningState, StateUse
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.worker_service.windowed import Worker, state_of
 
@@ -251,7 +252,7 @@ def test_no_block_is_in_two_places_and_a_copy_is_what_it_is_named_for(
         count = min(state.num_useful(computed, end), draw.draw(st.integers(0, 1)))
         state.advance(computed, end, blocks(next_block, count))
         next_block += count
-        use = state.use(computed, end)
+        use = state.state_use(computed, end)
         assert (in_block.get(use.source) == computed) if use.source else computed == 0
         named = {one.block for one in state.named.values()}
         assert use.running not in named | {use.snapshot}

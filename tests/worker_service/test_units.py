@@ -12,10 +12,11 @@ from kvpool.cache_service.core.restored import Case
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed
+from kvpool.worker_service.cache.groups.unit import Unit, UnitLedger
 from kvpool.worker_service.cache.ledger import DisagreementError
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.cache.units import UnitLedger
+from tests.cache_groups import groups_of
 from tests.worker_service.windowed import Worker
 
 SIZE = 4
@@ -165,9 +166,9 @@ def test_a_full_pool_of_units_lets_sequences_wait_and_preempts_nobody() -> None:
 
 
 def test_a_sequence_has_as_much_room_as_the_decoders_pool() -> None:
-    settings = CacheSettings(block_size=SIZE, num_blocks=(33, 5), cross_group=CROSS)
-    assert (settings.capacity, settings.unit_capacity, settings.num_unit_blocks(9)) == (32, 4, 3)
-    assert CacheSettings().unit_capacity == 0
+    settings = CacheSettings(block_size=SIZE, groups=groups_of((33, 5), unit=CROSS))
+    assert (settings.capacity, settings.encoder_capacity) == (32, 4)
+    assert CacheSettings().encoder_capacity == 0
 
 
 # -- reports
@@ -344,9 +345,9 @@ def test_a_unit_is_forgotten_when_one_of_its_blocks_is_granted() -> None:
     ledger = ledger_with_a_unit()
     ledger.drop(1)
     ledger.drop(2)
-    assert (ledger.num_idle, len(ledger.units())) == (2, 1)
+    assert (ledger.num_idle, len(ledger.whole_contents())) == (2, 1)
     ledger.accept_grant(2, 6)
-    assert (ledger.num_idle, ledger.units(), ledger.idle_blocks()) == (0, [], [])
+    assert (ledger.num_idle, ledger.whole_contents(), ledger.idle_blocks()) == (0, [], [])
     with pytest.raises(DisagreementError):
         ledger.accept_unit([1, 2], [5, 6], INPUT, 8)
 
@@ -371,7 +372,8 @@ def test_a_worker_without_an_encoder_takes_no_unit() -> None:
 
 def test_a_unit_is_no_tokens_of_a_chain() -> None:
     """The digest names the input: its tokens are kept nowhere in the cache."""
-    (unit,) = ledger_with_a_unit().units()
+    ((unit, _),) = ledger_with_a_unit().whole_contents()
+    assert isinstance(unit, Unit)
     assert (unit.tokens, unit.num_tokens * TOKEN_BYTES) == (b"", 32)
 
 
@@ -386,7 +388,7 @@ def test_a_fork_shares_the_unit_of_its_parent(is_lost: bool) -> None:
     assert forked is not None
     child = forked.sequence
     assert child.unit_table == parent.unit_table
-    assert all(copy.group != parent.cross_group for copy in forked.copies)
+    assert all(copy.group != CROSS for copy in forked.copies)
     if is_lost:
         worker.cache.lose("the test says so")
         worker.register()

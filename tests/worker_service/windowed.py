@@ -12,18 +12,19 @@ from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.cache_service.core.session import Session
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
-from kvpool.worker_service.cache.ring import Ring
-from kvpool.worker_service.cache.running_state import RunningState
+from kvpool.worker_service.cache.groups.state import RunningState, StateGroup
+from kvpool.worker_service.cache.groups.window import Ring
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from tests import manager_calls
+from tests.cache_groups import groups_of, introduced
 
 ROOT = common_pb2.Root(model_fingerprint="m")
 
 
 class Worker:
     """One worker. `num_blocks`, `windows`: by group. `grid`: tokens; the last group has a state. `cross_group`: the one that has
-    the KV of encoder inputs, of 64 tokens at most."""
+    the KV of encoder inputs."""
 
     def __init__(
         self,
@@ -39,12 +40,9 @@ class Worker:
     ) -> None:
         settings = CacheSettings(
             block_size=block_size,
-            num_blocks=num_blocks,
-            windows=windows,
+            groups=groups_of(num_blocks, windows, grid=grid, unit=cross_group),
             max_chunk_tokens=chunk,
-            state_grid=grid,
             retention_interval=retention_interval,
-            cross_group=cross_group,
         )
         self.cache = EngineCache(settings)
         self.states: dict[int, tuple[int, ...]] = {}
@@ -65,26 +63,12 @@ class Worker:
     def begin_report(self) -> None:
         """Begin a session; what the worker holds is to be reported."""
         self._register_no += 1
-        settings = self.cache.settings
-        config = common_pb2.KVCacheConfig(block_size=settings.block_size)
-        for group, count in enumerate(settings.num_blocks):
-            spec = config.groups.add(group=group)
-            if settings.is_state(group):
-                spec.state.grid_tokens, spec.state.scratch_blocks = settings.state_grid, settings.scratch_blocks(group)
-            elif settings.window(group):
-                spec.sliding_window.window_tokens = settings.window(group)
-                spec.sliding_window.ring_blocks = settings.scratch_blocks(group)
-            elif group == settings.cross_group:
-                spec.cross_attention.max_encoder_tokens = 64
-            else:
-                spec.full_attention.SetInParent()
-            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
         request = cache_pb2.RegisterRequest(
             worker_id="w",
             incarnation=1,
             register_no=self._register_no,
             model_fingerprint="m",
-            kv_cache_config=config,
+            kv_cache_config=introduced(self.cache.settings),
             holds_state=self.cache.holds_state,
         )
         response: Any = manager_calls.execute(self.manager, "Register", request, self.now)
@@ -139,7 +123,7 @@ class Worker:
         """Begin a step, with the copies of forks."""
         for copying in self.cache._state.copies_due:
             for group, source, target in copying.copies:
-                if self.cache.settings.is_state(group):
+                if isinstance(self.cache.settings.groups[group], StateGroup):
                     self.states[target] = self.states[source]
         end = self._end(sequence)
         assert self.cache.extend(sequence, end)
@@ -187,7 +171,7 @@ class Worker:
     def check(self) -> None:
         """Every law of the manager holds, and every snapshot is the state after the tokens that it is named for."""
         assert self.manager.check().violations == []
-        if self.cache.settings.state_grid:
+        if self.cache.settings.grid_tokens:
             for session in self.manager.sessions:
                 for block, tokens in self.snapshots(session).items():
                     assert self.states[block] == tokens
@@ -209,13 +193,13 @@ class Worker:
 
 def ring_of(sequence: CacheSequence, group: int = 1) -> Ring:
     """What it has in a group with a window."""
-    ring = sequence.scratch[group]
+    ring = sequence.group_tables[group]
     assert isinstance(ring, Ring)
     return ring
 
 
 def state_of(sequence: CacheSequence) -> RunningState:
     """What it has in the group of the state."""
-    state = sequence.scratch[-1]
+    state = sequence.group_tables[-1]
     assert isinstance(state, RunningState)
     return state

@@ -17,7 +17,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session_key import NO_KEY
 from kvpool.cache_service.keys import make_session_key
-from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
@@ -26,6 +26,7 @@ from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.manager_link import ManagerLink
 from tests import manager_calls
+from tests.cache_groups import groups_of, introduced
 from tests.tracer import VOCAB_SIZE, expected_text
 from tests.worker_service.tracer_model import TracerModel
 
@@ -128,8 +129,7 @@ class World:
         pools = (*own, num_unit_blocks) if num_unit_blocks else own
         cache_settings = CacheSettings(
             block_size=block_size,
-            num_blocks=pools,
-            cross_group=len(own) if num_unit_blocks else None,
+            groups=groups_of(pools, unit=len(own) if num_unit_blocks else None),
             report_seconds=limits.pop("report_seconds", 0.005),
             reserve_seconds=limits.pop("reserve_seconds", 2.0),
             prefix_wait_seconds=limits.pop("prefix_wait_seconds", 10.0),
@@ -143,15 +143,12 @@ class World:
         )
         self.engine = Engine(settings, self.cache, self.model, clock=self.wire.now)
         self.is_open = asyncio.Event()
-        config = common_pb2.KVCacheConfig(block_size=block_size)
-        for group, count in enumerate(pools):
-            if group == cache_settings.cross_group:
-                config.groups.add(group=group).cross_attention.max_encoder_tokens = 4096
-            else:
-                config.groups.add(group=group).full_attention.SetInParent()
-            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=count)
         introduction = cache_pb2.RegisterRequest(
-            worker_id=worker_id, incarnation=1, address="h:1", model_fingerprint=FINGERPRINT, kv_cache_config=config
+            worker_id=worker_id,
+            incarnation=1,
+            address="h:1",
+            model_fingerprint=FINGERPRINT,
+            kv_cache_config=introduced(cache_settings),
         )
         self.link = ManagerLink("wire", introduction, self.engine, self._on_session, clock=self.wire.now)
         self._count = 0

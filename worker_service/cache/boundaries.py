@@ -1,7 +1,8 @@
-"""Boundaries: where the windows and the state of a sequence are named, and so kept for others, and what that needs."""
+"""Boundaries: where what a sequence has is named, and so kept for others, in groups that keep nothing else; and what that needs."""
 
 from __future__ import annotations
 
+from .groups.scratch import Scratch
 from .sequence import CacheSequence
 from .settings import CacheSettings
 
@@ -25,35 +26,31 @@ def next_boundary(sequence: CacheSequence, settings: CacheSettings) -> int | Non
 
 
 def chunk(sequence: CacheSequence, most: int, settings: CacheSettings) -> int:
-    """Tokens of the next chunk of a prompt, `most` at most. With a state it ends at the next boundary at the latest, and on the
+    """Tokens of the next chunk of a prompt, `most` at most. With a grid it ends at the next boundary at the latest, and on the
     grid if not at the end of the tokens; 0: no chunk of so few tokens does."""
     start, num_tokens = sequence.num_computed_tokens, len(sequence.tokens)
     end = min(num_tokens, start + most)
-    if settings.state_grid:
+    if settings.grid_tokens:
         end = min(end, next_boundary(sequence, settings) or end)
         if end < num_tokens:
-            end -= end % settings.state_grid
+            end -= end % settings.grid_tokens
     return max(0, end - start)
 
 
 def _interval(settings: CacheSettings) -> int:
     """Tokens between two regular boundaries, rounded up to the grid; 0: there are none."""
-    step = settings.grid_blocks * settings.block_size
+    step = settings.sizes.grid_blocks * settings.block_size
     return -(-settings.retention_interval // step) * step
 
 
-def num_to_replace(sequence: CacheSequence, group: int, boundary: int, settings: CacheSettings) -> int:
-    """Blocks of the reserve that become scratch when what a sequence has at a boundary is named."""
-    scratch = sequence.scratch[group]
-    assert scratch is not None
+def num_to_replace(sequence: CacheSequence, scratch: Scratch, boundary: int, settings: CacheSettings) -> int:
+    """Blocks of the reserve that become scratch when what a sequence has in a group at a boundary is named."""
     num_blocks, num_to_come, is_prompt_done = _after(sequence, boundary, settings)
     return scratch.num_to_replace(num_blocks, num_to_come, is_prompt_done=is_prompt_done)
 
 
-def num_lacking(sequence: CacheSequence, group: int, settings: CacheSettings) -> int:
-    """Blocks that should be in the reserve, so that the sequence can name what it will have at its next boundary."""
-    scratch = sequence.scratch[group]
-    assert scratch is not None
+def num_lacking(sequence: CacheSequence, scratch: Scratch, settings: CacheSettings) -> int:
+    """Blocks that should be in the reserve of a group, so that what the sequence will have at its next boundary can be named."""
     boundary = next_boundary(sequence, settings)
     reached = sequence.num_computed_tokens if boundary is None else boundary
     num_blocks, num_to_come, is_prompt_done = _after(sequence, reached, settings)

@@ -80,8 +80,8 @@ class EngineCache:
         state = self._state
         if any(not (state.forks_found_no_room and state.is_parent(sequence)) for sequence in state.ending):
             return False
-        # Decoding needs no blocks of a group with a window or a state.
-        is_out = any(state.pool_is_empty[group] and not state.reserves[group] for group in self._state.full_groups)
+        # Decoding needs no blocks of other groups.
+        is_out = any(state.pool_is_empty[group] and not state.reserves[group] for group in self.settings.growing)
         return is_out or (bool(state.num_forks_to_come) and state.lacks_blocks_for_a_fork())
 
     @property
@@ -103,38 +103,27 @@ class EngineCache:
         return not (state.sequences or state.ending or any(state.reserves) or any(state.returning()))
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
-        """Make the tables cover `num_slots` positions with blocks of the reserve, and prepare the scratch. False, without a change,
-        if the reserve has too few blocks. No step may use the sequence."""
+        """Make the tables cover `num_slots` positions with blocks of the reserve. False, without a change, if the reserve has too
+        few. No step may use the sequence."""
         assert not sequence.in_step
-        state, settings = self._state, self.settings
-        full = state.full_groups
-        num_missing = max(0, -(-num_slots // settings.block_size) - sequence.num_entries) if full else 0
-        lacking = [num_missing if group in full else 0 for group in range(len(state.reserves))]
-        for group, scratch in enumerate(sequence.scratch):
-            if scratch is not None:
-                lacking[group] = scratch.num_missing(sequence.num_computed_tokens, num_slots)
-        if any(count > len(reserve) for count, reserve in zip(lacking, state.reserves, strict=True)):
+        state, tables, num_computed = self._state, sequence.group_tables, sequence.num_computed_tokens
+        counts = [table.num_missing(num_computed, num_slots) for table in tables]
+        if not (any(counts) or self.settings.keeping_boundaries):
+            return True  # as nearly always while a sequence decodes
+        if any(count > len(reserve) for count, reserve in zip(counts, state.reserves, strict=True)):
             if not any(state.pool_is_empty):
                 self.num_reserve_waits += 1
             return False
-        for group in full if num_missing else ():
-            for _ in range(num_missing):
-                block, generation = state.reserves[group].take()
-                state.ledgers[group].use(block)
-                sequence.tables[group].append(block)
-                sequence.generations[group].append(generation)
-        sequence.num_entries += num_missing
-        for group, scratch in enumerate(sequence.scratch):
-            if scratch is not None:
-                reserve, num_computed = state.reserves[group], sequence.num_computed_tokens
-                count = lacking[group]
-                if num_useful := scratch.num_useful(num_computed, num_slots):
-                    # Forks go before what is only useful: a group of beams waits for them.
-                    num_for_forks = state.num_forks_to_come * settings.fork_blocks(group)
-                    count += max(0, min(num_useful, len(reserve) - count - num_for_forks))
-                spare = [reserve.take() for _ in range(count)]
-                state.ledgers[group].use(*(reserved.block for reserved in spare))
-                scratch.advance(num_computed, num_slots, spare)
+        for group, (table, reserve, count) in enumerate(zip(tables, state.reserves, counts, strict=True)):
+            if num_useful := table.num_useful(num_computed, num_slots):
+                # Forks go before what is only useful: a group of beams waits for them.
+                num_for_forks = state.num_forks_to_come * self.settings.groups[group].fork_blocks(self.settings.sizes)
+                count += max(0, min(num_useful, len(reserve) - count - num_for_forks))
+            spare = [reserve.take() for _ in range(count)]
+            state.ledgers[group].use(*(reserved.block for reserved in spare))
+            table.advance(num_computed, num_slots, spare)
+            if table.grows:
+                sequence.num_entries = len(table.table)
         return True
 
     def chunk(self, sequence: CacheSequence, most: int) -> int:

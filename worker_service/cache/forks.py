@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from . import events
 from .entry import BlockCopy
-from .scratch import ForkedScratch
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState, Copying
 
@@ -66,58 +65,25 @@ def fork(
 
 
 def _take_blocks(state: CacheState, parent: CacheSequence, child: CacheSequence) -> list[BlockCopy] | None:
-    """Give a new fork its tables and scratch; returns what is to be copied. None, without a change: a reserve has too few."""
+    """Give a new fork its tables; returns what is to be copied. None, without a change: a reserve has too few."""
     size, num_computed = state.settings.block_size, parent.num_computed_tokens
-    num_shared, num_occupied = num_computed // size, -(-num_computed // size)
-    num_to_come = max(0, child.most_blocks(size) - num_occupied)
-    counts = [
-        num_occupied - num_shared if scratch is None else scratch.num_for_fork(num_computed, num_to_come)
-        for scratch in parent.scratch or [None] * len(state.ledgers)
-    ]
-    if parent.cross_group is not None:
-        counts[parent.cross_group] = 0
+    num_to_come = max(0, child.most_blocks(size) - -(-num_computed // size))
+    counts = [table.num_for_fork(num_computed, num_to_come) for table in parent.group_tables]
     if any(count > len(reserve) for count, reserve in zip(counts, state.reserves, strict=True)):
         return None
-    taken = [[reserve.take() for _ in range(count)] for count, reserve in zip(counts, state.reserves, strict=True)]
-    for ledger, blocks in zip(state.ledgers, taken, strict=True):
-        ledger.use(*(reserved.block for reserved in blocks))
-    parts: list[ForkedScratch | None] = [
-        None if scratch is None else scratch.fork(num_computed, blocks)
-        for scratch, blocks in zip(parent.scratch, taken, strict=False)
-    ]
-    tables: list[list[int]] = []
-    generations: list[list[int]] = []
-    for group in range(len(state.ledgers)):
-        part = parts[group] if parts else None
-        if part is not None:
-            tables.append(part.scratch.table)
-            generations.append([])
-            continue
-        count = len(parent.tables[group]) if group == parent.cross_group else num_shared
-        shared = parent.tables[group][:count]
-        state.ledgers[group].use(*shared)
-        tables.append([*shared, *(reserved.block for reserved in taken[group])])
-        stamps = parent.generations[group][:count]
-        generations.append([*stamps, *(reserved.generation for reserved in taken[group])])
-    child.tables, child.generations = tuple(tables), tuple(generations)
-    child.scratch = tuple(None if part is None else part.scratch for part in parts)
-    child.uses_blocks, child.state = True, SequenceState.LIVE
-    child.cross_group = parent.cross_group
-    child.encoder_computed = child.encoder_acked = parent.encoder_computed
+    tables, copies = [], []
+    for group, (table, ledger, reserve) in enumerate(
+        zip(parent.group_tables, state.ledgers, state.reserves, strict=True)
+    ):
+        spare = [reserve.take() for _ in range(counts[group])]
+        forked = table.fork(num_computed, spare)
+        ledger.use(*forked.shared, *(reserved.block for reserved in spare))
+        tables.append(forked.table)
+        copies += [BlockCopy(group, source, target) for source, target in forked.copies]
+    child.take(tables)
+    child.state = SequenceState.LIVE
     child.content, child.num_computed_tokens = parent.content, num_computed
-    child.acked_tokens = child.acked_computed_tokens = num_shared * size
-    if state.full_groups:
-        child.num_entries, child.acked_entries = num_occupied, num_shared
-    copies = [
-        BlockCopy(group, source, target)
-        for group, part in enumerate(parts)
-        for source, target in (() if part is None else part.copies)
-    ]
-    if num_occupied > num_shared:
-        copies += [
-            BlockCopy(group, parent.tables[group][num_shared], child.tables[group][num_shared])
-            for group in state.full_groups
-        ]
+    child.acked_tokens = child.acked_computed_tokens = num_computed // size * size
     return copies
 
 
@@ -211,8 +177,8 @@ def settle(state: CacheState) -> None:
 
 def _give_back(state: CacheState, child: CacheSequence) -> None:
     """Put a fork's own blocks back into the reserve, as they were when they were granted."""
-    for group, (reserve, ledger) in enumerate(zip(state.reserves, state.ledgers, strict=True)):
-        own = child.own_blocks(group)
+    for table, reserve, ledger in zip(child.group_tables, state.reserves, state.ledgers, strict=True):
+        own = table.from_reserve
         for reserved in own:
             ledger.empty(reserved.block)
         reserve.put_back(own)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
+from typing import ClassVar, NamedTuple
 
 from kvpool.v1 import common_pb2
 
@@ -84,8 +85,18 @@ def _require_chain(block: int, last: Content, tokens: bytes, root: common_pb2.Ro
         raise DisagreementError(f"block {block} was returned as cached under a root other than its own")
 
 
+class WholeContent(NamedTuple):
+    """A content of several blocks that is not part of a chain."""
+
+    content: Content
+    blocks: tuple[int, ...]
+
+
 class BlockLedger:
     """Generations, table references and contents of the `num_blocks` blocks of a group; block 0 is the null block."""
+
+    is_chained: ClassVar[bool] = True
+    """Whether contents follow those of their parents; else each is whole, and listed by `whole_contents`."""
 
     def __init__(self, num_blocks: int, group: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -239,6 +250,10 @@ class BlockLedger:
     def idle_blocks(self) -> list[int]:
         """Complete blocks in no table, least recently used first."""
         return list(self._idle)
+
+    def whole_contents(self) -> list[WholeContent]:
+        """Contents that are in no chain, in no particular order."""
+        return []
 
     def _check_range(self, block: int) -> None:
         if not 0 < block < self.num_blocks:

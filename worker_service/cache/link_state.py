@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
+from .groups.group import Statement
 from .reserve import SpareBlock
-from .scratch import Statement
 from .sequence import CacheSequence
 
 if TYPE_CHECKING:
@@ -38,14 +38,11 @@ class Stated(NamedTuple):
 
     sequence: CacheSequence
     num_tokens: int
-    num_entries: int
     num_computed_tokens: int
     prompt: bytes = b""
     """Tokens of an Allocate as in the message; empty for other calls."""
-    scratch: tuple[Statement | None, ...] = ()
-    """What was stated of the scratch of each group; None: the group has none."""
-    encoder_computed: bool = False
-    """Whether the KV of the encoder's input was stated to be complete."""
+    statements: tuple[Statement, ...] = ()
+    """What was stated of each group; empty for an Allocate."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,54 +1,46 @@
-"""Progress of a sequence: its complete blocks get a content, and its windows and snapshots are named where they are to be kept for
-others."""
+"""Progress of a sequence: its complete blocks get a content, and what it has at a boundary is named, to be kept for others."""
 
 from __future__ import annotations
 
 from kvpool.protocol.tokens import pack_tokens
 
 from . import boundaries
+from .groups.scratch import Scratch
 from .ledger import Content
 from .reserve import SpareBlock
-from .scratch import Scratch
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
 
 def complete(state: CacheState, sequence: CacheSequence, num_computed_tokens: int) -> None:
-    """The KV of so many tokens is complete: give the blocks that are full now their content, and name windows."""
+    """The KV of so many tokens is complete: give the blocks that are full now their content, and name what boundaries keep."""
     size, settings = state.settings.block_size, state.settings
     first, last = sequence.num_computed_tokens // size, num_computed_tokens // size
     for index in range(first, last):
         tokens = pack_tokens(sequence.tokens[index * size : (index + 1) * size])
         sequence.content = Content(sequence.content, sequence.root, tokens, len(state.ledgers))
-        for group in state.full_groups:
-            state.ledgers[group].complete(sequence.tables[group][index], sequence.content)
-    _complete_unit(state, sequence, num_computed_tokens)
+        for ledger, table in zip(state.ledgers, sequence.group_tables, strict=True):
+            if block := table.block_of(index):
+                ledger.complete(block, sequence.content)
+    if sequence.num_tokens_to_encode and num_computed_tokens > sequence.num_computed_tokens:
+        for table in sequence.group_tables:
+            if table.num_tokens_to_encode:
+                table.encode(sequence.root, len(state.ledgers))
+    if not settings.keeping_boundaries:
+        sequence.num_computed_tokens = num_computed_tokens
+        return
     reached = boundaries.reached(sequence, num_computed_tokens, settings)
     sequence.num_computed_tokens = num_computed_tokens
-    if not sequence.scratch:
-        return
     for boundary in reached:
-        name_window(state, sequence, boundary)
+        name_boundary(state, sequence, boundary)
     sequence.boundaries = tuple([ahead for ahead in sequence.boundaries if ahead > num_computed_tokens])
     if num_computed_tokens == len(sequence.tokens):
         _settle(state, sequence)
 
 
-def _complete_unit(state: CacheState, sequence: CacheSequence, num_computed_tokens: int) -> None:
-    """Note the unit as complete: the step that has computed the first tokens has run the encoder before them."""
-    ledger = state.unit_ledger
-    if ledger is None or sequence.encoder_computed or num_computed_tokens == sequence.num_computed_tokens:
-        return
-    sequence.encoder_computed = True
-    table = sequence.tables[ledger.group]
-    ledger.complete_unit(table, sequence.root, sequence.num_encoder_tokens, len(state.ledgers))
-
-
 def _settle(state: CacheState, sequence: CacheSequence) -> None:
     """Decoding begins, or goes on: release what only the prompt needed."""
-    for group in state.scratch_groups:
-        scratch = sequence.scratch[group]
-        assert scratch is not None
+    for _, scratch in sequence.scratches():
         scratch.settle(max(0, sequence.most_blocks(state.settings.block_size) - len(scratch.table)))
 
 
@@ -56,13 +48,13 @@ def add_boundary(state: CacheState, sequence: CacheSequence, boundary: int) -> N
     """Add a boundary where a waiting prompt parts. Too late if the sequence is past it: what it had there may be written again."""
     if boundary < sequence.num_computed_tokens:
         return
-    # Where it is just now, the window is whole, and the state too: the next token needs them. If the window's blocks cannot be
-    # replaced yet, it is named after the next step.
+    # Where it is just now, all is there: the next token needs it. If its blocks cannot be replaced yet, it is named after the
+    # next step.
     is_there = boundary == sequence.num_computed_tokens and sequence.state is SequenceState.LIVE
     is_there = is_there and _has_its_copies(sequence)
-    if is_there and name_window(state, sequence, boundary):
+    if is_there and name_boundary(state, sequence, boundary):
         state.is_urgent = True
-    elif not is_there or not state.settings.state_grid:  # the next step replaces a state
+    elif not is_there or not state.settings.grid_tokens:  # with a grid, the next step replaces what is there
         sequence.boundaries = tuple(sorted({*sequence.boundaries, boundary}))
 
 
@@ -71,18 +63,16 @@ def _has_its_copies(sequence: CacheSequence) -> bool:
     return not sequence.num_copies and not sequence.lacks_copies
 
 
-def name_window(state: CacheState, sequence: CacheSequence, boundary: int) -> bool:
+def name_boundary(state: CacheState, sequence: CacheSequence, boundary: int) -> bool:
     """Name what ends at a boundary, in tokens, in every group, if it is there and the reserves can replace its blocks; returns
     whether that was so."""
     settings = state.settings
     num_blocks = boundary // settings.block_size
     parts: list[tuple[int, Scratch, int]] = []
-    for group in state.scratch_groups:
-        scratch = sequence.scratch[group]
-        assert scratch is not None
+    for group, scratch in sequence.scratches():
         is_there = scratch.has_window(num_blocks)
-        assert is_there or settings.is_state(group), "the window's blocks were overwritten"
-        count = boundaries.num_to_replace(sequence, group, boundary, settings)
+        assert is_there or scratch.is_useful_only, "the window's blocks were overwritten"
+        count = boundaries.num_to_replace(sequence, scratch, boundary, settings)
         if not is_there or count > len(state.reserves[group]):
             state.num_windows_not_named += 1
             return False
@@ -97,12 +87,12 @@ def name_window(state: CacheState, sequence: CacheSequence, boundary: int) -> bo
 
 
 def name_end(state: CacheState, sequence: CacheSequence) -> None:
-    """The sequence ends: name its last window or snapshot, from where a conversation goes on. It needs no block any more, so
+    """The sequence ends: name what it has at its last boundary, from where a conversation goes on. It needs no block any more, so
     nothing is replaced."""
     settings = state.settings
     num_blocks = sequence.num_computed_tokens // settings.block_size
-    num_blocks -= num_blocks % settings.grid_blocks
-    parts = [(group, scratch) for group, scratch in enumerate(sequence.scratch) if scratch is not None]
+    num_blocks -= num_blocks % settings.sizes.grid_blocks
+    parts = sequence.scratches()
     if _has_its_copies(sequence) and all(scratch.has_window(num_blocks) for _, scratch in parts):
         for group, scratch in parts:
             _give_contents(state, sequence, group, scratch, num_blocks, [])

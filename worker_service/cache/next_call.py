@@ -11,8 +11,8 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from . import forks, naming, parking
 from .entry import add_entries
+from .groups.group import Statement
 from .link_state import LinkState, MutatingCall, Stated
-from .scratch import Statement
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
@@ -82,9 +82,10 @@ def _one_call(state: CacheState, sequences: Iterable[CacheSequence]) -> list[Cac
     num_bytes = 0
     for sequence in sequences:
         num_tokens = len(sequence.tokens)
-        num_entries = max(0, -(-num_tokens // state.settings.block_size) - sequence.acked_entries) * len(state.ledgers)
-        num_entries += sum(scratch.num_entries_of_news for scratch in sequence.scratch if scratch is not None)
-        num_entries += 0 if sequence.tables else state.settings.num_unit_blocks(sequence.num_encoder_tokens)
+        if sequence.group_tables:
+            num_entries = sum([table.num_entries_of_news for table in sequence.group_tables])
+        else:
+            num_entries = sum([group.num_for(sequence, state.settings.sizes) for group in state.settings.groups])
         num_bytes += TOKEN_BYTES * (num_tokens - sequence.acked_tokens)
         num_bytes += _ENTRY_BYTES * num_entries
         is_full = len(chosen) == state.settings.max_items_per_call or num_bytes > state.settings.max_call_bytes
@@ -99,15 +100,9 @@ def _wishes(state: CacheState, link: LinkState, named: Iterable[CacheSequence], 
     and those bound to other sequences but not stated yet."""
     skip = {id(sequence) for sequence in named}
     others = [sequence for sequence in state.sequences.values() if id(sequence) not in skip]
-    in_tables = sum(sequence.num_entries - sequence.acked_entries for sequence in others)
     wishes = []
     for group, (reserve, target) in enumerate(zip(state.reserves, targets, strict=True)):
-        unnamed = in_tables
-        if state.settings.has_scratch(group):
-            parts = (sequence.scratch[group] for sequence in others if sequence.scratch)
-            unnamed = sum(scratch.num_unstated for scratch in parts if scratch is not None)
-        elif group == state.settings.cross_group:
-            unnamed = 0
+        unnamed = sum([sequence.group_tables[group].num_unstated for sequence in others if sequence.group_tables])
         surplus = len(reserve) - target
         # Return only a clear surplus, or everything when idle; else every report would move a few blocks. And only to a manager
         # that answers: while it is away it grants nothing, and decoding may speed up again.
@@ -175,13 +170,14 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
 
 def _wants_refill(state: CacheState, targets: list[int]) -> bool:
     """Whether the reserve is too small to wait for the next report: below half the target, or below the need of the next step; or
-    windows or snapshots that are to be named lack blocks."""
-    for group in state.scratch_groups:
+    what is to be named at boundaries lacks blocks."""
+    growing = state.settings.growing
+    for group in state.settings.keeping_boundaries:
         if len(state.reserves[group]) < targets[group] and not state.pool_is_empty[group]:
             return True
-    if not state.full_groups or any(state.pool_is_empty[group] for group in state.full_groups):
+    if not growing or any(state.pool_is_empty[group] for group in growing):
         return False
-    num_spare, target = state.num_spare, targets[state.full_groups[0]]
+    num_spare, target = state.num_spare, targets[growing[0]]
     if num_spare < min(target, state.num_forks_to_come):
         return True
     # At most one block per sequence is due: cheaper to compare first.
@@ -191,18 +187,17 @@ def _wants_refill(state: CacheState, targets: list[int]) -> bool:
 def _makes_room_for_a_fork(state: CacheState, targets: list[int]) -> bool:
     """Whether forks wait for blocks that sequences have released, and the manager does not know it. The sequences may themselves
     wait for the forks, and then no progress of theirs would state it."""
-    if not state.scratch_groups or not state.num_forks_to_come:
+    if not state.settings.keeping_boundaries or not state.num_forks_to_come:
         return False
     live = [
         sequence
         for sequence in state.sequences.values()
         if sequence.state is SequenceState.LIVE and sequence.parent is None
     ]
-    for group in state.scratch_groups:
+    for group in state.settings.keeping_boundaries:
         if len(state.reserves[group]) < targets[group]:
             copied = forks.blocks_to_copy(state, group)
-            scratches = (sequence.scratch[group] for sequence in live)
-            if any(scratch is not None and scratch.has_to_release(copied) for scratch in scratches):
+            if any(sequence.group_tables[group].has_to_release(copied) for sequence in live):
                 return True
     return False
 
@@ -216,7 +211,7 @@ def _allocate(
     state: CacheState, link: LinkState, targets: list[int], candidates: List[CacheSequence], now: float
 ) -> MutatingCall | None:
     is_short = any(
-        state.pool_is_empty[group] and len(state.reserves[group]) < targets[group] for group in state.full_groups
+        state.pool_is_empty[group] and len(state.reserves[group]) < targets[group] for group in state.settings.growing
     )
     hold_back = is_short or now < state.ask_again_at
     # An unanswered Allocate is repeated even then: blocks that it was granted, if any, are of no use to others.
@@ -243,20 +238,18 @@ def _targets_with(state: CacheState, targets: list[int], sequences: List[CacheSe
     """The size of the reserve once these sequences have their tables, so that their first decode does not wait for a call. Less if
     that could take blocks that they need or that are hits for them, because the manager fills the reserve first. Just `targets` if
     the sequences will be refused: the surplus, which is returned at once, would have them asked for again at once, for ever."""
-    size = state.settings.block_size
-    if any(_num_scratch(state, group, sequences) > state.num_evictable(group) for group in state.scratch_groups):
-        return targets
-    num_left = state.num_blank() - sum(sequence.num_blocks(size) for sequence in sequences)
+    settings = state.settings
+    for index in settings.keeping_boundaries:
+        group = settings.groups[index]
+        if sum(group.num_for(sequence, settings.sizes) for sequence in sequences) > state.num_evictable(index):
+            return targets
+    num_left = state.num_blank() - sum(sequence.num_blocks(settings.block_size) for sequence in sequences)
     most = state.num_spare + num_left
     joined = state.spare_targets(sequences)
-    full = state.full_groups
-    return [max(target, min(joined[group], most)) if group in full else target for group, target in enumerate(targets)]
-
-
-def _num_scratch(state: CacheState, group: int, sequences: List[CacheSequence]) -> int:
-    """Scratch blocks that these sequences will be granted in a group; fewer if they hit much of their prompts."""
-    most, size = state.settings.scratch_blocks(group), state.settings.block_size
-    return sum(min(most, sequence.most_blocks(size)) for sequence in sequences)
+    return [
+        max(target, min(joined[group], most)) if group in settings.growing else target
+        for group, target in enumerate(targets)
+    ]
 
 
 def _update(
@@ -264,55 +257,33 @@ def _update(
 ) -> tuple[cache_pb2.SequenceUpdate, Stated]:
     """What the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed ones. What it has
     released is from now on not used any more."""
-    start, first = sequence.acked_tokens, sequence.acked_entries
+    start = sequence.acked_tokens
     num_tokens = max(num_tokens, start)
     update = cache_pb2.SequenceUpdate(
         key=sequence.key,
         start=start,
         tokens=pack_tokens(sequence.tokens[start:num_tokens]),
         num_computed_tokens=num_computed,
-        encoder_computed=sequence.has_encoder_news,
     )
-    if first < sequence.num_entries:
-        for group in state.full_groups:
-            update.bound.add(
-                group=group,
-                tier=common_pb2.TIER_DEVICE,
-                start_index=first,
-                block_ids=sequence.tables[group][first:],
-                generations=sequence.generations[group][first:],
-            )
-    scratch = _state_scratch(state, sequence, update) if sequence.scratch else ()
-    return update, Stated(
-        sequence,
-        num_tokens,
-        sequence.num_entries,
-        num_computed,
-        scratch=scratch,
-        encoder_computed=update.encoder_computed,
-    )
-
-
-def _state_scratch(
-    state: CacheState, sequence: CacheSequence, update: cache_pb2.SequenceUpdate
-) -> tuple[Statement | None, ...]:
-    """State what the sequence has named, taken and released in groups with a window or a state; returns it by group."""
-    statements: list[Statement | None] = []
-    for group, scratch in enumerate(sequence.scratch):
-        if scratch is None:
-            statements.append(None)
-            continue
-        statement, dropped = scratch.state(forks.blocks_to_copy(state, group) if sequence.num_copies else ())
+    statements = []
+    for group, (ledger, table) in enumerate(zip(state.ledgers, sequence.group_tables, strict=False)):
+        statement, dropped = table.state(forks.blocks_to_copy(state, group) if sequence.num_copies else ())
         statements.append(statement)
         if sequence.uses_blocks:
             for block in dropped:
-                state.ledgers[group].drop(block)
-        add_entries(update.bound, group, statement.bound)
-        add_entries(update.released, group, statement.released)
-        if statement.scratch:
-            blocks, generations = zip(*statement.scratch, strict=True)
-            update.scratch.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)
-    return tuple(statements)
+                ledger.drop(block)
+        _add_statement(update, group, statement)
+    return update, Stated(sequence, num_tokens, num_computed, statements=tuple(statements))
+
+
+def _add_statement(update: cache_pb2.SequenceUpdate, group: int, statement: Statement) -> None:
+    add_entries(update.bound, group, statement.bound)
+    add_entries(update.released, group, statement.released)
+    if statement.scratch:
+        blocks, generations = zip(*statement.scratch, strict=True)
+        update.scratch.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)
+    if statement.encoder_computed:
+        update.encoder_computed = True
 
 
 def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> MutatingCall:
@@ -380,9 +351,9 @@ def allocate_call(
             max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
             no_wait=sequence.no_wait,
             max_cached_tokens=sequence.max_cached_tokens,
-            boundaries=sequence.kept if state.scratch_groups else (),
-            retention_interval_tokens=settings.retention_interval if state.scratch_groups else 0,
+            boundaries=sequence.kept if settings.keeping_boundaries else (),
+            retention_interval_tokens=settings.retention_interval if settings.keeping_boundaries else 0,
             num_encoder_tokens=sequence.num_encoder_tokens,
         )
-        stated.append(Stated(sequence, len(sequence.tokens), 0, 0, prompt))
+        stated.append(Stated(sequence, len(sequence.tokens), 0, prompt))
     return MutatingCall(request, tuple(stated), returned)

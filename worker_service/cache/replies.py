@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvpool.protocol.status import reason_of
 from kvpool.protocol.tokens import TOKEN_BYTES
 from kvpool.v1 import cache_pb2, common_pb2
 
 from . import events, forks, naming, parking
-from .entry import Entry
 from .ledger import Content, DisagreementError
 from .link_state import LinkState, MutatingCall, Stated
-from .reserve import SpareBlock
-from .ring import Ring
-from .running_state import RunningState
-from .scratch import Scratch
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .state import CacheState
 
@@ -142,155 +136,50 @@ def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateR
 
 
 def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, granted: cache_pb2.Granted) -> None:
-    """Enter the tables granted for a prompt: their leading blocks as hits, the others as grants."""
+    """Enter the tables granted for a prompt: what is cached as hits, the other blocks as grants."""
+    settings, num_groups = state.settings, len(state.ledgers)
     groups = [table.group for table in granted.tables]
-    if groups != list(range(len(state.ledgers))) or granted.num_cached_tokens * TOKEN_BYTES >= len(prompt):
+    if groups != list(range(num_groups)) or granted.num_cached_tokens * TOKEN_BYTES >= len(prompt):
         raise DisagreementError(
             f"{sequence!r} was granted tables of the groups {groups} with {granted.num_cached_tokens} of its "
-            f"{len(prompt) // TOKEN_BYTES} tokens cached; one table for each of {len(state.ledgers)} groups, and a token to "
-            "compute, were expected"
+            f"{len(prompt) // TOKEN_BYTES} tokens cached; one table for each of {num_groups} groups, and a token to compute, were "
+            "expected"
         )
-    tables = [_pairs(table.block_ids[:], table.generations[:]) for table in granted.tables]
-    settings = state.settings
-    full = state.full_groups
-    if len({len(tables[group][0]) for group in full}) > 1:
-        raise DisagreementError(
-            f"{sequence!r} was granted tables of different length: {[len(tables[group][0]) for group in full]}"
-        )
-    num_hits = granted.num_cached_tokens // settings.block_size
-    cached = prompt[: granted.num_cached_tokens * TOKEN_BYTES]
+    for run in (*granted.tables, *granted.scratch):
+        _pairs(run.block_ids, run.generations)
+    if len(settings.growing) > 1:
+        lengths = [len(granted.tables[group].block_ids) for group in settings.growing]
+        if len(set(lengths)) > 1:
+            raise DisagreementError(f"{sequence!r} was granted tables of different length: {lengths}")
+    if granted.encoder_cached and not settings.encoder_capacity:
+        raise DisagreementError(f"{sequence!r} was granted the KV of an encoder's input, and has none")
+    parts = [group.read(granted, index, sequence, settings.sizes) for index, group in enumerate(settings.groups)]
     last: Content | None = None
-    for group in full:
-        blocks, generations = tables[group]
-        last = state.ledgers[group].accept_hits(blocks[:num_hits], generations[:num_hits], cached, sequence.root)
-    windows = _windows(state, sequence, granted) if state.scratch_groups else {}
-    for group, window in windows.items():
-        last = state.ledgers[group].accept_window(window.entries, last, cached, sequence.root)
-    _check_unit(state, sequence, granted)
+    cached = prompt[: granted.num_cached_tokens * TOKEN_BYTES]
+    for index in settings.by_hits:
+        last = settings.groups[index].accept(state.ledgers[index], parts[index].hits, last, cached, sequence)
+    for ledger, (hits, _) in zip(state.ledgers, parts, strict=True):
+        ledger.use(*hits.blocks)
+    try:
+        for ledger, (_, empty) in zip(state.ledgers, parts, strict=True):
+            for block, generation in zip(empty.blocks, empty.generations, strict=True):
+                ledger.accept_grant(block, generation)
+    except DisagreementError:
+        for ledger, (hits, _) in zip(state.ledgers, parts, strict=True):
+            for block in hits.blocks:
+                ledger.drop(block)
+        raise
+    tables = []
+    for group, ledger, part in zip(settings.groups, state.ledgers, parts, strict=True):
+        ledger.use(*part.empty.blocks)
+        tables.append(group.take(ledger, part, sequence, settings.sizes))
+    sequence.take(tables)
     sequence.content = last
-    sequence.tables = tuple(list(blocks[:num_hits]) for blocks, _ in tables)
-    sequence.generations = tuple(list(generations[:num_hits]) for _, generations in tables)
-    sequence.uses_blocks = True
-    for group in full:
-        state.ledgers[group].use(*sequence.tables[group])
-    _take_unit(state, sequence, granted)
-    for group, window in windows.items():
-        state.ledgers[group].use(*(entry.block for entry in window.entries))
-    for group in full:
-        ledger, (blocks, generations) = state.ledgers[group], tables[group]
-        for block, generation in zip(blocks[num_hits:], generations[num_hits:], strict=True):
-            ledger.accept_grant(block, generation)
-            ledger.use(block)
-            sequence.tables[group].append(block)
-            sequence.generations[group].append(generation)
-        sequence.num_entries = len(sequence.tables[group])
-    if windows:
-        _make_scratch(state, sequence, windows)
+    if settings.keeping_boundaries:
         sequence.boundaries = tuple(sorted({*sequence.boundaries, *granted.boundaries}))
     sequence.num_cached_tokens = sequence.num_computed_tokens = granted.num_cached_tokens
     sequence.acked_tokens = len(sequence.tokens)
-    sequence.acked_entries = sequence.num_entries
     sequence.acked_computed_tokens = granted.num_cached_tokens
-
-
-def _check_unit(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
-    """Check what was granted in the group with cross attention: a whole unit of the sequence's root, if it is cached."""
-    ledger = state.unit_ledger
-    if ledger is None:
-        if granted.encoder_cached:
-            raise DisagreementError(f"{sequence!r} was granted the KV of an encoder's input, and has none")
-        return
-    run = granted.tables[ledger.group]
-    num_needed = state.settings.num_unit_blocks(sequence.num_encoder_tokens)
-    if len(run.block_ids) != num_needed:
-        raise DisagreementError(
-            f"{sequence!r} was granted {len(run.block_ids)} blocks of group {ledger.group} for an encoder's input of "
-            f"{sequence.num_encoder_tokens} tokens, which needs {num_needed}"
-        )
-    if granted.encoder_cached:
-        ledger.accept_unit(run.block_ids, run.generations, sequence.root, sequence.num_encoder_tokens)
-
-
-def _take_unit(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> None:
-    """Enter the unit: as a hit that was checked, or as grants."""
-    ledger = state.unit_ledger
-    if ledger is None:
-        return
-    run = granted.tables[ledger.group]
-    sequence.cross_group = ledger.group
-    sequence.encoder_computed = sequence.encoder_cached = sequence.encoder_acked = granted.encoder_cached
-    table, generations = sequence.tables[ledger.group], sequence.generations[ledger.group]
-    table.clear()
-    generations.clear()
-    for block, generation in zip(run.block_ids, run.generations, strict=True):
-        if not granted.encoder_cached:
-            ledger.accept_grant(block, generation)
-        ledger.use(block)
-        table.append(block)
-        generations.append(generation)
-
-
-class _Window(NamedTuple):
-    """What was granted in a group with a window or a state."""
-
-    entries: list[Entry]
-    """Entries of the window or snapshot that is hit, in order."""
-    scratch: list[SpareBlock]
-
-
-def _windows(state: CacheState, sequence: CacheSequence, granted: cache_pb2.Granted) -> dict[int, _Window]:
-    """What was granted in each group with a window or a state, after a check that it is all that is needed before the first token
-    that is not cached."""
-    settings = state.settings
-    num_hits = granted.num_cached_tokens // settings.block_size
-    scratch = {run.group: _pairs(run.block_ids, run.generations) for run in granted.scratch}
-    windows: dict[int, _Window] = {}
-    for group in state.scratch_groups:
-        run = granted.tables[group]
-        entries = [
-            Entry(run.start_index + offset, block, generation)
-            for offset, (block, generation) in enumerate(zip(run.block_ids, run.generations, strict=True))
-        ]
-        expected = list(range(max(0, num_hits - settings.span(group)), num_hits))
-        if [entry.table_index for entry in entries] != expected:
-            raise DisagreementError(
-                f"{sequence!r} was granted {len(entries)} blocks of group {group} from index {run.start_index} on as the window "
-                f"before block {num_hits}, which has the indexes {expected}"
-            )
-        blocks = list(map(SpareBlock, *scratch.get(group, ((), ()))))
-        num_needed = min(settings.scratch_blocks(group), sequence.most_blocks(settings.block_size) - num_hits)
-        if len(blocks) < num_needed:
-            raise DisagreementError(
-                f"{sequence!r} was granted {len(blocks)} scratch blocks of group {group}, {num_needed} are needed"
-            )
-        windows[group] = _Window(entries, blocks)
-    return windows
-
-
-def _make_scratch(state: CacheState, sequence: CacheSequence, windows: dict[int, _Window]) -> None:
-    """Make the sequence's rings and state out of what was granted and checked."""
-    parts: list[Scratch | None] = [None] * len(state.ledgers)
-    for group, (entries, granted) in windows.items():
-        ledger = state.ledgers[group]
-        for block, generation in granted:
-            ledger.accept_grant(block, generation)
-            ledger.use(block)
-        parts[group] = _new_scratch(state, group, entries, granted)
-    sequence.scratch = tuple(parts)
-    sequence.tables = tuple(
-        table if scratch is None else scratch.table for table, scratch in zip(sequence.tables, parts, strict=True)
-    )
-    sequence.generations = tuple(
-        table if scratch is None else [] for table, scratch in zip(sequence.generations, parts, strict=True)
-    )
-
-
-def _new_scratch(state: CacheState, group: int, hits: list[Entry], granted: list[SpareBlock]) -> Scratch:
-    settings = state.settings
-    if settings.is_state(group):
-        return RunningState(settings.grid_blocks, settings.block_size, hits, granted)
-    size, grid = settings.scratch_blocks(group), settings.grid_blocks
-    return Ring(settings.span(group), settings.block_size, hits, granted, size=size, grid_blocks=grid)
 
 
 def _on_appended(state: CacheState, stated: Stated, result: cache_pb2.AppendResult, now: float) -> None:
@@ -337,9 +226,6 @@ def _acknowledge(stated: Stated, now: float) -> None:
     if stated.num_computed_tokens > sequence.acked_computed_tokens:
         sequence.progress_at = now
     sequence.acked_tokens = max(sequence.acked_tokens, stated.num_tokens)
-    sequence.acked_entries = max(sequence.acked_entries, stated.num_entries)
     sequence.acked_computed_tokens = max(sequence.acked_computed_tokens, stated.num_computed_tokens)
-    sequence.encoder_acked = sequence.encoder_acked or stated.encoder_computed
-    for scratch, statement in zip(sequence.scratch, stated.scratch, strict=False):
-        if scratch is not None and statement is not None:
-            scratch.acknowledge(statement)
+    for table, statement in zip(sequence.group_tables, stated.statements, strict=False):
+        table.acknowledge(statement)

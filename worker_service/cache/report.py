@@ -15,10 +15,9 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .entry import Entry, add_entries
-from .ledger import BlockLedger, Content
+from .ledger import BlockLedger, Content, WholeContent
 from .reserve import SpareBlock
 from .sequence import CacheSequence
-from .units import Unit, UnitLedger
 
 _MAX_CONTENTS = 2048
 """Table entries in one part, which the manager applies in a few milliseconds."""
@@ -73,21 +72,19 @@ class Report:
                 pack_tokens(sequence.tokens),
                 sequence.num_computed_tokens,
                 sequence.num_cached_tokens,
-                [_entries(sequence, group) for group in range(len(sequence.tables))],
-                [[] if scratch is None else scratch.scratch() for scratch in sequence.scratch],
+                [table.entries() for table in sequence.group_tables],
+                [table.scratch() for table in sequence.group_tables],
                 # A boundary where the sequence is just now is for the worker alone: it is named after the next step.
                 tuple(ahead for ahead in sequence.boundaries if ahead > sequence.num_computed_tokens),
                 sequence.encoder_computed,
             )
             for sequence in sequences
         ]
-        units = [(ledger, unit) for ledger in ledgers if isinstance(ledger, UnitLedger) for unit in ledger.units()]
-        self._used_units = [(ledger, unit) for ledger, unit in units if ledger.is_used(unit.unit_blocks[0])]
-        self._idle_units = [(ledger, unit) for ledger, unit in units if not ledger.is_used(unit.unit_blocks[0])]
+        units = [(ledger, unit) for ledger in ledgers for unit in ledger.whole_contents()]
+        self._used_units = [(ledger, unit) for ledger, unit in units if ledger.is_used(unit.blocks[0])]
+        self._idle_units = [(ledger, unit) for ledger, unit in units if not ledger.is_used(unit.blocks[0])]
         for sequence in sequences:
-            sequence.encoder_acked = sequence.encoder_computed
             sequence.acked_tokens = len(sequence.tokens)
-            sequence.acked_entries = sequence.num_entries
             sequence.acked_computed_tokens = sequence.num_computed_tokens
         self._numbers: dict[Content, int] = {}
         """Numbers of the contents sent so far, from 1."""
@@ -136,7 +133,7 @@ class Report:
         tokens: list[bytes] = []
         count = num_bytes = 0
         for ledger, idle in zip(self._ledgers, self._idle, strict=True):
-            for block in () if isinstance(ledger, UnitLedger) else idle:
+            for block in idle if ledger.is_chained else ():
                 last = ledger.content(block)
                 if last is None or last in numbers or not self._is_as_before(ledger.group, block):
                     continue
@@ -181,17 +178,17 @@ class Report:
         generation = self._ledgers[group].generation(block)
         return generation == self._generations[group][block] and block not in self._reserved[group]
 
-    def _unit_parts(self, units: list[tuple[UnitLedger, Unit]]) -> Iterator[cache_pb2.ReportRequest]:
+    def _unit_parts(self, units: list[tuple[BlockLedger, WholeContent]]) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
         count = 0
         for ledger, unit in units:
-            if any(ledger.content(block) is not unit for block in unit.unit_blocks):
+            if any(ledger.content(block) is not unit.content for block in unit.blocks):
                 continue  # granted since
-            reported = part.units.add(root=unit.root)
+            reported = part.units.add(root=unit.content.root)
             reported.blocks.group, reported.blocks.tier = ledger.group, common_pb2.TIER_DEVICE
-            reported.blocks.block_ids.extend(unit.unit_blocks)
-            reported.blocks.generations.extend(map(ledger.generation, unit.unit_blocks))
-            count += len(unit.unit_blocks)
+            reported.blocks.block_ids.extend(unit.blocks)
+            reported.blocks.generations.extend(map(ledger.generation, unit.blocks))
+            count += len(unit.blocks)
             if count >= _MAX_CONTENTS:
                 yield part
                 part = cache_pb2.ReportRequest()
@@ -227,14 +224,6 @@ class Report:
                 count = num_bytes = 0
         if part.sequences:
             yield part
-
-
-def _entries(sequence: CacheSequence, group: int) -> list[Entry]:
-    """Entries of the sequence in a group, scratch blocks left out."""
-    scratch = sequence.scratch[group] if sequence.scratch else None
-    if scratch is not None:
-        return [Entry(index, *reserved) for index, reserved in sorted(scratch.named.items())]
-    return list(map(Entry, range(len(sequence.tables[group])), sequence.tables[group], sequence.generations[group]))
 
 
 def _block_parts(reserves: list[list[SpareBlock]], idle: list[list[int]]) -> Iterator[cache_pb2.ReportRequest]:

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from kvpool.v1 import common_pb2
 
+from .groups.group import GroupTable, StateUse
+from .groups.scratch import Scratch
 from .ledger import Content
-from .reserve import SpareBlock
-from .running_state import RunningState, StateUse
-from .scratch import Scratch
 
 
 class SequenceState(Enum):
@@ -70,30 +69,19 @@ class CacheSequence:
         """Lengths of the prompt, in tokens, at which the request asks for boundaries."""
         self.num_encoder_tokens = num_encoder_tokens
         """Tokens of the encoder's input, which the root names by its digest; 0: there is none."""
-        self.cross_group: int | None = None
-        """Index of the group with cross attention, once it has a table there."""
-        self.encoder_computed = False
-        """Whether the KV of the encoder's input is complete, cached or computed by the step that computed the sequence's first
-        tokens."""
-        self.encoder_cached = False
-        """Whether that KV was served from the cache in the current round."""
-        self.encoder_acked = False
-        """Whether the manager has acknowledged that it is complete."""
         self.level = 0
         """Priority level; smaller comes first."""
         self.state = SequenceState.WAITING
+        self.group_tables: tuple[GroupTable, ...] = ()
+        """What it has in each group; empty while it holds nothing."""
         self.tables: tuple[list[int], ...] = ()
-        """Block ids of each group, from position 0; empty while it holds nothing. Tables of groups that keep everything have the
-        same length. With a window the table is the ring's, and 0 where nothing is kept; with a state it is empty; with cross
-        attention its blocks hold the KV of the encoder's input."""
-        self.generations: tuple[list[int], ...] = ()
-        """Generation of each entry of the tables, in groups that keep everything."""
-        self.scratch: tuple[Scratch | None, ...] = ()
-        """The scratch in each group, None in those that keep everything; empty if all do."""
+        """Block ids of each group, from position 0, 0 where nothing is kept."""
+        self.block_tables: tuple[list[int], ...] = ()
+        """Tables of the groups whose layers attend to the sequence itself."""
         self.num_entries = 0
         """Length of its tables in groups that keep everything."""
         self.boundaries: tuple[int, ...] = ()
-        """Positions, in tokens and ascending, at which its windows and states are to be named once it has computed so far."""
+        """Positions, in tokens and ascending, where what it has is to be named once it has computed so far."""
         self.content: Content | None = None
         """What its last complete block holds."""
         self.num_cached_tokens = 0
@@ -119,8 +107,6 @@ class CacheSequence:
         """An Allocate or a Fork of this round was sent and not refused: the manager may hold blocks for it."""
         self.acked_tokens = 0
         """Tokens that the manager has acknowledged."""
-        self.acked_entries = 0
-        """Entries of each table that it has acknowledged."""
         self.acked_computed_tokens = 0
         self.parked_on: SequenceId | None = None
         self.parked_position = 0
@@ -131,32 +117,31 @@ class CacheSequence:
     def __repr__(self) -> str:
         return (
             f"<CacheSequence {self.id.sequence_id!r} attempt={self.id.attempt} round={self.round} {self.state.value} "
-            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} tables={self.tables} scratch={self.scratch}>"
+            f"tokens={len(self.tokens)} computed={self.num_computed_tokens} tables={self.group_tables}>"
         )
 
-    @property
-    def block_tables(self) -> tuple[list[int], ...]:
-        """Tables of the groups whose layers attend to the sequence itself."""
-        tables = self.tables if self._state is None else self.tables[:-1]
-        if self.cross_group is not None:
-            return (*tables[: self.cross_group], *tables[self.cross_group + 1 :])
-        return tables
+    def take(self, tables: Iterable[GroupTable]) -> None:
+        """Enter what it has in each group, in order. It is used from now on."""
+        self.group_tables = tuple(tables)
+        self.tables = tuple([table.table for table in self.group_tables])
+        self.block_tables = tuple([table.table for table in self.group_tables if table.is_attended])
+        self.num_entries = max([len(table.table) for table in self.group_tables if table.grows], default=0)
+        self.uses_blocks = True
+
+    def scratches(self) -> list[tuple[int, Scratch]]:
+        """The groups that keep boundaries, and what it has there."""
+        return [(group, table) for group, table in enumerate(self.group_tables) if isinstance(table, Scratch)]
 
     @property
     def unit_table(self) -> list[int] | None:
-        """The blocks with the KV of the encoder's input; None without cross attention."""
-        return None if self.cross_group is None else self.tables[self.cross_group]
-
-    @property
-    def _state(self) -> RunningState | None:
-        last = self.scratch[-1] if self.scratch else None
-        return last if isinstance(last, RunningState) else None
+        """The blocks with the KV of the encoder's input; None: there is no encoder."""
+        return next((table.table for table in self.group_tables if table.is_encoder), None)
 
     def state_use(self, num_slots: int) -> StateUse | None:
         """The state's blocks in the step up to `num_slots` tokens for which the sequence was extended; None: there are no recurrent
         layers."""
-        state = self._state
-        return None if state is None else state.use(self.num_computed_tokens, num_slots)
+        uses = (table.state_use(self.num_computed_tokens, num_slots) for table in self.group_tables)
+        return next((use for use in uses if use is not None), None)
 
     @property
     def key(self) -> common_pb2.SequenceKey:
@@ -175,18 +160,35 @@ class CacheSequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to state of its windows and state, or of its encoder."""
-        return self.has_encoder_news or any(scratch is not None and scratch.has_news for scratch in self.scratch)
+        """Whether there is something to state that its progress does not show."""
+        return any(table.has_news for table in self.group_tables)
 
     @property
     def has_encoder_news(self) -> bool:
         """Whether a call must state that the KV of the encoder's input is complete."""
-        return self.encoder_computed and not self.encoder_acked
+        return self.num_encoder_tokens > 0 and any(table.has_news for table in self.group_tables if table.is_encoder)
 
     @property
     def num_tokens_to_encode(self) -> int:
         """Tokens of the encoder's input, if the encoder is to run with the next tokens of the sequence."""
-        return 0 if self.encoder_computed else self.num_encoder_tokens
+        if not (self.num_encoder_tokens and self.group_tables):
+            return self.num_encoder_tokens
+        return sum([table.num_tokens_to_encode for table in self.group_tables])
+
+    @property
+    def encoder_computed(self) -> bool:
+        """Whether the KV of the encoder's input is complete."""
+        return self.num_encoder_tokens > 0 and not self.num_tokens_to_encode
+
+    @property
+    def encoder_acked(self) -> bool:
+        """Whether the manager has acknowledged that it is complete."""
+        return self.encoder_computed and not self.has_encoder_news
+
+    @property
+    def encoder_cached(self) -> bool:
+        """Whether the KV of the encoder's input was served from the cache in the current round."""
+        return any(table.was_encoded for table in self.group_tables)
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of each group that keeps everything that its tokens occupy."""
@@ -199,21 +201,6 @@ class CacheSequence:
     def num_blocks_to_come(self, block_size: int) -> int:
         """Blocks of each group that keeps everything that the sequence can still need beyond its tables."""
         return max(0, self.most_blocks(block_size) - self.num_entries)
-
-    def blocks(self, group: int) -> Iterable[int]:
-        """All blocks of a group that this worker uses for it, in the order in which its pool may evict them."""
-        scratch = self.scratch[group] if self.scratch else None
-        return reversed(self.tables[group]) if scratch is None else scratch.blocks()
-
-    def own_blocks(self, group: int) -> list[SpareBlock]:
-        """The blocks of a group that a fork does not share with its parent. The manager must not know the fork."""
-        scratch = self.scratch[group] if self.scratch else None
-        if scratch is not None:
-            return scratch.from_reserve
-        if group == self.cross_group:
-            return []
-        first = self.acked_entries
-        return list(map(SpareBlock, self.tables[group][first:], self.generations[group][first:]))
 
     def alone(self, sequence_id: str, tokens: list[int] | None = None) -> CacheSequence:
         """Another sequence that begins with these tokens, None: all that this one has, holding nothing."""
@@ -240,13 +227,12 @@ class CacheSequence:
 
     def forget(self) -> None:
         """Reset table, progress and acknowledgements."""
-        self.tables = self.generations = self.scratch = ()
+        self.group_tables = ()
+        self.tables = self.block_tables = ()
         self.num_entries = 0
         self.boundaries = ()
         self.content = None
         self.num_cached_tokens = self.num_computed_tokens = 0
         self.uses_blocks = self.maybe_granted = False
-        self.encoder_computed = self.encoder_cached = self.encoder_acked = False
-        self.cross_group = None
-        self.acked_tokens = self.acked_entries = self.acked_computed_tokens = 0
+        self.acked_tokens = self.acked_computed_tokens = 0
         self.parked_on = None

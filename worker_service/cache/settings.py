@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from . import windows
-from .running_state import SCRATCH_BLOCKS
+from .groups.dense import DenseGroup
+from .groups.group import Group, Sizes
 
 MOST_BLOCKS = 1 << 16
 """Blocks of one sequence at most, where no pool bounds it: the manager's limit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheSettings:
     """Sizes of the pools, and timing and size of calls."""
 
     block_size: int = 16
     """Token slots of one block."""
-    num_blocks: tuple[int, ...] = (1024,)
-    """Blocks of each group's pool, the null block included."""
-    windows: tuple[int, ...] = ()
-    """Tokens that the layers of each group see, 0: all. Empty: no group has a window."""
-    state_grid: int = 0
-    """Tokens at whose multiples states are kept for others, in the last group. 0: there are no recurrent layers."""
-    cross_group: int | None = None
-    """The group with cross attention, whose blocks hold the KV of encoder inputs; None: there is none."""
+    groups: tuple[Group, ...] = (DenseGroup(1024),)
+    """The groups of layers, each with its pool."""
     max_chunk_tokens: int = 512
-    """Most tokens of one sequence in one step, if a group has a window."""
+    """Most tokens of one sequence in one step, if a group bounds them."""
     retention_interval: int = 0
-    """Tokens after which windows and states are kept for others, again and again; 0: only where prompts may part."""
+    """Tokens after which there is a boundary, again and again; 0: only where prompts may part."""
     report_seconds: float = 0.1
     """Filled blocks are reported at most this late, many in one call; sooner if another sequence waits for them."""
     reserve_seconds: float = 2.0
@@ -42,75 +37,48 @@ class CacheSettings:
     max_call_bytes: int = 8 << 20
     """Bytes of tokens and table entries in one call, both directions; half of gRPC's message size."""
 
-    @property
-    def full_groups(self) -> tuple[int, ...]:
-        """Groups that keep everything of a sequence: those whose layers have neither a window nor a state, nor cross attention."""
-        return tuple(
-            group for group in range(len(self.num_blocks)) if not self.has_scratch(group) and group != self.cross_group
-        )
+    @cached_property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group's pool, the null block included."""
+        return tuple(group.num_blocks for group in self.groups)
 
-    @property
-    def scratch_groups(self) -> tuple[int, ...]:
-        """Groups in which a sequence has scratch blocks: those with a window or a state."""
-        return tuple(group for group in range(len(self.num_blocks)) if self.has_scratch(group))
+    @cached_property
+    def bounds_chunks(self) -> bool:
+        """Whether no step may compute more than `max_chunk_tokens` of a sequence."""
+        return any(group.bounds_chunks for group in self.groups)
 
-    @property
-    def attention_groups(self) -> tuple[int, ...]:
-        """Groups of layers that attend to the sequence itself, and so have block tables."""
-        return tuple(
-            group for group in range(len(self.num_blocks)) if not self.is_state(group) and group != self.cross_group
-        )
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What the groups have in common."""
+        return Sizes(self.block_size, self.grid_tokens // self.block_size or 1, self.max_chunk_tokens)
 
-    @property
-    def grid_blocks(self) -> int:
-        """Boundaries are multiples of so many blocks."""
-        return self.state_grid // self.block_size or 1
+    @cached_property
+    def grid_tokens(self) -> int:
+        """Boundaries are multiples of so many tokens; 0: any block may end at one."""
+        return max(group.grid_tokens for group in self.groups)
 
-    def window(self, group: int) -> int:
-        """Tokens that a group's layers see; 0: all, or they do not attend."""
-        return self.windows[group] if group < len(self.windows) else 0
+    @cached_property
+    def growing(self) -> tuple[int, ...]:
+        """The groups that keep everything of a sequence, and so take blocks of the reserve while it decodes."""
+        return tuple(index for index, group in enumerate(self.groups) if group.table_type.grows)
 
-    def is_state(self, group: int) -> bool:
-        """Whether a group's layers are recurrent."""
-        return bool(self.state_grid) and group == len(self.num_blocks) - 1
+    @cached_property
+    def by_hits(self) -> tuple[int, ...]:
+        """All groups, those that keep everything first: they have all that is cached, so that the others compare only what they
+        keep."""
+        return tuple(sorted(range(len(self.groups)), key=lambda index: index not in self.growing))
 
-    def has_scratch(self, group: int) -> bool:
-        """Whether sequences have scratch blocks in a group."""
-        return bool(self.window(group)) or self.is_state(group)
+    @cached_property
+    def keeping_boundaries(self) -> tuple[int, ...]:
+        """The groups in which a prefix can be a hit only where it was named at a boundary."""
+        return tuple(index for index, group in enumerate(self.groups) if group.table_type.keeps_boundaries)
 
-    def span(self, group: int) -> int:
-        """Blocks before a boundary that are kept there in a group with a window or a state."""
-        return 1 if self.is_state(group) else windows.span(self.windows[group], self.block_size)
-
-    def scratch_blocks(self, group: int) -> int:
-        """Blocks that one sequence is granted in a group with a window or a state."""
-        if self.is_state(group):
-            return SCRATCH_BLOCKS
-        return windows.ring_blocks(self.windows[group], self.max_chunk_tokens, self.block_size, self.grid_blocks)
-
-    def fork_blocks(self, group: int) -> int:
-        """Blocks of the reserve that a fork needs at most: its tail, its running state, or a ring; a unit is shared."""
-        if group == self.cross_group:
-            return 0
-        return self.span(group) + self.grid_blocks if self.window(group) else 1
-
-    @property
+    @cached_property
     def capacity(self) -> int:
-        """Blocks of tokens that one sequence can have at most: those of the smallest pool of a group that keeps everything, or of
-        another one without room for a whole scratch and what it may hit."""
-        bounding = [self.num_blocks[group] - 1 for group in self.full_groups]
-        bounding += [
-            self.num_blocks[group] - 1
-            for group in self.scratch_groups
-            if self.num_blocks[group] - 1 < self.scratch_blocks(group) + self.span(group)
-        ]
-        return min(bounding, default=MOST_BLOCKS)
+        """Blocks of tokens that one sequence can have at most."""
+        return min((most for group in self.groups if (most := group.most_blocks(self.sizes))), default=MOST_BLOCKS)
 
-    def num_unit_blocks(self, num_encoder_tokens: int) -> int:
-        """Blocks of the KV of an encoder's input."""
-        return -(-num_encoder_tokens // self.block_size)
-
-    @property
-    def unit_capacity(self) -> int:
-        """Blocks of the longest input of an encoder; 0 without cross attention."""
-        return 0 if self.cross_group is None else self.num_blocks[self.cross_group] - 1
+    @cached_property
+    def encoder_capacity(self) -> int:
+        """Blocks of the longest input of an encoder; 0: no group holds any."""
+        return max(group.most_encoder_blocks() for group in self.groups)

@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 from . import boundaries, events
 from .entry import BlockCopy
-from .ledger import BlockLedger
 from .link_state import LinkState
 from .report import Report
 from .reserve import DecodingRate, Reserve, SpareBlock, spare_target
 from .sequence import CacheSequence, SequenceId, SequenceState
 from .settings import CacheSettings
-from .units import UnitLedger
 
 
 class Copying(NamedTuple):
@@ -32,14 +30,9 @@ class CacheState:
         self.settings = settings
         self.link: LinkState | None = None
         """None while no session is open."""
-        self.full_groups = settings.full_groups
-        self.scratch_groups = settings.scratch_groups
-        self.ledgers = tuple(
-            UnitLedger(count, group) if group == settings.cross_group else BlockLedger(count, group)
-            for group, count in enumerate(settings.num_blocks)
-        )
+        self.ledgers = tuple(group.ledger_type(group.num_blocks, index) for index, group in enumerate(settings.groups))
         """The ledger of each group; `reserves` has one for each group too."""
-        self.reserves = tuple(Reserve() for _ in settings.num_blocks)
+        self.reserves = tuple(Reserve() for _ in settings.groups)
         self.sequences: dict[SequenceId, CacheSequence] = {}
         """Live and ending sequences, and those the manager may hold blocks for."""
         self.ending: list[CacheSequence] = []
@@ -90,18 +83,18 @@ class CacheState:
         if report_wanted:
             # Forks that were not acknowledged are stated after the report, as they would have been before it.
             holders = [sequence for sequence in self.sequences.values() if sequence.tables and sequence.parent is None]
-            self._stop_using_released(holders)
+            self._acknowledge_all(holders)
             reserved = [
-                [*reserve.spare(), *(block for fork in self.forks for block in fork.own_blocks(group))]
+                [*reserve.spare(), *(block for fork in self.forks for block in fork.group_tables[group].from_reserve)]
                 for group, reserve in enumerate(self.reserves)
             ]
             link.report = Report(self.ledgers, holders, reserved)
 
-    def _stop_using_released(self, sequences: List[CacheSequence]) -> None:
+    def _acknowledge_all(self, sequences: List[CacheSequence]) -> None:
         """A report states the present, so what is not in it is released."""
         for sequence in sequences:
-            for ledger, scratch in zip(self.ledgers, sequence.scratch, strict=False):
-                for block in scratch.acknowledge_all() if scratch is not None else ():
+            for ledger, table in zip(self.ledgers, sequence.group_tables, strict=True):
+                for block in table.acknowledge_all():
                     ledger.drop(block)
 
     def lose_session(self, why: str) -> None:
@@ -154,15 +147,6 @@ class CacheState:
         """The link of the open session, if the manager serves it."""
         return self.link if self.link is not None and self.link.is_live else None
 
-    @property
-    def unit_ledger(self) -> UnitLedger | None:
-        """The ledger of the group with cross attention; None: there is no such group."""
-        if self.settings.cross_group is None:
-            return None
-        ledger = self.ledgers[self.settings.cross_group]
-        assert isinstance(ledger, UnitLedger)
-        return ledger
-
     def spare_targets(self, joining: List[CacheSequence] = ()) -> list[int]:
         """Blocks that the reserve of each group should hold for the live sequences, and for `joining` ones with tables for their
         tokens."""
@@ -173,16 +157,11 @@ class CacheState:
         rate = self.rate.tokens_per_second
         spare = spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
         num_forks = sum(sequence.num_forks_to_come for sequence in (*live, *joining))
-        # Beams fork again before a call is answered.
-        targets = [spare + self._spare_for_forks(group, 2 * num_forks) for group in range(len(self.ledgers))]
-        for group in self.scratch_groups:
-            targets[group] = self._spare_for_boundaries(group, live) + self._spare_for_forks(group, num_forks)
-        if self.settings.cross_group is not None:
-            targets[self.settings.cross_group] = 0  # a unit is granted whole, never grows, and is shared by forks
+        targets = []
+        for index, group in enumerate(self.settings.groups):
+            lacking = self._num_lacking(index, live) if group.table_type.keeps_boundaries else 0
+            targets.append(group.num_spare(self.settings.sizes, spare, num_forks, lacking))
         return targets
-
-    def _spare_for_forks(self, group: int, num_forks: int) -> int:
-        return min(num_forks * self.settings.fork_blocks(group), self.settings.num_blocks[group] - 1)
 
     @property
     def num_forks_to_come(self) -> int:
@@ -193,20 +172,19 @@ class CacheState:
     def lacks_blocks_for_a_fork(self) -> bool:
         """Whether a group has no blocks for one, nor can the manager grant them."""
         return any(
-            is_empty and len(reserve) < self.settings.fork_blocks(group)
-            for group, (is_empty, reserve) in enumerate(zip(self.pool_is_empty, self.reserves, strict=True))
+            is_empty and len(reserve) < group.fork_blocks(self.settings.sizes)
+            for group, is_empty, reserve in zip(self.settings.groups, self.pool_is_empty, self.reserves, strict=True)
         )
 
-    def _spare_for_boundaries(self, group: int, live: List[CacheSequence]) -> int:
-        """What sequences lack in a group to name the next window or snapshot of each; an eighth of the pool at most, or one window:
-        one that is not named is only a lost hit."""
-        lacking = sum(boundaries.num_lacking(sequence, group, self.settings) for sequence in live)
-        return min(lacking, max(self.settings.num_blocks[group] // 8, self.settings.span(group)))
+    def _num_lacking(self, group: int, live: List[CacheSequence]) -> int:
+        """What sequences lack in a group to name what each will have at its next boundary."""
+        scratches = ((one, scratch) for one in live for number, scratch in one.scratches() if number == group)
+        return sum(boundaries.num_lacking(one, scratch, self.settings) for one, scratch in scratches)
 
     @property
     def num_spare(self) -> int:
-        """Blocks in the smallest reserve of a group without a window."""
-        return min((len(self.reserves[group]) for group in self.full_groups), default=0)
+        """Blocks in the smallest reserve of a group that grows."""
+        return min((len(self.reserves[group]) for group in self.settings.growing), default=0)
 
     def returning(self) -> tuple[tuple[SpareBlock, ...], ...]:
         """Surplus of the reserves, by group."""
@@ -214,8 +192,8 @@ class CacheState:
 
     def num_blank(self) -> int:
         """Blocks that are in no table and not in the reserve, hold no content, and can be granted by the manager: in that group
-        without a window that has the fewest."""
-        return min((self._num_blank(group) for group in self.full_groups), default=0)
+        that grows and has the fewest."""
+        return min((self._num_blank(group) for group in self.settings.growing), default=0)
 
     def num_evictable(self, group: int) -> int:
         """Blocks that are in no table and not in the reserve, with or without content."""
@@ -228,8 +206,8 @@ class CacheState:
         return num_blank if self.num_free is None else min(num_blank, self.num_free[group])
 
     def num_blocks_due(self) -> int:
-        """Blocks of each group without a window needed if each live sequence gets one more token."""
-        if not self.full_groups:
+        """Blocks of each group that grows needed if each live sequence gets one more token."""
+        if not self.settings.growing:
             return 0
         size = self.settings.block_size
         return sum(
@@ -245,8 +223,8 @@ class CacheState:
             if sequence.parent is not None:
                 sequence.parent = None
                 self.forks.remove(sequence)
-            for group, ledger in enumerate(self.ledgers):
-                for block in sequence.blocks(group):
+            for ledger, table in zip(self.ledgers, sequence.group_tables, strict=True):
+                for block in table.blocks():
                     ledger.drop(block)
 
     def end(self, sequence: CacheSequence) -> None:

@@ -51,12 +51,12 @@ class Capacity:
         return max_tokens
 
     def _check_input(self, num_encoder_tokens: int) -> None:
-        num_blocks = self._cache.num_unit_blocks(num_encoder_tokens)
-        if num_blocks > self._cache.unit_capacity:
+        num_blocks = -(-num_encoder_tokens // self._cache.block_size)
+        if num_blocks > self._cache.encoder_capacity:
             raise EngineError(
                 ErrorKind.NEVER_FITS,
                 f"{num_encoder_tokens} prompt tokens need {num_blocks} blocks of {self._cache.block_size} for the encoder's "
-                f"output; this worker has {self._cache.unit_capacity}: shorten the prompt, or give the worker more of them "
+                f"output; this worker has {self._cache.encoder_capacity}: shorten the prompt, or give the worker more of them "
                 "(--cross-blocks)",
                 field="prompt",
             )
@@ -71,21 +71,16 @@ class Capacity:
             )
 
     def _check_scratch(self, num_beams: int) -> None:
-        """Raises EngineError if the beams do not fit into a group with a window or states, where they share nothing: the beam that
-        has computed the prompt has what it was granted and has hit, each other one what a fork gets."""
-        cache = self._cache
-        for group, num_blocks in enumerate(cache.num_blocks):
-            if num_beams > 1 and cache.has_scratch(group):
-                num_first = cache.scratch_blocks(group) + cache.span(group)
-                needed = num_first + (num_beams - 1) * cache.fork_blocks(group)
-                if needed > num_blocks - 1:
-                    what = "states" if cache.is_state(group) else f"a window of {cache.window(group)} tokens"
-                    raise EngineError(
-                        ErrorKind.NEVER_FITS,
-                        f"{num_beams} beams need {needed} blocks of group {group} ({what}); this worker has {num_blocks - 1}: ask "
-                        "for fewer beams, or give the worker more blocks (--max-num-seqs, --kv-cache-memory)",
-                        field="beam_search.num_beams",
-                    )
+        """Raises EngineError if the beams do not fit into a group where they share nothing."""
+        for index, group in enumerate(self._cache.groups if num_beams > 1 else ()):
+            needed = group.num_for_beams(self._cache.sizes, num_beams)
+            if needed > group.num_blocks - 1:
+                raise EngineError(
+                    ErrorKind.NEVER_FITS,
+                    f"{num_beams} beams need {needed} blocks of group {index} ({group}); this worker has {group.num_blocks - 1}: "
+                    "ask for fewer beams, or give the worker more blocks (--max-num-seqs, --kv-cache-memory)",
+                    field="beam_search.num_beams",
+                )
 
     def _tokens_that_fit(self, room: int, num_prompt: int, num_beams: int) -> int:
         """The largest number of new tokens, by the model's limit and the pools'."""

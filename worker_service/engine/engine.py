@@ -86,7 +86,7 @@ class Engine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
-            max_chunk_tokens=cache.settings.max_chunk_tokens if any(cache.settings.windows) else None,
+            max_chunk_tokens=cache.settings.max_chunk_tokens if cache.settings.bounds_chunks else None,
             policy=settings.scheduling_policy,
         )
         self._admission = Admission(

@@ -282,7 +282,7 @@ class Scheduler:
                 count = self._cache.chunk(sequence, min(most, self.max_chunk_tokens))
                 if not count and not prefills:
                     # Chunks of a state end on a grid. Were the budget smaller than that, the prompt would wait for ever.
-                    count = self._cache.chunk(sequence, self._cache.settings.state_grid)
+                    count = self._cache.chunk(sequence, self._cache.settings.grid_tokens)
                 # A granted prompt has its blocks; a beam that is computed again may lack some.
                 if not (count and self._make_room(sequence, sequence.num_computed_tokens + count, now)):
                     continue

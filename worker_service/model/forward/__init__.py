@@ -18,7 +18,7 @@ state group, the last one of a worker, has the states of all these layers after 
 * transformers clamps the length of a time step in chunks but not in single tokens (Nemotron-H, Zamba2); here both are
   (`time_steps`).
 * Inside a chunk these layers work through pieces of fixed size, so chunks end at multiples of lcm(block size, 64) of
-  absolute positions (`cache.windows.grid_tokens`): a hit continues as the cold run did. After a preemption chunks run
+  absolute positions (`cache.groups.state.grid_tokens`): a hit continues as the cold run did. After a preemption chunks run
   where single tokens ran before, so states are equal to rounding only, and batch invariance is never promised with
   recurrent layers.
 * A snapshot is read once more after the step; one that is not finite counts as a row that is not.

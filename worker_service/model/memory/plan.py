@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...cache.running_state import SCRATCH_BLOCKS
-from ...cache.windows import grid_tokens, ring_blocks, span
+from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
+from ...cache.groups.window import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
 from .cross import CrossNeeds, SplitWithCross

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...cache.running_state import SCRATCH_BLOCKS
-from ...cache.windows import grid_tokens, largest_chunk, ring_blocks, span
+from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
+from ...cache.groups.window import largest_chunk, ring_blocks, span
 from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan
 
 KEPT_WINDOWS = 2

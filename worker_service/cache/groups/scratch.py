@@ -12,43 +12,33 @@ Unnamed blocks are the sequence's scratch: the manager knows their ids, but not 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Container, Iterable
-from collections.abc import Sequence as List
-from typing import NamedTuple
+from typing import ClassVar
 
-from .entry import Entry
-from .reserve import SpareBlock
+from kvpool.v1 import cache_pb2, common_pb2
 
-
-class Statement(NamedTuple):
-    """What a call states of a sequence's scratch in one group. Everything is stated again until a call is executed."""
-
-    bound: tuple[Entry, ...] = ()
-    scratch: tuple[SpareBlock, ...] = ()
-    released: tuple[Entry, ...] = ()
+from ..entry import Entry
+from ..ledger import BlockLedger, Content
+from ..reserve import SpareBlock
+from .group import Granted, Group, GroupTable, Run, Sizes, Statement, Text, disagree_about
 
 
-class ForkedScratch(NamedTuple):
-    """What a fork has in one group."""
+class Scratch(GroupTable):
+    """The blocks of one sequence in one group that keeps boundaries. A fork of it shares nothing."""
 
-    scratch: Scratch
-    copies: list[tuple[int, int]]
-    """(source, target) of each copy to make: a block of the parent, and the block of the fork that gets its content."""
-
-
-class Scratch(ABC):
-    """The blocks of one sequence in one group. All counts are blocks; boundaries are counted in blocks of tokens too."""
+    keeps_boundaries = True
+    is_useful_only: ClassVar[bool] = False
+    """Whether it may lack what should be named at a boundary, so that a hit is lost."""
 
     def __init__(self, span: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[SpareBlock]) -> None:
+        super().__init__()
         self.span = span
         """Blocks before a boundary that are kept for others."""
         self._block_size = block_size
         self.named = {entry.table_index: SpareBlock(entry.block, entry.generation) for entry in hits}
         self.placed: dict[int, SpareBlock] = {}
         self.free = list(scratch)
-        self.table: list[int] = []
-        """Block ids from position 0, for layers that attend; 0 where nothing is kept."""
         self._bound: dict[Entry, None] = {}
         self._scratch: dict[SpareBlock, None] = {}
         self._released: dict[Entry, None] = {}
@@ -57,37 +47,8 @@ class Scratch(ABC):
         self._from_reserve: dict[SpareBlock, None] = {}
         """Blocks that the manager may still count as reserved."""
 
-    # -- steps
-
-    @abstractmethod
-    def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[SpareBlock] = ()) -> None:
-        """Prepare the blocks for a step that computes up to `num_slots` tokens. No step may use the sequence. `spare`: blocks of
-        the reserve, as many as `num_missing` says and, if there are more, `num_useful`."""
-
-    @abstractmethod
-    def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
-        """Blocks of the reserve without which there can be no such step."""
-
-    def num_useful(self, num_computed_tokens: int, num_slots: int) -> int:
-        """Blocks of the reserve that the step can use in addition, so that others can go on from there."""
-        return 0
-
-    @abstractmethod
-    def settle(self, num_to_come: int) -> None:
-        """The prompt is computed, and so many blocks of tokens can follow: release what only the prompt needed."""
-
-    @abstractmethod
-    def num_for_fork(self, num_computed_tokens: int, num_to_come: int) -> int:
-        """Blocks of the reserve that `fork` needs."""
-
-    @abstractmethod
-    def fork(self, num_computed_tokens: int, spare: List[SpareBlock]) -> ForkedScratch:
-        """The scratch of a fork of the sequence, which no step may use, where so many tokens are computed. Nothing is shared: it is
-        made of `spare`, as many blocks of the reserve as `num_for_fork` says."""
-
     @property
     def from_reserve(self) -> list[SpareBlock]:
-        """Blocks that the manager may still count as reserved. Of a fork that it does not know they are all."""
         return list(self._from_reserve)
 
     def _add(self, reserved: SpareBlock) -> None:
@@ -100,6 +61,10 @@ class Scratch(ABC):
 
     def _release_named(self, index: int) -> None:
         self._release(Entry(index, *self.named.pop(index)))
+
+    @abstractmethod
+    def settle(self, num_to_come: int) -> None:
+        """The prompt is computed, and so many blocks of tokens can follow: release what only the prompt needed."""
 
     # -- boundaries
 
@@ -140,33 +105,26 @@ class Scratch(ABC):
 
     @property
     def has_news(self) -> bool:
-        """Whether a call has something to state."""
         return bool(self._bound or self._scratch or self._released)
 
     @property
     def num_unstated(self) -> int:
-        """Blocks of the reserve that the manager may still count as reserved."""
         return len(self._from_reserve)
 
     @property
     def num_entries_of_news(self) -> int:
-        """Entries of the next statement."""
         return len(self._bound) + len(self._scratch) + len(self._released)
 
     def has_to_release(self, copied: Container[int]) -> bool:
-        """Whether the next call can release blocks, with the same argument as `state`."""
         return any(entry.block not in copied for entry in self._released)
 
     def state(self, copied: Container[int] = ()) -> tuple[Statement, list[int]]:
-        """What the next call states, and the blocks that this worker stops using with it. `copied`: blocks that a step has yet to
-        copy for a fork, which are not released before."""
         dropped = [block for block in self._to_drop if block not in copied]
         self._to_drop = [block for block in self._to_drop if block in copied]
         released = tuple([entry for entry in self._released if entry.block not in copied])
         return Statement(tuple(self._bound), tuple(self._scratch), released), dropped
 
     def acknowledge(self, stated: Statement) -> None:
-        """Note that a call that stated this was executed."""
         for entry in stated.bound:
             self._bound.pop(entry, None)
             self._from_reserve.pop(SpareBlock(entry.block, entry.generation), None)
@@ -178,8 +136,6 @@ class Scratch(ABC):
             self._from_reserve.pop(SpareBlock(entry.block, entry.generation), None)
 
     def acknowledge_all(self) -> list[int]:
-        """Count everything as acknowledged, since a report states the present; returns the blocks that this worker stops using with
-        it."""
         self._bound, self._scratch, self._released, self._from_reserve = {}, {}, {}, {}
         dropped, self._to_drop = self._to_drop, []
         return dropped
@@ -189,6 +145,60 @@ class Scratch(ABC):
         return [*self.placed.values(), *self.free]
 
     def blocks(self) -> list[int]:
-        """All blocks that this worker uses for the sequence, those that its pool may evict first in front."""
         named = [self.named[index].block for index in sorted(self.named, reverse=True)]
         return [*(reserved.block for reserved in self.scratch()), *named, *self._to_drop]
+
+    def entries(self) -> list[Entry]:
+        return [Entry(index, *reserved) for index, reserved in sorted(self.named.items())]
+
+
+class ScratchGroup(Group):
+    """A group in which sequences have scratch blocks."""
+
+    @abstractmethod
+    def span(self, sizes: Sizes) -> int:
+        """Blocks before a boundary that are kept there."""
+
+    @abstractmethod
+    def scratch_blocks(self, sizes: Sizes) -> int:
+        """Blocks that one sequence is granted at most, and so what it has in addition to its hits."""
+
+    def num_for(self, text: Text, sizes: Sizes) -> int:
+        """Fewer if it hits much of its prompt; see Group."""
+        return min(self.scratch_blocks(sizes), text.most_blocks(sizes.block_size))
+
+    def most_blocks(self, sizes: Sizes) -> int | None:
+        """The pool bounds the text if it has no room for a whole scratch and what it may hit; see Group."""
+        has_room = self.num_blocks - 1 >= self.scratch_blocks(sizes) + self.span(sizes)
+        return None if has_room else self.num_blocks - 1
+
+    def num_spare(self, sizes: Sizes, spare: int, num_forks: int, num_lacking: int) -> int:
+        """What boundaries lack takes an eighth of the pool at most, or one window: one that is not named is only a lost hit."""
+        most = max(self.num_blocks // 8, self.span(sizes))
+        return min(num_lacking, most) + self.num_for_forks(sizes, num_forks)
+
+    def num_for_beams(self, sizes: Sizes, num_beams: int) -> int:
+        """The beam that has computed the prompt has what it was granted and has hit, each other one what a fork gets; see Group."""
+        return self.scratch_blocks(sizes) + self.span(sizes) + (num_beams - 1) * self.fork_blocks(sizes)
+
+    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> Granted:
+        """Check that it is all that is needed before the first token that is not cached; see Group."""
+        run, num_hits = granted.tables[group], granted.num_cached_tokens // sizes.block_size
+        first = max(0, num_hits - self.span(sizes))
+        if len(run.block_ids) != num_hits - first or (run.block_ids and run.start_index != first):
+            raise disagree_about(
+                run,
+                text,
+                f"from index {run.start_index} on as the window before block {num_hits}, which has the indexes "
+                f"{list(range(first, num_hits))}",
+            )
+        scratch = next((scratch for scratch in granted.scratch if scratch.group == group), common_pb2.BlockRun())
+        num_needed = min(self.scratch_blocks(sizes), text.most_blocks(sizes.block_size) - num_hits)
+        if len(scratch.block_ids) < num_needed:
+            raise disagree_about(scratch, text, f"as scratch, {num_needed} are needed")
+        return Granted(
+            Run(run.block_ids[:], run.generations[:], first), Run(scratch.block_ids[:], scratch.generations[:])
+        )
+
+    def accept(self, ledger: BlockLedger, hits: Run, last: Content | None, tokens: bytes, text: Text) -> Content | None:
+        return ledger.accept_window(hits.entries(), last, tokens, text.root)

@@ -1,4 +1,4 @@
-"""A sequence's blocks in the group of recurrent layers: its running state, and a copy of it that may become a snapshot.
+"""Recurrent layers: of a text, the running state, and snapshots of it that are kept for others at boundaries.
 
 A block has the states of all these layers after a number of tokens. A step reads the state from one block and writes it to one or
 two others, so a snapshot costs no step of its own:
@@ -13,31 +13,36 @@ block for it makes none, and a hit is lost, not an error. The running state is n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from .entry import Entry
-from .reserve import SpareBlock
-from .scratch import ForkedScratch, Scratch
+from kvpool.v1 import common_pb2
+
+from ..entry import Entry
+from ..ledger import BlockLedger
+from ..reserve import SpareBlock
+from .group import Forked, Granted, Sizes, StateUse, Text
+from .scratch import Scratch, ScratchGroup
 
 SCRATCH_BLOCKS = 2
 """Blocks granted to a sequence: the running state, and the first copy."""
 
+_GRID_TOKENS = 64
+"""Long enough for the parallel scans of recurrent layers, short enough that little of a prefix is computed again."""
 
-class StateUse(NamedTuple):
-    """Blocks of one step of a sequence; 0: none."""
 
-    source: int
-    """The block with the state before the step."""
-    running: int
-    """The block that gets the state after it."""
-    snapshot: int
-    """Another block that gets that state too."""
+def grid_tokens(block_size: int) -> int:
+    """The grid, in tokens, of models with recurrent layers: chunks of prompts end, and snapshots are taken, at its multiples,
+    whatever else runs. So equal prefixes are computed in equal pieces."""
+    return math.lcm(block_size, _GRID_TOKENS)
 
 
 class RunningState(Scratch):
     """The blocks of one sequence in the group of recurrent layers."""
+
+    is_useful_only = True
 
     def __init__(self, grid_blocks: int, block_size: int, hits: Iterable[Entry], scratch: Iterable[SpareBlock]) -> None:
         """`hits`: the snapshot from which it goes on, if there is one. `scratch`: one block at least."""
@@ -51,7 +56,7 @@ class RunningState(Scratch):
     def __repr__(self) -> str:
         return f"<RunningState {self.running.block} named={sorted(self.named)} placed={sorted(self.placed)} free={len(self.free)}>"
 
-    def use(self, num_computed_tokens: int, num_slots: int) -> StateUse:
+    def state_use(self, num_computed_tokens: int, num_slots: int) -> StateUse:
         """The blocks of the step that `advance` has prepared."""
         source = self.running.block
         if num_computed_tokens == self._begin:
@@ -61,7 +66,7 @@ class RunningState(Scratch):
         return StateUse(source, self.running.block, 0 if copy is None else copy.block)
 
     def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[SpareBlock] = ()) -> None:
-        """Release the snapshots that the sequence has gone on from, and place a copy if the step ends on the grid; see Scratch."""
+        """Release the snapshots that the sequence has gone on from. Place a copy if the step ends on the grid. See GroupTable."""
         for reserved in spare:
             self._add(reserved)
         for index in [index for index in self.named if (index + 1) * self._block_size < num_computed_tokens]:
@@ -76,24 +81,24 @@ class RunningState(Scratch):
         return num_slots > num_computed_tokens and num_slots % (self._grid_blocks * self._block_size) == 0
 
     def num_for_fork(self, num_computed_tokens: int, num_to_come: int) -> int:
-        """One for the running state; a copy of it that may become a snapshot is only useful. See Scratch."""
+        """One for the running state; a copy of it that may become a snapshot is only useful. See GroupTable."""
         return 1
 
-    def fork(self, num_computed_tokens: int, spare: List[SpareBlock]) -> ForkedScratch:
+    def fork(self, num_computed_tokens: int, spare: List[SpareBlock]) -> Forked:
         fork = RunningState(self._grid_blocks, self._block_size, (), spare)
         for reserved in spare:
             fork._scratch[reserved] = fork._from_reserve[reserved] = None
-        source = self.use(num_computed_tokens, num_computed_tokens).source
+        source = self.state_use(num_computed_tokens, num_computed_tokens).source
         if source:
             fork._begin = -1  # also after a hit: the snapshot is copied
-        return ForkedScratch(fork, [(source, fork.running.block)] if source else [])
+        return Forked(fork, (), [(source, fork.running.block)] if source else [])
 
     def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
         """0: it always has what a step needs, the running state."""
         return 0
 
     def num_useful(self, num_computed_tokens: int, num_slots: int) -> int:
-        """One for the copy, if the last one was named; see Scratch."""
+        """One for the copy, if the last one was named; see GroupTable."""
         is_wanted = self._makes_copy(num_computed_tokens, num_slots) and not (self.free or self.placed)
         return int(is_wanted)
 
@@ -105,9 +110,43 @@ class RunningState(Scratch):
         return 0
 
     def num_lacking(self, boundary: int | None, num_to_come: int, *, is_prompt_done: bool) -> int:
-        """One for the next copy, if the last one was named and another place of the grid is to come; see Scratch."""
+        """One for the next copy, if the last one was named and another place of the grid is to come; see GroupTable."""
         is_to_come = boundary is not None or num_to_come >= self._grid_blocks
         return int(is_to_come and not (self.free or self.placed))
 
     def scratch(self) -> list[SpareBlock]:
         return [self.running, *super().scratch()]
+
+
+@dataclass(frozen=True)
+class StateGroup(ScratchGroup):
+    """Recurrent layers, whose states of one sequence are one block."""
+
+    grid: int
+    """Snapshots are taken at multiples of so many tokens."""
+
+    table_type = RunningState
+
+    def __str__(self) -> str:
+        return "states"
+
+    @property
+    def grid_tokens(self) -> int:
+        return self.grid
+
+    def introduce(self, spec: common_pb2.KVCacheGroup, sizes: Sizes) -> None:
+        spec.state.scratch_blocks = SCRATCH_BLOCKS
+        spec.state.grid_tokens = self.grid
+
+    def span(self, sizes: Sizes) -> int:
+        return 1
+
+    def scratch_blocks(self, sizes: Sizes) -> int:
+        return SCRATCH_BLOCKS
+
+    def fork_blocks(self, sizes: Sizes) -> int:
+        """Its running state; see Group."""
+        return 1
+
+    def take(self, ledger: BlockLedger, granted: Granted, text: Text, sizes: Sizes) -> RunningState:
+        return RunningState(sizes.grid_blocks, sizes.block_size, granted.hits.entries(), granted.empty.spare())
