@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvpool.walkthrough.__main__ import CASES
-from kvpool.walkthrough.recording import record
-from kvpool.walkthrough.story import as_object
+from kvpool.walkthrough.__main__ import STORIES
+from kvpool.walkthrough.recording import as_object, record
 
 FOLDER: Final = Path(__file__).parents[1] / "gateway" / "static" / "stories"
 
@@ -20,11 +19,11 @@ FOLDER: Final = Path(__file__).parents[1] / "gateway" / "static" / "stories"
 def stories() -> dict[str, str]:
     """The content of each file by its name."""
     files = {}
-    for case in CASES.values():
-        story = as_object(case, record(case))
-        broken = [step["title"] for step in story["steps"] if step["violations"]]
-        assert not broken, f"the story {case.name} breaks a law at {broken}"
-        files[f"{case.name}.json"] = json.dumps(story, ensure_ascii=False, separators=(",", ":")) + "\n"
+    for name, story in STORIES.items():
+        told = as_object(story, record(story))
+        broken = [step["title"] for step in told["steps"] if step["violations"]]
+        assert not broken, f"the story {name} breaks a law at {broken}"
+        files[f"{name}.json"] = json.dumps(told, ensure_ascii=False, separators=(",", ":")) + "\n"
     return files
 
 
@@ -39,7 +38,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if committed() == made:
             return 0
-        print("gateway/static/stories differs from what the core tells: run `make stories` and commit", file=sys.stderr)
+        print("gateway/static/stories differs from what the core does: run `make stories` and commit", file=sys.stderr)
         return 1
     FOLDER.mkdir(exist_ok=True)
     for name in committed().keys() - made.keys():

@@ -13,7 +13,7 @@ from .words import listed
 from .worker import Worker
 
 _A = "the cat sat on the mat and slept so long"
-_A_GENERATED = "that he forgot"
+_A_GENERATED = "that he forgot it"
 _B = "my dog ran to the big tree"
 _C = "the cat sat on the mat and slept next to me"
 _D = "two birds sing a loud song to the sun"
@@ -22,37 +22,38 @@ _D = "two birds sing a loud song to the sun"
 def _play(worker: Worker) -> Iterator[Scene]:
     pool = worker.pool
 
-    a = worker.allocate("A", _A)
-    num_tokens = len(_A.split())
+    a = worker.allocate("A", _A, max_new_tokens=4)
+    num_tokens, reserved = len(_A.split()), worker.blocks_in(State.RESERVED)
     yield Scene(
         "A comes: a prompt gets as many blocks as it fills",
         f"""
         {num_tokens} tokens need {len(a.blocks)} blocks of {BLOCK_SIZE}, taken from the head of the free list; the
         {len(a.blocks) * BLOCK_SIZE - num_tokens} empty slots in the last one are all that is wasted. Block 0 is the
-        null block: it is never granted, so the worker can use it as padding, and no KV is ever there.
+        null block: it is never granted, so the worker can use it as padding, and no KV is ever there. The call also
+        asks for a reserve, which is filled first: block {listed(reserved)} now belongs to the worker, but to no sequence
+        yet.
         """,
     )
 
-    b = worker.allocate("B", _B, reserve_wishes=(2,))
+    b = worker.allocate("B", _B, max_new_tokens=4)
     reserved = worker.blocks_in(State.RESERVED)
     yield Scene(
-        "B comes, and the worker asks for a reserve",
+        "B comes: the reserve has a block for each sequence that may grow",
         f"""
-        The call also asks for a reserve, which is filled first: blocks {listed(reserved)} now belong to the worker,
-        but to no sequence yet. A decode that needs one more block will take it from there and wait for no call. B's
-        own table is blocks {listed(b.blocks)}.
+        The reserve is blocks {listed(reserved)} now. A decode that needs one more block will take it from there and wait
+        for no call. B's own table is blocks {listed(b.blocks)}.
         """,
     )
 
-    appended = worker.append("A", _A_GENERATED)
+    num_sealed = worker.compute("A", _A_GENERATED)
     (from_reserve,) = set(worker.table("A")) - set(a.blocks)
     yield Scene(
         "A grows: its next block comes out of the reserve",
         f"""
         A generated {len(_A_GENERATED.split())} words: they filled its last block and began block {from_reserve},
         out of the reserve. Append states this to the manager while the next step runs; that step computes the KV of
-        the newest word. The call also seals {appended.num_sealed_tokens // BLOCK_SIZE} full and computed blocks,
-        which never change again and are hits for others from now on, and it refills the reserve.
+        the newest word. The call also seals {num_sealed // BLOCK_SIZE} full and computed blocks, which never change
+        again and are hits for others from now on. The words of block {from_reserve} are not reported before it is full.
         """,
     )
 
@@ -69,12 +70,13 @@ def _play(worker: Worker) -> Iterator[Scene]:
 
     worker.free("B")
     (cached,), (emptied,) = worker.blocks_in(State.CACHED, b.blocks), worker.blocks_in(State.FREE, b.blocks)
+    (returned,) = worker.blocks_in(State.FREE, reserved)
     yield Scene(
         "B goes: what is sealed stays cached, what is not is emptied",
         f"""
         Block {cached} was full and computed: it is sealed, goes to the tail of the free list and stays cached for
         the next request with these words. Block {emptied} was not full, so it can never be a hit: it goes to the
-        head and is granted next.
+        head and is granted next. No sequence is left that may grow, so block {returned} of the reserve goes back too.
         """,
     )
 
@@ -83,10 +85,10 @@ def _play(worker: Worker) -> Iterator[Scene]:
     yield Scene(
         "D comes: the head of the free list is granted first",
         f"""
-        D takes block {d.blocks[0]}, which B has just emptied, and then blocks that were never used; B's cached
-        block {cached} still waits at the tail. g is the generation, the stamp of the call that granted a block:
-        that of block {d.blocks[0]} is {generation} now, so a late message about its earlier use is not taken for a
-        new one.
+        D takes block {d.blocks[0]}, which B has just emptied, block {d.blocks[1]}, which has come back, and then one that
+        was never used; B's cached block {cached} still waits at the tail. g is the generation, the stamp of the call
+        that granted a block: that of block {d.blocks[0]} is {generation} now, so a late message about its earlier use is
+        not taken for a new one.
         """,
     )
 
@@ -105,4 +107,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("allocation", "requests come, grow, share and go", _play)
+STORY = Story("allocation", "requests come, grow, share and go", _play)

@@ -8,9 +8,8 @@ from typing import Final
 
 from rich.text import Text
 
-from kvpool.cache_service.core.block_pool import State
-
 from .changes import changed_blocks
+from .layouts import BLOCK_SIZE, Kind
 from .lines import CHANGED_STYLE, flow
 from .snapshot import BlockView, GroupView
 
@@ -20,26 +19,26 @@ _WIDE_TILE: Final = 13
 """Columns of a tile with room for its words, two on each line."""
 _NARROW_TILE: Final = 8
 _TILE_STYLES: Final = {
-    State.FREE: "dim",
-    State.CACHED: "black on green",
-    State.HELD: "black on cyan",
-    State.RESERVED: "black on yellow",
+    "free": "dim",
+    "cached": "black on green",
+    "held": "black on cyan",
+    "reserved": "black on yellow",
 }
 _UNSEALED_STYLE: Final = "bold cyan"
 """Style of a block that one sequence holds and has not filled and computed: without a background."""
 _SHARED_STYLE: Final = "bold black on magenta"
 
 
-def draw_block_map(before: GroupView, after: GroupView, block_size: int, width: int) -> list[Text]:
+def draw_block_map(before: GroupView, after: GroupView, width: int) -> list[Text]:
     """Draw the tiles, then the changes."""
     changed = changed_blocks(before, after)
-    return [*_tiles(after, block_size, changed, width), *_changes(changed, width)]
+    return [*_tiles(after, changed, width), *_changes(changed, width)]
 
 
-def _tiles(group: GroupView, block_size: int, changed: dict[int, str], width: int) -> list[Text]:
+def _tiles(group: GroupView, changed: dict[int, str], width: int) -> list[Text]:
     counts = group.counts
     words = (
-        f"{counts.capacity} states:" if group.group.grid_blocks else f"{counts.capacity} of {block_size} tokens:",
+        f"{counts.capacity} states:" if group.kind is Kind.STATE else f"{counts.capacity} of {BLOCK_SIZE} tokens:",
         f"{counts.free} free,",
         f"{counts.cached} cached,",
         f"{counts.held} held{f' ({counts.shared} shared)' if counts.shared else ''},",
@@ -53,7 +52,7 @@ def _tiles(group: GroupView, block_size: int, changed: dict[int, str], width: in
     per_row = min(_TILES_PER_ROW, (width - _NULL_TILE) // (tile + 1))
     for begin in range(0, len(blocks), per_row):
         row = [
-            _tile(block, tile, block_size, is_changed=block.block in changed, with_words=with_words)
+            _tile(block, tile, is_changed=block.block in changed, with_words=with_words)
             for block in blocks[begin : begin + per_row]
         ]
         lead = _null_tile(null, len(row[0])) if begin == 0 else [Text(" " * _NULL_TILE)] * len(row[0])
@@ -70,21 +69,19 @@ def _null_tile(null: BlockView, height: int) -> list[Text]:
     return [Text(f" {line:<{_NULL_TILE - 1}}", style="dim") for line in lines]
 
 
-def _tile(block: BlockView, width: int, block_size: int, *, is_changed: bool, with_words: bool) -> list[Text]:
+def _tile(block: BlockView, width: int, *, is_changed: bool, with_words: bool) -> list[Text]:
     """Draw a tile: block id and generation; state and ref_count; and, if there is room, the words in two lines."""
     style = _SHARED_STYLE if block.ref_count > 1 else _TILE_STYLES[block.state]
-    if block.state is State.HELD and not block.sealed:
+    if block.state == "held" and not block.sealed:
         style = _UNSEALED_STYLE
     generation = f"g{block.generation}" if block.generation else ""
     ref_count = f"×{block.ref_count}" if block.ref_count and not block.is_scratch else ""
     head = f"{'*' if is_changed else ' '}{block.block}"
     lines = [_ends(head, generation, width), _ends(f" {block.role}"[-width:], ref_count, width)]
     if with_words:
-        words = ["after", str(block.num_tokens)] if block.num_tokens else [*block.words]
-        words = [*words, *[""] * block_size][:block_size]
-        half = (block_size + 1) // 2
-        for piece in (words[:half], words[half:]):
-            line = " ".join(piece).strip()
+        half = (BLOCK_SIZE + 1) // 2
+        for piece in (block.words[:half], block.words[half:]):
+            line = " ".join(piece)
             lines.append(f" {line:<{width - 1}}"[:width])
     texts = [Text(line, style=style) for line in lines]
     if is_changed:

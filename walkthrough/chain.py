@@ -31,7 +31,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    worker.append("A")
+    worker.compute("A")
     first, second = _nodes(worker, "A")
     yield Scene(
         "A's blocks are sealed and get their names",
@@ -51,7 +51,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    worker.append("B")
+    worker.compute("B")
     other = _nodes(worker, "B")[1]
     yield Scene(
         "The same words, two nodes, two names",
@@ -108,4 +108,4 @@ def _name(node: Node) -> str:
     return "no name" if node.block_hash is None else f"{node.block_hash:016x}"
 
 
-CASE = Story("chain", "the same words after two parents are two different blocks", _play, shows_tree=True)
+STORY = Story("chain", "the same words after two parents are two different blocks", _play, shows_tree=True)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from kvpool.cache_service.core.block_pool import State
-
 from .snapshot import BlockView, GroupView
 
 
 def changed_blocks(before: GroupView, after: GroupView) -> dict[int, str]:
     """Return the changed blocks, each with its change in words."""
-    return {
-        new.block: _difference(old, new)
-        for old, new in zip(before.blocks, after.blocks, strict=True)
-        if _aspects(old) != _aspects(new)
-    }
-
-
-def _aspects(block: BlockView) -> tuple[str, int, int, bool, tuple[str, ...]]:
-    return block.role, block.ref_count, block.generation, block.sealed, block.words
+    pairs = zip(before.blocks, after.blocks, strict=True)
+    return {new.block: _difference(old, new) for old, new in pairs if old != new}
 
 
 def _difference(old: BlockView, new: BlockView) -> str:
@@ -30,9 +21,8 @@ def _difference(old: BlockView, new: BlockView) -> str:
     if not old.sealed and new.sealed:
         parts.append("sealed")
     if old.role != new.role:
-        change = f"{old.role} → {new.role}"
-        is_hit = old.state is State.CACHED and new.state is State.HELD and not granted_again
-        parts.append(f"hit, {change}" if is_hit else change)
+        is_hit = old.state == "cached" and new.state == "held" and not granted_again
+        parts.append(f"{'hit, ' if is_hit else ''}{old.role} → {new.role}")
     elif old.ref_count != new.ref_count:
         parts.append(f"ref_count {old.ref_count} → {new.ref_count}")
     return ", ".join(parts) or ("granted again" if granted_again else "more words")

@@ -106,4 +106,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("eviction", "under pressure: least recently used first, ends before beginnings", _play)
+STORY = Story("eviction", "under pressure: least recently used first, ends before beginnings", _play)

@@ -12,7 +12,7 @@ from .words import listed
 from .worker import Worker
 
 _A = "write me a short poem on the first snow"
-_A_FIRST, _A_GENERATED = "white", "and still it lies on every roof"
+_A_FIRST, _A_GENERATED = "white", "and still it lies on every warm roof"
 _B_FIRST, _B_GENERATED = "soft", "as sleep it falls and falls"
 _C_FIRST = "drifts"
 _D = f"{_A} {_B_FIRST} {_B_GENERATED} now one on rain"
@@ -22,7 +22,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
     pool = worker.pool
     num_tokens = len(_A.split())
 
-    a = worker.allocate("A", _A, reserve_wishes=(4,))
+    a = worker.allocate("A", _A, max_new_tokens=12, num_forks=1)
     yield Scene(
         "A comes: one prompt, to which several answers are wanted",
         f"""
@@ -31,8 +31,8 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    appended = worker.append("A", _A_FIRST)
-    num_full = appended.num_sealed_tokens // BLOCK_SIZE
+    num_sealed = worker.compute("A", _A_FIRST)
+    num_full = num_sealed // BLOCK_SIZE
     yield Scene(
         "A's prompt is computed, once, and its first word is drawn",
         f"""
@@ -47,13 +47,13 @@ def _play(worker: Worker) -> Iterator[Scene]:
         "B is a fork of A: full blocks are shared, the tail is copied",
         f"""
         B has drawn “{_B_FIRST}”. Blocks {listed(b[:num_full])} are in both tables now, with ref_count
-        {pool.ref_count(b[0])}. Block {a.blocks[num_full]} cannot be shared, because both go on to write in it: the
-        worker has copied it on the device into block {b[num_full]}, out of its reserve. It did so between two steps and
+        {pool.ref_count(b[0])}. Block {a.blocks[num_full]} cannot be shared, because both go on to write in it: the next
+        step copies it on the device into block {b[num_full]}, out of the reserve. The worker made B between two steps and
         asked nobody; Fork states it afterwards. The answer grants nothing that B would have had to wait for.
         """,
     )
 
-    worker.append("A", _A_GENERATED)
+    worker.compute("A", _A_GENERATED)
     yield Scene(
         "A goes on: what it fills is its own",
         f"""
@@ -62,7 +62,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    worker.append("B", _B_GENERATED)
+    worker.compute("B", _B_GENERATED)
     b = worker.table("B")
     yield Scene(
         "B goes on too: the same prefix, another block",
@@ -79,7 +79,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         "C is a fork of B: a fork of a fork",
         f"""
         A beam search does this in every step: the better of two continuations goes on twice, the other one not at all. C
-        shares {num_shared} blocks with B, its tail is a copy in block {c[num_shared]}, and only its last word is
+        shares {num_shared} blocks with B, its tail is copied into block {c[num_shared]}, and only its last word is
         another one, “{_C_FIRST}”. The ref_counts of the prompt's blocks are {pool.ref_count(c[0])}.
         """,
     )
@@ -117,4 +117,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("fork", "several answers to one prompt, which is kept once", _play)
+STORY = Story("fork", "several answers to one prompt, which is kept once", _play)

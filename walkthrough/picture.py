@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from rich.text import Text
 
 from .block_map import draw_block_map
-from .layouts import group_title
 from .lines import CHANGED_STYLE, EMPTY_SLOT, flow
 from .recording import Story, StoryStep
-from .snapshot import NodeView, Snapshot
+from .snapshot import Snapshot
 from .table_lines import draw_free_list, draw_tables
 
 WIDTH_MAX: Final = 120
 _WIDTH_MIN: Final = 60
 
 
-def draw_step(case: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
+def draw_step(story: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
     """Draw the lines of one step, each at most `width` columns wide (at least 60, at most 120 are used)."""
     width = max(_WIDTH_MIN, min(width, WIDTH_MAX))
     step = steps[index]
-    lines = _intro(case, steps, index, width)
+    lines = _intro(story, steps, index, width)
     parts = [part for group in range(len(step.after.groups)) for part in _group(step, group, width)]
-    if case.shows_tree:
+    if story.shows_tree:
         parts.append(_tree(step.before, step.after, width))
     if step.violations:
         parts.append(_violations(step, width))
@@ -34,7 +33,7 @@ def draw_step(case: Story, steps: Sequence[StoryStep], index: int, width: int) -
     return lines
 
 
-def draw_legend(case: Story, width: int) -> list[Text]:
+def draw_legend(story: Story, width: int) -> list[Text]:
     """Draw the meaning of the signs."""
     signs = [
         "* changed in this step",
@@ -45,15 +44,15 @@ def draw_legend(case: Story, width: int) -> list[Text]:
         f"{EMPTY_SLOT} empty slot",
         "one word is one token",
     ]
-    if len(case.layout.groups) > 1:
+    if len(story.layout) > 1:
         signs += ["3: entry 3 of a table with holes", "scratch: held without a place"]
     return flow("", [Text(sign, style="dim") for sign in signs], max(_WIDTH_MIN, min(width, WIDTH_MAX)), gap=3)
 
 
-def _intro(case: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
-    """Draw what happens and why, and the call that makes it happen."""
+def _intro(story: Story, steps: Sequence[StoryStep], index: int, width: int) -> list[Text]:
+    """Draw what happens and why, and the calls."""
     step = steps[index]
-    position = f"{case.name} {index + 1}/{len(steps)}"
+    position = f"{story.name} {index + 1}/{len(steps)}"
     lines = []
     for number, line in enumerate(textwrap.wrap(step.scene.title, width - len(position) - 3)):
         lead = position if number == 0 else " " * len(position)
@@ -61,9 +60,11 @@ def _intro(case: Story, steps: Sequence[StoryStep], index: int, width: int) -> l
     lines.append(Text("─" * width, style="dim"))
     lines += [Text(line) for line in textwrap.wrap(" ".join(step.scene.sentences.split()), width)]
     lines.append(Text())
-    for number, call in enumerate(step.calls):
-        # Several items of one call.
-        lines += _hang("  + " if number else "  > ", call, width)
+    for call in step.calls:
+        first, *others = call.splitlines()
+        lines += _hang("  > ", first, width)
+        for item in others:
+            lines += _hang("  + ", item, width)
     return lines
 
 
@@ -78,49 +79,33 @@ def _hang(lead: str, call: str, width: int) -> list[Text]:
 
 def _group(step: StoryStep, index: int, width: int) -> list[list[Text]]:
     """Draw the parts of one group."""
-    before, after, block_size = step.before.groups[index], step.after.groups[index], step.after.block_size
-    blocks = draw_block_map(before, after, block_size, width)
+    before, after = step.before.groups[index], step.after.groups[index]
+    blocks = draw_block_map(before, after, width)
     if len(step.after.groups) > 1:
-        blocks = [*flow(f"Group {index}", list(map(Text, group_title(after.group).split())), width), *blocks]
-    return [blocks, draw_tables(before, after, block_size, width), draw_free_list(before, after, width)]
+        blocks = [*flow(f"Group {index}", list(map(Text, after.kind.title.split())), width), *blocks]
+    return [blocks, draw_tables(before, after, width), draw_free_list(before, after, width)]
 
 
 def _tree(before: Snapshot, after: Snapshot, width: int) -> list[Text]:
     lines = flow("Prefix tree", [Text("name (block_hash), and the block that is a hit", style="dim")], width)
-    named_before = {node.block_hash for root in before.roots for node in _walk(root)}
-    for root in after.roots:
-        lines.append(Text(f"  {_name(root)}  root", style="dim"))
-        lines += _branches(root.children, "  ", named_before)
-    return lines
-
-
-def _branches(nodes: Sequence[NodeView], indent: str, named_before: set[int | None]) -> list[Text]:
-    lines = []
-    for number, node in enumerate(nodes):
-        is_last = number == len(nodes) - 1
+    named_before = {node.block_hash for node in before.tree}
+    for node in after.tree:
+        name = "no name yet" if node.block_hash is None else f"{node.block_hash:016x}"
+        if not node.depth:
+            lines.append(Text(f"  {name}  root", style="dim"))
+            continue
         is_new = node.block_hash not in named_before
         where = f"block {node.block}" if node.block else ""
         computing = f"{' and '.join(node.leaders)} computing it" if node.leaders else ""
         lines.append(
             Text.assemble(
-                (f"{indent}{'└─' if is_last else '├─'} ", "dim"),
-                (f"{'*' if is_new else ''}{_name(node)}", CHANGED_STYLE if is_new else "green"),
+                ("   " * node.depth + "└─ ", "dim"),
+                (f"{'*' if is_new else ''}{name}", CHANGED_STYLE if is_new else "green"),
                 f"  {' '.join(node.words)}  ",
                 ("  ".join(filter(None, (where, computing))), "dim"),
             )
         )
-        lines += _branches(node.children, f"{indent}{'   ' if is_last else '│  '}", named_before)
     return lines
-
-
-def _walk(node: NodeView) -> Iterable[NodeView]:
-    yield node
-    for child in node.children:
-        yield from _walk(child)
-
-
-def _name(node: NodeView) -> str:
-    return "no name yet" if node.block_hash is None else f"{node.block_hash:016x}"
 
 
 def _violations(step: StoryStep, width: int) -> list[Text]:

@@ -26,7 +26,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         car park. Which block is next is said by the free list alone: no search, whatever the size of the pool.
         """,
     )
-    a = worker.allocate("A", _A, reserve_wishes=(1,))
+    a = worker.allocate("A", _A, max_new_tokens=3)
     (reserved,) = worker.blocks_in(State.RESERVED)
     yield Scene(
         f"A comes and gets {len(a.blocks)} blocks",
@@ -43,13 +43,14 @@ def _play(worker: Worker) -> Iterator[Scene]:
         end of its last block.
         """,
     )
-    worker.append("A", _A_GENERATED)
+    worker.compute("A", _A_GENERATED)
     (grown,) = set(worker.table("A")) - set(a.blocks)
     yield Scene(
         "A grows by one block",
         f"""
         Its answer has filled block {a.blocks[-1]}, so block {grown}, out of the reserve, is the next entry of its
-        table. The full blocks are computed and sealed now: from here on they never change, and others may use them.
+        table. Append reports whole blocks: those are computed and sealed now, never change from here on, and others may
+        use them. What A has in block {grown} is reported when that is full, or when A ends.
         """,
     )
     worker.free("B")
@@ -84,4 +85,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("pool", "sixteen blocks, from all free to shared", _play)
+STORY = Story("pool", "sixteen blocks, from all free to shared", _play)

@@ -28,12 +28,12 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    appended = worker.append("A")
+    num_sealed = worker.compute("A")
     yield Scene(
         "A's prompt is computed: its blocks become hits",
         f"""
-        The worker has computed {appended.num_sealed_tokens} tokens and says so with Append. That seals the
-        {appended.num_sealed_tokens // BLOCK_SIZE} blocks: square brackets. A sealed block never changes again,
+        The worker has computed {num_sealed} tokens and says so with Append. That seals the
+        {num_sealed // BLOCK_SIZE} blocks: square brackets. A sealed block never changes again,
         which is why it may be shared.
         """,
     )
@@ -94,4 +94,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("prefix", "a beginning that two chats share is computed once", _play)
+STORY = Story("prefix", "a beginning that two chats share is computed once", _play)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.integrity import Violation
-from kvpool.cache_service.core.messages import Layout
 
-from .layouts import ONE_GROUP
-from .snapshot import Snapshot, take_snapshot
+from .changes import changed_blocks
+from .layouts import BLOCK_SIZE, ONE_GROUP, Layout
+from .snapshot import GroupView, Snapshot, take_snapshot
 from .worker import Worker
 
 
 class Scene(NamedTuple):
-    """The text of a story after one of its calls. Line breaks in the sentences mean nothing."""
+    """The text of a story after something has happened. Line breaks in the sentences mean nothing."""
 
     title: str
     sentences: str
 
 
 class Story(NamedTuple):
-    """A story. `play` makes one call of the worker before each scene that it yields."""
+    """A story. `play` lets the worker do one thing before each scene that it yields."""
 
     name: str
     summary: str
@@ -34,24 +34,25 @@ class Story(NamedTuple):
 
 
 class StoryStep(NamedTuple):
-    """One call, its text, and the core before and after it."""
+    """What has happened, and the core before and after it."""
 
     scene: Scene
     calls: tuple[str, ...]
+    """The calls to the manager with their answers, each with a line for each of its items."""
     before: Snapshot
     after: Snapshot
     violations: tuple[Violation, ...]
 
 
-def record(case: Story) -> list[StoryStep]:
-    """Play a case on a fresh manager and audit it after every step; ends early at a step that breaks a law.
+def record(story: Story) -> list[StoryStep]:
+    """Play a story on a fresh manager and audit it after every step; ends early at a step that breaks a law.
 
-    Raises UnexpectedAnswer if the core does not answer as the story needs, though no law is broken.
+    Raises UnexpectedAnswer if the core or the cache side does something else than the story needs, though no law is broken.
     """
-    worker = Worker(case.layout)
+    worker = Worker(story.layout)
     steps: list[StoryStep] = []
     before = take_snapshot(worker)
-    play = case.play(worker)
+    play = story.play(worker)
     while (scene := _next_scene(play, worker)) is not None:
         violations = tuple(worker.check().violations)
         after = take_snapshot(worker)
@@ -70,3 +71,34 @@ def _next_scene(play: Iterator[Scene], worker: Worker) -> Scene | None:
         if not worker.check().violations:
             raise
         return Scene("The story cannot go on", f"{type(error).__name__}: {error}.")
+
+
+def as_object(story: Story, steps: Sequence[StoryStep]) -> dict[str, Any]:
+    """Return the story and its steps as plain values for JSON, for the page that shows them.
+
+    A step has `title` and `text`; the lines of its `calls`; the state after them, by group; and `violations` of laws. A group has
+    `title` and `kind`; `blocks` without the null block, `tables` and `free_list`, with the fields of the views in `snapshot`; and
+    `changed`, the blocks that the step has changed.
+    """
+    return {"name": story.name, "summary": story.summary, "block_size": BLOCK_SIZE, "steps": list(map(_step, steps))}
+
+
+def _step(step: StoryStep) -> dict[str, Any]:
+    return {
+        "title": step.scene.title,
+        "text": " ".join(step.scene.sentences.split()),
+        "calls": [line for call in step.calls for line in call.splitlines()],
+        "groups": list(map(_group, step.before.groups, step.after.groups)),
+        "violations": [violation.message for violation in step.violations],
+    }
+
+
+def _group(before: GroupView, after: GroupView) -> dict[str, Any]:
+    return {
+        "title": after.kind.title,
+        "kind": after.kind.name.lower(),
+        "blocks": [block._asdict() for block in after.blocks[1:]],
+        "tables": [table._asdict() for table in after.tables],
+        "free_list": after.free_list,
+        "changed": list(changed_blocks(before, after)),
+    }

@@ -24,11 +24,11 @@ def _play(worker: Worker) -> Iterator[Scene]:
         are granted anew and must be computed. A's table is {list(a.blocks)}.
         """,
     )
-    appended = worker.append("A")
+    num_sealed = worker.compute("A")
     yield Scene(
         "A's blocks are stored under what they hold",
         f"""
-        {appended.num_sealed_tokens} tokens are computed, and {appended.num_sealed_tokens // BLOCK_SIZE} full blocks
+        {num_sealed} tokens are computed, and {num_sealed // BLOCK_SIZE} full blocks
         are in the prefix tree: each under its tokens and everything before them. The same words after another
         beginning would be another block.
         """,
@@ -43,7 +43,7 @@ def _play(worker: Worker) -> Iterator[Scene]:
         the shared blocks have a count of {pool.ref_count(b.blocks[0])}.
         """,
     )
-    worker.append("B")
+    worker.compute("B")
     yield Scene(
         f"Only B's last {BLOCK_SIZE} tokens are computed",
         f"""
@@ -61,4 +61,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("sharing", "two prompts share all blocks but their last", _play)
+STORY = Story("sharing", "two prompts share all blocks but their last", _play)

@@ -1,16 +1,15 @@
-"""Reads everything that a walkthrough shows from the core."""
+"""Reads everything that a walkthrough shows from the manager's core, as plain values for a picture or for JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvpool.cache_service.core.block_pool import BlockPool, State
 from kvpool.cache_service.core.manager import EPOCH_SHIFT
-from kvpool.cache_service.core.messages import BlockCounts, GroupSpec
+from kvpool.cache_service.core.messages import BlockCounts
 from kvpool.cache_service.core.prefix_tree import Node
-from kvpool.cache_service.core.session import Sequence
 
-from .words import Words
+from .layouts import BLOCK_SIZE, Kind
 from .worker import WORKER_ID, Worker
 
 
@@ -18,51 +17,44 @@ class BlockView(NamedTuple):
     """The state of one block."""
 
     block: int
-    state: State
+    state: str
+    """free, cached, held or reserved."""
     ref_count: int
     generation: int
     """Generation without the manager's epoch, counted from 1; 0: the block was never granted."""
     sealed: bool
     words: tuple[str, ...]
-    """Words of a sealed block, else those that a live sequence has for it. Empty for a state."""
+    """Words of a sealed block, else those that a live sequence has for it. Of a snapshot: after how many tokens it was taken."""
+    owners: tuple[str, ...]
+    """Sequences that use it, in the order in which they came."""
     is_scratch: bool = False
     """Whether it is held without a place in a table: only its worker knows the content."""
-    num_tokens: int = 0
-    """Tokens that the state of a snapshot has seen; 0: it is no snapshot."""
 
     @property
     def role(self) -> str:
         """State of the block in a word."""
-        return "scratch" if self.is_scratch else self.state.name.lower()
-
-
-class EntryView(NamedTuple):
-    """One entry of a block table: the block, the words in it, and whether it is sealed."""
-
-    block: int
-    words: tuple[str, ...]
-    sealed: bool
-    table_index: int
+        return "scratch" if self.is_scratch else self.state
 
 
 class TableView(NamedTuple):
     """The blocks of a live sequence in one group."""
 
-    sequence_id: str
-    entries: tuple[EntryView, ...]
-    """Entries of the table; in a group with a window or a state only the named ones."""
+    sequence: str
+    entries: dict[int, int]
+    """Blocks by table index; in a group with a window or a state only the named ones."""
+    scratch: tuple[int, ...]
+    """Blocks without a place."""
+    boundaries: tuple[int, ...]
+    """Lengths in tokens at which it still has to name a window or a snapshot."""
     num_tokens: int
     num_cached_tokens: int
     num_computed_tokens: int
-    scratch: tuple[int, ...] = ()
-    boundaries: tuple[int, ...] = ()
-    """Lengths in tokens at which it still has to name a window or a snapshot."""
 
 
 class GroupView(NamedTuple):
     """One group: its pool, and the blocks of each live sequence."""
 
-    group: GroupSpec
+    kind: Kind
     counts: BlockCounts
     num_evicted: int
     blocks: tuple[BlockView, ...]
@@ -74,33 +66,32 @@ class GroupView(NamedTuple):
 
 
 class NodeView(NamedTuple):
-    """A node of the prefix tree with its descendants; `block_hash` is None until some block of it was sealed."""
+    """A node of the prefix tree."""
 
+    depth: int
+    """0: the root."""
     words: tuple[str, ...]
     block_hash: int | None
+    """None until some block of it was sealed."""
     block: int
     """The block of the first group that serves hits; 0 if there is none."""
     leaders: tuple[str, ...]
     """Sequences that are computing it."""
-    children: tuple[NodeView, ...]
 
 
 class Snapshot(NamedTuple):
     """The manager's state between two calls."""
 
-    block_size: int
     groups: tuple[GroupView, ...]
-    roots: tuple[NodeView, ...]
-    """Roots of the prefix tree; their `words` are empty."""
+    tree: tuple[NodeView, ...]
+    """The prefix tree, each node before its children."""
 
 
 def take_snapshot(worker: Worker) -> Snapshot:
     """Read the whole state; changes nothing."""
-    return Snapshot(
-        worker.layout.block_size,
-        tuple(_group_view(worker, pool) for pool in worker.session.pools),
-        tuple(_node_view(root, worker.pool, worker.words) for root in _roots(worker)),
-    )
+    groups = tuple(_group_view(worker, slot, kind) for slot, kind in enumerate(worker.layout))
+    root = _root(worker)
+    return Snapshot(groups, () if root is None else tuple(_walk(root, 0, worker)))
 
 
 def counter(generation: int) -> int:
@@ -108,87 +99,76 @@ def counter(generation: int) -> int:
     return generation & ((1 << EPOCH_SHIFT) - 1)
 
 
-def _group_view(worker: Worker, pool: BlockPool) -> GroupView:
-    group = worker.layout.groups[pool.slot]
-    tables = tuple(_table_view(worker, pool, sequence) for sequence in worker.session.sequences.values())
-    return GroupView(
-        group,
-        pool.counts(),
-        pool.num_evicted,
-        tuple(_blocks(worker, pool, group, tables)),
-        tables,
-        tuple(pool.free_list()),
+def _group_view(worker: Worker, slot: int, kind: Kind) -> GroupView:
+    pool = worker.session.pools[slot]
+    tables = tuple(
+        TableView(
+            sequence.key.sequence_id,
+            worker.named(sequence.key.sequence_id, slot),
+            worker.scratch(sequence.key.sequence_id, slot),
+            worker.boundaries(sequence.key.sequence_id) if kind is not Kind.FULL else (),
+            sequence.num_tokens,
+            sequence.num_cached_tokens,
+            sequence.num_computed_tokens,
+        )
+        for sequence in worker.session.sequences.values()
     )
+    blocks = _blocks(worker, slot, kind, tables)
+    return GroupView(kind, pool.counts(), pool.num_evicted, blocks, tables, tuple(pool.free_list()))
 
 
-def _blocks(worker: Worker, pool: BlockPool, group: GroupSpec, tables: tuple[TableView, ...]) -> list[BlockView]:
-    words_by_block = {entry.block: entry.words for table in tables for entry in table.entries}
+def _blocks(worker: Worker, slot: int, kind: Kind, tables: tuple[TableView, ...]) -> tuple[BlockView, ...]:
+    pool = worker.session.pools[slot]
     scratch = {block for table in tables for block in table.scratch}
-    blocks = [BlockView(0, pool.state(0), pool.ref_count(0), counter(pool.generation(0)), False, ())]
-    for description in worker.manager.describe_blocks(WORKER_ID, group=pool.slot):
-        block = description.block
-        node = pool.node(block)
-        words = words_by_block.get(block, ())
-        if node is not None:
-            words = () if group.grid_blocks else worker.words.decode(node.tokens)
-        num_tokens = 0
-        if node is not None and group.grid_blocks:
-            num_tokens = (node.depth + 1) * worker.layout.block_size
+    unsealed = {} if kind is Kind.STATE else _words_in_tables(worker, tables)
+    blocks = [BlockView(0, pool.state(0).name.lower(), pool.ref_count(0), counter(pool.generation(0)), False, (), ())]
+    for described in worker.manager.describe_blocks(WORKER_ID, group=slot):
+        node = pool.node(described.block)
+        if node is None:
+            words = unsealed.get(described.block, ())
+        elif kind is Kind.STATE:
+            words = ("after", str((node.depth + 1) * BLOCK_SIZE))
+        else:
+            words = worker.words.decode(node.tokens)
         blocks.append(
             BlockView(
-                block,
-                description.state,
-                description.ref_count,
-                counter(description.generation),
-                description.sealed,
+                described.block,
+                described.state.name.lower(),
+                described.ref_count,
+                counter(described.generation),
+                described.sealed,
                 words,
-                block in scratch,
-                num_tokens,
+                tuple(owner.sequence_id for owner in described.owners),
+                described.block in scratch,
             )
         )
-    return blocks
+    return tuple(blocks)
 
 
-def _table_view(worker: Worker, pool: BlockPool, sequence: Sequence) -> TableView:
-    words, size = worker.words.decode(sequence.tokens), worker.layout.block_size
-    if worker.layout.groups[pool.slot].grid_blocks:
-        words = ()
-    group = sequence.session.by_slot[pool.slot]
-    places = list(group.places(sequence))
-    return TableView(
-        sequence.key.sequence_id,
-        tuple(
-            EntryView(block, words[index * size : (index + 1) * size], pool.node(block) is not None, index)
-            for index, block in sorted((index, block) for index, block in places if index is not None)
-        ),
-        sequence.num_tokens,
-        sequence.num_cached_tokens,
-        sequence.num_computed_tokens,
-        tuple(block for index, block in places if index is None),
-        tuple(boundary * size for boundary in sequence.boundaries) if group.is_dependent else (),
-    )
+def _words_in_tables(worker: Worker, tables: tuple[TableView, ...]) -> dict[int, tuple[str, ...]]:
+    """Return what the live sequences have for each block with a place."""
+    words = {}
+    for table in tables:
+        text = worker.words.decode(worker.session.sequences[table.sequence, 1].tokens)
+        for index, block in table.entries.items():
+            words[block] = text[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+    return words
 
 
-def _roots(worker: Worker) -> list[Node]:
-    """Return the roots of all cached blocks and live sequences, in the order of the blocks."""
-    roots: dict[Node, None] = {}
-    for pool in worker.session.pools:
-        for block in range(1, pool.num_blocks):
-            node = pool.node(block)
-            while node is not None:
-                if node.parent is None:
-                    roots[node] = None
-                node = node.parent
-    for sequence in worker.session.sequences.values():
-        roots[sequence.root] = None
-    return list(roots)
+def _root(worker: Worker) -> Node | None:
+    """Return the root of the prefix tree; None: there is nothing in it. A worker of a story has one root."""
+    pool = worker.pool
+    nodes = [*(node for block in range(1, pool.num_blocks) if (node := pool.node(block)) is not None)]
+    nodes += [sequence.root for sequence in worker.session.sequences.values()]
+    node = nodes[0] if nodes else None
+    while node is not None and node.parent is not None:
+        node = node.parent
+    return node
 
 
-def _node_view(node: Node, pool: BlockPool, words: Words) -> NodeView:
-    return NodeView(
-        () if node.parent is None else words.decode(node.tokens),
-        node.block_hash,
-        pool.copy_of(node),
-        tuple(leader.key.sequence_id for leader in node.iter_leaders()),
-        tuple(_node_view(child, pool, words) for child in node.iter_children()),
-    )
+def _walk(node: Node, depth: int, worker: Worker) -> Iterator[NodeView]:
+    words = worker.words.decode(node.tokens) if depth else ()
+    leaders = tuple(leader.key.sequence_id for leader in node.iter_leaders())
+    yield NodeView(depth, words, node.block_hash, worker.pool.copy_of(node), leaders)
+    for child in node.iter_children():
+        yield from _walk(child, depth + 1, worker)

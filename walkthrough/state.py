@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvpool.cache_service.core.block_pool import State
-
-from .layouts import BLOCK_SIZE, FULL_AND_STATE, GRID_BLOCKS
+from .layouts import BLOCK_SIZE, FULL_AND_STATE, GRID_TOKENS
 from .recording import Scene, Story
 from .words import listed
 from .worker import Worker
@@ -20,9 +18,8 @@ _D = f"{_SYSTEM} who is at the wheel"
 
 def _play(worker: Worker) -> Iterator[Scene]:
     pool = worker.session.pools[1]
-    grid = GRID_BLOCKS * BLOCK_SIZE
 
-    a = worker.allocate("A", _A, reserve_wishes=(0, 2))
+    a = worker.allocate("A", _A)
     (boundary,) = a.boundaries
     yield Scene(
         "A comes: a table in one group, one state in the other",
@@ -30,29 +27,29 @@ def _play(worker: Worker) -> Iterator[Scene]:
         A recurrent layer keeps one state of a text, whatever its length, and every token overwrites it. So A has
         {len(a.blocks)} blocks in the first group, whose layers attend, and {len(a.scratch)} in the second: its running
         state, and a place for a copy. A copy that is named is a snapshot, and others can go on from it. Snapshots are
-        taken after multiples of {grid} tokens, the grid; the last one before A's last token is after {boundary}.
+        taken after multiples of {GRID_TOKENS} tokens, the grid; the last one before A's last token is after {boundary}.
         """,
     )
 
-    wait = worker.allocate_too_early("B", _B)
+    position = worker.allocate_too_early("B", _B)
     yield Scene(
         "B begins as A does: it waits, and A is told",
         f"""
-        The two part after {len(_SYSTEM.split())} tokens. Down to the grid that is {wait.position}, where A has not been
+        The two part after {len(_SYSTEM.split())} tokens. Down to the grid that is {position}, where A has not been
         yet. So B is granted nothing and waits, and the answer carries an order for A on the downlink: keep the state
-        after {wait.position} tokens. If A were past that place it would be too late, because the state that was there is
+        after {position} tokens. If A were past that place it would be too late, because the state that was there is
         overwritten.
         """,
     )
 
-    worker.append("A", up_to=wait.position)
-    ((index, snapshot),) = worker.window("A").entries.items()
+    worker.compute("A", up_to=position)
+    ((index, snapshot),) = worker.named("A").items()
     yield Scene(
-        f"A has computed {wait.position} tokens: the copy becomes a snapshot",
+        f"A has computed {position} tokens: the copy becomes a snapshot",
         f"""
-        A's step ended there, so its copy, block {snapshot}, is the state after {wait.position} tokens. It gets a place,
-        {index}: that of the last block of tokens in it, counted from zero. A new copy needs a block, which comes out of
-        the reserve. The running state itself is never named, so nobody shares it.
+        A's step ended there, so its copy, block {snapshot}, is the state after {position} tokens. It gets a place,
+        {index}: that of the last block of tokens in it, counted from zero. The next copy needs another block, so the call
+        asks for one in the reserve. The running state itself is never named, so nobody shares it.
         """,
     )
 
@@ -68,13 +65,14 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    worker.append("A")
-    (last,) = worker.blocks_in(State.CACHED, group=1)
+    worker.compute("A")
+    (last,) = worker.named("A").values()
     yield Scene(
         "A's prompt is computed: one more snapshot, and the first is released",
         f"""
-        Block {last} is the state after {boundary} tokens. A has gone on from both snapshots and released them. Block
-        {last} is cached; block {snapshot} is still B's, which may not have read it yet.
+        Block {last} is the state after {boundary} tokens, A's until a step has gone on from it. From block {snapshot} A has
+        gone on, so it has released it; it is still B's, which may not have read it yet. A's text ends before the next place
+        of the grid, so the reserve goes back.
         """,
     )
 
@@ -110,4 +108,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("state", "layers that keep one state of a text, and snapshots of it", _play, layout=FULL_AND_STATE)
+STORY = Story("state", "layers that keep one state of a text, and snapshots of it", _play, layout=FULL_AND_STATE)

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from kvpool.cache_service.core.block_pool import State
-
-from .layouts import Kind, kind_of
+from .layouts import BLOCK_SIZE, Kind
 from .lines import EMPTY_SLOT, flow, marked
-from .snapshot import BlockView, EntryView, GroupView, TableView
+from .snapshot import GroupView, TableView
 
 
-def draw_tables(before: GroupView, after: GroupView, block_size: int, width: int) -> list[Text]:
+def draw_tables(before: GroupView, after: GroupView, width: int) -> list[Text]:
     """Draw one or more lines for each live sequence."""
     if not after.tables:
         return flow("Tables", [Text("no live sequence", style="dim")], width)
     lines = []
-    earlier = {table.sequence_id: table for table in before.tables}
+    earlier = {table.sequence: table for table in before.tables}
     for table in after.tables:
-        old = earlier.get(table.sequence_id, table._replace(entries=(), scratch=()))
-        items = [_entry(entry, after, block_size, is_new=entry not in old.entries) for entry in table.entries]
-        kind = kind_of(after.group)
-        if kind is Kind.FULL:
-            items.append(Text(_tokens(table), style="dim"))
+        old = earlier.get(table.sequence, table._replace(entries={}, scratch=()))
+        items = [
+            _entry(index, block, after, is_new=old.entries.get(index) != block)
+            for index, block in table.entries.items()
+        ]
+        if after.kind is Kind.FULL:
+            tokens = (
+                f"{table.num_tokens} tokens: {table.num_cached_tokens} cached, {table.num_computed_tokens} computed"
+            )
+            items.append(Text(tokens, style="dim"))
         else:
             items += _unnamed(old, table)
-        lines += flow(f"{kind.value} {table.sequence_id}", items, width, gap=2)
+        lines += flow(f"{after.kind.value} {table.sequence}", items, width, gap=2)
     return lines
 
 
@@ -38,24 +41,14 @@ def _unnamed(old: TableView, table: TableView) -> list[Text]:
     return items
 
 
-def _tokens(table: TableView) -> str:
-    return f"{table.num_tokens} tokens: {table.num_cached_tokens} cached, {table.num_computed_tokens} computed"
-
-
-def _entry(entry: EntryView, group: GroupView, block_size: int, *, is_new: bool) -> Text:
-    block = group.blocks[entry.block]
-    left, right = ("[", "]") if entry.sealed else ("(", ")")
-    style = "magenta" if block.ref_count > 1 else "cyan" if entry.sealed else ""
-    place = "" if kind_of(group.group) is Kind.FULL else f"{entry.table_index}:"
-    return Text.assemble(
-        (place, "dim"), marked(entry.block, is_new), (f"{left}{_content(entry, block, block_size)}{right}", style)
-    )
-
-
-def _content(entry: EntryView, block: BlockView, block_size: int) -> str:
-    if block.num_tokens:
-        return f"after {block.num_tokens}"
-    return " ".join([*entry.words, *[EMPTY_SLOT] * (block_size - len(entry.words))])
+def _entry(index: int, number: int, group: GroupView, *, is_new: bool) -> Text:
+    block = group.blocks[number]
+    left, right = ("[", "]") if block.sealed else ("(", ")")
+    style = "magenta" if block.ref_count > 1 else "cyan" if block.sealed else ""
+    place = "" if group.kind is Kind.FULL else f"{index}:"
+    num_empty = 0 if group.kind is Kind.STATE else BLOCK_SIZE - len(block.words)
+    content = " ".join([*block.words, *[EMPTY_SLOT] * num_empty])
+    return Text.assemble((place, "dim"), marked(number, is_new), (f"{left}{content}{right}", style))
 
 
 def draw_free_list(before: GroupView, after: GroupView, width: int) -> list[Text]:
@@ -63,8 +56,7 @@ def draw_free_list(before: GroupView, after: GroupView, width: int) -> list[Text
     items = [Text("head →", style="dim")]
     for block in after.free_list:
         view = after.blocks[block]
-        words = f"after {view.num_tokens}" if view.num_tokens else " ".join(view.words)
-        content = f"[{words}]" if view.state is State.CACHED else ""
+        content = f"[{' '.join(view.words)}]" if view.state == "cached" else ""
         items.append(Text.assemble(marked(block, block not in before.free_list), (content, "green")))
     items.append(Text("← tail" if after.free_list else "empty", style="dim"))
     return flow("Free list", items, width, gap=2)

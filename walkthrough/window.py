@@ -22,7 +22,7 @@ _C = f"{_BEGINNING} only one song"
 def _play(worker: Worker) -> Iterator[Scene]:
     pool = worker.session.pools[1]
 
-    a = worker.allocate("A", _A, max_new_tokens=12, reserve_wishes=(3, 0))
+    a = worker.allocate("A", _A, max_new_tokens=12)
     (boundary,) = a.boundaries
     yield Scene(
         "A comes: a table in one group, a ring in the other",
@@ -34,9 +34,9 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    worker.append("A")
-    named = dict(worker.window("A").entries)
-    ring = list(worker.window("A").scratch)
+    worker.compute("A")
+    named = worker.named("A")
+    ring = worker.scratch("A")
     yield Scene(
         "A's prompt is computed: the window at its end is named",
         f"""
@@ -49,13 +49,14 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
     table = worker.table("A")
-    worker.append("A", _A_GENERATED)
+    worker.compute("A", _A_GENERATED)
     yield Scene(
         "A grows: its table does, its ring does not",
         f"""
-        {len(_A_GENERATED.split())} tokens more took {len(worker.table("A")) - len(table)} blocks in the first group, and
-        none in the second: blocks {listed(worker.window("A").scratch)} were written again. A text of any length is flat
-        there. A has gone on from the named window, so it has released it: blocks {listed(named.values())} are cached.
+        {len(_A_GENERATED.split())} tokens more took {len(worker.table("A")) - len(table)} blocks in the first group, out of
+        a reserve that the next call fills again, and none in the second: blocks {listed(worker.scratch("A"))} were written
+        again. A text of any length is flat there. A has gone on from the named window, so it has released it: blocks
+        {listed(named.values())} are cached.
         """,
     )
 
@@ -102,9 +103,9 @@ def _play(worker: Worker) -> Iterator[Scene]:
         """,
     )
 
-    worker.append("B")
-    named = dict(worker.window("B").entries)
-    (left,) = worker.window("B").scratch
+    worker.compute("B")
+    named = worker.named("B")
+    (left,) = worker.scratch("B")
     yield Scene(
         "B's prompt is computed: both windows are named",
         f"""
@@ -125,4 +126,4 @@ def _play(worker: Worker) -> Iterator[Scene]:
     )
 
 
-CASE = Story("window", "layers that see only the last tokens", _play, layout=FULL_AND_WINDOW)
+STORY = Story("window", "layers that see only the last tokens", _play, layout=FULL_AND_WINDOW)

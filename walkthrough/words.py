@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-
-from kvpool.cache_service.core.messages import TOKEN_BYTES
 
 
 class Words:
@@ -12,24 +11,15 @@ class Words:
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
-        self._words: list[str] = []
 
-    def encode(self, text: str) -> bytes:
-        """Return the token ids of a text, packed as in messages."""
-        return b"".join(self._id(word).to_bytes(TOKEN_BYTES, "little") for word in text.split())
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        return [self._ids.setdefault(word, len(self._ids)) for word in text.split()]
 
     def decode(self, tokens: bytes | bytearray) -> tuple[str, ...]:
-        """Return the words of packed token ids."""
-        return tuple(
-            self._words[int.from_bytes(tokens[begin : begin + TOKEN_BYTES], "little")]
-            for begin in range(0, len(tokens), TOKEN_BYTES)
-        )
-
-    def _id(self, word: str) -> int:
-        if word not in self._ids:
-            self._ids[word] = len(self._words)
-            self._words.append(word)
-        return self._ids[word]
+        """Return the words of token ids that are packed as in messages."""
+        words = list(self._ids)
+        return tuple(words[token] for token in array("I", bytes(tokens)))
 
 
 def listed(blocks: Iterable[int]) -> str:

@@ -1,49 +1,33 @@
-"""The worker of a walkthrough, which drives a real CacheManager call by call, as an honest worker does."""
+"""The worker of a walkthrough: a worker's real cache side over the manager's real core. Steps compute nothing and take no time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.block_pool import BlockPool, State
-from kvpool.cache_service.core.groups.window import WindowTable
 from kvpool.cache_service.core.integrity import Audit
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import (
-    TOKEN_BYTES,
-    AllocateItem,
-    AllocateOutcome,
-    Appended,
-    AppendItem,
-    Boundary,
-    ForkItem,
-    Grant,
-    Granted,
-    GrantedTable,
-    Layout,
-    Registration,
-    Reply,
-    ReservedBlock,
-    Root,
-    SequenceKey,
-    SequenceUpdate,
-    Uplink,
-    Wait,
-)
-from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import Session
+from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache import events
+from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 
-from .layouts import ONE_GROUP, kind_of
-from .sequence import Progress, WorkerSequence
+from .calls import execute, in_words
+from .layouts import BLOCK_SIZE, CHUNK_TOKENS, ONE_GROUP, Layout, cache_settings, register_request
 from .words import Words
 
 WORKER_ID: Final = "worker-0"
 
-_ROOT: Final = Root("walkthrough")
+_ROOT: Final = common_pb2.Root(model_fingerprint="walkthrough")
+_REPORT_SECONDS: Final = 1.0
+"""Time that passes before a scene ends in which something was computed: long enough for the report to be due."""
 
 
 class UnexpectedAnswer(Exception):
-    """The core gave another answer than the story needs."""
+    """The core or the cache side does something else than the story needs."""
 
 
 class NewTable(NamedTuple):
@@ -52,27 +36,30 @@ class NewTable(NamedTuple):
     blocks: tuple[int, ...]
     """Blocks of the first group, from table index 0 on."""
     num_cached_tokens: int
-    named: tuple[int, ...] = ()
-    """Blocks of the window or snapshot that is hit, in a second group with a window or a state."""
-    scratch: tuple[int, ...] = ()
-    boundaries: tuple[int, ...] = ()
+    named: tuple[int, ...]
+    """Blocks of the window or snapshot that is hit, in the last group if that has a window or a state."""
+    scratch: tuple[int, ...]
+    boundaries: tuple[int, ...]
     """Boundaries of the sequence, in tokens."""
 
 
 class Worker:
-    """One worker. Each method is one call on the link."""
+    """One worker. A story says what its engine does; the cache side makes the calls that are due then."""
 
     def __init__(self, layout: Layout = ONE_GROUP) -> None:
         self.words = Words()
-        self.manager = CacheManager(epoch=1)
         self.layout = layout
-        registration = Registration(WORKER_ID, 1, 1, "in-process", "walkthrough", _ROOT.model_fingerprint, layout)
-        self._session_number = self.manager.register(registration, now=0.0).session
-        self._call_no = 0
-        self._applied = 0
-        self._reserves: list[list[ReservedBlock]] = [[] for _ in layout.groups]
-        self._sequences: dict[str, WorkerSequence] = {}
+        self.manager = CacheManager(epoch=1)
+        self.cache = EngineCache(cache_settings(layout))
+        self._sequences: dict[str, CacheSequence] = {}
+        self._prompt_lengths: dict[str, int] = {}
         self._calls: list[str] = []
+        self._now = 0.0
+        request = register_request(WORKER_ID, _ROOT, layout)
+        epoch, number = self.manager.register(worker_codec.decode_registration(request), self._now)
+        self.cache.on_registered(cache_pb2.RegisterResponse(epoch=epoch, session=number))
+
+    # -- what the manager has
 
     @property
     def session(self) -> Session:
@@ -86,13 +73,21 @@ class Worker:
 
     def table(self, name: str) -> list[int]:
         """Return the block table of a live sequence in the first group."""
-        return list(self.session.sequences[name, 1].tables[0])
+        return list(self.named(name, 0).values())
 
-    def window(self, name: str) -> WindowTable:
-        """Return the blocks of a live sequence in the last group, which has a window or a state."""
-        window = self.session.sequences[name, 1].tables[-1]
-        assert isinstance(window, WindowTable)
-        return window
+    def named(self, name: str, group: int = -1) -> dict[int, int]:
+        """Return the blocks of a live sequence that have a place in a group, by table index."""
+        places = self.session.by_slot[group].places(self.session.sequences[name, 1])
+        return dict(sorted((index, block) for index, block in places if index is not None))
+
+    def scratch(self, name: str, group: int = -1) -> tuple[int, ...]:
+        """Return the blocks of a live sequence that have no place in a group."""
+        places = self.session.by_slot[group].places(self.session.sequences[name, 1])
+        return tuple(block for index, block in places if index is None)
+
+    def boundaries(self, name: str) -> tuple[int, ...]:
+        """Return the lengths, in tokens, at which a live sequence has yet to name a window or a snapshot."""
+        return tuple(boundary * BLOCK_SIZE for boundary in self.session.sequences[name, 1].boundaries)
 
     def blocks_in(self, state: State, among: Iterable[int] | None = None, *, group: int = 0) -> list[int]:
         """Return the blocks in a state, of all blocks or of those `among`, in their order."""
@@ -103,168 +98,115 @@ class Worker:
         """Run the core's own audit of all its laws."""
         return self.manager.check()
 
+    # -- what the engine does
+
+    def allocate(self, name: str, prompt: str, *, max_new_tokens: int = 1, num_forks: int = 0) -> NewTable:
+        """Request a table, which must be granted. `num_forks`: forks that are to be made of the sequence."""
+        return self.allocate_all({name: prompt}, max_new_tokens=max_new_tokens, num_forks=num_forks)[0]
+
+    def allocate_all(self, prompts: dict[str, str], *, max_new_tokens: int = 1, num_forks: int = 0) -> list[NewTable]:
+        """Request the tables of several sequences in one call; all must be granted."""
+        self._ask(prompts, SequenceState.LIVE, max_new_tokens, num_forks)
+        return [self._new_table(name) for name in prompts]
+
+    def allocate_in_vain(self, name: str, prompt: str) -> None:
+        """Request a table for which there must be too few blocks."""
+        self._ask({name: prompt}, SequenceState.WAITING)
+
+    def allocate_too_early(self, name: str, prompt: str) -> int:
+        """Request a table, for which the answer must be to wait for another sequence that computes its beginning; returns the
+        position, in tokens, which that one has to reach."""
+        (answer,) = self._ask({name: prompt}, SequenceState.PARKED)
+        return int(answer.wait.position)
+
+    def compute(self, name: str, generated: str = "", *, up_to: int | None = None) -> int:
+        """Run steps until all tokens of a sequence are computed, or the first `up_to`, and these words are generated. The KV of the
+        last of them is left to the next step. Returns how many tokens the manager has sealed once all is reported."""
+        sequence, words = self._sequences[name], self.words.ids(generated)
+        if words and sequence.num_computed_tokens == len(sequence.tokens):
+            self.cache.add_token(sequence, words.pop(0))  # sampled by the last step
+        self._run(sequence, up_to or len(sequence.tokens) + max(0, len(words) - 1), words)
+        self._report()
+        return self.session.sequences[name, 1].num_sealed * BLOCK_SIZE
+
+    def fork(self, parent: str, name: str, word: str) -> None:
+        """Make a fork of the parent's computed tokens, which goes on with another word, and report it."""
+        num_tokens = self._sequences[parent].num_computed_tokens
+        forked = self.cache.fork(self._sequences[parent], name, num_tokens=num_tokens)
+        if forked is None:
+            raise UnexpectedAnswer(f"{name} was to be a fork of {parent}; the reserve has too few blocks")
+        self.cache.add_token(forked.sequence, *self.words.ids(word))
+        self._sequences[name], self._prompt_lengths[name] = forked.sequence, num_tokens
+        self._report()
+
+    def free(self, *names: str) -> None:
+        """End sequences whose prompts are computed by now, in one call."""
+        for name in names:
+            sequence = self._sequences[name]
+            if sequence.num_computed_tokens < self._prompt_lengths[name]:
+                self._run(sequence, self._prompt_lengths[name], [])
+        for name in names:
+            self.cache.free(self._sequences.pop(name))
+        self._make_calls()
+
     def take_calls(self) -> tuple[str, ...]:
-        """Return the calls since the last time, with their answers, each as a line."""
+        """Return the calls since the last time, with their answers, each with a line for each of its items."""
         calls, self._calls = tuple(self._calls), []
         return calls
 
-    # -- the calls
+    def _ask(
+        self, prompts: dict[str, str], expected: SequenceState, max_new_tokens: int = 1, num_forks: int = 0
+    ) -> list[Any]:
+        """Let these sequences wait for a table; returns the answers, after which all must be in the state that is `expected`."""
+        for name, prompt in prompts.items():
+            if name not in self._sequences:
+                tokens = self.words.ids(prompt)
+                sequence = CacheSequence(name, 1, _ROOT, tokens, max_new_tokens=max_new_tokens)
+                sequence.num_forks_to_come = num_forks
+                self._sequences[name], self._prompt_lengths[name] = sequence, len(tokens)
+        sequences = [self._sequences[name] for name in prompts]
+        num_before = len(self._calls)
+        answers = self._make_calls(sequences)
+        if any(sequence.state is not expected for sequence in sequences):
+            raise UnexpectedAnswer(
+                f"{' and '.join(prompts)} was to be {expected.value} after {'; '.join(self._calls[num_before:])}"
+            )
+        return answers
 
-    def allocate(
-        self, name: str, prompt: str, *, max_new_tokens: int = 1, reserve_wishes: tuple[int, ...] = ()
-    ) -> NewTable:
-        """Allocate one sequence, which must be granted. `reserve_wishes` are by group."""
-        return self.allocate_all({name: prompt}, max_new_tokens=max_new_tokens, reserve_wishes=reserve_wishes)[0]
+    def _run(self, sequence: CacheSequence, num_tokens: int, words: list[int]) -> None:
+        """Run steps up to `num_tokens` computed tokens, which sample these words, and make the calls that are due meanwhile."""
+        while (begin := sequence.num_computed_tokens) < num_tokens:
+            end = begin + self.cache.chunk(sequence, min(CHUNK_TOKENS, num_tokens - begin))
+            if not self.cache.extend(sequence, end):
+                raise UnexpectedAnswer(f"{sequence.id.sequence_id} was to decode; the reserve has too few blocks")
+            self.cache.begin_step([sequence])
+            word = words.pop(0) if words and end == len(sequence.tokens) else None
+            self.cache.end_step([Computed(sequence, end, word)], self._now)
+            self._make_calls()
 
-    def allocate_all(
-        self, prompts: dict[str, str], *, max_new_tokens: int = 1, reserve_wishes: tuple[int, ...] = ()
-    ) -> list[NewTable]:
-        """Allocate several sequences in one call; all must be granted."""
-        tables = []
-        for name, outcome in zip(prompts, self._allocate(prompts, max_new_tokens, reserve_wishes), strict=True):
-            if not isinstance(outcome, Granted):
-                raise UnexpectedAnswer(f"allocate({name!r}) was to be granted; the core answered {outcome!r}")
-            tokens = self.words.encode(prompts[name])
-            self._sequences[name] = WorkerSequence(self.layout, tokens, max_new_tokens, outcome)
-            tables.append(_new_table(outcome))
-        return tables
+    def _report(self) -> None:
+        self._now += _REPORT_SECONDS
+        self._make_calls()
 
-    def allocate_in_vain(self, name: str, prompt: str) -> Refusal:
-        """Allocate one sequence for which there must be too few blocks."""
-        (outcome,) = self._allocate({name: prompt}, 1, ())
-        if not isinstance(outcome, Refusal) or outcome.reason is not Reason.NO_BLOCKS:
-            raise UnexpectedAnswer(f"allocate({name!r}) was to find too few blocks; the core answered {outcome!r}")
-        return outcome
+    def _make_calls(self, waiting: list[CacheSequence] | None = None) -> list[Any]:
+        """Make the calls that are due, and return the results of their items."""
+        results: list[Any] = []
+        while (call := self.cache.next_call(lambda: waiting or [], self._now)) is not None:
+            response = execute(self.manager, call.request)
+            self._calls.append(in_words(call.request, response, self.layout))
+            results += getattr(response, "results", [])
+            self.cache.on_reply(call, response, self._now)
+        for event in self.cache.take_events():
+            if isinstance(event, events.SessionLost | events.GivenUp):
+                raise UnexpectedAnswer(event.why)
+        return results
 
-    def allocate_too_early(self, name: str, prompt: str) -> Wait:
-        """Allocate one sequence, for which the answer must be to wait for another one that computes its beginning."""
-        (outcome,) = self._allocate({name: prompt}, 1, ())
-        if not isinstance(outcome, Wait):
-            raise UnexpectedAnswer(f"allocate({name!r}) was to wait; the core answered {outcome!r}")
-        return outcome
-
-    def append(self, name: str, generated: str = "", *, up_to: int | None = None) -> Appended:
-        """Report that all tokens so far, or the first `up_to`, are computed, and the `generated` words. New blocks come out of the
-        reserves; windows and snapshots are named on the way."""
-        progress = self._sequences[name].advance(self.words.encode(generated), up_to, self._reserves)
-        update = _update(name, progress)
-        (outcome,), reply = self.manager.append(self._uplink(), [AppendItem(update)])
-        if not isinstance(outcome, Appended):
-            raise UnexpectedAnswer(f"append({name!r}) was to be accepted; the core answered {outcome!r}")
-        details = [f"num_computed_tokens={update.num_computed_tokens}", *self._block_details(progress)]
-        if generated:
-            details.insert(0, f"{len(update.tokens) // TOKEN_BYTES} new tokens")
-        answer = f"{outcome.num_sealed_tokens} tokens sealed{self._apply(reply)}"
-        self._calls.append(f'append("{name}", {", ".join(details)}) → {answer}')
-        return outcome
-
-    def fork(self, parent: str, name: str, generated: str) -> Appended:
-        """Report a fork of the parent's computed tokens, which the manager must know; its first words are `generated`."""
-        child, num_shared, progress = self._sequences[parent].fork(self.words.encode(generated), self._reserves[0])
-        self._sequences[name] = child
-        item = ForkItem(_key(parent), num_shared, _update(name, progress))
-        (outcome,), reply = self.manager.fork(self._uplink(), [item])
-        if not isinstance(outcome, Appended):
-            raise UnexpectedAnswer(f"fork({name!r}) was to be accepted; the core answered {outcome!r}")
-        details = [
-            f"{num_shared} blocks shared",
-            f"{len(progress.tokens) // TOKEN_BYTES} tokens after them",
-            f"num_computed_tokens={progress.num_computed_tokens}",
-            *self._block_details(progress),
-        ]
-        answer = f"{outcome.num_sealed_tokens} tokens sealed{self._apply(reply)}"
-        self._calls.append(f'fork("{name}" of "{parent}", {", ".join(details)}) → {answer}')
-        return outcome
-
-    def free(self, *names: str) -> None:
-        """End sequences in one call, which also reports their computed tokens, and names the last window or snapshot of each."""
-        ended = {name: self._sequences.pop(name).end(self._reserves) for name in names}
-        updates = [_update(name, progress) for name, progress in ended.items()]
-        granted = self._apply(self.manager.free(self._uplink(), updates))
-        for name, progress in ended.items():
-            details = [f"num_computed_tokens={progress.num_computed_tokens}", *self._block_details(progress)]
-            self._calls.append(f'free("{name}", {", ".join(details)}) → done{granted}')
-
-    # -- the link
-
-    def _allocate(
-        self, prompts: dict[str, str], max_new_tokens: int, reserve_wishes: tuple[int, ...]
-    ) -> list[AllocateOutcome]:
-        items = [
-            AllocateItem(_key(name), _ROOT, self.words.encode(prompt), max_new_tokens)
-            for name, prompt in prompts.items()
-        ]
-        outcomes, reply = self.manager.allocate(self._uplink(reserve_wishes), items)
-        granted = self._apply(reply)
-        wishes = "" if max_new_tokens == 1 else f", up to {max_new_tokens} new"
-        if reserve_wishes:
-            wishes += f", reserve_wish={reserve_wishes if len(reserve_wishes) > 1 else reserve_wishes[0]}"
-        for item, outcome in zip(items, outcomes, strict=True):
-            num_tokens = len(item.tokens) // TOKEN_BYTES
-            call = f'allocate("{item.key.sequence_id}", {num_tokens} tokens{wishes})'
-            self._calls.append(f"{call} → {self._answer(outcome)}{granted}")
-        return outcomes
-
-    def _uplink(self, reserve_wishes: tuple[int, ...] = ()) -> Uplink:
-        self._call_no += 1
-        return Uplink(self._session_number, self._call_no, self._applied, reserve_wishes)
-
-    def _apply(self, reply: Reply) -> str:
-        """Apply the new entries of the downlink; returns a description of them."""
-        granted: list[list[int]] = [[] for _ in self._reserves]
-        description = ""
-        for number, entry in reply.entries:
-            if number > self._applied and isinstance(entry, Grant):
-                self._reserves[entry.group] += [ReservedBlock(block, entry.generation) for block in entry.blocks]
-                granted[entry.group] += entry.blocks
-            elif number > self._applied and isinstance(entry, Boundary):
-                self._sequences[entry.key.sequence_id].add_boundary(entry.num_tokens)
-                description += f'; downlink: boundary("{entry.key.sequence_id}", {entry.num_tokens})'
-            self._applied = max(self._applied, number)
-        for group, blocks in enumerate(granted):
-            of_group = f" of group {group}" if len(granted) > 1 else ""
-            description += f"; the reserve{of_group} gets {blocks}" if blocks else ""
-        return description
-
-    # -- in words
-
-    def _block_details(self, progress: Progress) -> list[str]:
-        """Describe the blocks of an update."""
-        details = []
-        for group, of_group in enumerate(self.layout.groups):
-            place = kind_of(of_group).value.lower()
-            details += [f"block {block} as {place}[{index}]" for index, block, _ in progress.bound[group]]
-            details += [f"block {reserved.block} as scratch" for reserved in progress.scratch[group]]
-            details += [f"block {released.block} of the {place} released" for released in progress.released[group]]
-        return details
-
-    def _answer(self, outcome: AllocateOutcome) -> str:
-        if isinstance(outcome, Refusal):
-            return f"{outcome.reason.value}: {outcome.message}"
-        if isinstance(outcome, Wait):
-            return f"wait for {outcome.leader.sequence_id!r} up to position {outcome.position}"
-        full, *others = outcome.tables
-        parts = [f"table {list(full.blocks)}"]
-        for group, table in zip(self.layout.groups[1:], others, strict=True):
-            place = kind_of(group).value.lower()
-            parts += [f"block {block} as {place}[{index}]" for index, block in enumerate(table.blocks, table.start)]
-            parts.append(f"scratch {[reserved.block for reserved in table.scratch]}")
-        parts.append(f"{outcome.num_cached_tokens} tokens cached")
-        if outcome.boundaries:
-            parts.append(f"boundaries {', '.join(map(str, outcome.boundaries))}")
-        return ", ".join(parts)
-
-
-def _key(name: str) -> SequenceKey:
-    return SequenceKey(name, 1, 0)
-
-
-def _update(name: str, progress: Progress) -> SequenceUpdate:
-    return SequenceUpdate(_key(name), *progress)
-
-
-def _new_table(granted: Granted) -> NewTable:
-    full, *others = granted.tables
-    window = others[0] if others else GrantedTable((), ())
-    scratch = tuple(reserved.block for reserved in window.scratch)
-    return NewTable(full.blocks, granted.num_cached_tokens, window.blocks, scratch, granted.boundaries)
+    def _new_table(self, name: str) -> NewTable:
+        has_others = len(self.layout) > 1
+        return NewTable(
+            tuple(self.table(name)),
+            self._sequences[name].num_cached_tokens,
+            tuple(self.named(name).values()) if has_others else (),
+            self.scratch(name) if has_others else (),
+            self.boundaries(name),
+        )

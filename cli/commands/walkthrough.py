@@ -12,5 +12,6 @@ WALKTHROUGH_MODULE: Final = "kvpool.walkthrough"
 
 
 def walkthrough(context: typer.Context) -> None:
-    """See the manager's core at work, one operation at a time: allocation, prefix, chain, eviction."""
+    """See the manager's core at work, one operation at a time, in nine stories: pool, sharing, allocation, prefix, chain, eviction,
+    window, state, fork."""
     become(service_command(WALKTHROUGH_MODULE, context.args))

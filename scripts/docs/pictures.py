@@ -57,8 +57,8 @@ def _svg(title: str, content: Text | Group) -> str:
 
 def _step() -> Group:
     """The step as on a terminal of this width."""
-    steps = record(prefix.CASE)
-    return Group(*draw_step(prefix.CASE, steps, _STEP, _WIDTH), Text(), *draw_legend(prefix.CASE, _WIDTH))
+    steps = record(prefix.STORY)
+    return Group(*draw_step(prefix.STORY, steps, _STEP, _WIDTH), Text(), *draw_legend(prefix.STORY, _WIDTH))
 
 
 def _blocks() -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.walkthrough.__main__ import CASES
+from kvpool.walkthrough.__main__ import STORIES
 from tests.browser.watched import Watched
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STORIES)
 def test_a_story_runs_to_its_end_and_back_by_the_arrow_keys(watched: Watched, name: str) -> None:
     page = watched.open("learn")
     page.locator(f'[data-story="{name}"]').click()
     page.locator(f'[data-story="{name}"][aria-pressed="true"]').wait_for()
     place = page.locator(".story-place")
     num_steps = int(place.inner_text().split()[3])
-    num_blocks = sum(group.num_blocks - 1 for group in CASES[name].layout.groups)
+    num_blocks = sum(kind.num_blocks - 1 for kind in STORIES[name].layout)
     titles = []
     for number in range(1, num_steps + 1):
         assert place.inner_text().startswith(f"step {number} of {num_steps}")
@@ -44,9 +44,9 @@ def test_each_group_has_its_blocks_tables_and_free_list(watched: Watched) -> Non
     assert full.locator(".story-block.scratch").count() == 0
     assert window.locator(".story-block.scratch").count() == 3
     assert window.locator(".story-block.scratch .story-words").all_inner_texts() == ["", "", ""]
-    assert window.get_by_label("block 2, held, sealed, lived an old wise").count() == 1
+    assert window.get_by_label("block 4, held, sealed, lived an old wise").count() == 1
     (row,) = window.locator(".story-tables li").all_inner_texts()
-    assert "entry 1 is block 2 · entry 2 is block 3 · scratch 1, 4, 5" in row
+    assert "entry 1 is block 4 · entry 2 is block 3 · scratch 1, 2, 5" in row
 
 
 def test_a_reload_shows_the_same_step(watched: Watched) -> None:

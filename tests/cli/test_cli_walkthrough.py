@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvpool.cli.commands.walkthrough import WALKTHROUGH_MODULE
+from kvpool.walkthrough.__main__ import STORIES
 from tests.client.commands import KVPOOL, became, exit_status
 
 
@@ -32,8 +33,8 @@ def test_all_arguments_are_passed_on(arguments: list[str]) -> None:
 
 
 def test_the_command_is_found_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the names of the cases."""
+    """With the names of the stories."""
     assert exit_status(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "walkthrough See the manager's core at work" in text
-    assert "allocation, prefix, chain, eviction" in text
+    assert ", ".join(STORIES) in text

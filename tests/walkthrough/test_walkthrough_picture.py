@@ -7,23 +7,23 @@ from itertools import pairwise
 
 import pytest
 
-from kvpool.cache_service.core.block_pool import State
-from kvpool.walkthrough.__main__ import CASES
+from kvpool.walkthrough.__main__ import STORIES
 from kvpool.walkthrough.changes import changed_blocks
+from kvpool.walkthrough.layouts import Kind
 from kvpool.walkthrough.picture import draw_legend, draw_step
 from kvpool.walkthrough.recording import record
 from kvpool.walkthrough.snapshot import BlockView, GroupView, TableView
 
-RECORDED = {name: record(case) for name, case in CASES.items()}
+RECORDED = {name: record(story) for name, story in STORIES.items()}
 
 
 def draw(name: str, index: int, width: int = 120) -> list[str]:
     """The lines, without colours."""
-    return [line.plain for line in draw_step(CASES[name], RECORDED[name], index, width)]
+    return [line.plain for line in draw_step(STORIES[name], RECORDED[name], index, width)]
 
 
 @pytest.mark.parametrize("width", [60, 79, 80, 100, 119, 120, 200])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STORIES)
 def test_every_block_is_in_the_map_at_every_width(name: str, width: int) -> None:
     """Its id, state and ref_count as the core has them; no line is wider than asked, or than 120."""
     for index, step in enumerate(RECORDED[name]):
@@ -34,7 +34,7 @@ def test_every_block_is_in_the_map_at_every_width(name: str, width: int) -> None
             assert list(tiles) == list(range(1, len(after.blocks)))
             for block in after.blocks[1:]:
                 is_changed = block.block in changed_blocks(before, after)
-                state = ("scratch", 0) if block.is_scratch else (block.state.name.lower(), block.ref_count)
+                state = ("scratch", 0) if block.is_scratch else (block.state, block.ref_count)
                 assert tiles[block.block] == (block.generation, *state, is_changed)
 
 
@@ -56,34 +56,33 @@ def _tiles(lines: list[str]) -> dict[int, tuple[int, str, int, bool]]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STORIES)
 def test_tables_and_free_list_are_those_of_the_core(name: str) -> None:
     """In order, with the words in every block."""
     for index, step in enumerate(RECORDED[name]):
         for group, part in zip(step.after.groups, _group_parts(draw(name, index)), strict=True):
             text = " ".join(" ".join(part).split()).replace("*", "")
             for table in group.tables:
-                assert _told(group, table) in text
+                assert _shown(group, table) in text
             shown = text.partition("head → ")[2].partition("← tail")[0].partition("empty")[0]
             assert [int(block) for block in re.findall(r"(\d+)(?:\[[^]]*\])? ", shown)] == list(group.free_list)
-            cached = [block.block for block in group.blocks if block.state is State.CACHED]
+            cached = [block.block for block in group.blocks if block.state == "cached"]
             assert sorted(int(block) for block in re.findall(r"(\d+)\[", shown)) == cached
 
 
-def _told(group: GroupView, table: TableView) -> str:
-    """What the picture has to say of a live sequence."""
+def _shown(group: GroupView, table: TableView) -> str:
+    """What the picture has to show of a live sequence."""
     entries = []
-    for entry in table.entries:
-        words = " ".join([*entry.words, *"·" * (4 - len(entry.words))])
-        if group.group.grid_blocks:
-            words = f"after {(entry.table_index + 1) * 4}"
-        place = f"{entry.table_index}:" if group.group.scratch_blocks else ""
-        entries.append(f"{place}{entry.block}{f'[{words}]' if entry.sealed else f'({words})'}")
-    if not group.group.scratch_blocks:
-        return f"Table {table.sequence_id} {' '.join(entries)} {table.num_tokens} tokens"
-    label = "State" if group.group.grid_blocks else "Window"
-    told = " ".join([label, table.sequence_id, *entries, "scratch", *map(str, table.scratch)])
-    return f"{told} to be named after {', '.join(map(str, table.boundaries))} tokens" if table.boundaries else told
+    for index, number in table.entries.items():
+        block = group.blocks[number]
+        words = " ".join(block.words if group.kind is Kind.STATE else [*block.words, *"·" * (4 - len(block.words))])
+        place = "" if group.kind is Kind.FULL else f"{index}:"
+        entries.append(f"{place}{number}{f'[{words}]' if block.sealed else f'({words})'}")
+    shown = " ".join([group.kind.value, table.sequence, *entries])
+    if group.kind is Kind.FULL:
+        return f"{shown} {table.num_tokens} tokens"
+    shown += "".join(f" {part}" for part in ("scratch", *table.scratch))
+    return f"{shown} to be named after {', '.join(map(str, table.boundaries))} tokens" if table.boundaries else shown
 
 
 def test_groups_are_told_apart() -> None:
@@ -112,13 +111,13 @@ def test_a_step_that_changes_nothing_says_so() -> None:
 def test_the_legend_fits_every_width(name: str, signs: list[str]) -> None:
     """All signs stay in it."""
     for width in (60, 80, 120):
-        lines = [line.plain for line in draw_legend(CASES[name], width)]
+        lines = [line.plain for line in draw_legend(STORIES[name], width)]
         assert all(len(line) <= width for line in lines)
         assert all(sign in " ".join(lines) for sign in signs)
 
 
 def _view(**aspects: object) -> BlockView:
-    return BlockView(1, State.FREE, 0, 0, False, ())._replace(**aspects)  # type: ignore[arg-type]
+    return BlockView(1, "free", 0, 0, False, (), ())._replace(**aspects)  # type: ignore[arg-type]
 
 
 def _group(block: BlockView) -> GroupView:
@@ -128,39 +127,39 @@ def _group(block: BlockView) -> GroupView:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ({}, {"state": State.HELD, "ref_count": 1, "generation": 2}, "free → held"),
+        ({}, {"state": "held", "ref_count": 1, "generation": 2}, "free → held"),
         (
-            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
-            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
+            {"state": "cached", "sealed": True, "generation": 2, "words": ("a",)},
+            {"state": "held", "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
             "hit, cached → held",
         ),
         (
-            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
-            {"state": State.RESERVED, "generation": 3},
+            {"state": "cached", "sealed": True, "generation": 2, "words": ("a",)},
+            {"state": "reserved", "generation": 3},
             "evicted, cached → reserved",
         ),
         (
-            {"state": State.HELD, "ref_count": 1, "generation": 2},
-            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True},
+            {"state": "held", "ref_count": 1, "generation": 2},
+            {"state": "held", "ref_count": 1, "generation": 2, "sealed": True},
             "sealed",
         ),
         (
-            {"state": State.HELD, "ref_count": 2, "generation": 2},
-            {"state": State.HELD, "ref_count": 1, "generation": 2},
+            {"state": "held", "ref_count": 2, "generation": 2},
+            {"state": "held", "ref_count": 1, "generation": 2},
             "ref_count 2 → 1",
         ),
         (
-            {"state": State.HELD, "ref_count": 1, "generation": 2, "words": ("a",)},
-            {"state": State.HELD, "ref_count": 1, "generation": 2, "words": ("a", "b")},
+            {"state": "held", "ref_count": 1, "generation": 2, "words": ("a",)},
+            {"state": "held", "ref_count": 1, "generation": 2, "words": ("a", "b")},
             "more words",
         ),
         (
-            {"state": State.HELD, "ref_count": 1, "generation": 2, "is_scratch": True},
-            {"state": State.HELD, "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
+            {"state": "held", "ref_count": 1, "generation": 2, "is_scratch": True},
+            {"state": "held", "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
             "sealed, scratch → held",
         ),
         (
-            {"state": State.CACHED, "sealed": True, "generation": 2, "words": ("a",)},
+            {"state": "cached", "sealed": True, "generation": 2, "words": ("a",)},
             {"generation": 2},
             "emptied, cached → free",
         ),

@@ -1,4 +1,4 @@
-"""Each step of a story is one call that keeps every law, and what its sentences count is counted.
+"""Each step of a story shows its calls and keeps every law, and what its sentences count is counted.
 
 What each story says and shows, step by step, is compared in tests/gateway/test_page_stories.py: the page serves it as files.
 """
@@ -13,14 +13,14 @@ import pytest
 
 from kvpool.cache_service.core.integrity import Audit
 from kvpool.walkthrough import recording
-from kvpool.walkthrough.__main__ import CASES
+from kvpool.walkthrough.__main__ import STORIES
 from kvpool.walkthrough.recording import record
 from kvpool.walkthrough.worker import Worker
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_step_is_one_call_and_keeps_every_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The audit runs after each one; what a step starts from is what the step before it left; gN is the call's number."""
+@pytest.mark.parametrize("name", STORIES)
+def test_every_step_shows_its_calls_and_keeps_every_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit runs after each one; a step starts from what the one before it left; gN is the number of a call of the step."""
     audits = []
     check = Worker.check
 
@@ -29,9 +29,10 @@ def test_every_step_is_one_call_and_keeps_every_law(name: str, monkeypatch: pyte
         return audits[-1]
 
     monkeypatch.setattr(Worker, "check", counted)
-    steps = record(CASES[name])
-    capacities = [group.num_blocks - 1 for group in CASES[name].layout.groups]
+    steps = record(STORIES[name])
+    capacities = [kind.num_blocks - 1 for kind in STORIES[name].layout]
     assert [audit.num_blocks for audit in audits] == [sum(capacities)] * len(steps)
+    num_calls = 0
     for number, step in enumerate(steps, 1):
         assert step.violations == ()
         assert step.calls or number == 1, "a story may begin before the first call"
@@ -43,13 +44,14 @@ def test_every_step_is_one_call_and_keeps_every_law(name: str, monkeypatch: pyte
             for block, old in zip(after.blocks, before.blocks, strict=True)
             if block.generation != old.generation
         }
-        assert granted <= {number if steps[0].calls else number - 1}
+        assert granted <= set(range(num_calls + 1, num_calls + 1 + len(step.calls)))
+        num_calls += len(step.calls)
     for first, capacity in zip(steps[0].before.groups, capacities, strict=True):
         assert (first.counts.capacity, first.counts.free, len(first.blocks)) == (capacity, capacity, capacity + 1)
         assert first.free_list == tuple(range(1, capacity + 1))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STORIES)
 def test_figures_in_sentences_come_from_the_core(name: str) -> None:
     """In the source of a story, no digit stands in a sentence outside braces, except in names and for the null block."""
     source = Path(recording.__file__).with_name(f"{name}.py").read_text()
@@ -58,7 +60,7 @@ def test_figures_in_sentences_come_from_the_core(name: str) -> None:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Scene"
     ]
-    assert len(scenes) == len(record(CASES[name]))
+    assert len(scenes) == len(record(STORIES[name]))
     for scene in scenes:
         text = "".join(
             str(part.value)
@@ -73,3 +75,9 @@ def _in_braces(argument: ast.expr) -> list[ast.AST]:
     return [
         inner for part in ast.walk(argument) if isinstance(part, ast.FormattedValue) for inner in ast.walk(part.value)
     ]
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/LEARN.md", "docs/PAGE.md"])
+def test_the_documents_name_all_stories(path: str) -> None:
+    text = (Path(__file__).parents[2] / path).read_text(encoding="utf-8")
+    assert ", ".join(STORIES) in " ".join(text.split())

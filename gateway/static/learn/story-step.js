@@ -10,7 +10,7 @@ export function drawStep(story, step) {
   return make(
     "div",
     { class: "story-state" },
-    ...(step.groups ? step.groups.map((group) => drawGroup(story, group)) : drawParts(story, { kind: "full", ...step }, "h3")),
+    ...(step.groups.length > 1 ? step.groups.map((group) => drawGroup(story, group)) : drawParts(story, step.groups[0], "h3")),
     step.calls.length ? make("h3", {}, step.calls.length > 1 ? "Calls" : "Call") : null,
     ...step.calls.map((call) => make("p", {}, make("code", {}, call))),
   );
@@ -27,30 +27,29 @@ function drawGroup(story, group) {
 
 function drawParts(story, group, heading) {
   const changed = new Set(group.changed);
-  const scratch = new Set(group.tables.flatMap((table) => table.scratch ?? []));
   return [
     make(heading, {}, group.kind === "state" ? "Blocks, one state each" : `Blocks, ${story.block_size} tokens each`),
     make(
       "ol",
       { class: "story-blocks" },
-      ...group.blocks.map((block) => drawBlock(block, changed.has(block.block), scratch.has(block.block))),
+      ...group.blocks.map((block) => drawBlock(block, changed.has(block.block))),
     ),
     make(heading, {}, TABLES[group.kind]),
-    drawTables(group.tables),
+    drawTables(group),
     make(heading, {}, "Free list"),
     make("p", { class: "story-list" }, "next ", ...group.free_list.map((block) => make("span", { class: "story-number" }, block))),
   ];
 }
 
-function drawBlock(block, isChanged, isScratch) {
+function drawBlock(block, isChanged) {
   const words = block.words.join(" ");
-  const state = isScratch ? "scratch" : block.state;
-  const mark = isScratch ? "scratch" : MARKS[block.state];
+  const state = block.is_scratch ? "scratch" : block.state;
+  const mark = block.is_scratch ? "scratch" : MARKS[block.state];
   const said = [`block ${block.block}`, state, block.ref_count > 1 ? `in ${block.ref_count} tables` : "", block.sealed ? "sealed" : ""];
   return make(
     "li",
     {
-      class: `story-block ${block.state}${isScratch ? " scratch" : ""}${block.sealed ? " sealed" : ""}${isChanged ? " changed" : ""}`,
+      class: `story-block ${block.state}${block.is_scratch ? " scratch" : ""}${block.sealed ? " sealed" : ""}${isChanged ? " changed" : ""}`,
       "aria-label": [...said.filter(Boolean), words].join(", "),
     },
     make("span", { class: "story-id" }, block.block),
@@ -60,13 +59,13 @@ function drawBlock(block, isChanged, isScratch) {
   );
 }
 
-function drawTables(tables) {
+function drawTables({ kind, tables }) {
   if (!tables.length) return make("p", { class: "quiet" }, "No sequence is live.");
   return make(
     "ul",
     { class: "story-tables" },
     ...tables.map((table) => {
-      const [holds, remark] = table.blocks ? sayTable(table) : sayNamed(table);
+      const [holds, remark] = kind === "full" ? sayTable(table) : sayNamed(table);
       return make("li", {}, make("b", { class: "story-owner" }, table.sequence), ` ${holds} `, make("span", { class: "quiet" }, remark));
     }),
   );
@@ -74,12 +73,12 @@ function drawTables(tables) {
 
 function sayTable(table) {
   const tokens = `${table.num_tokens} tokens, ${table.num_cached_tokens} from the cache, ${table.num_computed_tokens} computed`;
-  return [`[${table.blocks.join(", ")}]`, tokens];
+  return [`[${Object.values(table.entries).join(", ")}]`, tokens];
 }
 
 /** What is named has an index; what is scratch has no place. */
 function sayNamed(table) {
-  const entries = table.entries.map(({ index, block }) => `entry ${index} is block ${block}`);
+  const entries = Object.entries(table.entries).map(([index, block]) => `entry ${index} is block ${block}`);
   const scratch = table.scratch.length ? [`scratch ${table.scratch.join(", ")}`] : [];
   const remark = table.boundaries.length ? `to be named after ${table.boundaries.join(", ")} tokens` : "";
   return [[...entries, ...scratch].join(" · "), remark];
