@@ -177,8 +177,10 @@ class Worker:
         """Run steps up to `num_tokens` computed tokens, which sample these words, and make the calls that are due meanwhile."""
         while (begin := sequence.num_computed_tokens) < num_tokens:
             end = begin + self.cache.chunk(sequence, min(CHUNK_TOKENS, num_tokens - begin))
-            if not self.cache.extend(sequence, end):
-                raise UnexpectedAnswer(f"{sequence.id.sequence_id} was to decode; the reserve has too few blocks")
+            if end == begin or not self.cache.extend(sequence, end):
+                raise UnexpectedAnswer(
+                    f"{sequence.id.sequence_id} was to go on; no step can be run with so few tokens or blocks"
+                )
             self.cache.begin_step([sequence])
             word = words.pop(0) if words and end == len(sequence.tokens) else None
             self.cache.end_step([Computed(sequence, end, word)], self._now)

@@ -186,9 +186,31 @@ def _is_granted(worker: Worker) -> Iterator[Scene]:
     yield Scene("Not reached", "Never shown.")
 
 
+def _decodes_without_a_reserve(worker: Worker) -> Iterator[Scene]:
+    worker.allocate("A", "one two three four")
+    worker.compute("A", "five six")
+    yield Scene("Not reached", "Never shown.")
+
+
+def _forks_without_a_reserve(worker: Worker) -> Iterator[Scene]:
+    worker.allocate("A", "one two three four five")
+    worker.compute("A")
+    worker.fork("A", "B", "six")
+    yield Scene("Not reached", "Never shown.")
+
+
+def _has_lost_its_session(worker: Worker) -> Iterator[Scene]:
+    worker.cache.lose("the manager has forgotten it")
+    worker.allocate("A", "one two three four five")
+    yield Scene("Not reached", "Never shown.")
+
+
 @pytest.mark.parametrize(
     ("play", "message"),
     [
+        (_decodes_without_a_reserve, "A was to go on; no step can be run"),
+        (_forks_without_a_reserve, "B was to be a fork of A; the reserve has too few blocks"),
+        (_has_lost_its_session, "changed: the manager has forgotten it"),
         (_is_too_long, 'A was to be live after allocate("A", 90 tokens) → NEVER_FITS'),
         (_waits, "B was to be live after allocate(\"B\", 5 tokens) → wait for 'A' up to position 4"),
         (_is_granted, 'A was to be waiting after allocate("A", 5 tokens) → table [1, 2]'),
