@@ -1,4 +1,4 @@
-"""The stories of the page Learn, out of the manager's real core.
+"""The stories of the page Learn, as the manager's real core and a worker's real cache side play them.
 
 `python -m scripts.stories` writes them, with --check it only compares.
 """

@@ -1,1 +1,1 @@
-"""`kvpool walkthrough`: plays stories on the manager's real core, one operation at a time, and shows all of its state."""
+"""`kvpool walkthrough`: plays stories on the manager's real core and a worker's real cache side, and shows the core's state."""

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="kvpool walkthrough",
-        description="The manager's real core, one operation at a time: block map, block tables, ref counts and free list.",
+        description="Stories on the manager's real core and a worker's real cache side, step by step: blocks, tables, free list.",
         epilog="\n".join(_list_lines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str | None, *, as_json: bool) -> int:
     if name is None:
-        print("kvpool walkthrough STORY shows the manager's real core, one operation at a time. The stories:\n")
+        print(
+            "kvpool walkthrough STORY shows the manager's real core and a worker's real cache side, step by step. The stories:\n"
+        )
         print("\n".join(_list_lines()))
         print(
             "\nThe page of `kvpool gateway` plays them with keys, under Learn. In a terminal, a pager turns the steps:"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 from kvpool.cache_service import worker_codec
@@ -93,13 +92,11 @@ def _result(result: Any, layout: Layout) -> str:
     granted = result.granted
     full, *others = granted.tables
     scratch = {run.group: list(run.block_ids) for run in granted.scratch}
-    parts: Iterable[str] = chain(
-        [f"table {list(full.block_ids)}"],
-        _entries(others, layout),
-        (f"scratch {scratch.get(run.group, [])}" for run in others),
-        [f"{granted.num_cached_tokens} tokens cached"],
-        [f"boundaries {', '.join(map(str, granted.boundaries))}"] if granted.boundaries else (),
-    )
+    parts = [f"table {list(full.block_ids)}", *_entries(others, layout)]
+    parts += [f"scratch {scratch.get(run.group, [])}" for run in others]
+    parts.append(f"{granted.num_cached_tokens} tokens cached")
+    if granted.boundaries:
+        parts.append(f"boundaries {', '.join(map(str, granted.boundaries))}")
     return ", ".join(parts)
 
 

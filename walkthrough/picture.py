@@ -54,11 +54,11 @@ def _intro(story: Story, steps: Sequence[StoryStep], index: int, width: int) -> 
     step = steps[index]
     position = f"{story.name} {index + 1}/{len(steps)}"
     lines = []
-    for number, line in enumerate(textwrap.wrap(step.scene.title, width - len(position) - 3)):
+    for number, line in enumerate(textwrap.wrap(step.title, width - len(position) - 3)):
         lead = position if number == 0 else " " * len(position)
         lines.append(Text.assemble((f"{lead} │ ", "dim"), (line, "bold")))
     lines.append(Text("─" * width, style="dim"))
-    lines += [Text(line) for line in textwrap.wrap(" ".join(step.scene.sentences.split()), width)]
+    lines += [Text(line) for line in textwrap.wrap(step.sentences, width)]
     lines.append(Text())
     for call in step.calls:
         first, *others = call.splitlines()

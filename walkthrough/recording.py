@@ -13,20 +13,14 @@ from .snapshot import GroupView, Snapshot, take_snapshot
 from .worker import Worker
 
 
-class Scene(NamedTuple):
-    """The text of a story after something has happened. Line breaks in the sentences mean nothing."""
-
-    title: str
-    sentences: str
-
-
 class Story(NamedTuple):
-    """A story. `play` lets the worker do one thing before each scene that it yields."""
+    """A story. `play` lets the worker do one thing, and yields the text of a step: its title, an empty line, and sentences whose
+    line breaks mean nothing."""
 
     name: str
     summary: str
     """Summary in one line."""
-    play: Callable[[Worker], Iterator[Scene]]
+    play: Callable[[Worker], Iterator[str]]
     shows_tree: bool = False
     """Whether the picture has the prefix tree, with the names of the blocks."""
     layout: Layout = ONE_GROUP
@@ -36,7 +30,8 @@ class Story(NamedTuple):
 class StoryStep(NamedTuple):
     """What has happened, and the core before and after it."""
 
-    scene: Scene
+    title: str
+    sentences: str
     calls: tuple[str, ...]
     """The calls to the manager with their answers, each with a line for each of its items."""
     before: Snapshot
@@ -53,24 +48,25 @@ def record(story: Story) -> list[StoryStep]:
     steps: list[StoryStep] = []
     before = take_snapshot(worker)
     play = story.play(worker)
-    while (scene := _next_scene(play, worker)) is not None:
+    while text := _next_text(play, worker):
+        title, _, sentences = text.partition("\n")
         violations = tuple(worker.check().violations)
         after = take_snapshot(worker)
-        steps.append(StoryStep(scene, worker.take_calls(), before, after, violations))
+        steps.append(StoryStep(title, " ".join(sentences.split()), worker.take_calls(), before, after, violations))
         if violations:
             break
         before = after
     return steps
 
 
-def _next_scene(play: Iterator[Scene], worker: Worker) -> Scene | None:
-    """Return the next scene; None at the end. If a broken core has thrown the story off course, the scene says so."""
+def _next_text(play: Iterator[str], worker: Worker) -> str:
+    """Return the text of the next step; empty: there is none. If a broken core has thrown the story off course, it says so."""
     try:
-        return next(play, None)
+        return next(play, "")
     except Exception as error:
         if not worker.check().violations:
             raise
-        return Scene("The story cannot go on", f"{type(error).__name__}: {error}.")
+        return f"The story cannot go on\n\n{type(error).__name__}: {error}."
 
 
 def as_object(story: Story, steps: Sequence[StoryStep]) -> dict[str, Any]:
@@ -85,8 +81,8 @@ def as_object(story: Story, steps: Sequence[StoryStep]) -> dict[str, Any]:
 
 def _step(step: StoryStep) -> dict[str, Any]:
     return {
-        "title": step.scene.title,
-        "text": " ".join(step.scene.sentences.split()),
+        "title": step.title,
+        "text": step.sentences,
         "calls": [line for call in step.calls for line in call.splitlines()],
         "groups": list(map(_group, step.before.groups, step.after.groups)),
         "violations": [violation.message for violation in step.violations],

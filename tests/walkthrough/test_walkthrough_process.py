@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from kvpool.walkthrough.__main__ import STORIES, main
-from kvpool.walkthrough.recording import Scene, Story
+from kvpool.walkthrough.recording import Story
 from kvpool.walkthrough.worker import Worker
 
 COMMAND = [sys.executable, "-m", "kvpool.walkthrough"]
@@ -139,17 +139,17 @@ def test_ascii_output_loses_signs_and_nothing_else() -> None:
     assert "prefix 7/7" in done.stdout
 
 
-def _breaks_a_ref_count(worker: Worker) -> Iterator[Scene]:
+def _breaks_a_ref_count(worker: Worker) -> Iterator[str]:
     worker.allocate("A", "one two three four five")
-    yield Scene("All is well", "So far.")
+    yield "All is well\n\nSo far."
     worker.session.pools[0]._ref_count[1] += 1
-    yield Scene("Broken", "A count is wrong.")
-    yield Scene("Not reached", "Never shown.")
+    yield "Broken\n\nA count is wrong."
+    yield "Not reached\n\nNever shown."
 
 
-def _breaks_off(worker: Worker) -> Iterator[Scene]:
+def _breaks_off(worker: Worker) -> Iterator[str]:
     worker.allocate("A", "one two three four five")
-    yield Scene("All is well", "So far.")
+    yield "All is well\n\nSo far."
     worker.session.pools[0]._ref_count[1] += 1
     raise ValueError("an answer that the story cannot use")
 
@@ -203,7 +203,7 @@ FIVE = "one two three four five"
     ],
 )
 def test_an_answer_that_the_story_does_not_expect_is_an_error(
-    play: Callable[[Worker], Iterator[Scene]],
+    play: Callable[[Worker], Iterator[str]],
     message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

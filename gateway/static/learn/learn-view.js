@@ -1,4 +1,4 @@
-// The view Learn: stories told by the manager's real core, a call at a time, forwards and backwards.
+// The view Learn: stories on the manager's real core and a worker's real cache side, a step at a time, forwards and backwards.
 
 import { getJson } from "../api.js";
 import { make, setText } from "../elements.js";
@@ -23,7 +23,7 @@ class LearnView extends HTMLElement {
     useStyles("/static/css/learn.css");
     this.replaceChildren(
       make("h1", {}, "Learn"),
-      make("p", { class: "quiet" }, "Each story runs on the manager's real core. Arrow keys step forwards and backwards; Home and End go to the ends."),
+      make("p", { class: "quiet" }, "Each story runs on the manager's real core and a worker's real cache side. Arrow keys step forwards and backwards; Home and End go to the ends."),
       this.#stories,
       this.#told,
       make("div", { class: "row" }, this.#back, this.#next),
