@@ -1,16 +1,14 @@
-"""Groups of a worker's cache side, and how it introduces them."""
+"""Groups of a worker's cache side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.groups.group import Group
 from kvpool.worker_service.cache.groups.state import StateGroup
 from kvpool.worker_service.cache.groups.unit import UnitGroup
 from kvpool.worker_service.cache.groups.window import WindowGroup
-from kvpool.worker_service.cache.settings import CacheSettings
 
 
 def groups_of(
@@ -27,12 +25,3 @@ def groups_of(
     if unit is not None:
         groups[unit] = UnitGroup(num_blocks[unit], 4096)
     return tuple(groups)
-
-
-def introduced(settings: CacheSettings) -> common_pb2.KVCacheConfig:
-    """What a worker with these settings registers."""
-    config = common_pb2.KVCacheConfig(block_size=settings.block_size)
-    for index, group in enumerate(settings.groups):
-        group.introduce(config.groups.add(group=index), settings.sizes)
-        config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
-    return config

@@ -6,6 +6,10 @@ from enum import Enum
 from typing import Final
 
 from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache.groups.dense import DenseGroup
+from kvpool.worker_service.cache.groups.group import Group
+from kvpool.worker_service.cache.groups.state import StateGroup
+from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.settings import CacheSettings
 
 BLOCK_SIZE: Final = 4
@@ -25,9 +29,11 @@ class Kind(Enum):
     STATE = "State"
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool, the null block included: two rows of the picture can be granted, or one."""
-        return 17 if self is Kind.FULL else 9
+    def group(self) -> Group:
+        """The group of such layers. Two rows of the picture can be granted, or one."""
+        return {Kind.FULL: DenseGroup(17), Kind.WINDOW: WindowGroup(9, WINDOW), Kind.STATE: StateGroup(9, GRID_TOKENS)}[
+            self
+        ]
 
     @property
     def title(self) -> str:
@@ -49,32 +55,17 @@ def cache_settings(layout: Layout) -> CacheSettings:
     """Return the settings of a worker's cache side with these groups."""
     return CacheSettings(
         block_size=BLOCK_SIZE,
-        num_blocks=tuple(kind.num_blocks for kind in layout),
-        windows=tuple(WINDOW if kind is Kind.WINDOW else 0 for kind in layout),
-        state_grid=GRID_TOKENS if Kind.STATE in layout else 0,
+        groups=tuple(kind.group for kind in layout),
         max_chunk_tokens=CHUNK_TOKENS,
     )
 
 
 def register_request(worker_id: str, root: common_pb2.Root, layout: Layout) -> cache_pb2.RegisterRequest:
     """Return the call with which a worker with these groups begins a session."""
-    config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
-    for number, kind in enumerate(layout):
-        group = config.groups.add(group=number)
-        if kind is Kind.FULL:
-            group.full_attention.SetInParent()
-        elif kind is Kind.WINDOW:
-            # The blocks that the tokens of a step see, and those that they fill: they may begin anywhere in a block.
-            seen, filled = -(-(WINDOW - 1) // BLOCK_SIZE), -(-(CHUNK_TOKENS - 1) // BLOCK_SIZE) + 1
-            group.sliding_window.window_tokens, group.sliding_window.ring_blocks = WINDOW, seen + filled
-        else:
-            # The running state, and a copy of it that may become a snapshot.
-            group.state.grid_tokens, group.state.scratch_blocks = GRID_TOKENS, 2
-        config.pools.add(group=number, tier=common_pb2.TIER_DEVICE, num_blocks=kind.num_blocks)
     return cache_pb2.RegisterRequest(
         worker_id=worker_id,
         incarnation=1,
         register_no=1,
         model_fingerprint=root.model_fingerprint,
-        kv_cache_config=config,
+        kv_cache_config=cache_settings(layout).kv_cache_config([0] * len(layout)),
     )

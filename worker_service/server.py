@@ -149,7 +149,7 @@ class WorkerServer:
                 settings,
                 state.identity,
                 facts,
-                _kv_cache_config(plan, self.engine.cache.settings),
+                self.engine.cache.settings.kv_cache_config(_bytes_per_block(plan)),
                 settings.advertised(port),
             ),
             self.engine,
@@ -398,17 +398,14 @@ def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSetting
     )
 
 
-def _kv_cache_config(plan: KVCachePlan, cache: CacheSettings) -> common_pb2.KVCacheConfig:
-    config = common_pb2.KVCacheConfig(block_size=plan.block_size)
+def _bytes_per_block(plan: KVCachePlan) -> list[int]:
+    """By group, in the order of `_groups`."""
     sizes = [plan.block_size * group.bytes_per_token for group in plan.groups]
     if plan.states is not None:
         sizes.append(plan.states.bytes_per_block)
     if plan.cross is not None:
         sizes.append(plan.cross.bytes_per_block(plan.block_size))
-    for index, (group, bytes_per_block) in enumerate(zip(cache.groups, sizes, strict=True)):
-        group.introduce(config.groups.add(group=index, bytes_per_block=bytes_per_block), cache.sizes)
-        config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
-    return config
+    return sizes
 
 
 def _introduction(

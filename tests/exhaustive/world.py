@@ -17,7 +17,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
-from tests.cache_groups import groups_of, introduced
+from tests.cache_groups import groups_of
 from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
@@ -360,7 +360,7 @@ class World:
             register_no=peer.register_no,
             address="h:1",
             model_fingerprint=FINGERPRINT,
-            kv_cache_config=introduced(peer.settings),
+            kv_cache_config=peer.settings.kv_cache_config([0] * len(peer.settings.groups)),
             process_key=b"process %d" % peer.incarnation,
             predecessor_key=b"process %d" % (peer.incarnation - 1),
             holds_state=peer.engine.cache.holds_state,

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.groups.group import Group, GroupTable
 from kvpool.worker_service.cache.ledger import BlockLedger
@@ -143,11 +143,7 @@ class WorkerProcess(Process):
 
     def introduction(self) -> cache_pb2.RegisterRequest:
         """What it says of itself in each Register."""
-        config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
         settings = self.cache.settings
-        for index, group in enumerate(settings.groups):
-            group.introduce(config.groups.add(group=index), settings.sizes)
-            config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
         return cache_pb2.RegisterRequest(
             worker_id=self.plan.worker_id,
             incarnation=self.incarnation,
@@ -156,7 +152,7 @@ class WorkerProcess(Process):
             address=self.address,
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
-            kv_cache_config=config,
+            kv_cache_config=settings.kv_cache_config([0] * len(settings.groups)),
             max_model_len=self.plan.max_model_len,
             facts_digest=self.facts.facts_digest,
             engine="simulated",

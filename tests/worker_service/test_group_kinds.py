@@ -72,7 +72,8 @@ class Subject:
         self.sequence = CacheSequence(
             "s", 1, common_pb2.Root(), list(range(40)), max_new_tokens=60, num_encoder_tokens=10
         )
-        empty = Run(*zip(*self.take(group.num_for(self.sequence, SIZES)), strict=True))
+        taken = self.take(group.num_for(self.sequence, SIZES))
+        empty = Run([one.block for one in taken], [one.generation for one in taken])
         for block in empty.blocks:
             self.ledger.use(block)
         self.table = group.take(self.ledger, Granted(empty=empty), self.sequence, SIZES)

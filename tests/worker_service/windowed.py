@@ -17,7 +17,7 @@ from kvpool.worker_service.cache.groups.window import Ring
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from tests import manager_calls
-from tests.cache_groups import groups_of, introduced
+from tests.cache_groups import groups_of
 
 ROOT = common_pb2.Root(model_fingerprint="m")
 
@@ -68,7 +68,7 @@ class Worker:
             incarnation=1,
             register_no=self._register_no,
             model_fingerprint="m",
-            kv_cache_config=introduced(self.cache.settings),
+            kv_cache_config=self.cache.settings.kv_cache_config([0] * len(self.cache.settings.groups)),
             holds_state=self.cache.holds_state,
         )
         response: Any = manager_calls.execute(self.manager, "Register", request, self.now)

@@ -26,7 +26,7 @@ from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.manager_link import ManagerLink
 from tests import manager_calls
-from tests.cache_groups import groups_of, introduced
+from tests.cache_groups import groups_of
 from tests.tracer import VOCAB_SIZE, expected_text
 from tests.worker_service.tracer_model import TracerModel
 
@@ -148,7 +148,7 @@ class World:
             incarnation=1,
             address="h:1",
             model_fingerprint=FINGERPRINT,
-            kv_cache_config=introduced(cache_settings),
+            kv_cache_config=cache_settings.kv_cache_config([0] * len(cache_settings.groups)),
         )
         self.link = ManagerLink("wire", introduction, self.engine, self._on_session, clock=self.wire.now)
         self._count = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from kvpool.v1 import common_pb2
 
 from .groups.dense import DenseGroup
 from .groups.group import Group, Sizes
@@ -36,6 +39,14 @@ class CacheSettings:
     """Sequences in one call to the manager."""
     max_call_bytes: int = 8 << 20
     """Bytes of tokens and table entries in one call, both directions; half of gRPC's message size."""
+
+    def kv_cache_config(self, bytes_per_block: Sequence[int]) -> common_pb2.KVCacheConfig:
+        """The groups and pools as a worker registers them. `bytes_per_block`: by group."""
+        config = common_pb2.KVCacheConfig(block_size=self.block_size)
+        for index, (group, size) in enumerate(zip(self.groups, bytes_per_block, strict=True)):
+            group.introduce(config.groups.add(group=index, bytes_per_block=size), self.sizes)
+            config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
+        return config
 
     @cached_property
     def num_blocks(self) -> tuple[int, ...]:
