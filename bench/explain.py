@@ -16,10 +16,10 @@ from typing import Final
 
 from bench.report import Series, command_line
 from kvpool.cache_service.core.closest_prompt import BRIEF, THOROUGH
+from kvpool.cache_service.core.groups.dense import DenseSpec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
-    GroupSpec,
     Layout,
     Registration,
     Root,
@@ -42,7 +42,7 @@ class Office:
     def __init__(self, num_names: int, num_blocks: int = NUM_BLOCKS) -> None:
         self.manager = CacheManager(1, explain_evictions=num_names)
         introduction = Registration(
-            "worker", 1, 1, "worker:1", "model", "model", Layout(BLOCK_SIZE, (GroupSpec(num_blocks),))
+            "worker", 1, 1, "worker:1", "model", "model", Layout(BLOCK_SIZE, (DenseSpec(num_blocks),))
         )
         self._session = self.manager.register(introduction, 0.0).session
         self._calls = itertools.count(1)

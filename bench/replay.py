@@ -13,11 +13,11 @@ from typing import Any
 
 from bench.calls import RecordedCall, RecordedItem, Recording
 from bench.trace import Trace
+from kvpool.cache_service.core.groups.dense import DenseSpec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
-    GroupSpec,
     Layout,
     Registration,
     ReservedBlock,
@@ -34,7 +34,7 @@ FINGERPRINT = "bench"
 
 def registration(worker_id: str, block_size: int, num_blocks: int, num_groups: int = 1) -> Registration:
     """A worker's registration at the core; its groups have `num_blocks` each."""
-    layout = Layout(block_size, (GroupSpec(num_blocks),) * num_groups)
+    layout = Layout(block_size, (DenseSpec(num_blocks),) * num_groups)
     return Registration(worker_id, 1, 1, "127.0.0.1:1", "bench", FINGERPRINT, layout)
 
 

@@ -21,9 +21,9 @@ from typing import Final
 
 import grpc
 
+from kvpool.cache_service.core.groups.dense import DenseSpec
 from kvpool.cache_service.core.messages import (
     AllocateItem,
-    GroupSpec,
     Layout,
     Registration,
     Root,
@@ -47,7 +47,7 @@ class _Load:
 
     def __init__(self, server: ManagerServer, num_blocks: int) -> None:
         self._manager = server.manager
-        registration = Registration("w", 1, 1, "", "bench", "bench", Layout(BLOCK_SIZE, (GroupSpec(num_blocks + 1),)))
+        registration = Registration("w", 1, 1, "", "bench", "bench", Layout(BLOCK_SIZE, (DenseSpec(num_blocks + 1),)))
         self._session = self._manager.register(registration, time.monotonic()).session
         self._num_calls = 0
 

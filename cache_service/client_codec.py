@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.v1 import cache_pb2
 
 from .core.block_pool import State
 from .core.budget import Budget
@@ -12,11 +12,11 @@ from .core.candidates import ServedModel
 from .core.description import BlockContent, BlockDescription
 from .core.facts import SequenceFacts, WorkerFacts, sequence_facts, worker_facts
 from .core.integrity import Audit, Violation
-from .core.messages import Layout
 from .core.routing import RoutedWorker
 from .core.salts import SaltNumbers
 from .core.session import Session
-from .worker_codec import TIER, encode_counts, encode_key, encode_load, encode_unsalted_root
+from .group_codec import TIER, encode_config
+from .worker_codec import encode_counts, encode_key, encode_load, encode_unsalted_root
 
 MAX_VIOLATIONS = 256
 """Most violations in one answer of Check."""
@@ -53,7 +53,7 @@ def encode_route(
         else cache_pb2.ServedModel(
             facts_digest=served.newest.facts_digest,
             max_model_len=served.max_model_len,
-            max_encoder_tokens=served.max_encoder_tokens,
+            max_encoder_tokens=served.longest_input,
         ),
     )
 
@@ -63,10 +63,10 @@ def explain_no_room(request: cache_pb2.RouteRequest, served: ServedModel) -> str
     num_needed = request.num_needed_tokens
     if num_needed > served.max_model_len:
         return f"the text may reach {num_needed} tokens, and the worker with the most room takes {served.max_model_len}"
-    if request.num_encoder_tokens > served.max_encoder_tokens:
+    if request.num_encoder_tokens > served.longest_input:
         return (
             f"the input of the encoder has {request.num_encoder_tokens} tokens, and the worker with the most room takes "
-            f"{served.max_encoder_tokens}"
+            f"{served.longest_input}"
         )
     return f"no worker has room for both {num_needed} tokens of text and {request.num_encoder_tokens} of an encoder's input"
 
@@ -94,24 +94,6 @@ def explain_no_worker(fingerprint: str, sessions: Iterable[Session]) -> str:
         return "no worker that serves text is registered: start one, or read its log if it runs"
     shown = ", ".join(models[:8]) + (f" and {len(models) - 8} more" if len(models) > 8 else "")
     return f"no live worker serves the model with fingerprint {fingerprint[:128]!r}; served are {shown}"
-
-
-def encode_config(layout: Layout) -> common_pb2.KVCacheConfig:
-    """Encode the layout that a worker has registered."""
-    config = common_pb2.KVCacheConfig(block_size=layout.block_size)
-    for index, group in enumerate(layout.groups):
-        added = config.groups.add(group=index, bytes_per_block=group.bytes_per_block)
-        if group.grid_blocks:
-            added.state.grid_tokens = group.grid_blocks * layout.block_size
-            added.state.scratch_blocks = group.scratch_blocks
-        elif group.window:
-            added.sliding_window.window_tokens, added.sliding_window.ring_blocks = group.window, group.scratch_blocks
-        elif group.max_encoder_tokens:
-            added.cross_attention.max_encoder_tokens = group.max_encoder_tokens
-        else:
-            added.full_attention.SetInParent()
-        config.pools.add(group=index, tier=TIER, num_blocks=group.num_blocks)
-    return config
 
 
 def encode_worker(
@@ -150,7 +132,7 @@ def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
         draining=facts.draining,
         recovering=facts.recovering,
         facts_digest=facts.facts_digest,
-        max_encoder_tokens=facts.max_encoder_tokens,
+        max_encoder_tokens=facts.longest_input,
     )
 
 

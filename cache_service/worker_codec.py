@@ -25,8 +25,6 @@ from .core.messages import (
     ForkItem,
     Grant,
     Granted,
-    GroupSpec,
-    Layout,
     Limits,
     Registration,
     Reply,
@@ -45,15 +43,13 @@ from .core.messages import (
     Wait,
     WorkerLoad,
 )
-from .core.refusal import Reason, Refusal, bad_field
+from .core.refusal import Refusal, bad_field
 from .core.session_key import SessionKey
+from .group_codec import TIER, check_tier, decode_config
 
 Message = TypeVar("Message")
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
-
-TIER = common_pb2.TIER_DEVICE
-"""The only tier of this version."""
 
 MAX_GROUPS = Limits().max_groups
 """Limit of a group's number, which bounds the lists that decoding makes."""
@@ -87,14 +83,8 @@ def decode_batch(messages: Iterable[Message], decode: Callable[[Message], Item])
 # -- the parts
 
 
-def _check_tier(tier: common_pb2.Tier, field: str) -> None:
-    if tier != TIER:
-        name = common_pb2.Tier.Name(tier) if tier in common_pb2.Tier.values() else str(tier)
-        raise bad_field(f"{field}.tier", f"this version has TIER_DEVICE only, got {name}")
-
-
 def _check_place(group: int, tier: common_pb2.Tier, field: str) -> None:
-    _check_tier(tier, field)
+    check_tier(tier, field)
     if group >= MAX_GROUPS:
         raise bad_field(f"{field}.group", f"a worker has at most {MAX_GROUPS} groups, got group {group}")
 
@@ -168,7 +158,7 @@ def decode_registration(request: cache_pb2.RegisterRequest) -> Registration:
         address=request.address,
         model_name=request.model_name,
         model_fingerprint=request.model_fingerprint,
-        layout=_decode_layout(request.kv_cache_config),
+        layout=decode_config(request.kv_cache_config),
         max_model_len=request.max_model_len,
         engine=request.engine,
         holds_state=request.holds_state,
@@ -176,53 +166,6 @@ def decode_registration(request: cache_pb2.RegisterRequest) -> Registration:
         predecessor_key=request.predecessor_key,
         facts_digest=request.facts_digest,
     )
-
-
-def _decode_layout(config: common_pb2.KVCacheConfig) -> Layout:
-    groups = []
-    if not config.groups:
-        raise bad_field("kv_cache_config.groups", "needed at least one")
-    if len(config.groups) != len(config.pools):
-        raise bad_field(
-            "kv_cache_config.pools",
-            f"needed one for each group, got {len(config.pools)} for {len(config.groups)} groups",
-        )
-    for index, (group, pool) in enumerate(zip(config.groups, config.pools, strict=True)):
-        for name, number in (("groups", group.group), ("pools", pool.group)):
-            if number != index:
-                raise bad_field(f"kv_cache_config.{name}[{index}].group", f"needed {index}, its place, got {number}")
-        spec = group.WhichOneof("spec")
-        if spec is None:
-            raise Refusal(
-                Reason.UNSUPPORTED,
-                f"kv_cache_config.groups[{index}]: full_attention, sliding_window, state and cross_attention are served, got no "
-                "spec",
-                field=f"kv_cache_config.groups[{index}]",
-            )
-        _check_tier(pool.tier, f"kv_cache_config.pools[{index}]")
-        groups.append(_decode_group(index, group, pool.num_blocks, config.block_size))
-    return Layout(config.block_size, tuple(groups))
-
-
-def _decode_group(index: int, group: common_pb2.KVCacheGroup, num_blocks: int, block_size: int) -> GroupSpec:
-    where = f"kv_cache_config.groups[{index}]"
-    if group.HasField("state"):
-        grid = group.state.grid_tokens
-        if not grid or not block_size or grid % block_size:
-            raise bad_field(
-                f"{where}.state.grid_tokens", f"needed a multiple of the block size, {block_size}; got {grid}"
-            )
-        scratch, grid_blocks = group.state.scratch_blocks, grid // block_size
-        return GroupSpec(num_blocks, group.bytes_per_block, scratch_blocks=scratch, grid_blocks=grid_blocks)
-    if group.HasField("cross_attention"):
-        most = group.cross_attention.max_encoder_tokens
-        if not most:
-            raise bad_field(f"{where}.cross_attention.max_encoder_tokens", "needed 1 or more, got 0")
-        return GroupSpec(num_blocks, group.bytes_per_block, max_encoder_tokens=most)
-    window = group.sliding_window
-    if group.HasField("sliding_window") and not window.window_tokens:
-        raise bad_field(f"{where}.sliding_window.window_tokens", "needed 2 or more, got 0")
-    return GroupSpec(num_blocks, group.bytes_per_block, window.window_tokens, window.ring_blocks)
 
 
 # -- the link
@@ -321,7 +264,7 @@ def _decode_unit(index: int, message: cache_pb2.ReportedUnit) -> ReportedUnit:
 def _decode_idle(lists: Iterable[cache_pb2.IdleBlocks]) -> tuple[tuple[int, ...], ...]:
     groups: list[tuple[int, ...]] = []
     for index, idle in enumerate(lists):
-        _check_tier(idle.tier, f"idle_blocks[{index}]")
+        check_tier(idle.tier, f"idle_blocks[{index}]")
         if idle.group >= MAX_GROUPS:
             raise bad_field(
                 f"idle_blocks[{index}].group", f"a worker has at most {MAX_GROUPS} groups, got {idle.group}"

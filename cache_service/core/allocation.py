@@ -28,7 +28,8 @@ from .hits import hits_in
 from .messages import DIGEST_BYTES, TOKEN_BYTES, AllocateItem, Boundary, Granted, Limits, Wait
 from .prefix_tree import Leader, Node, PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .session import KeptBoundaries, Sequence, Session, require_key
+from .sequence import KeptBoundaries, Sequence, require_key
+from .session import Session
 
 
 def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
@@ -71,8 +72,8 @@ def _check_item(session: Session, item: AllocateItem, limits: Limits) -> None:
             field="tokens",
         )
     for group in reversed(session.partial):
-        group.check_item(session, item, num_blocks)
-    if item.num_encoder_tokens and not session.max_encoder_tokens:
+        group.check_item(item, num_blocks, session.worker_id)
+    if item.num_encoder_tokens and not session.longest_input:
         raise bad_field(
             "num_encoder_tokens",
             f"worker {session.worker_id!r} is registered without a group with cross attention, got {item.num_encoder_tokens}",
@@ -110,9 +111,8 @@ def _living(session: Session, root: Node | None, item: AllocateItem) -> Sequence
     return sequence
 
 
-def granted(sequence: Sequence) -> Granted:
+def granted(session: Session, sequence: Sequence) -> Granted:
     """The present tables of a live sequence."""
-    session = sequence.session
     tables = tuple([group.granted(sequence) for group in session.by_slot])
     boundaries = tuple([one * session.block_size for one in sequence.boundaries]) if sequence.boundaries else ()
     return Granted(tables, sequence.num_cached_tokens, boundaries, sequence.encoder_computed)
@@ -221,7 +221,7 @@ def allocate(
     root = tree.find_root(item.root, block_size)
     living = _living(session, root, item)
     if living is not None:
-        return granted(living)
+        return granted(session, living)
     if len(session.sequences) >= limits.max_sequences_per_session:
         raise Refusal(
             Reason.TOO_MANY_SEQUENCES,
@@ -281,4 +281,4 @@ def allocate(
     if tree.journal is not None:
         deepest = path[num_hits - 1] if num_hits else None
         tree.journal.served(item.key, session.holder, deepest, sequence.num_cached_tokens, num_tokens)
-    return granted(sequence)
+    return granted(session, sequence)

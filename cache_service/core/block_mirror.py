@@ -172,9 +172,7 @@ class BlockMirror:
         only."""
         found: dict[int, int] = {}
         for sequence in self._session.sequences.values():
-            root = sequence.root
-            assert isinstance(root, RootNode)
-            number = self._salts.number(root.key[0].tenant_salt)
+            number = self._salts.number(sequence.root.key[0].tenant_salt)
             for block in self._group.unsealed(sequence):
                 found[block] = number
         return found

@@ -39,7 +39,8 @@ class ServedModel(NamedTuple):
     """Its worker's facts are those of the model."""
     max_model_len: int
     """The largest of all workers."""
-    max_encoder_tokens: int
+    longest_input: int
+    """Of an encoder, in tokens; the largest of all workers."""
 
 
 class ModelCandidates:
@@ -92,7 +93,7 @@ class ModelCandidates:
             self.num_dependent += bool(session.dependents)
             insort(self._by_number, (session.number, session))
             insort(self._lengths, session.max_model_len)
-            insort(self._input_lengths, session.max_encoder_tokens)
+            insort(self._input_lengths, session.longest_input)
         elif self.loads[session] == load:
             return
         else:
@@ -114,7 +115,7 @@ class ModelCandidates:
         self.num_dependent -= bool(session.dependents)
         del self._by_number[bisect_left(self._by_number, session.number, key=_number)]
         del self._lengths[bisect_left(self._lengths, session.max_model_len)]
-        del self._input_lengths[bisect_left(self._input_lengths, session.max_encoder_tokens)]
+        del self._input_lengths[bisect_left(self._input_lengths, session.longest_input)]
         self.block_sizes[session.block_size] -= 1
         if not self.block_sizes[session.block_size]:
             del self.block_sizes[session.block_size]

@@ -7,10 +7,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from .block_pool import BlockPool, State
+from .groups.group import Group
 from .messages import TOKEN_BYTES, Root, SequenceKey
 from .prefix_tree import Node, RootNode
 from .refusal import bad_field
-from .session import Group, Sequence, Session
+from .sequence import Sequence
+from .session import Session
 
 MAX_BLOCKS_PER_PAGE = 4096
 MAX_OWNERS_PER_BLOCK = 16

@@ -29,7 +29,7 @@ from .hashing import HashFunction, block_hash, root_bytes
 from .hits import cached_along, longest_hit, reach
 from .messages import TOKEN_BYTES, MissCause, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
-from .prefix_tree import Leader, Node, PrefixTree, RootNode
+from .prefix_tree import Leader, Node, PrefixTree
 from .session import Session
 
 MAX_WORKERS = 64
@@ -208,7 +208,7 @@ def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: byt
             session,
             prompt.num_hits(session) * prompt.block_size,
             _miss(search, prompt, session, elsewhere),
-            isinstance(prompt.root_node, RootNode) and session.holder in prompt.root_node.units,
+            prompt.root_node is not None and session.holder in prompt.root_node.input_blocks,
         )
         for prompt, session in served[:MAX_WORKERS]
     ]

@@ -29,7 +29,8 @@ class WorkerFacts(NamedTuple):
     recovering: bool
     max_model_len: int
     """Tokens of the longest text that can be served; the worker may have registered more."""
-    max_encoder_tokens: int
+    longest_input: int
+    """Tokens of the longest encoder's input that can be served; 0: it has no encoder."""
     facts_digest: bytes
 
 
@@ -74,7 +75,7 @@ def worker_facts(session: Session) -> WorkerFacts:
         session.draining,
         session.recovering,
         session.max_model_len,
-        session.max_encoder_tokens,
+        session.longest_input,
         session.facts_digest,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .messages import SequenceKey, Stop
 from .refusal import Reason, Refusal
-from .session import Sequence, Session
+from .sequence import Owner, Sequence
 
 
 def fenced(key: SequenceKey) -> Refusal:
@@ -31,7 +31,7 @@ class Fencing:
         """Live sequences with this id on sessions that are not retired."""
         return [sequence for sequence in self._live.get(sequence_id, ()) if not sequence.session.retired]
 
-    def check(self, key: SequenceKey, session: Session) -> None:
+    def check(self, key: SequenceKey, session: Owner) -> None:
         """Refuse an attempt that a larger one has fenced, or that lives on another session already."""
         if key.sequence_id not in self._live:
             return

@@ -16,7 +16,8 @@ from .fencing import Fencing
 from .messages import TOKEN_BYTES, Appended, AppendItem, ForkItem, Limits
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal
-from .session import Sequence, Session, require_key
+from .sequence import Sequence, require_key
+from .session import Session
 from .updates import Merge, append, apply, check, find
 
 
@@ -51,16 +52,16 @@ def fork(tree: PrefixTree, attempts: Fencing, session: Session, item: ForkItem, 
             f"it is known to have computed {position} tokens: Append what it has computed first",
             position=position,
         )
-    child = _begin(parent, item)
-    merge = check(child, item.update, limits)
+    child = _begin(session, parent, item)
+    merge = check(session, child, item.update, limits)
     session.account.require_tokens(child.num_tokens + len(merge.new_tokens) // TOKEN_BYTES)
-    _enter(tree, attempts, parent, child, merge)
+    _enter(tree, attempts, session, parent, child, merge)
     return Appended(child.num_sealed * session.block_size)
 
 
-def _begin(parent: Sequence, item: ForkItem) -> Sequence:
+def _begin(session: Session, parent: Sequence, item: ForkItem) -> Sequence:
     """The fork as it was made, with what it shares. Nothing knows of it yet."""
-    session, num_shared = parent.session, item.num_shared_blocks
+    num_shared = item.num_shared_blocks
     num_tokens = num_shared * session.block_size
     child = Sequence(item.update.key, session, parent.root, bytes(parent.tokens[: num_tokens * TOKEN_BYTES]))
     child.tables = [group.fork(parent, num_shared) for group in session.by_slot]
@@ -72,8 +73,10 @@ def _begin(parent: Sequence, item: ForkItem) -> Sequence:
     return child
 
 
-def _enter(tree: PrefixTree, attempts: Fencing, parent: Sequence, child: Sequence, merge: Merge) -> None:
-    session, key = child.session, child.key
+def _enter(
+    tree: PrefixTree, attempts: Fencing, session: Session, parent: Sequence, child: Sequence, merge: Merge
+) -> None:
+    key = child.key
     for group in session.groups:
         group.pool.pin(*group.blocks(child))
     (child.nodes[-1] if child.nodes else child.root).num_sequences += 1
@@ -82,7 +85,7 @@ def _enter(tree: PrefixTree, attempts: Fencing, parent: Sequence, child: Sequenc
     session.account.add_tokens(child.num_tokens)
     num_generated = session.num_generated_tokens
     begin = len(child.tokens)
-    apply(tree, child, merge)
+    apply(tree, session, child, merge)
     # What the parent has computed and the fork was given a copy of is not generated twice.
     num_copied = _num_common(child.tokens[begin:], parent.tokens[begin:])
     session.num_generated_tokens = max(num_generated, session.num_generated_tokens - num_copied)

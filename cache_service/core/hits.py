@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
 from .copies import Holder
+from .groups.group import Group
 from .messages import AllocateItem
-from .prefix_tree import Node
-from .session import Group, Session
+from .prefix_tree import Node, RootNode
+from .session import Session
 
 
 def hits_in(
-    session: Session, item: AllocateItem, root: Node | None, path: List[Node], max_blocks: int
+    session: Session, item: AllocateItem, root: RootNode | None, path: List[Node], max_blocks: int
 ) -> tuple[int, list[list[int]]]:
     """The longest hit of at most `max_blocks` nodes, and its blocks by slot. Raises Refusal: BAD_FIELD."""
     hits: list[list[int]] = [[]] * len(session.by_slot)

@@ -22,7 +22,7 @@ from .downlink import Downlink
 from .evictions import EvictionMemory
 from .explanation import Explanation, Search, explain
 from .fencing import Fencing
-from .groups import kind_of, make_groups
+from .groups import make_groups
 from .hashing import HashFunction, xxh64
 from .incarnations import Incarnations
 from .integrity import Audit, OnlineAudit, World, audit
@@ -254,7 +254,7 @@ class CacheManager:
                     f"kv_cache_config.pools[{index}]",
                     f"needed 2 to {limits.max_blocks_per_pool} blocks (block 0 is the null block), got {group.num_blocks}",
                 )
-            kind_of(group).check_spec(f"kv_cache_config.groups[{index}]", groups, index, size, limits)
+            group.check(f"kv_cache_config.groups[{index}]", groups, size, limits)
         for name, content, most in (
             ("process_key", registration.process_key, limits.max_process_key_bytes),
             ("predecessor_key", registration.predecessor_key, limits.max_process_key_bytes),
@@ -477,7 +477,7 @@ class CacheManager:
         while session.sequences and budget > 0:
             sequence = next(iter(session.sequences.values()))
             budget -= 1 + len(sequence.nodes)
-            updates.leave(self._tree, self._attempts, sequence)
+            updates.leave(self._tree, self._attempts, session, sequence)
         if session.sequences:
             return 0
         pool, begin = session.pools[self._sweep_slot], self._sweep_position

@@ -6,6 +6,7 @@ name says. Named tuples, because a busy manager makes some ten thousand of them 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -106,22 +107,19 @@ Blocks = tuple[tuple[ReservedBlock, ...], ...]
 """Sets of blocks by group; groups at the end may be left out."""
 
 
-class GroupSpec(NamedTuple):
-    """The layers whose KV is in the same blocks, because they see as much of a sequence."""
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """How a worker introduces layers whose KV is in the same blocks, because they see as much of a sequence. Each kind of group has
+    a subclass, in `groups`."""
 
     num_blocks: int
     """With the null block 0."""
     bytes_per_block: int = 0
     """Bytes of one block over all layers of the group. For displays only."""
-    window: int = 0
-    """Positions that its layers see, the token's own included; 0: all."""
-    scratch_blocks: int = 0
-    """With a window or a state: scratch blocks of one sequence. The worker knows how many tokens it computes in one step."""
-    grid_blocks: int = 0
-    """Its layers are recurrent: what they keep of a sequence is one state, and a block holds it as it is after multiples of so many
-    blocks of tokens. 0: its layers attend."""
-    max_encoder_tokens: int = 0
-    """The longest input of the encoder, in tokens, if the layers are cross attention; 0: they attend to the sequence itself."""
+
+    def check(self, field: str, specs: tuple[GroupSpec, ...], block_size: int, limits: Limits) -> None:
+        """Raise Refusal (BAD_FIELD) if a group like this, one of a worker's `specs`, cannot be served. `field`: its name in the
+        message."""
 
 
 class Layout(NamedTuple):

@@ -360,19 +360,19 @@ class Fan:
 
 class RootNode(Node):
     """The start of the chains of one root and one block size. Its `tokens` are the root's encoding. Its leaders are the sequences
-    that are about to run the encoder over the root's input."""
+    that are about to compute the KV of the root's input."""
 
-    __slots__ = ("key", "units")
+    __slots__ = ("input_blocks", "key")
 
     def __init__(self, key: tuple[Root, int]) -> None:
         super().__init__(None, root_bytes(*key), -1)
         self.key = key
-        self.units: dict[Holder, tuple[int, ...]] = {}
-        """The blocks that hold the KV of the encoder's input, in order; see groups/unit.py."""
+        self.input_blocks: dict[Holder, tuple[int, ...]] = {}
+        """The blocks, in order, in which a holder has the KV of the input that the root names by its digest."""
 
     def is_unused(self) -> bool:
-        """Return whether nothing keeps the root: no unit, and nothing that keeps other nodes."""
-        return not self.units and super().is_unused()
+        """Return whether nothing keeps the root: no KV of its input, and nothing that keeps other nodes."""
+        return not self.input_blocks and super().is_unused()
 
 
 class PrefixTree:
@@ -405,11 +405,11 @@ class PrefixTree:
         number = self._num_signatures.to_bytes(8, "little")
         return int.from_bytes(blake2b(number, digest_size=8).digest(), "little") >> 4
 
-    def find_root(self, root: Root, block_size: int) -> Node | None:
+    def find_root(self, root: Root, block_size: int) -> RootNode | None:
         """The node of a root; None if it has no descendants."""
         return self._roots.get((root, block_size))
 
-    def intern_root(self, root: Root, block_size: int) -> Node:
+    def intern_root(self, root: Root, block_size: int) -> RootNode:
         """The node of a root, made if there is none."""
         node = self._roots.get((root, block_size))
         if node is None:
@@ -538,7 +538,7 @@ class PrefixTree:
         roots: Iterable[RootNode] = reversed(self._roots.values() if salt is None else self._salts.get(salt, {}))
         return list(islice(roots, most))
 
-    def roots(self) -> list[Node]:
+    def roots(self) -> list[RootNode]:
         """All roots, as of now."""
         return list(self._roots.values())
 
@@ -559,7 +559,7 @@ class Walk:
     def __init__(self, tree: PrefixTree, number: int) -> None:
         self._tree = tree
         self._number = number
-        self._nodes = tree.roots()
+        self._nodes: list[Node] = [*tree.roots()]
         self._parts: list[tuple[Node, dict[bytes, Node]]] = []
         self.num_seen = 0
         """Nodes returned, the roots not counted."""

@@ -35,7 +35,8 @@ from .messages import (
 from .prefix_tree import Node, PrefixTree, RootNode
 from .refusal import Reason, Refusal
 from .restored import Case, Restored, refuse, refuse_twice
-from .session import Sequence, Session
+from .sequence import Sequence
+from .session import Session
 
 
 class _Content:
@@ -388,7 +389,7 @@ class Recovery:
                 refuse("sequences", f"{name}: entries of a window are computed blocks, each of another index")
             if reported.scratch[group.slot] and not group.is_dependent:
                 refuse("sequences", f"{name}: group {group.slot} has no window, so its sequences have no scratch")
-        if reported.encoder_computed and not session.max_encoder_tokens:
+        if reported.encoder_computed and not session.longest_input:
             refuse("sequences", "the worker is registered without cross attention")
         most = limits.max_boundaries
         if len(reported.boundaries) > most or any(one <= num_computed for one in reported.boundaries):

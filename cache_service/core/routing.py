@@ -17,7 +17,7 @@ from .copies import Holder
 from .hashing import HashFunction
 from .hits import cached_along, reach
 from .messages import TOKEN_BYTES, Root, WorkerLoad
-from .prefix_tree import Node, PrefixTree, RootNode
+from .prefix_tree import Node, PrefixTree
 from .session import Session
 
 FEW: Final = 64
@@ -74,9 +74,9 @@ class _Prompt(NamedTuple):
 
     cached: dict[Holder, int]
     in_flight: dict[Holder, int]
-    units: Collection[Holder]
+    with_input: Collection[Holder]
     """Those that hold the KV of the encoder's input."""
-    units_in_flight: Collection[Holder]
+    input_in_flight: Collection[Holder]
     """Those that have a sequence which is about to run the encoder."""
 
 
@@ -95,9 +95,9 @@ def _look_up(
         for session in dependent:
             holder = session.holder
             in_flight[holder] = max(cached.get(holder, 0), session.on_grid(led.get(holder, 0)))
-    units = node.units if isinstance(node, RootNode) else ()
-    leading = () if node is None else node.leading_holders()
-    return _Prompt(cached, in_flight, units, leading)
+    if node is None:
+        return _Prompt(cached, in_flight, (), ())
+    return _Prompt(cached, in_flight, node.input_blocks, node.leading_holders())
 
 
 class _Ranking:
@@ -153,14 +153,14 @@ class _Costs:
     def fits(self, session: Session) -> bool:
         """Whether the worker has room for the text."""
         has_room = self.num_needed_tokens <= session.max_model_len
-        return self.all_fit or (has_room and self.num_encoder_tokens <= session.max_encoder_tokens)
+        return self.all_fit or (has_room and self.num_encoder_tokens <= session.longest_input)
 
     def cost(self, session: Session, load: int) -> int:
         """Tokens to compute before and for the prompt, with this load."""
         prompt = self.prompts[session.block_size]
         cost = load + self.num_tokens - prompt.in_flight.get(session.holder, 0) * session.block_size
-        has_unit = session.holder in prompt.units or session.holder in prompt.units_in_flight
-        return cost if has_unit else cost + self.num_encoder_tokens
+        has_input = session.holder in prompt.with_input or session.holder in prompt.input_in_flight
+        return cost if has_input else cost + self.num_encoder_tokens
 
     def tie(self, session: Session) -> int:
         """Decides between equal costs: a hash of the first block and the worker's name (rendezvous hashing), so that equal cold
@@ -181,7 +181,7 @@ class _Costs:
                 if num_blocks and session is not None and session.block_size == size and self.fits(session):
                     found[session] = num_blocks * size
             if self.num_encoder_tokens:
-                for holder in {*prompt.units, *prompt.units_in_flight}:
+                for holder in {*prompt.with_input, *prompt.input_in_flight}:
                     session = by_holder.get(holder)
                     if session is not None and session.block_size == size and self.fits(session):
                         found[session] = found.get(session, 0) + self.num_encoder_tokens
@@ -210,7 +210,7 @@ def route(
         size, holder = session.block_size, session.holder
         prompt = costs.prompts[size]
         num_cached, num_in_flight = prompt.cached.get(holder, 0) * size, prompt.in_flight.get(holder, 0) * size
-        routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load, holder in prompt.units))
+        routed.append(RoutedWorker(session, num_cached, num_in_flight, session.load, holder in prompt.with_input))
     return routed
 
 

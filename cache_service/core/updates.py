@@ -22,7 +22,8 @@ from .messages import (
 )
 from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal, bad_field
-from .session import Sequence, Session
+from .sequence import Sequence
+from .session import Session
 
 
 class Merge(NamedTuple):
@@ -92,11 +93,11 @@ def _new_tokens(sequence: Sequence, known: int, update: SequenceUpdate, limits: 
     return stated[overlap:]
 
 
-def check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
+def check(session: Session, sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
     """Refuse a wrong update. Changes nothing."""
     num_tokens = sequence.num_tokens
     new_tokens = _new_tokens(sequence, num_tokens, update, limits)
-    session, bound, tables = sequence.session, update.bound, sequence.tables
+    bound, tables = update.bound, sequence.tables
     if len(bound) > len(tables):
         session.require_groups(len(bound), "bound")
     new_blocks: list[list[int]] = []
@@ -139,16 +140,15 @@ def check(sequence: Sequence, update: SequenceUpdate, limits: Limits) -> Merge:
                     )
     for group in session.partial:
         group.check(sequence, update, num_computed)
-    if update.encoder_computed and not session.max_encoder_tokens:
+    if update.encoder_computed and not session.longest_input:
         raise bad_field(
             "encoder_computed", f"worker {session.worker_id!r} is registered without a group with cross attention"
         )
     return Merge(new_tokens, update, new_blocks, num_computed)
 
 
-def apply(tree: PrefixTree, sequence: Sequence, merge: Merge) -> None:
+def apply(tree: PrefixTree, session: Session, sequence: Sequence, merge: Merge) -> None:
     """Apply a checked update, and seal the blocks that are full and computed now."""
-    session = sequence.session
     new_tokens, update, new_blocks, sequence.num_computed_tokens = merge
     if new_tokens:
         num_new_tokens = len(new_tokens) // TOKEN_BYTES
@@ -165,16 +165,15 @@ def apply(tree: PrefixTree, sequence: Sequence, merge: Merge) -> None:
             last = max(entry.table_index for entry in update.bound[slot])
             sequence.num_named[slot] = max(sequence.num_named[slot], last + 1)
     if sequence.num_computed_tokens // session.block_size > sequence.num_sealed:
-        _seal(tree, sequence)
+        _seal(tree, session, sequence)
     for group in session.partial:
         group.apply(tree, sequence, update)
     if sequence.boundaries:
         sequence.boundaries = tuple([one for one in sequence.boundaries if one > sequence.num_sealed])
 
 
-def _seal(tree: PrefixTree, sequence: Sequence) -> None:
+def _seal(tree: PrefixTree, session: Session, sequence: Sequence) -> None:
     """Give every full computed block its node. From now on it is a hit for others and never changes."""
-    session = sequence.session
     nodes, block_size = sequence.nodes, session.block_size
     num_full = sequence.num_computed_tokens // block_size
     if num_full > len(nodes):
@@ -206,7 +205,7 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
     BAD_FIELD, NEVER_FITS, NO_BLOCKS, TOO_MANY_BLOCKS, TOO_MANY_TOKENS.
     """
     sequence = find(session, item.update.key)
-    merge = check(sequence, item.update, limits)
+    merge = check(session, sequence, item.update, limits)
     if item.want_blocks > session.most_blocks_per_sequence:
         needed = f"a table of {item.want_blocks} blocks was wanted"
         raise session.never_fits(item.want_blocks, limits, needed=needed, cure="end the sequence", field="want_blocks")
@@ -217,7 +216,7 @@ def append(tree: PrefixTree, session: Session, item: AppendItem, generation: int
             num_new = len(merge.new_blocks[group.slot]) if group.slot < len(merge.new_blocks) else 0
             num_missing[group.slot] = max(0, item.want_blocks - len(sequence.tables[group.slot]) - num_new)
         session.require_available(num_missing)
-    apply(tree, sequence, merge)
+    apply(tree, session, sequence, merge)
     num_sealed_tokens = sequence.num_sealed * session.block_size
     if not item.want_blocks:
         return Appended(num_sealed_tokens)
@@ -240,12 +239,12 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
     if sequence is not None and sequence.key.round <= key.round:
         if sequence.key.round == key.round:
             try:
-                merge = check(sequence, update, limits)
+                merge = check(session, sequence, update, limits)
             except Refusal:
                 pass  # Free never fails: what is not consistent is not sealed.
             else:
-                apply(tree, sequence, merge)
-        end(tree, attempts, sequence)
+                apply(tree, session, sequence, merge)
+        end(tree, attempts, session, sequence)
     statements: tuple[Tables | Blocks, ...] = (update.bound, update.scratch, update.released)
     for stated in statements:
         for group in session.by_slot[: len(stated)]:
@@ -253,16 +252,16 @@ def free(tree: PrefixTree, attempts: Fencing, session: Session, update: Sequence
                 group.pool.unreserve(entry.block, entry.generation)
 
 
-def end(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
+def end(tree: PrefixTree, attempts: Fencing, session: Session, sequence: Sequence) -> None:
     """Release every table entry, the last block first: a prefix is evicted after its continuations."""
-    for group in sequence.session.groups:
+    for group in session.groups:
         group.release(sequence)
-    leave(tree, attempts, sequence)
+    leave(tree, attempts, session, sequence)
 
 
-def leave(tree: PrefixTree, attempts: Fencing, sequence: Sequence) -> None:
+def leave(tree: PrefixTree, attempts: Fencing, session: Session, sequence: Sequence) -> None:
     """Remove a sequence from the tree and the indexes. Its blocks stay as they are."""
-    nodes, session = sequence.nodes, sequence.session
+    nodes = sequence.nodes
     for node in nodes[sequence.num_sealed :]:
         node.drop_leader(sequence)
     for group in session.partial:

@@ -14,7 +14,8 @@ from ..core.block_mirror import Columns
 from ..core.facts import ClusterFacts
 from ..core.pictures import Change, SessionChange, Wish
 from ..core.refusal import bad_field
-from ..worker_codec import TIER, encode_key
+from ..group_codec import TIER
+from ..worker_codec import encode_key
 
 _PART_WEIGHT: Final = 4096
 """Weight of one message, which delays other calls for some 0.1 ms. A block weighs 1."""

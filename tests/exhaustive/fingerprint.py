@@ -20,7 +20,8 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Boundary, Grant, Stop
 from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.cache_service.core.recovery import Recovery
-from kvpool.cache_service.core.session import Sequence, Session
+from kvpool.cache_service.core.sequence import Sequence
+from kvpool.cache_service.core.session import Session
 from kvpool.worker_service.cache.events import Granted, Refused, Stopped
 from kvpool.worker_service.cache.groups.dense import DenseTable
 from kvpool.worker_service.cache.groups.group import GroupTable

@@ -17,7 +17,8 @@ from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.fencing import Fencing
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Uplink
-from kvpool.cache_service.core.session import Sequence, Session
+from kvpool.cache_service.core.sequence import Sequence
+from kvpool.cache_service.core.session import Session
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache import forks, naming, parking
 from kvpool.worker_service.cache.engine_cache import EngineCache

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from google.protobuf.message import Message
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.session import Sequence
+from kvpool.cache_service.core.sequence import Sequence
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
@@ -588,7 +588,7 @@ class World:
         live: dict[str, Sequence] = {}
         for session in self.manager.sessions:
             for sequence in session.sequences.values():
-                if not sequence.fenced and not sequence.session.recovering:
+                if not sequence.fenced and not session.recovering:
                     other = live.setdefault(sequence.key.sequence_id, sequence)
                     if other is not sequence:
                         raise BrokenLaw(f"one attempt lives: {other!r} and {sequence!r}")

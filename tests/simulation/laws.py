@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
+from kvpool.cache_service.core.groups.state import StateSpec
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.integrity.findings import Findings
 from kvpool.cache_service.core.integrity.pools import PoolLaws
@@ -278,7 +279,7 @@ class Laws:
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
         self.world.counts["sessions of several groups"] += len(session.pools) > 1
-        has_state = any(group.grid_blocks for group in session.registration.layout.groups)
+        has_state = any(isinstance(spec, StateSpec) for spec in session.registration.layout.groups)
         self.world.counts["sessions with a state"] += has_state
         self.world.counts["sessions with a state only"] += has_state and len(session.pools) == 1
         self.world.counts["sessions of windows only"] += not session.whole

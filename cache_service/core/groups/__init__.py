@@ -1,4 +1,4 @@
-"""The kinds of groups: a new one is a module here and a line in KINDS."""
+"""The kinds of groups: a new one is a module here, and a line in KINDS."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from array import array
 from ..budget import Account
 from ..messages import GroupSpec, Registration
 from ..prefix_tree import PrefixTree
-from ..session import Group
-from .dense import DenseGroup
-from .unit import UnitGroup
-from .window import WindowGroup
+from .dense import DenseGroup, DenseSpec
+from .group import Group
+from .state import StateGroup, StateSpec
+from .unit import UnitGroup, UnitSpec
+from .window import WindowGroup, WindowSpec
 
-KINDS: list[type[Group]] = [DenseGroup, WindowGroup, UnitGroup]
-
-
-def kind_of(spec: GroupSpec) -> type[Group]:
-    """The kind of a group that a worker has introduced."""
-    return next(kind for kind in KINDS if kind.is_of(spec))
+KINDS: dict[type[GroupSpec], type[Group]] = {
+    DenseSpec: DenseGroup,
+    WindowSpec: WindowGroup,
+    StateSpec: StateGroup,
+    UnitSpec: UnitGroup,
+}
+"""The class of the groups that a worker introduces so."""
 
 
 def make_groups(
@@ -25,7 +27,7 @@ def make_groups(
 ) -> tuple[Group, ...]:
     """The groups of a new session, with their pools, under a new holder. `evicted`: where block hashes of what is evicted go."""
     size, specs = registration.layout
-    kinds = [kind_of(spec) for spec in specs]
+    kinds = [KINDS[type(spec)] for spec in specs]
     whole = tuple(slot for slot, kind in enumerate(kinds) if kind.is_whole)
     dependent = tuple(slot for slot, kind in enumerate(kinds) if kind.is_dependent)
     holder = tree.new_holder(len(specs), whole, dependent)

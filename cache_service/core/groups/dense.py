@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 from ..copies import SLOT_MASK
 from ..messages import AllocateItem, GroupSpec
-from ..prefix_tree import Node
-from ..session import Group
+from ..prefix_tree import Node, RootNode
+from .group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec(GroupSpec):
+    """How a worker introduces such layers."""
 
 
 class DenseGroup(Group):
@@ -15,11 +21,7 @@ class DenseGroup(Group):
 
     is_whole = True
 
-    @staticmethod
-    def is_of(spec: GroupSpec) -> bool:
-        return not (spec.window or spec.grid_blocks or spec.max_encoder_tokens)
-
-    def hit(self, item: AllocateItem, root: Node | None, path: List[Node], num: int) -> list[int]:
+    def hit(self, item: AllocateItem, root: RootNode | None, path: List[Node], num: int) -> list[int]:
         holder = self.pool.holder
         # As `Node.blocks_in`, nearly always without the call.
         found = [node.copy_blocks if node.copy_holder is holder else node.blocks_in(holder) for node in path[:num]]

@@ -3,8 +3,8 @@
 A unit is all the KV of one encoder's input on one worker: ⌈tokens / block size⌉ blocks of the group with cross attention. It is
 computed at once, when the encoder runs, and is whole or not at all: its blocks are sealed, shared, cached and evicted together. The
 root of a sequence names the input by its SHA-256, so all sequences under one root need the same unit, and it belongs to the root
-(`RootNode.units`), not to a node of a prefix. It takes no part in a hit: where it is gone the encoder runs again, and the decoder's
-prefix is cached all the same.
+(`RootNode.input_blocks`), not to a node of a prefix. It takes no part in a hit: where it is gone the encoder runs again, and the
+decoder's prefix is cached all the same.
 
 What a sequence's table in that group is:
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 from ..block_pool import CACHED, FREE, RESERVED, BlockPool, State
 from ..messages import (
@@ -35,32 +36,25 @@ from ..messages import (
 from ..prefix_tree import Node, PrefixTree, RootNode
 from ..refusal import Reason, Refusal, bad_field
 from ..restored import Case, Restored, refuse, refuse_twice
-from ..session import Group, Problem, Sequence, Session, of_slot
+from ..sequence import Sequence
+from .group import Group, Problem, of_slot
 from .unit_pool import UnitPool
 
 
-class UnitGroup(Group):
-    """A group with cross attention."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec(GroupSpec):
+    """How a worker introduces layers with cross attention."""
 
-    holds_nodes = False
-    pool_type = UnitPool
+    max_encoder_tokens: int
+    """Tokens of the longest input of the encoder."""
 
-    pool: UnitPool
-
-    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int) -> None:
-        super().__init__(spec, pool, block_size)
-        self.longest_input = min(spec.max_encoder_tokens, pool.capacity * block_size)
-
-    @staticmethod
-    def is_of(spec: GroupSpec) -> bool:
-        return spec.max_encoder_tokens > 0
-
-    @staticmethod
-    def check_spec(field: str, specs: List[GroupSpec], slot: int, block_size: int, limits: Limits) -> None:
-        num_tokens, most = specs[slot].max_encoder_tokens, limits.max_tokens_per_sequence
-        if num_tokens > most:
-            raise bad_field(f"{field}.cross_attention.max_encoder_tokens", f"needed 1 to {most}, got {num_tokens}")
-        num_others = sum(not spec.max_encoder_tokens for spec in specs)
+    def check(self, field: str, specs: tuple[GroupSpec, ...], block_size: int, limits: Limits) -> None:
+        most = limits.max_tokens_per_sequence
+        if not 1 <= self.max_encoder_tokens <= most:
+            raise bad_field(
+                f"{field}.cross_attention.max_encoder_tokens", f"needed 1 to {most}, got {self.max_encoder_tokens}"
+            )
+        num_others = sum(not isinstance(spec, UnitSpec) for spec in specs)
         if num_others < len(specs) - 1:
             raise bad_field(
                 f"{field}.cross_attention",
@@ -69,13 +63,27 @@ class UnitGroup(Group):
         if not num_others:
             raise bad_field(f"{field}.cross_attention", "needed another group, for the KV of the decoder's own tokens")
 
+
+class UnitGroup(Group):
+    """A group with cross attention."""
+
+    holds_nodes = False
+    pool_type = UnitPool
+
+    spec: UnitSpec
+    pool: UnitPool
+
+    def __init__(self, spec: UnitSpec, pool: BlockPool, block_size: int) -> None:
+        super().__init__(spec, pool, block_size)
+        self.longest_input = min(spec.max_encoder_tokens, pool.capacity * block_size)
+
     # -- Allocate
 
-    def check_item(self, session: Session, item: AllocateItem, num_blocks: int) -> None:
+    def check_item(self, item: AllocateItem, num_blocks: int, worker_id: str) -> None:
         most = self.spec.max_encoder_tokens
         if not 1 <= item.num_encoder_tokens <= most:
             raise bad_field(
-                "num_encoder_tokens", f"worker {session.worker_id!r} takes 1 to {most}, got {item.num_encoder_tokens}"
+                "num_encoder_tokens", f"worker {worker_id!r} takes 1 to {most}, got {item.num_encoder_tokens}"
             )
         if len(item.root.input_digest) != DIGEST_BYTES:
             raise bad_field(
@@ -86,7 +94,7 @@ class UnitGroup(Group):
             raise Refusal(
                 Reason.NEVER_FITS,
                 f"{item.num_encoder_tokens} tokens of an encoder's input need {needed} blocks of {self.block_size} of group "
-                f"{self.slot}; the whole pool of worker {session.worker_id!r} has {self.pool.capacity}: shorten the input, or give "
+                f"{self.slot}; the whole pool of worker {worker_id!r} has {self.pool.capacity}: shorten the input, or give "
                 "the group more blocks (--cross-blocks)",
                 field="num_encoder_tokens",
             )
@@ -104,14 +112,14 @@ class UnitGroup(Group):
                 f"is known in {num_blocks}: equal digests are of equal inputs",
             )
 
-    def hit(self, item: AllocateItem, root: Node | None, path: List[Node], num: int) -> list[int]:
+    def hit(self, item: AllocateItem, root: RootNode | None, path: List[Node], num: int) -> list[int]:
         """The unit that the sequence needs, if this worker holds it and the item wants to be served from the cache."""
         blocks = () if root is None or item.max_cached_tokens == 0 else self.pool.unit(root)
         if blocks:
             self.check_length(item, len(blocks))
         return list(blocks)
 
-    def in_flight(self, item: AllocateItem, root: Node | None, hit: List[int]) -> Wait | None:
+    def in_flight(self, item: AllocateItem, root: RootNode | None, hit: List[int]) -> Wait | None:
         """A sequence of this worker that is about to run the encoder over the same input."""
         for leader in root.iter_leaders() if root is not None and not hit else ():
             is_here = leader.holder is self.pool.holder and not leader.fenced
@@ -211,7 +219,7 @@ class UnitGroup(Group):
         restored.cases[Case.CACHED if is_first else Case.DUPLICATE] += len(blocks)
 
     def check_reported(
-        self, restored: Restored, reported: ReportedSequence, root: Node, path: List[Node], num_sealed: int
+        self, restored: Restored, reported: ReportedSequence, root: RootNode, path: List[Node], num_sealed: int
     ) -> None:
         table, name = reported.tables[self.slot], f"sequence {reported.key.sequence_id!r}"
         most = -(-self.spec.max_encoder_tokens // self.block_size)
@@ -261,10 +269,10 @@ class UnitGroup(Group):
         return self.block_size if sequence.encoder_computed else 0
 
     def table_index(self, block: int, node: Node) -> int:
-        return self.pool.unit(node).index(block)
+        return self.pool.unit_with(block).index(block)
 
     def prefix(self, block: int, node: Node) -> list[int]:
-        return list(self.pool.unit(node)[: self.table_index(block, node) + 1])
+        return list(self.pool.unit_with(block)[: self.table_index(block, node) + 1])
 
     # -- Check
 
@@ -301,7 +309,7 @@ class UnitGroup(Group):
         elif not isinstance(node, RootNode) or block not in self.pool.unit(node):
             yield "unit", f"block {block} holds part of a unit that its root does not know", block
 
-    def violations_of_unit(self, root: RootNode) -> Iterator[Problem]:
+    def violations_of_input(self, root: RootNode) -> Iterator[Problem]:
         """A unit is in distinct blocks that hold it, all in the same state, of as many sequences."""
         pool, blocks = self.pool, self.pool.unit(root)
         if not blocks or len(set(blocks)) < len(blocks):

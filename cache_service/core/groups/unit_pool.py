@@ -27,19 +27,21 @@ class UnitPool(BlockPool):
         """Whether the root's unit is one of these."""
         return root in self._cached_units
 
-    def unit(self, root: Node) -> tuple[int, ...]:
+    def unit(self, root: RootNode) -> tuple[int, ...]:
         """The blocks of a root's unit, in order; empty if there is none."""
-        assert isinstance(root, RootNode)
-        return root.units.get(self.holder, ())
+        return root.input_blocks.get(self.holder, ())
 
-    def seal_unit(self, blocks: List[int], root: Node) -> None:
+    def unit_with(self, block: int) -> tuple[int, ...]:
+        """The unit that a sealed block is part of."""
+        return self.unit(self._root(block))
+
+    def seal_unit(self, blocks: List[int], root: RootNode) -> None:
         """These held blocks now hold the unit of a root that has none here, for good."""
-        assert isinstance(root, RootNode)
-        assert self.holder not in root.units
+        assert self.holder not in root.input_blocks
         for block in blocks:
             assert self._node[block] is None
             self._node[block] = root
-        root.units[self.holder] = tuple(blocks)
+        root.input_blocks[self.holder] = tuple(blocks)
 
     def pin(self, *blocks: int) -> None:
         """Pin as BlockPool.pin does. `blocks`: one whole unit, or nothing. A private unit has no root; forks share it."""
@@ -71,7 +73,7 @@ class UnitPool(BlockPool):
     def _evict(self, root: RootNode) -> None:
         """Empty a cached unit: all of its blocks are the next to be granted."""
         del self._cached_units[root]
-        blocks = root.units.pop(self.holder)
+        blocks = root.input_blocks.pop(self.holder)
         for block in reversed(blocks):
             assert self._state[block] == CACHED, "a unit is cached as a whole"
             self._node[block] = None
@@ -87,9 +89,8 @@ class UnitPool(BlockPool):
 
     # -- what a worker reports of an earlier session
 
-    def restore_unit(self, blocks: List[ReservedBlock], root: Node) -> None:
+    def restore_unit(self, blocks: List[ReservedBlock], root: RootNode) -> None:
         """These free blocks hold the unit of a root that has none here; most recently used for now."""
-        assert isinstance(root, RootNode)
         for block, generation in blocks:
             self._restore(block, generation)
             self._state[block] = CACHED
@@ -101,7 +102,7 @@ class UnitPool(BlockPool):
     def touch(self, block: int) -> None:
         """Make a cached unit the most recently used one, when its first block is touched."""
         root = self._root(block)
-        blocks = root.units[self.holder]
+        blocks = root.input_blocks[self.holder]
         if block == blocks[0]:
             for one in blocks:
                 super().touch(one)
@@ -112,4 +113,4 @@ class UnitPool(BlockPool):
 
     def _unseal(self, block: int, node: Node) -> bool:
         assert isinstance(node, RootNode)
-        return node.units.pop(self.holder, None) is not None
+        return node.input_blocks.pop(self.holder, None) is not None

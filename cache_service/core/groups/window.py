@@ -1,17 +1,15 @@
-"""Windows and states: a group whose layers see the last `window` tokens only, or are recurrent.
+"""Windows: a group whose layers see the last tokens only.
 
-Such a group has no dense block table. What a sequence still needs is in its *scratch* blocks, a ring or a running state that the
-worker writes by itself: to the manager they have no place and no content. *Named* are only the blocks of windows that end at a
-*boundary* of the sequence, from where other prompts can go on: they are sealed, and stay hits after the sequence has released them.
-
-A *snapshot* of a state is, for the manager, a window of one block: a hit of m blocks needs the one at index m − 1. Snapshots are
-possible at multiples of the worker's *grid* only, so all boundaries of a sequence that has a state are on it.
+Such a group has no dense block table. What a sequence still needs is in its *scratch* blocks, a ring that the worker writes by
+itself: to the manager they have no place and no content. *Named* are only the blocks of windows that end at a *boundary* of the
+sequence, from where other prompts can go on: they are sealed, and stay hits after the sequence has released them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 from ..block_pool import BlockPool
 from ..copies import SLOT_MASK
@@ -27,19 +25,43 @@ from ..messages import (
     SequenceUpdate,
     TableEntry,
 )
-from ..prefix_tree import Node, PrefixTree
+from ..prefix_tree import Node, PrefixTree, RootNode
 from ..refusal import Reason, Refusal, bad_field
 from ..restored import Case, Restored
-from ..session import Group, Problem, Sequence, Session, of_slot
+from ..sequence import Sequence
+from .group import Group, Problem, of_slot
 
 
-def span(spec: GroupSpec, block_size: int) -> int:
-    """Blocks before a boundary that the next token needs, and so a hit."""
-    return 1 if spec.grid_blocks else -(-(spec.window - 1) // block_size)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSpec(GroupSpec):
+    """How a worker introduces layers with a window."""
+
+    window_tokens: int
+    """Positions that they see, the token's own included."""
+    ring_blocks: int
+    """Scratch blocks of one sequence. The worker knows how many tokens it computes in one step."""
+
+    def span(self, block_size: int) -> int:
+        """Blocks before a boundary that the next token needs, and so a hit."""
+        return -(-(self.window_tokens - 1) // block_size)
+
+    def check(self, field: str, specs: tuple[GroupSpec, ...], block_size: int, limits: Limits) -> None:
+        most_tokens, most_blocks = limits.max_tokens_per_sequence, limits.max_blocks_per_sequence
+        if not 2 <= self.window_tokens <= most_tokens:
+            raise bad_field(
+                f"{field}.sliding_window.window_tokens", f"needed 2 to {most_tokens}, got {self.window_tokens}"
+            )
+        least = self.span(block_size) + 1
+        if not least <= self.ring_blocks <= most_blocks:
+            raise bad_field(
+                f"{field}.sliding_window.ring_blocks",
+                f"needed {least} to {most_blocks}: a window of {self.window_tokens} and the next token are in up to {least} blocks "
+                f"of {block_size}; got {self.ring_blocks}",
+            )
 
 
 class WindowTable:
-    """The blocks of one sequence in one group with a window or a state."""
+    """The blocks of one sequence in such a group."""
 
     __slots__ = ("ends", "entries", "scratch")
 
@@ -64,58 +86,33 @@ class WindowGroup(Group):
     """A hit of m nodes needs the copies of the last min(m, span)."""
 
     is_dependent = True
+    miss = MissCause.WINDOW_NOT_KEPT
+    kept = "window"
+    """What it keeps at a boundary, in words."""
+    setting = "--window-blocks"
+    """The worker's setting for the blocks of the group."""
 
-    def __init__(self, spec: GroupSpec, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, spec: WindowSpec, pool: BlockPool, block_size: int) -> None:
         super().__init__(spec, pool, block_size)
-        self.span = span(spec, block_size)
-        self.grid_blocks = spec.grid_blocks or 1
-        self.miss = MissCause.SNAPSHOT_NOT_KEPT if spec.grid_blocks else MissCause.WINDOW_NOT_KEPT
-
-    @staticmethod
-    def is_of(spec: GroupSpec) -> bool:
-        return bool(spec.window or spec.grid_blocks)
-
-    @staticmethod
-    def check_spec(field: str, specs: List[GroupSpec], slot: int, block_size: int, limits: Limits) -> None:
-        spec = specs[slot]
-        most_tokens, most_blocks = limits.max_tokens_per_sequence, limits.max_blocks_per_sequence
-        if spec.grid_blocks:
-            if not 1 <= spec.grid_blocks <= most_tokens // block_size:
-                raise bad_field(
-                    f"{field}.state.grid_tokens",
-                    f"needed a multiple of the block size, {block_size}, up to {most_tokens}; got {spec.grid_blocks * block_size}",
-                )
-            if not 1 <= spec.scratch_blocks <= most_blocks:
-                raise bad_field(
-                    f"{field}.state.scratch_blocks",
-                    f"needed 1 to {most_blocks}: a sequence has a running state; got {spec.scratch_blocks}",
-                )
-            return
-        if not 2 <= spec.window <= most_tokens:
-            raise bad_field(f"{field}.sliding_window.window_tokens", f"needed 2 to {most_tokens}, got {spec.window}")
-        least = span(spec, block_size) + 1
-        if not least <= spec.scratch_blocks <= most_blocks:
-            raise bad_field(
-                f"{field}.sliding_window.ring_blocks",
-                f"needed {least} to {most_blocks}: a window of {spec.window} and the next token are in up to {least} blocks "
-                f"of {block_size}; got {spec.scratch_blocks}",
-            )
+        self.span = spec.span(block_size)
+        """Blocks before a boundary that a hit needs."""
+        self.scratch_blocks = spec.ring_blocks
+        """Scratch blocks of one sequence."""
 
     def most_blocks(self, most: int) -> int:
-        return most if self.span + self.spec.scratch_blocks <= self.pool.capacity else self.pool.capacity
+        return most if self.span + self.scratch_blocks <= self.pool.capacity else self.pool.capacity
 
     # -- Allocate
 
-    def check_item(self, session: Session, item: AllocateItem, num_blocks: int) -> None:
+    def check_item(self, item: AllocateItem, num_blocks: int, worker_id: str) -> None:
         """A sequence must have room for its scratch blocks while a window that it hits is pinned."""
-        needed = min(num_blocks, self.span + self.spec.scratch_blocks)
+        needed = min(num_blocks, self.span + self.scratch_blocks)
         if needed > self.pool.capacity:
-            what, setting = ("snapshot", "--state-blocks") if self.spec.grid_blocks else ("window", "--window-blocks")
             raise Refusal(
                 Reason.NEVER_FITS,
-                f"a sequence of {num_blocks} blocks needs {needed}{session.of_group(self.slot)}, {self.spec.scratch_blocks} as "
-                f"scratch and {self.span} in a {what} that it hits; the whole pool of worker {session.worker_id!r} has "
-                f"{self.pool.capacity}: give the group more blocks ({setting})",
+                f"a sequence of {num_blocks} blocks needs {needed} of group {self.slot}, {self.scratch_blocks} as scratch and "
+                f"{self.span} in a {self.kept} that it hits; the whole pool of worker {worker_id!r} has {self.pool.capacity}: give "
+                f"the group more blocks ({self.setting})",
                 field="tokens",
             )
 
@@ -131,12 +128,12 @@ class WindowGroup(Group):
                 break
         return num
 
-    def hit(self, item: AllocateItem, root: Node | None, path: List[Node], num: int) -> list[int]:
+    def hit(self, item: AllocateItem, root: RootNode | None, path: List[Node], num: int) -> list[int]:
         return [self.pool.copy_of(node) for node in path[max(0, num - self.span) : num]]
 
     def num_wanted(self, item: AllocateItem, num_hits: int, hit: List[int]) -> int:
         num_tokens = len(item.tokens) // TOKEN_BYTES + max(item.max_new_tokens, 1) - 1
-        return min(self.spec.scratch_blocks, -(-num_tokens // self.block_size) - num_hits)
+        return min(self.scratch_blocks, -(-num_tokens // self.block_size) - num_hits)
 
     def enter(self, sequence: Sequence, fresh: list[int], num_hits: int) -> None:
         hit = sequence.tables[self.slot]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..messages import SequenceKey
 from ..prefix_tree import Leader
+from ..sequence import Owner
 from ..session import Session
 
 Course = Iterator[int]
@@ -55,7 +56,7 @@ class Findings:
         self,
         law: str,
         message: str,
-        session: Session | None = None,
+        session: Owner | None = None,
         block: int = -1,
         sequence: Leader | None = None,
         group: int = 0,

@@ -55,8 +55,8 @@ class NodeLaws:
             self.suspects.append(node)
         for holder in node.holders():
             self._copies(node, holder)
-        if isinstance(node, RootNode) and node.units:
-            self._units(node)
+        if isinstance(node, RootNode):
+            self._input(node)
         if node.copies is not None and not node.copies.is_signed():
             self._add("tree", f"{node!r} has a signature that is not of the slots that hold it", node)
         if isinstance(node.leaders, Leaders) and not node.leaders.is_counted():
@@ -85,14 +85,14 @@ class NodeLaws:
         if holder.retired and self._world.session_of(holder) is None:
             self._add("tree", f"{node!r} has a copy in a pool of no session", node)
 
-    def _units(self, root: RootNode) -> None:
-        for holder in root.units:
+    def _input(self, root: RootNode) -> None:
+        for holder in root.input_blocks:
             session = self._world.session_of(holder)
             if session is None:
-                self._findings.add("unit", f"{root!r} has a unit in a pool of no session")
+                self._findings.add("unit", f"{root!r} has the KV of its input in a pool of no session")
             elif not holder.retired:  # else a sweep has perhaps come to some of its blocks
                 for group in session.partial:
-                    for law, message, block in group.violations_of_unit(root):
+                    for law, message, block in group.violations_of_input(root):
                         self._findings.add(law, message, session, block, group=group.slot)
 
     def _lives(self, leader: Leader) -> bool:

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Callable
 
 from ..block_pool import CACHED, FREE, HELD, RESERVED, State
-from ..session import Group, Session
+from ..groups.group import Group
+from ..session import Session
 from .findings import Course, Findings
 
 _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from ..fencing import Fencing
 from ..messages import TOKEN_BYTES
 from ..prefix_tree import Node
-from ..session import Sequence, Session
+from ..sequence import Sequence
+from ..session import Session
 from .findings import Course, Findings
 
 

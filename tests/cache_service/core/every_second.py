@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
+from kvpool.cache_service.core.groups.group import Group, Problem, of_slot
 from kvpool.cache_service.core.messages import TOKEN_BYTES as TOKEN_BYTES
 from kvpool.cache_service.core.messages import AllocateItem, GroupSpec, MissCause, ReportedSequence, SequenceUpdate
-from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
+from kvpool.cache_service.core.prefix_tree import Node, PrefixTree, RootNode
 from kvpool.cache_service.core.refusal import Reason, Refusal, bad_field
 from kvpool.cache_service.core.restored import Restored
-from kvpool.cache_service.core.session import Group, Problem, Sequence, Session, of_slot
+from kvpool.cache_service.core.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
 class EverySecondSpec(GroupSpec):
     """How a worker introduces it."""
-
-    __slots__ = ()
 
 
 def _half(num_blocks: int) -> int:
@@ -30,21 +31,17 @@ class EverySecondGroup(Group):
     is_dependent = True
     miss = MissCause.WINDOW_NOT_KEPT
 
-    @staticmethod
-    def is_of(spec: GroupSpec) -> bool:
-        return isinstance(spec, EverySecondSpec)
-
     def most_blocks(self, most: int) -> int:
         return min(most, 2 * self.pool.capacity)
 
-    def check_item(self, session: Session, item: AllocateItem, num_blocks: int) -> None:
+    def check_item(self, item: AllocateItem, num_blocks: int, worker_id: str) -> None:
         if _half(num_blocks) > self.pool.capacity:
             raise Refusal(Reason.NEVER_FITS, f"the pool of group {self.slot} is too small", field="tokens")
 
     def longest_hit(self, path: List[Node], most: int) -> int:
         return next((index for index in range(0, most, 2) if not self.pool.copy_of(path[index])), most)
 
-    def hit(self, item: AllocateItem, root: Node | None, path: List[Node], num: int) -> list[int]:
+    def hit(self, item: AllocateItem, root: RootNode | None, path: List[Node], num: int) -> list[int]:
         return list(map(self.pool.copy_of, path[:num:2]))
 
     def num_wanted(self, item: AllocateItem, num_hits: int, hit: List[int]) -> int:

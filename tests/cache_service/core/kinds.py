@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvpool.cache_service.core.groups.unit import UnitGroup
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.groups.window import WindowTable
-from kvpool.cache_service.core.session import Sequence, Session
+from kvpool.cache_service.core.sequence import Sequence
+from kvpool.cache_service.core.session import Session
 
 
 def windows(sequence: Sequence) -> list[WindowTable | None]:

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 
 from kvpool.cache_service.core.block_pool import BlockPool
+from kvpool.cache_service.core.groups.dense import DenseSpec
+from kvpool.cache_service.core.groups.state import StateSpec
+from kvpool.cache_service.core.groups.unit import UnitSpec
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
+from kvpool.cache_service.core.groups.window import WindowSpec
 from kvpool.cache_service.core.hashing import HashFunction, xxh64
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
@@ -77,11 +81,16 @@ def registration(
     counts = (num_blocks,) if isinstance(num_blocks, int) else num_blocks
     of_windows = [*windows, *[(0, 0)] * (len(counts) - len(windows))]
     of_grids = [*grids, *[0] * (len(counts) - len(grids))]
-    groups = [
-        GroupSpec(count, window=window, scratch_blocks=scratch, grid_blocks=grid)
-        for count, (window, scratch), grid in zip(counts, of_windows, of_grids, strict=True)
-    ]
-    groups[-1] = groups[-1]._replace(max_encoder_tokens=max_encoder_tokens)
+    groups: list[GroupSpec] = []
+    for count, (window, scratch), grid in zip(counts, of_windows, of_grids, strict=True):
+        if grid:
+            groups.append(StateSpec(count, grid_tokens=grid * block_size, scratch_blocks=scratch))
+        elif window:
+            groups.append(WindowSpec(count, window_tokens=window, ring_blocks=scratch))
+        else:
+            groups.append(DenseSpec(count))
+    if max_encoder_tokens:
+        groups[-1] = UnitSpec(counts[-1], max_encoder_tokens=max_encoder_tokens)
     return Registration(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -217,7 +226,7 @@ def snapshot(manager: CacheManager) -> Snapshot:
             tuple(node.iter_leaders()),
             frozenset((holder, node.blocks_in(holder)) for holder in node.holders()),
             frozenset(node.iter_children()),
-            tuple(node.units.items()) if isinstance(node, RootNode) else (),
+            tuple(node.input_blocks.items()) if isinstance(node, RootNode) else (),
         )
         for node, _ in iter(manager._tree.begin_walk(in_portions=False).step, None)
     )
@@ -512,7 +521,7 @@ class Lockstep:
             if node is not None and content is not None and isinstance(pool, UnitPool):
                 assert isinstance(node, RootNode)
                 assert node.key == (content[0], size)
-                assert node.units[session.holder] == tuple(modelled.unit(content[0]))
+                assert node.input_blocks[session.holder] == tuple(modelled.unit(content[0]))
                 if self.memory is not None:
                     self.memory.check_unit(worker_id, group, block, size, content[0], content[1][0])
             elif node is not None and content is not None:

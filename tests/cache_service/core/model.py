@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvpool.cache_service.core.groups.state import StateSpec
+from kvpool.cache_service.core.groups.unit import UnitSpec
+from kvpool.cache_service.core.groups.window import WindowSpec
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
@@ -303,15 +306,15 @@ class ModelSession:
         for index, group in enumerate(self.registration.layout.groups):
             blocks = range(1, group.num_blocks)
             span = 0
-            while group.window and span * self.block_size < group.window - 1:
+            while isinstance(group, WindowSpec) and span * self.block_size < group.window_tokens - 1:
                 span += 1
-            if group.grid_blocks:
+            if isinstance(group, StateSpec):
                 span = 1
             generation = dict.fromkeys(blocks, 0)
-            most = group.max_encoder_tokens
-            pool = ModelPool(
-                index, self.sequences, self.pools, span, group.scratch_blocks, most, list(blocks), generation
-            )
+            scratch = group.ring_blocks if isinstance(group, WindowSpec) else 0
+            scratch = group.scratch_blocks if isinstance(group, StateSpec) else scratch
+            most = group.max_encoder_tokens if isinstance(group, UnitSpec) else 0
+            pool = ModelPool(index, self.sequences, self.pools, span, scratch, most, list(blocks), generation)
             self.pools.append(pool)
 
     @property
@@ -321,8 +324,8 @@ class ModelSession:
 
     def on_grid(self, boundary: int) -> int:
         """The last place up to a boundary, in blocks, at which every state may be kept."""
-        grids = [group.grid_blocks for group in self.registration.layout.groups if group.grid_blocks]
-        while any(boundary % grid for grid in grids):
+        grids = [one.grid_tokens for one in self.registration.layout.groups if isinstance(one, StateSpec)]
+        while any(boundary * self.block_size % grid for grid in grids):
             boundary -= 1
         return boundary
 

@@ -97,7 +97,7 @@ class Cluster:
             num_running = max(session.load.num_running, len(session.sequences))
             cost = len(tokens) - in_flight + session.load.num_uncomputed_tokens
             cost += SEQUENCE_COST_TOKENS * (num_running + session.load.num_waiting)
-            has_input = any(sequence.root.key[0] == OF_AN_INPUT for sequence in session.sequences.values())  # type: ignore[attr-defined]
+            has_input = any(sequence.root.key[0] == OF_AN_INPUT for sequence in session.sequences.values())
             if self.with_encoder and not has_input and not self.lockstep.model.has_unit(modelled, self.root()):
                 cost += 9
             found[session] = cost
@@ -138,7 +138,7 @@ def test_the_best_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch, seed: int
         assert served == (
             max(sessions, key=lambda session: session.number),
             max(session.max_model_len for session in sessions),
-            max(session.max_encoder_tokens for session in sessions),
+            max(session.longest_input for session in sessions),
         )
 
 
@@ -160,7 +160,7 @@ def test_workers_that_take_no_input_of_that_length_are_left_out() -> None:
         assert {one.session.worker_id for one in routed} == expected
     served = lockstep.manager.served_model(ROOT)
     assert served is not None
-    assert (served.newest.worker_id, served.max_encoder_tokens) == ("decoder", 16)
+    assert (served.newest.worker_id, served.longest_input) == ("decoder", 16)
 
 
 def fleet(num_workers: int) -> CacheManager:

@@ -8,8 +8,9 @@ import pytest
 
 from kvpool.cache_service.core import closest_prompt, other_roots
 from kvpool.cache_service.core.closest_prompt import MAX_CHILDREN, ClosestPrompt
+from kvpool.cache_service.core.groups.dense import DenseSpec
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, GroupSpec, Layout, MissCause, Root, SequenceUpdate, Uplink
+from kvpool.cache_service.core.messages import AllocateItem, Layout, MissCause, Root, SequenceUpdate, Uplink
 from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
@@ -105,7 +106,7 @@ def test_the_closest_prompt_may_be_on_any_worker_asked_for() -> None:
 def _filled(num_prompts: int, root_of: Any, tokens_of: Any) -> CacheManager:
     """A manager with one worker that has served many short prompts."""
     manager = CacheManager(1)
-    introduction = registration()._replace(layout=Layout(4, (GroupSpec(32 * num_prompts),)))
+    introduction = registration()._replace(layout=Layout(4, (DenseSpec(32 * num_prompts),)))
     number = manager.register(introduction, 0.0).session
     call_no = 0
     for begin in range(0, num_prompts, 1000):

@@ -13,7 +13,7 @@ from kvpool.cache_service.core.groups.window import WindowTable
 from kvpool.cache_service.core.integrity import Violation
 from kvpool.cache_service.core.messages import BlockCounts, SequenceKey
 from kvpool.cache_service.core.prefix_tree import Leaders
-from kvpool.cache_service.core.session import Sequence
+from kvpool.cache_service.core.sequence import Sequence
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
 

@@ -11,7 +11,7 @@ from kvpool.cache_service.core.block_pool import CACHED, HELD
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.messages import SequenceKey, SequenceUpdate
 from kvpool.cache_service.core.prefix_tree import RootNode
-from kvpool.cache_service.core.session import Sequence
+from kvpool.cache_service.core.sequence import Sequence
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.kinds import unit_pool
 from tests.cache_service.core.lockstep import key
@@ -72,7 +72,7 @@ def _give_a_block_another_root(scene: Scene) -> int:
 
 
 def _let_go_of_half_a_unit(scene: Scene) -> int:
-    block = scene.root(0).units[scene.session.holder][2]
+    block = scene.root(0).input_blocks[scene.session.holder][2]
     scene.pool._state[block] = HELD
     return block
 
@@ -90,23 +90,23 @@ def _count_one_block_once_more(scene: Scene) -> int:
 
 
 def _name_a_block_twice(scene: Scene) -> None:
-    blocks = scene.root(0).units[scene.session.holder]
-    scene.root(0).units[scene.session.holder] = (*blocks[:2], blocks[0])
+    blocks = scene.root(0).input_blocks[scene.session.holder]
+    scene.root(0).input_blocks[scene.session.holder] = (*blocks[:2], blocks[0])
 
 
 def _forget_the_unit(scene: Scene) -> int:
-    del scene.root(1).units[scene.session.holder]
+    del scene.root(1).input_blocks[scene.session.holder]
     return scene.table(A)[0]
 
 
 def _forget_the_last_block(scene: Scene) -> int:
-    scene.root(1).units[scene.session.holder] = tuple(scene.table(A)[:2])
+    scene.root(1).input_blocks[scene.session.holder] = tuple(scene.table(A)[:2])
     return scene.table(A)[2]
 
 
 def _forget_that_it_may_go(scene: Scene) -> int:
     scene.pool._cached_units.clear()
-    return scene.root(0).units[scene.session.holder][0]
+    return scene.root(0).input_blocks[scene.session.holder][0]
 
 
 def _let_a_held_unit_go(scene: Scene) -> int:

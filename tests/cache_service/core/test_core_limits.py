@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvpool.cache_service.core.description import MAX_BLOCKS_PER_PAGE, MAX_OWNERS_PER_BLOCK
+from kvpool.cache_service.core.groups.dense import DenseSpec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
     Grant,
     Granted,
-    GroupSpec,
     Layout,
     Limits,
     Registration,
@@ -59,15 +59,15 @@ def registered(**changes: object) -> tuple[CacheManager, Registration]:
         ({"model_name": "x" * 13}, "model_name", ["0 to 12", "got 13"]),
         ({"facts_digest": b"x" * 33}, "facts_digest", ["at most 32 bytes", "got 33"]),
         ({"engine": "x" * 13}, "engine", ["0 to 12", "got 13"]),
-        ({"layout": Layout(0, (GroupSpec(8),))}, "kv_cache_config.block_size", ["power of two", "1 to 8", "got 0"]),
-        ({"layout": Layout(3, (GroupSpec(8),))}, "kv_cache_config.block_size", ["power of two", "got 3"]),
-        ({"layout": Layout(16, (GroupSpec(8),))}, "kv_cache_config.block_size", ["got 16"]),
-        ({"layout": Layout(-4, (GroupSpec(8),))}, "kv_cache_config.block_size", ["got -4"]),
-        ({"layout": Layout(4, (GroupSpec(1),))}, "kv_cache_config.pools[0]", ["2 to 64", "got 1", "null block"]),
+        ({"layout": Layout(0, (DenseSpec(8),))}, "kv_cache_config.block_size", ["power of two", "1 to 8", "got 0"]),
+        ({"layout": Layout(3, (DenseSpec(8),))}, "kv_cache_config.block_size", ["power of two", "got 3"]),
+        ({"layout": Layout(16, (DenseSpec(8),))}, "kv_cache_config.block_size", ["got 16"]),
+        ({"layout": Layout(-4, (DenseSpec(8),))}, "kv_cache_config.block_size", ["got -4"]),
+        ({"layout": Layout(4, (DenseSpec(1),))}, "kv_cache_config.pools[0]", ["2 to 64", "got 1", "null block"]),
         ({"layout": Layout(4, ())}, "kv_cache_config.groups", ["1 to 16 groups", "got 0"]),
-        ({"layout": Layout(4, (GroupSpec(8),) * 17)}, "kv_cache_config.groups", ["got 17"]),
-        ({"layout": Layout(4, (GroupSpec(8), GroupSpec(65)))}, "kv_cache_config.pools[1]", ["got 65"]),
-        ({"layout": Layout(4, (GroupSpec(65),))}, "kv_cache_config.pools[0]", ["got 65"]),
+        ({"layout": Layout(4, (DenseSpec(8),) * 17)}, "kv_cache_config.groups", ["got 17"]),
+        ({"layout": Layout(4, (DenseSpec(8), DenseSpec(65)))}, "kv_cache_config.pools[1]", ["got 65"]),
+        ({"layout": Layout(4, (DenseSpec(65),))}, "kv_cache_config.pools[0]", ["got 65"]),
     ],
 )
 def test_a_malformed_registration_names_the_field(changes: dict[str, object], field: str, words: list[str]) -> None:

@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from kvpool.cache_service.core.groups.state import StateSpec
+from kvpool.cache_service.core.groups.unit import UnitSpec
+from kvpool.cache_service.core.groups.window import WindowSpec
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
@@ -246,7 +249,7 @@ class SimWorker:
     def unit_group(self) -> int | None:
         """The one with cross attention."""
         groups = self.registration.layout.groups
-        return next((index for index in self.groups if groups[index].max_encoder_tokens), None)
+        return next((index for index in self.groups if isinstance(groups[index], UnitSpec)), None)
 
     def num_encoder_tokens(self, root: Root) -> int:
         """Of a sequence with this root."""
@@ -366,7 +369,9 @@ def _config(layout: str, block_size: int, groups: Sequence[tuple[int, int, int]]
 def _sight(group: GroupSpec, block_size: int) -> int:
     """Tokens that layers see, 0: all. A state is treated as a window of one block, which is how the manager sees it: what a worker
     has in the blocks is its own affair."""
-    return block_size + 1 if group.grid_blocks else group.window
+    if isinstance(group, StateSpec):
+        return block_size + 1
+    return group.window_tokens if isinstance(group, WindowSpec) else 0
 
 
 configs_of_workers = st.lists(
@@ -627,8 +632,9 @@ class ManagerMachine(RuleBasedStateMachine):
             sequence.num_named = max([len(sequence.tables[group]) for group in worker.full_groups], default=0)
             sequence.asked = set(outcome.boundaries)
             assert all(outcome.num_cached_tokens < one <= sequence.num_prompt_tokens for one in outcome.boundaries)
-            grids = [group.grid_blocks or 1 for group in worker.registration.layout.groups]
-            assert all(one % (grid * worker.block_size) == 0 for one in outcome.boundaries for grid in grids)
+            groups = worker.registration.layout.groups
+            grids = [worker.block_size, *(one.grid_tokens for one in groups if isinstance(one, StateSpec))]
+            assert all(one % grid == 0 for one in outcome.boundaries for grid in grids)
 
     def _windows(self, worker: SimWorker, granted: Granted) -> list[SimWindow | None]:
         windows: list[SimWindow | None] = []

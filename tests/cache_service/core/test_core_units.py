@@ -10,6 +10,8 @@ import pytest
 from kvpool.cache_service.core.block_mirror import BlockMirror
 from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.description import describe_block
+from kvpool.cache_service.core.groups.dense import DenseSpec
+from kvpool.cache_service.core.groups.unit import UnitSpec
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -130,7 +132,7 @@ def test_a_cached_unit_keeps_its_root_and_nothing_else_does() -> None:
     assert isinstance(root, RootNode)
     assert root.key == (INPUT, SIZE)
     granted(worker, "b", OTHER, count=32)
-    assert [one.key for one in worker.manager._tree.roots()] == [(OTHER, SIZE)]  # type: ignore[attr-defined]
+    assert [one.key for one in worker.manager._tree.roots()] == [(OTHER, SIZE)]
 
 
 def test_evicting_one_block_of_a_unit_evicts_all_of_it() -> None:
@@ -523,9 +525,9 @@ def test_explain_says_whether_the_unit_is_there() -> None:
 @pytest.mark.parametrize(
     ("groups", "field"),
     [
-        ([GroupSpec(9, max_encoder_tokens=8)], "needed another group"),
-        ([GroupSpec(9), GroupSpec(9, max_encoder_tokens=8), GroupSpec(9, max_encoder_tokens=8)], "at most one group"),
-        ([GroupSpec(9), GroupSpec(9, max_encoder_tokens=(1 << 20) + 1)], "needed 1 to 1048576"),
+        ([UnitSpec(9, max_encoder_tokens=8)], "needed another group"),
+        ([DenseSpec(9), UnitSpec(9, max_encoder_tokens=8), UnitSpec(9, max_encoder_tokens=8)], "at most one group"),
+        ([DenseSpec(9), UnitSpec(9, max_encoder_tokens=(1 << 20) + 1)], "needed 1 to 1048576"),
     ],
 )
 def test_a_layout_has_one_group_with_cross_attention_next_to_others(groups: list[GroupSpec], field: str) -> None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from kvpool.cache_service.core.budget import Account, Budget
 from kvpool.cache_service.core.copies import Holder
 from kvpool.cache_service.core.groups import make_groups
+from kvpool.cache_service.core.groups.dense import DenseSpec
+from kvpool.cache_service.core.groups.window import WindowSpec
 from kvpool.cache_service.core.hashing import xxh64
 from kvpool.cache_service.core.hits import cached_along, hits_in
 from kvpool.cache_service.core.manager import CacheManager
@@ -23,7 +25,6 @@ from kvpool.cache_service.core.messages import (
     Boundary,
     ContentRun,
     Granted,
-    GroupSpec,
     Layout,
     Limits,
     MissCause,
@@ -240,7 +241,7 @@ def test_new_blocks_come_out_of_the_budget_in_the_order_of_the_groups() -> None:
     ],
 )
 def test_a_window_or_ring_that_cannot_work_is_refused(window: int, ring: int, field: str, words: str) -> None:
-    layout = Layout(SIZE, (GroupSpec(9), GroupSpec(9, window=window, scratch_blocks=ring)))
+    layout = Layout(SIZE, (DenseSpec(9), WindowSpec(9, window_tokens=window, ring_blocks=ring)))
     refusal = refused(CacheManager(1).register, registration()._replace(layout=layout), 0.0)
     assert (refusal.reason, refusal.field) == (
         Reason.BAD_FIELD,
