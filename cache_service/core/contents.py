@@ -8,14 +8,14 @@ another block of the pool takes over is no event. A session that has not reporte
 it. When it has, and when a journal begins, what the pools hold already is listed in slices (`list_some`); events of these pools
 come in between, in an order in which parents come before children. A node that was listed is forgotten when the tree prunes it.
 
-To note an event is part of every Allocate and Append while somebody follows, so the ring keeps what cannot change of the two kinds
-that are frequent, in plain tuples; the events themselves are made for who reads them.
+To note an event is part of every Append while somebody follows, so of the most frequent one, Stored, the ring keeps what cannot
+change (`_Kept`); the event itself is made for who reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .block_pool import BlockPool
 from .copies import Holder
@@ -75,14 +75,35 @@ class Served(NamedTuple):
 Event = Stored | Removed | Cleared | Served
 
 
-_Listed = tuple[int, int, RootNode | None, int]
-"""The number of a node, that of its parent (0: a root), the root if it is the parent, and then the number of the salt."""
+class _Listed(NamedTuple):
+    """What is known of a node that has a number."""
 
-_Name = tuple[int, str, int]
-"""Number of a session, worker_id, group."""
+    number: int
+    parent: int
+    """Number of its parent; 0: a root."""
+    root: RootNode | None = None
+    """The root, if it is the parent, and then the number of its salt."""
+    salt_number: int = 0
 
-_NAMELESS: _Name = (0, "", 0)
-"""The name in events of a node that no pool holds."""
+
+class _Name(NamedTuple):
+    """A pool in events, which must not keep a session that has ended."""
+
+    session: int
+    worker_id: str
+    group: int
+
+
+_NO_POOL = _Name(0, "", 0)
+
+
+class _Kept(NamedTuple):
+    """What the ring has of a Stored."""
+
+    node: Node
+    listed: _Listed
+    pool: _Name
+    sequence: SequenceKey | None
 
 
 class _Pool:
@@ -91,8 +112,7 @@ class _Pool:
     __slots__ = ("listed", "name", "pool", "position")
 
     def __init__(self, session: Session, pool: BlockPool) -> None:
-        self.name: _Name = (session.number, session.worker_id, pool.slot)
-        """Kept with events, which must not keep a session that has ended."""
+        self.name = _Name(session.number, session.worker_id, pool.slot)
         self.pool = pool
         self.position = 1
         """The first block that `list_some` has not looked at."""
@@ -113,9 +133,7 @@ class Contents:
         """`capacity`: events kept for followers that are late; `sessions`: those that look-ups see. `last_number` and `last_node`:
         where its numbers continue, because those of an earlier journal of this epoch must not come again."""
         self._capacity = capacity
-        self._ring: list[tuple[Any, ...] | None] = [None] * capacity
-        """Events; of a Stored only (node, what is listed of it, name of the pool, sequence), and of a Removed (number of the node,
-        name of the pool, forgotten)."""
+        self._ring: list[_Kept | Event | None] = [None] * capacity
         self._first = last_number + 1
         """The first event of this journal."""
         self.last_number = last_number
@@ -189,11 +207,11 @@ class Contents:
                     listed = self._number(node)
                 elif node.parent is not None and (above := known.get(node.parent)):
                     self.last_node = number = self.last_node + 1
-                    listed = known[node] = (number, above[0], None, 0)
+                    listed = known[node] = _Listed(number, above.number)
             if listed is None or not is_complete:
                 self._list(of, node, key)
             else:
-                self._add((node, listed, name, key))
+                self._add(_Kept(node, listed, name, key))
 
     def restored(self, node: Node, holder: Holder, slot: int) -> None:
         """A pool that look-ups see has got the node out of a report."""
@@ -211,7 +229,7 @@ class Contents:
             if node not in of.listed:
                 return
             of.listed.discard(node)
-        self._add((self._nodes[node][0], of.name, False))
+        self._add(Removed(self.last_number + 1, self._nodes[node].number, of.name.session, slot))
 
     def served(
         self, key: SequenceKey, holder: Holder, node: Node | None, num_cached_tokens: int, num_prompt_tokens: int
@@ -225,8 +243,10 @@ class Contents:
             for of in pools:
                 if of.listed is not None:
                     self._list(of, node, None)
-            number = self._nodes[node][0]
-        self._add(Served(self.last_number + 1, key, pools[0].name[0], number, num_cached_tokens, num_prompt_tokens))
+            number = self._nodes[node].number
+        self._add(
+            Served(self.last_number + 1, key, pools[0].name.session, number, num_cached_tokens, num_prompt_tokens)
+        )
 
     def dropped(self, node: Node) -> None:
         """The tree has pruned the node."""
@@ -235,11 +255,11 @@ class Contents:
             return
         place = self.last_number % self._capacity
         last = self._ring[place]
-        if last is not None and self.last_number > self._read and len(last) == 3 and last[0] == listed[0]:
+        if isinstance(last, Removed) and last.node == listed.number and self.last_number > self._read:
             # As nearly always: an eviction prunes its node. One event is enough, unless it was read before the node went.
-            self._ring[place] = (last[0], last[1], True)
+            self._ring[place] = Removed(last.number, last.node, last.session, last.group, forgotten=True)
         else:
-            self._add((listed[0], _NAMELESS, True))
+            self._add(Removed(self.last_number + 1, listed.number, 0, forgotten=True))
 
     # -- listing
 
@@ -298,14 +318,14 @@ class Contents:
     def _list_one(self, of: _Pool, node: Node, key: SequenceKey | None) -> None:
         if node not in self._nodes:
             self._number(node)
-        name = _NAMELESS
+        name = _NO_POOL
         if of.pool.copy_of(node):
             if of.listed is not None:
                 of.listed.add(node)
             name = of.name
         else:
             key = None
-        self._add((node, self._nodes[node], name, key))
+        self._add(_Kept(node, self._nodes[node], name, key))
 
     def _number(self, node: Node) -> _Listed:
         """Give a node its number; its parent has one or is a root."""
@@ -313,17 +333,17 @@ class Contents:
         assert parent is not None, "a listed node is in the tree"
         self.last_node = number = self.last_node + 1
         if isinstance(parent, RootNode):
-            listed: _Listed = (number, 0, parent, self._salts.number(parent.key[0].tenant_salt))
+            listed = _Listed(number, 0, parent, self._salts.number(parent.key[0].tenant_salt))
         else:
-            listed = (number, self._nodes[parent][0], None, 0)
+            listed = _Listed(number, self._nodes[parent].number)
         self._nodes[node] = listed
         return listed
 
     # -- following
 
-    def _add(self, kept: tuple[Any, ...]) -> None:
+    def _add(self, event: _Kept | Event) -> None:
         self.last_number = number = self.last_number + 1
-        self._ring[number % self._capacity] = kept
+        self._ring[number % self._capacity] = event
 
     def since(self, number: int, most: int) -> list[Event] | None:
         """The events after `number`, at most `most`; None if they are not kept any more, or `number` is none that was given."""
@@ -343,49 +363,26 @@ class Contents:
         """The node as it is now: once for each session that holds it, once without one if none does."""
         if self._nodes.get(node) is not listed:
             # Pruned since, and the event that says so follows. Until then others may name it as their parent.
-            return [_stored(self.last_number, node, listed)]
+            return [_stored(self.last_number, node, listed, _NO_POOL)]
         names = [of.name for holder in node.holders() for of in self._pools.get(holder, ()) if of.has_listed(node)]
-        return [_stored(self.last_number, node, listed, name) for name in names or (_NAMELESS,)]
+        return [_stored(self.last_number, node, listed, name) for name in names or (_NO_POOL,)]
 
 
-def _event(number: int, kept: tuple[Any, ...] | None) -> Event:
-    """An event out of what the ring keeps of it."""
-    assert kept is not None, "an event of this journal"
-    if isinstance(kept, Stored | Removed | Cleared | Served):
-        return kept
-    if len(kept) == 3:
-        node, (session, _, group), forgotten = kept
-        return Removed(number, node, session, group, forgotten)
-    content, listed, name, key = kept
-    return _stored(number, content, listed, name, key)
+def _event(number: int, event: _Kept | Event | None) -> Event:
+    """An event out of what the ring has of it."""
+    assert event is not None, "an event of this journal"
+    return _stored(number, *event) if isinstance(event, _Kept) else event
 
 
-def _stored(
-    number: int,
-    node: Node,
-    listed: _Listed,
-    name: _Name = _NAMELESS,
-    key: SequenceKey | None = None,
-) -> Stored:
+def _stored(number: int, node: Node, listed: _Listed, pool: _Name, key: SequenceKey | None = None) -> Stored:
     node_number, parent, root_node, salt_number = listed
     root, block_size = None, 0
     if root_node is not None:
         root, block_size = root_node.key
         root = root._replace(tenant_salt="")
-    session, worker_id, group = name
+    block_hash = node.block_hash or 0
     return Stored(
-        number,
-        node_number,
-        parent,
-        root,
-        salt_number,
-        node.tokens,
-        node.block_hash or 0,
-        block_size,
-        session,
-        worker_id,
-        group,
-        key,
+        number, node_number, parent, root, salt_number, node.tokens, block_hash, block_size, *pool, sequence=key
     )
 
 
