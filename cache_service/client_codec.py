@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from kvpool.v1 import cache_pb2
 
 from .core.block_pool import State
-from .core.budget import Budget
 from .core.candidates import ServedModel
 from .core.description import BlockContent, BlockDescription
 from .core.facts import SequenceFacts, WorkerFacts, sequence_facts, worker_facts
@@ -21,13 +20,9 @@ from .worker_codec import encode_counts, encode_key, encode_load, encode_unsalte
 MAX_VIOLATIONS = 256
 """Most violations in one answer of Check."""
 
-BLOCK_STATES: Mapping[State, cache_pb2.BlockState] = {
-    State.FREE: cache_pb2.BLOCK_STATE_FREE,
-    State.CACHED: cache_pb2.BLOCK_STATE_CACHED,
-    State.HELD: cache_pb2.BLOCK_STATE_HELD,
-    State.RESERVED: cache_pb2.BLOCK_STATE_RESERVED,
+BLOCK_STATES: dict[State, cache_pb2.BlockState] = {
+    state: getattr(cache_pb2, f"BLOCK_STATE_{state.name}") for state in State
 }
-assert BLOCK_STATES.keys() == set(State), "every state has its name on the wire"
 
 
 def encode_route(
@@ -139,17 +134,6 @@ def encode_facts(facts: WorkerFacts) -> cache_pb2.WorkerDescription:
 def remaining_ms(end: float, now: float) -> int:
     """Return the milliseconds from `now` to `end`, both in monotonic seconds; 0 after `end`."""
     return max(0, round((end - now) * 1000))
-
-
-def encode_budget(budget: Budget) -> cache_pb2.Budget:
-    """Encode the budget of all workers and its limits."""
-    return cache_pb2.Budget(
-        num_blocks=budget.num_blocks,
-        max_blocks=budget.max_blocks,
-        num_slots=budget.num_slots,
-        num_sequence_tokens=budget.num_sequence_tokens,
-        max_tokens=budget.max_tokens,
-    )
 
 
 def encode_sequence(sequence: SequenceFacts) -> cache_pb2.SequenceDescription:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from kvpool.v1 import cache_pb2
 
-from kvpool.v1 import cache_pb2, common_pb2
-
-from .core.closest_prompt import ClosestPrompt
 from .core.explanation import Explanation, Miss, WorkerExplanation
 from .core.messages import MissCause
-from .worker_codec import encode_key
+from .worker_codec import encode_key, encode_unsalted_root
 
 _MAX_AGE_MS = (1 << 32) - 1
 
-_CAUSES: Mapping[MissCause, cache_pb2.MissCause] = {
-    MissCause.NEVER_SEEN: cache_pb2.MISS_CAUSE_NEVER_SEEN,
-    MissCause.EVICTED: cache_pb2.MISS_CAUSE_EVICTED,
-    MissCause.OTHER_ROOT: cache_pb2.MISS_CAUSE_OTHER_ROOT,
-    MissCause.BEING_COMPUTED: cache_pb2.MISS_CAUSE_BEING_COMPUTED,
-    MissCause.PARTIAL_TAIL: cache_pb2.MISS_CAUSE_PARTIAL_TAIL,
-    MissCause.LAST_TOKEN: cache_pb2.MISS_CAUSE_LAST_TOKEN,
-    MissCause.ON_ANOTHER_WORKER: cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER,
-    MissCause.WINDOW_NOT_KEPT: cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT,
-    MissCause.SNAPSHOT_NOT_KEPT: cache_pb2.MISS_CAUSE_SNAPSHOT_NOT_KEPT,
+_CAUSES: dict[MissCause, cache_pb2.MissCause] = {
+    cause: getattr(cache_pb2, f"MISS_CAUSE_{cause.name}") for cause in MissCause
 }
-assert _CAUSES.keys() == set(MissCause), "every cause has its name on the wire"
 
 
 def encode_explanation(explanation: Explanation, epoch: int, now: float) -> cache_pb2.ExplainResponse:
@@ -33,7 +21,7 @@ def encode_explanation(explanation: Explanation, epoch: int, now: float) -> cach
     return cache_pb2.ExplainResponse(
         epoch=epoch,
         workers=[_encode_worker(worker, now) for worker in explanation.workers],
-        closest=None if closest is None else _encode_closest(closest),
+        closest=None if closest is None else cache_pb2.ClosestPrompt(**closest._asdict()),
         num_workers=explanation.num_workers,
     )
 
@@ -60,23 +48,7 @@ def _encode_miss(miss: Miss, now: float) -> cache_pb2.Miss:
         encoded.leader_position = miss.leader.position
     if miss.other_root is not None:
         root, encoded.other_block_size, encoded.other_salt, _ = miss.other_root
-        encoded.other_root.CopyFrom(
-            common_pb2.Root(
-                model_fingerprint=root.model_fingerprint, adapter=root.adapter, input_digest=root.input_digest
-            )
-        )
+        encoded.other_root.CopyFrom(encode_unsalted_root(root))
     if miss.other_worker is not None:
         encoded.other_worker_id = miss.other_worker.worker_id
     return encoded
-
-
-def _encode_closest(closest: ClosestPrompt) -> cache_pb2.ClosestPrompt:
-    return cache_pb2.ClosestPrompt(
-        num_equal_tokens=closest.num_equal_tokens,
-        prompt_token=closest.prompt_token,
-        cached_token=closest.cached_token,
-        num_different_tokens=closest.num_different_tokens,
-        num_prompts=closest.num_prompts,
-        num_tokens_gained=closest.num_tokens_gained,
-        truncated=closest.is_truncated,
-    )

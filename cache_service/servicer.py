@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -23,6 +23,7 @@ from . import client_codec, explain_codec, status, worker_codec
 from .audits import Audits
 from .core.closest_prompt import BRIEF, THOROUGH, Bounds
 from .core.description import describe_block
+from .core.facts import cluster_facts
 from .core.manager import CacheManager
 from .core.messages import AllocateOutcome, AppendOutcome, Registration, Reply, Root, Uplink
 from .core.refusal import Reason, Refusal, bad_field
@@ -50,35 +51,42 @@ Context = grpc.aio.ServicerContext[Request, Awaitable[Response]]
 Method = Callable[["CacheServicer", Request, Context[Request, Response]], Awaitable[Response]]
 
 
+@contextlib.contextmanager
+def _answered(servicer: CacheServicer, name: str, context: Any, on_end: Callable[[str], None]) -> Iterator[None]:
+    """Turn exceptions of a method into the call's status, and count the call: `on_end` gets the name of its code. A bug is logged
+    with its traceback and does not end the process."""
+    servicer.counts.on_begun()
+    code = code_pb2.CANCELLED  # if nothing else is raised
+    try:
+        try:
+            yield
+            code = code_pb2.OK
+            return
+        except Refusal as refusal:
+            servicer.counts.refusals[refusal.reason] += 1
+            failure = status.of_refusal(refusal)
+        except status.ManagerUnavailable as error:
+            failure = status.of_unavailable(error)
+        except Exception:
+            log.exception("call failed", method=name)
+            failure = status.of_bug()
+        code = failure.code
+        set_status(context, failure)
+    finally:
+        on_end(code_pb2.Code.Name(code))
+
+
 def answering(method: Method[Request, Response]) -> Method[Request, Response]:
-    """Turn exceptions of a method into the call's status, and count the call. A bug is logged with its traceback and does not end
-    the process."""
+    """Answer a call with what the method returns, or with the status of what it raises."""
     name = method.__name__
 
     @functools.wraps(method)
     async def answer(self: CacheServicer, request: Request, context: Context[Request, Response]) -> Response:
         began_at = self.clock()
-        self.counts.on_begun()
-        code = code_pb2.CANCELLED  # if nothing else is raised
-        try:
-            try:
-                self.require_serving()
-                response = await method(self, request, context)
-                code = code_pb2.OK
-                return response
-            except Refusal as refusal:
-                self.counts.refusals[refusal.reason] += 1
-                failure = status.of_refusal(refusal)
-            except status.ManagerUnavailable as error:
-                failure = status.of_unavailable(error)
-            except Exception:
-                log.exception("call failed", method=name)
-                failure = status.of_bug()
-            code = failure.code
-            set_status(context, failure)
-            return cast(Response, None)  # which gRPC does not send, the status not being OK
-        finally:
-            self.counts.on_call(name, code_pb2.Code.Name(code), self.clock() - began_at)
+        with _answered(self, name, context, lambda code: self.counts.on_call(name, code, self.clock() - began_at)):
+            self.require_serving()
+            return await method(self, request, context)
+        return cast(Response, None)  # which gRPC does not send, the status not being OK
 
     return answer
 
@@ -95,28 +103,11 @@ def answering_stream(method: Stream[Request, Response]) -> Stream[Request, Respo
     async def answer(
         self: CacheServicer, request: Request, context: StreamContext[Request, Response]
     ) -> AsyncGenerator[Response, None]:
-        self.counts.on_begun()
-        code = code_pb2.CANCELLED  # if nothing else is raised
-        try:
-            try:
-                self.require_serving()
-                async with contextlib.aclosing(method(self, request, context)) as messages:
-                    async for message in messages:
-                        yield message
-                code = code_pb2.OK
-                return
-            except Refusal as refusal:
-                self.counts.refusals[refusal.reason] += 1
-                failure = status.of_refusal(refusal)
-            except status.ManagerUnavailable as error:
-                failure = status.of_unavailable(error)
-            except Exception:
-                log.exception("call failed", method=name)
-                failure = status.of_bug()
-            code = failure.code
-            set_status(context, failure)
-        finally:
-            self.counts.on_stream(name, code_pb2.Code.Name(code))
+        with _answered(self, name, context, lambda code: self.counts.on_stream(name, code)):
+            self.require_serving()
+            async with contextlib.aclosing(method(self, request, context)) as messages:
+                async for message in messages:
+                    yield message
 
     return answer
 
@@ -394,12 +385,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             else ()
         )
         max_sequences = min(request.max_sequences, MAX_SEQUENCES_PER_ANSWER // max(1, len(sessions)))
-        now = self.clock()
+        now, cluster = self.clock(), cluster_facts(manager)
         return cache_pb2.DescribeResponse(
             epoch=manager.epoch,
             workers=[client_codec.encode_worker(session, blocks, max_sequences, now) for session in sessions],
-            num_prefix_nodes=manager.num_prefix_nodes,
-            budget=client_codec.encode_budget(manager.budget),
+            num_prefix_nodes=cluster.num_prefix_nodes,
+            budget=cache_pb2.Budget(**cluster.budget._asdict()),
             former_lease_remaining_ms=client_codec.remaining_ms(self._former_lease_end, now),
         )
 

@@ -264,13 +264,8 @@ def _decode_unit(index: int, message: cache_pb2.ReportedUnit) -> ReportedUnit:
 def _decode_idle(lists: Iterable[cache_pb2.IdleBlocks]) -> tuple[tuple[int, ...], ...]:
     groups: list[tuple[int, ...]] = []
     for index, idle in enumerate(lists):
-        check_tier(idle.tier, f"idle_blocks[{index}]")
-        if idle.group >= MAX_GROUPS:
-            raise bad_field(
-                f"idle_blocks[{index}].group", f"a worker has at most {MAX_GROUPS} groups, got {idle.group}"
-            )
-        while len(groups) <= idle.group:
-            groups.append(())
+        _check_place(idle.group, idle.tier, f"idle_blocks[{index}]")
+        _lengthen(groups, idle.group, ())
         groups[idle.group] += tuple(idle.block_ids)
     return tuple(groups)
 

@@ -50,7 +50,7 @@ class ClosestPrompt(NamedTuple):
     """Cached prompts with `cached_token` there."""
     num_tokens_gained: int
     """Tokens that would be served beyond today if that block were the cached one's."""
-    is_truncated: bool
+    truncated: bool
     """The search was cut short: a closer prompt may exist, and `num_prompts` may be larger."""
 
     def rank(self) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def find_closest(
         num_different_tokens=0 if is_at_end else _num_different(wanted, best.node.tokens),
         num_prompts=num_prompts,
         num_tokens_gained=gained * block_size,
-        is_truncated=is_truncated or follower.is_cut or prompts.is_cut,
+        truncated=is_truncated or follower.is_cut or prompts.is_cut,
     )
 
 

@@ -45,15 +45,21 @@ class SequenceFacts(NamedTuple):
     fenced: bool
 
 
-class ClusterFacts(NamedTuple):
-    """All workers together."""
+class BudgetFacts(NamedTuple):
+    """The budget of all workers; see `Budget`."""
 
-    num_prefix_nodes: int
     num_blocks: int
     max_blocks: int
     num_slots: int
     num_sequence_tokens: int
     max_tokens: int
+
+
+class ClusterFacts(NamedTuple):
+    """All workers together."""
+
+    num_prefix_nodes: int
+    budget: BudgetFacts
     num_audits: int = 0
     num_violations: int = 0
     """Violations that the last audit found."""
@@ -96,13 +102,7 @@ def sequence_facts(session: Session, most: int) -> Iterator[SequenceFacts]:
 def cluster_facts(manager: CacheManager, num_audits: int = 0, num_violations: int = 0) -> ClusterFacts:
     """Return the facts about all workers as they are now. The caller counts audits and violations."""
     budget = manager.budget
-    return ClusterFacts(
-        manager.num_prefix_nodes,
-        budget.num_blocks,
-        budget.max_blocks,
-        budget.num_slots,
-        budget.num_sequence_tokens,
-        budget.max_tokens,
-        num_audits,
-        num_violations,
+    used = BudgetFacts(
+        budget.num_blocks, budget.max_blocks, budget.num_slots, budget.num_sequence_tokens, budget.max_tokens
     )
+    return ClusterFacts(manager.num_prefix_nodes, used, num_audits, num_violations)

@@ -116,13 +116,7 @@ def _little_endian(numbers: array[int]) -> bytes:
 def _encode_cluster(facts: ClusterFacts) -> cache_pb2.ClusterPicture:
     return cache_pb2.ClusterPicture(
         num_prefix_nodes=facts.num_prefix_nodes,
-        budget=cache_pb2.Budget(
-            num_blocks=facts.num_blocks,
-            max_blocks=facts.max_blocks,
-            num_slots=facts.num_slots,
-            num_sequence_tokens=facts.num_sequence_tokens,
-            max_tokens=facts.max_tokens,
-        ),
+        budget=cache_pb2.Budget(**facts.budget._asdict()),
         num_audits=facts.num_audits,
         num_violations=facts.num_violations,
     )

@@ -14,6 +14,7 @@ from kvpool.cache_service.core.pictures import Pictures, Viewer, Wish
 from kvpool.cache_service.core.session import Session
 from kvpool.cache_service.watching.picture_codec import encode
 from kvpool.client import PictureView
+from kvpool.v1 import cache_pb2
 from tests.cache_service.core.kinds import windows
 
 
@@ -92,7 +93,7 @@ def _compare(manager: CacheManager, view: PictureView, wish: Wish) -> None:
     assert view.workers.keys() == {session.number for session in sessions}
     facts = cluster_facts(manager)
     assert view.cluster.num_prefix_nodes == facts.num_prefix_nodes
-    assert (view.cluster.budget.num_blocks, view.cluster.budget.num_slots) == (facts.num_blocks, facts.num_slots)
+    assert view.cluster.budget == cache_pb2.Budget(**facts.budget._asdict())
     for session in sessions:
         worker = view.workers[session.number]
         assert worker.description == encode_facts(worker_facts(session))

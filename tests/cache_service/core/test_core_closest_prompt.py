@@ -127,7 +127,7 @@ def test_a_node_with_ten_thousand_children_costs_no_more_than_one_with_two_thous
     asked = [1, 2, 3, 4, 5, 6, 5, 7, 8, 9, 10, 11, 12]
     found = large.explain(ROOT, token_bytes(asked)).closest
     assert found is not None
-    assert found.is_truncated
+    assert found.truncated
     assert (found.num_equal_tokens, found.num_tokens_gained) == (6, 8)
     costs = [lines_of(lambda: manager.explain(ROOT, token_bytes(asked))) for manager in (large, small)]  # noqa: B023
     assert costs[0] <= 1.2 * costs[1], costs
@@ -159,5 +159,5 @@ def test_a_long_prompt_in_many_copies_is_followed_for_a_bounded_number_of_nodes(
     found = manager.explain(ROOT, token_bytes([5, 1, 2, 3, *rest, 0])).closest
     assert found is not None
     assert found.num_tokens_gained == 4 + len(rest)
-    assert found.is_truncated
+    assert found.truncated
     assert 200 * len(rest) // 4 > closest_prompt.MAX_NODES
