@@ -380,15 +380,7 @@ class Recovery:
                 f"of {num_tokens} in {min(lengths)} blocks",
             )
         for group in session.by_slot:
-            indexes = [entry.table_index for entry in reported.tables[group.slot]]
-            if not group.is_dependent and indexes != list(range(len(indexes))):
-                refuse("sequences", f"{name}: its tables must come whole, from index 0 on")
-            if group.is_dependent and (
-                len(set(indexes)) < len(indexes) or max(indexes, default=-1) >= num_computed // size
-            ):
-                refuse("sequences", f"{name}: entries of a window are computed blocks, each of another index")
-            if reported.scratch[group.slot] and not group.is_dependent:
-                refuse("sequences", f"{name}: group {group.slot} has no window, so its sequences have no scratch")
+            group.check_places(name, reported, num_computed // size)
         if reported.encoder_computed and not session.longest_input:
             refuse("sequences", "the worker is registered without cross attention")
         most = limits.max_boundaries

@@ -9,7 +9,7 @@ call:
     Append      new_blocks, check: refuse what is wrong; apply
     Fork        fork
     Free        release; leave, if only the sequence goes
-    Report      check_reported, restore
+    Report      check_places, check_reported, restore
     displays    blocks and what follows there
     Check       violations
 
@@ -160,6 +160,15 @@ class Group:
         return parent.tables[self.slot][:num_shared]
 
     # -- Report
+
+    def check_places(self, name: str, reported: ReportedSequence, num_full: int) -> None:
+        """Refuse table indexes and scratch that no sequence, called `name`, with `num_full` computed blocks has. Raises Refusal:
+        BAD_REPORT."""
+        table = reported.tables[self.slot]
+        if [entry.table_index for entry in table] != list(range(len(table))):
+            refuse("sequences", f"{name}: its tables must come whole, from index 0 on")
+        if reported.scratch[self.slot]:
+            refuse("sequences", f"{name}: group {self.slot} has no window, so its sequences have no scratch")
 
     def check_reported(
         self, restored: Restored, reported: ReportedSequence, root: RootNode, path: List[Node], num_sealed: int

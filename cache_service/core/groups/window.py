@@ -27,7 +27,7 @@ from ..messages import (
 )
 from ..prefix_tree import Node, PrefixTree, RootNode
 from ..refusal import Reason, Refusal, bad_field
-from ..restored import Case, Restored
+from ..restored import Case, Restored, refuse
 from ..sequence import Sequence
 from .group import Group, Problem, of_slot
 
@@ -263,6 +263,11 @@ class WindowGroup(Group):
         return WindowTable({}, ())
 
     # -- Report
+
+    def check_places(self, name: str, reported: ReportedSequence, num_full: int) -> None:
+        indexes = [entry.table_index for entry in reported.tables[self.slot]]
+        if len(set(indexes)) < len(indexes) or max(indexes, default=-1) >= num_full:
+            refuse("sequences", f"{name}: entries of a window are computed blocks, each of another index")
 
     def restore(
         self, tree: PrefixTree, restored: Restored, sequence: Sequence, reported: ReportedSequence, num_sealed: int

@@ -11,7 +11,7 @@ from kvpool.cache_service.core.messages import TOKEN_BYTES as TOKEN_BYTES
 from kvpool.cache_service.core.messages import AllocateItem, GroupSpec, MissCause, ReportedSequence, SequenceUpdate
 from kvpool.cache_service.core.prefix_tree import Node, PrefixTree, RootNode
 from kvpool.cache_service.core.refusal import Reason, Refusal, bad_field
-from kvpool.cache_service.core.restored import Restored
+from kvpool.cache_service.core.restored import Restored, refuse
 from kvpool.cache_service.core.sequence import Sequence
 
 
@@ -59,6 +59,11 @@ class EverySecondGroup(Group):
 
     def fork(self, parent: Sequence, num_shared: int) -> list[int]:
         return list(parent.tables[self.slot][: _half(num_shared)])
+
+    def check_places(self, name: str, reported: ReportedSequence, num_full: int) -> None:
+        indexes = [entry.table_index for entry in reported.tables[self.slot]]
+        if indexes != list(range(0, min(2 * len(indexes), num_full), 2)):
+            refuse("sequences", f"{name}: needed every second computed block of group {self.slot}, from index 0 on")
 
     def restore(
         self, tree: PrefixTree, restored: Restored, sequence: Sequence, reported: ReportedSequence, num_sealed: int
