@@ -34,19 +34,15 @@ class EdgeCounts:
         """Time from Register to the last part of the report."""
 
     def on_begun(self) -> None:
-        """Count a call that has come in; `on_call` or `on_stream` follows."""
+        """Count a call that has come in; `on_call` follows."""
         self.num_under_way += 1
 
-    def on_call(self, method: str, code: str, seconds: float) -> None:
-        """Count a call that was answered or given up."""
+    def on_call(self, method: str, code: str, seconds: float | None) -> None:
+        """Count a call that was answered or given up. None: its answer is a stream, whose duration has no meaning."""
         self.num_under_way -= 1
         self.calls[method, code] += 1
-        self.call_seconds[method].observe(seconds)
-
-    def on_stream(self, method: str, code: str) -> None:
-        """Count a call with a stream as its answer that has ended. Its duration has no meaning and is not counted."""
-        self.num_under_way -= 1
-        self.calls[method, code] += 1
+        if seconds is not None:
+            self.call_seconds[method].observe(seconds)
 
     def on_unread(self, method: str, reason: str) -> None:
         """Count a call that was refused before its request was parsed. `method` is "/package.Service/Method" of any service."""

@@ -52,9 +52,10 @@ Method = Callable[["CacheServicer", Request, Context[Request, Response]], Awaita
 
 
 @contextlib.contextmanager
-def _answered(servicer: CacheServicer, name: str, context: Any, on_end: Callable[[str], None]) -> Iterator[None]:
-    """Turn exceptions of a method into the call's status, and count the call: `on_end` gets the name of its code. A bug is logged
-    with its traceback and does not end the process."""
+def _answered(servicer: CacheServicer, name: str, context: Any, *, is_stream: bool = False) -> Iterator[None]:
+    """Turn exceptions of a method into the call's status, and count the call. A bug is logged with its traceback and does not end
+    the process."""
+    began_at = servicer.clock()
     servicer.counts.on_begun()
     code = code_pb2.CANCELLED  # if nothing else is raised
     try:
@@ -73,7 +74,8 @@ def _answered(servicer: CacheServicer, name: str, context: Any, on_end: Callable
         code = failure.code
         set_status(context, failure)
     finally:
-        on_end(code_pb2.Code.Name(code))
+        seconds = None if is_stream else servicer.clock() - began_at
+        servicer.counts.on_call(name, code_pb2.Code.Name(code), seconds)
 
 
 def answering(method: Method[Request, Response]) -> Method[Request, Response]:
@@ -82,8 +84,7 @@ def answering(method: Method[Request, Response]) -> Method[Request, Response]:
 
     @functools.wraps(method)
     async def answer(self: CacheServicer, request: Request, context: Context[Request, Response]) -> Response:
-        began_at = self.clock()
-        with _answered(self, name, context, lambda code: self.counts.on_call(name, code, self.clock() - began_at)):
+        with _answered(self, name, context):
             self.require_serving()
             return await method(self, request, context)
         return cast(Response, None)  # which gRPC does not send, the status not being OK
@@ -103,7 +104,7 @@ def answering_stream(method: Stream[Request, Response]) -> Stream[Request, Respo
     async def answer(
         self: CacheServicer, request: Request, context: StreamContext[Request, Response]
     ) -> AsyncGenerator[Response, None]:
-        with _answered(self, name, context, lambda code: self.counts.on_stream(name, code)):
+        with _answered(self, name, context, is_stream=True):
             self.require_serving()
             async with contextlib.aclosing(method(self, request, context)) as messages:
                 async for message in messages:

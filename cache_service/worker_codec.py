@@ -7,6 +7,7 @@ or UNSUPPORTED. All other checks are the core's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
 from kvpool.v1 import cache_pb2, common_pb2
@@ -38,7 +39,6 @@ from .core.messages import (
     SequenceUpdate,
     Stop,
     TableEntry,
-    Tables,
     Uplink,
     Wait,
     WorkerLoad,
@@ -189,30 +189,30 @@ def decode_uplink(
         if wishes[wish.group] is not None:
             raise bad_field("uplink.reserve_wishes", f"at most one per group, got two of group {wish.group}")
         wishes[wish.group] = wish.num_blocks
-    returned = _decode_blocks(message.returned, "uplink.returned")
+    returned = _by_group(message.returned, "uplink.returned", _blocks)
     key = SessionKey(message.session_key)
     return Uplink(message.session, message.call_no, message.downlink_ack, tuple(wishes), returned, key)
 
 
-def _decode_blocks(runs: Iterable[common_pb2.BlockRun], field: str) -> tuple[tuple[ReservedBlock, ...], ...]:
-    """Decode runs as sets of blocks, by group."""
-    groups: list[tuple[ReservedBlock, ...]] = []
+def _by_group(
+    runs: Iterable[common_pb2.BlockRun], field: str, decode: Callable[[common_pb2.BlockRun], tuple[Item, ...]]
+) -> tuple[tuple[Item, ...], ...]:
+    groups: list[tuple[Item, ...]] = []
     for index, run in enumerate(runs):
         _check_run(run, f"{field}[{index}]")
         _lengthen(groups, run.group, ())
-        groups[run.group] += tuple(map(ReservedBlock, run.block_ids, run.generations))
+        groups[run.group] += decode(run)
     return tuple(groups)
 
 
-def _decode_tables(runs: Iterable[common_pb2.BlockRun], field: str) -> Tables:
-    """Decode runs as pieces of block tables, by group."""
-    tables: list[tuple[TableEntry, ...]] = []
-    for index, run in enumerate(runs):
-        _check_run(run, f"{field}[{index}]")
-        _lengthen(tables, run.group, ())
-        indexes = range(run.start_index, run.start_index + len(run.block_ids))
-        tables[run.group] += tuple(map(TableEntry, indexes, run.block_ids, run.generations))
-    return tuple(tables)
+def _blocks(run: common_pb2.BlockRun) -> tuple[ReservedBlock, ...]:
+    """A run as a set of blocks."""
+    return tuple(map(ReservedBlock, run.block_ids, run.generations))
+
+
+def _entries(run: common_pb2.BlockRun) -> tuple[TableEntry, ...]:
+    """A run as a piece of a block table."""
+    return tuple(map(TableEntry, count(run.start_index), run.block_ids, run.generations))
 
 
 def _encode_entry(entry: DownlinkEntry) -> cache_pb2.DownlinkEntry:
@@ -245,7 +245,7 @@ def decode_report(request: cache_pb2.ReportRequest) -> ReportPart:
         last=request.last,
         contents=tuple(_decode_contents(index, run) for index, run in enumerate(request.contents)),
         sequences=tuple(_decode_reported(index, sequence) for index, sequence in enumerate(request.sequences)),
-        reserve=_decode_blocks(request.reserve, "reserve"),
+        reserve=_by_group(request.reserve, "reserve", _blocks),
         idle_blocks=_decode_idle(request.idle_blocks),
         units=tuple(_decode_unit(index, unit) for index, unit in enumerate(request.units)),
         live=request.live,
@@ -258,7 +258,7 @@ def _decode_unit(index: int, message: cache_pb2.ReportedUnit) -> ReportedUnit:
             raise bad_field(f"units[{index}].{name}", "missing")
     run = message.blocks
     _check_run(run, f"units[{index}].blocks")
-    return ReportedUnit(decode_root(message.root), run.group, tuple(map(ReservedBlock, run.block_ids, run.generations)))
+    return ReportedUnit(decode_root(message.root), run.group, _blocks(run))
 
 
 def _decode_idle(lists: Iterable[cache_pb2.IdleBlocks]) -> tuple[tuple[int, ...], ...]:
@@ -295,8 +295,8 @@ def _decode_reported(index: int, message: cache_pb2.ReportedSequence) -> Reporte
         tokens=message.tokens,
         num_computed_tokens=message.num_computed_tokens,
         num_cached_tokens=message.num_cached_tokens,
-        tables=_decode_tables(message.tables, f"sequences[{index}].tables"),
-        scratch=_decode_blocks(message.scratch, f"sequences[{index}].scratch"),
+        tables=_by_group(message.tables, f"sequences[{index}].tables", _entries),
+        scratch=_by_group(message.scratch, f"sequences[{index}].scratch", _blocks),
         boundaries=tuple(message.boundaries),
         encoder_computed=message.encoder_computed,
     )
@@ -331,9 +331,9 @@ def _decode_update(message: cache_pb2.SequenceUpdate) -> SequenceUpdate:
         start=message.start,
         tokens=message.tokens,
         num_computed_tokens=message.num_computed_tokens,
-        bound=_decode_tables(message.bound, "update.bound"),
-        scratch=_decode_blocks(message.scratch, "update.scratch"),
-        released=_decode_tables(message.released, "update.released"),
+        bound=_by_group(message.bound, "update.bound", _entries),
+        scratch=_by_group(message.scratch, "update.scratch", _blocks),
+        released=_by_group(message.released, "update.released", _entries),
         encoder_computed=message.encoder_computed,
     )
 

@@ -144,9 +144,8 @@ class _Prompt:
         return causes[0]
 
     def evictions(self, index: int) -> Mapping[int, Evicted]:
-        """The latest evictions of a block after `index` blocks that are cached, by the first signature of the
-        holder. Nothing is found any more
-        after MAX_NAMES blocks: looking for one may take a tenth of a millisecond."""
+        """The latest evictions of a block after `index` blocks that are cached, by the first signature of the holder. Nothing is
+        found any more after MAX_NAMES blocks: looking for one may take a tenth of a millisecond."""
         found = self._evictions.get(index)
         if found is None:
             memory, found = self._search.evictions, {}
