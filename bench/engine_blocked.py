@@ -7,7 +7,7 @@ side and link, and a manager in another process. Only the model is replaced: a s
 engine's own work and the manager's cost: the cache side's records, the link's code on the same event loop, and waits for grants. A
 control run, the same engine over a cache side with unlimited blocks and no manager, has only the engine's own work. The difference
 is the engine's blocked time. vLLM's figure is the time of its KVCacheManager in process on the same trace, measured as in
-bench.manager_core, in the same run. `make bench-peers` installs it.
+bench.manager_core, in the same run. `make bench KIND=peers` installs it.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"  between steps            {result['gaps']}")
     print(f"  without a manager        {result['control']}")
     print(f"  blocked, the difference  {result['blocked']}")
-    print(f"  vLLM's manager           {result['peer'] or 'not installed: make bench-peers'}")
+    print(f"  vLLM's manager           {result['peer'] or 'not installed: make bench KIND=peers'}")
     if result["ratio"] is not None:
         print(
             f"  ratio                    {result['blocked'].median / result['peer'].median:.2f} of vLLM's, by the medians"

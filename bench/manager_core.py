@@ -3,7 +3,7 @@
 python -m bench.manager_core [--runs N] [--arrivals burst|steady|both] [--json]
 
 1,000 requests, 64 at a time, 512 shared + 64 own prompt tokens and 64 generated ones, blocks of 16. Both managers do the same work
-in one process, in turn; CPU time of their thread. `make bench-peers` installs vLLM's.
+in one process, in turn; CPU time of their thread. `make bench KIND=peers` installs vLLM's.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def show(result: dict[str, Any]) -> None:
     said = ", ".join(f"{calls[kind]} {kind.capitalize()} ({items[kind]} sequences)" for kind in calls)
     print(f"\nReference trace, arrivals: {result['arrivals']}")
     print(f"  kvpool core              {result['ours']}")
-    print(f"  vLLM KVCacheManager      {result['peer'] or 'not installed: make bench-peers'}")
+    print(f"  vLLM KVCacheManager      {result['peer'] or 'not installed: make bench KIND=peers'}")
     print(f"  ratio                    {result['ratio'] or '-'}")
     print(f"  calls                    {said}")
     print(f"  steps                    kvpool {result['steps']['kvpool']}, vLLM {result['steps']['vllm']}")
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--arrivals", choices=[*ARRIVALS, "both"], default="both")
     arguments = parser.parse_args()
     if not PEERS.exists():
-        progress("vLLM is not installed: run `make bench-peers`; measuring kvpool alone")
+        progress("vLLM is not installed: run `make bench KIND=peers`; measuring kvpool alone")
     chosen = list(ARRIVALS) if arguments.arrivals == "both" else [arguments.arrivals]
     results = [measure(arrivals, arguments.runs) for arrivals in chosen]
     if arguments.json:

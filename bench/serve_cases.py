@@ -1,4 +1,4 @@
-"""The workloads of `make bench-serve`."""
+"""The workloads of `make bench KIND=serve`."""
 
 from __future__ import annotations
 

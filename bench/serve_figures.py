@@ -1,4 +1,4 @@
-"""The results of `make bench-serve`: repetitions by workload and side, and their tables."""
+"""The results of `make bench KIND=serve`: repetitions by workload and side, and their tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peers of `make bench-serve`: how each is started, which environment it needs, and which workloads it is measured with."""
+"""The peers of `make bench KIND=serve`: how each is started, which environment and which workloads it has."""
 
 from __future__ import annotations
 

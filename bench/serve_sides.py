@@ -1,4 +1,4 @@
-"""The sides of `make bench-serve`, and how to start them."""
+"""The sides of `make bench KIND=serve`, and how to start them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def check() -> int:
     }
     stale = sorted(str(name) for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
     for name in stale:
-        print(f"protos/{name} differs from the generated code: run `make proto` and commit", file=sys.stderr)
+        print(f"protos/{name} differs from the generated code: run `make docs` and commit", file=sys.stderr)
     return len(stale)
 
 

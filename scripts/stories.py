@@ -38,7 +38,7 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if committed() == made:
             return 0
-        print("gateway/static/stories differs from what the core does: run `make stories` and commit", file=sys.stderr)
+        print("gateway/static/stories differs from what the core does: run `make docs` and commit", file=sys.stderr)
         return 1
     FOLDER.mkdir(exist_ok=True)
     for name in committed().keys() - made.keys():

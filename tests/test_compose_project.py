@@ -1,4 +1,4 @@
-"""`make test-compose`: what it needs of Docker, and that it leaves a user's own cluster alone."""
+"""`make test SUITE=compose`: what it needs of Docker, and that it leaves a user's own cluster alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make cpus` counts what pytest reports, and lets nothing pass that did not run."""
+"""`make prove KIND=cpus` counts what pytest reports, and lets nothing pass that did not run."""
 
 from __future__ import annotations
 

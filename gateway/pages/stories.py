@@ -1,4 +1,4 @@
-"""Serves GET /api/stories: the stories of the page Learn, which `make stories` has recorded from the manager's core."""
+"""Serves GET /api/stories: the stories of the page Learn, which `make docs` has recorded from the manager's core."""
 
 from __future__ import annotations
 

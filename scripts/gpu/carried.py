@@ -23,7 +23,7 @@ def install(wheels: Path, site: Path) -> None:
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise NoWheels(
-            f"there are no wheels in {wheels}: run `make gpu-wheels` on a machine with a network, and copy the folder"
+            f"there are no wheels in {wheels}: run `make gpu KIND=wheels` on a machine with a network, and copy the folder"
         )
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--target", str(site), *map(str, files)]

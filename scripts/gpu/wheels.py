@@ -1,4 +1,4 @@
-"""`make gpu-wheels`: fetches the wheels that a GPU machine without a network lacks.
+"""`make gpu KIND=wheels`: fetches the wheels that a GPU machine without a network lacks.
 
 python -m scripts.gpu.wheels FOLDER
 

@@ -24,7 +24,7 @@ _INTRODUCTION = """\
 # Which models run
 
 Every type with a language model in `transformers`, tried as a tiny random model: causal models, encoder-decoder models, models that
-read images or sound too, and then configs of the models that are used most. Written by `make models`, not by hand.
+read images or sound too, and then configs of the models that are used most. Written by `make prove KIND=models`, not by hand.
 
 * **runs**: load_model accepts it, and over the paged pool it equals transformers' `generate` with eager attention in float32: the
   same greedy tokens, and log-probabilities equal to within {tolerance:g} of the logits' standard deviation. Prompts are shorter and

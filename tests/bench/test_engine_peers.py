@@ -1,4 +1,4 @@
-"""The engines that `make bench-serve` compares tell real texts: a tiny model's, token by token those of transformers."""
+"""The engines that `make bench KIND=serve` compares tell real texts: a tiny model's, token by token those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make bench-serve` says of runs that are known."""
+"""What `make bench KIND=serve` says of runs that are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real browser before a real cluster: only `make test-browser` runs these tests, because they need Chromium and Playwright."""
+"""A real browser before a real cluster. Only `make test SUITE=browser` runs these tests: they need Chromium and Playwright."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
     from tests.browser.watched import Watched
 
-VARIABLE: Final = "KVPOOL_BROWSER_TEST"
-"""Set by `make test-browser`."""
 CHROMIUM: Final = ("chromium", "chromium-browser", "google-chrome")
 
-collect_ignore_glob = [] if VARIABLE in os.environ else ["test_*.py"]
+collect_ignore_glob = [] if os.environ.get("KVPOOL_SUITE") == "browser" else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Clients of OpenAI's API before a real cluster: only `make test-clients` runs these tests, because each client needs its own
+"""Clients of OpenAI's API before a real cluster: only `make test SUITE=clients` runs these tests, because each client needs its own
 environment."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def folder_of(name: str) -> Path:
 def program(name: str, command: str) -> Path:
     """A program of a client's environment. AssertionError if the environment is not there."""
     path = folder_of(name) / "bin" / command
-    assert path.exists(), f"{path} is missing: make test-clients ONLY={name}"
+    assert path.exists(), f"{path} is missing: make test SUITE=clients ONLY={name}"
     return path
 
 

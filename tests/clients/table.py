@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 VARIABLE: Final = "KVPOOL_TEST_CLIENTS"
-"""Set by `make test-clients`: the names of the clients that are tried."""
+"""Set by `make test SUITE=clients`: the names of the clients that are tried."""
 
 
 class Client(NamedTuple):

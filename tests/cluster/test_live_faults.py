@@ -1,4 +1,4 @@
-"""The proof of `make live` in small."""
+"""The proof of `make prove KIND=live` in small."""
 
 from __future__ import annotations
 

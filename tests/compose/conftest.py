@@ -1,4 +1,4 @@
-"""Tests against containers: only `make test-compose` runs them, because they need a Docker engine and images."""
+"""Tests against containers: only `make test SUITE=compose` runs them, because they need a Docker engine and images."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from tests.compose.containers import SERVICES, START_SECONDS, Containers
 from tests.compose.project import ROOT, compose_command, compose_environment, docker_problem, leftovers
 from tests.left_out import leave_out
 
-VARIABLE = "KVPOOL_COMPOSE_TEST"
-"""Set by `make test-compose`."""
 FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is in this folder, except for `make test-compose`."""
-    if VARIABLE not in os.environ:
+    """Deselect what is in this folder, except for `make test SUITE=compose`."""
+    if os.environ.get("KVPOOL_SUITE") != "compose":
         ours = [item for item in items if item.path.is_relative_to(FOLDER)]
-        leave_out(config, items, ours, "tests of containers were left out: `make test-compose` runs them")
+        leave_out(config, items, ours, "tests of containers were left out: `make test SUITE=compose` runs them")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,13 +41,13 @@ def pytest_runtest_makereport(
 def images() -> Iterator[None]:
     """Builds the images. At the end no container, volume, network or image of the project is left."""
     if (problem := docker_problem()) is not None:
-        pytest.exit(f"make test-compose: {problem}", returncode=1)
+        pytest.exit(f"make test SUITE=compose: {problem}", returncode=1)
     # As Ctrl-C: the fixtures remove what they made. `timeout` sends it, for example.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _remove()  # of a run that was killed
     try:
         if _compose("build", "manager", "gateway", "worker-0", captured=False).returncode != 0:
-            pytest.exit("make test-compose: the images could not be built; see above", returncode=1)
+            pytest.exit("make test SUITE=compose: the images could not be built; see above", returncode=1)
         yield
     finally:
         _remove()

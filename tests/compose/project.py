@@ -1,4 +1,4 @@
-"""The compose project of `make test-compose`: its name, its ports, its `docker compose` command, and what Docker must offer."""
+"""The compose project of `make test SUITE=compose`: name, ports, `docker compose` command, and what Docker must offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""deploy/prometheus without a Prometheus: what an alert must say, and that its fault is made by `make test-observe`."""
+"""deploy/prometheus without a Prometheus: what an alert must say, and that its fault is made by `make test SUITE=observe`."""
 
 from __future__ import annotations
 

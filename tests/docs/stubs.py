@@ -1,6 +1,6 @@
 """The stubs of examples/stubs/README.md in other languages.
 
-`make test-stubs` runs this file. `make test` does not collect it: it needs compilers of these languages and a package registry.
+`make test SUITE=stubs` runs this file. `make test` does not collect it: it needs compilers and a package registry.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ PACKAGES = [
     SITE,
     *(ROOT / name for name in ("cache_service", "cache_service/core", "worker_service", "client", "gateway", "docs")),
 ]
+MAKEFILE = ROOT / "Makefile"
 OPERATING = ROOT / "docs" / "OPERATING.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_HERE = [document for document in DOCUMENTS if document.name != "PROTOCOL.md"]
@@ -44,33 +45,18 @@ WRITTEN = [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "examples" / "stubs" / "REA
 
 NOT_RUN = {
     "make demo": "starts a cluster of its own; tests/examples/test_demo.py does it, with processes that are forked",
-    "make test": "is what runs this",
+    "make test": "is what runs this, or needs a browser, containers, Prometheus, Ray or compilers",
+    "make prove": "takes long; a small part of each kind runs with the tests",
     "make check": "CI runs it before this",
     "make format": "would write into the checkout",
-    "make proto": "would write into the checkout; make check runs the same generator",
-    "make stories": "would write into the checkout; make check runs the same generator",
-    "make docs": "would write into the checkout; tests/docs/test_generated.py runs the same generator",
-    "make test-browser": "needs a browser, and is itself a test",
-    "make test-clients": "downloads the clients, and is itself a test",
-    "make test-compose": "needs a container engine, and is itself a test",
-    "make test-observe": "needs Prometheus, and is itself a test",
-    "make test-ray": "downloads Ray, and is itself a test",
-    "make test-stubs": "needs compilers of other languages and a package registry, and is itself a test",
-    "make soak": "takes twenty minutes, and is itself a test; a few seconds of it run with the tests",
-    "make hostile": "attacks a cluster for many minutes, and is itself a test; a small part of it runs with the tests",
-    "make live": "kills and freezes services for half an hour, and is itself a test",
-    "make simulate": "runs thousands of seeds; some run with the tests",
-    "make models": "tries nearly two hundred models, and writes into the checkout",
-    "make bench": "measures, for many minutes",
-    "make bench-serve": "measures, for an hour",
-    "make bench-peers": "installs the peers that bench measures against",
+    "make docs": "would write into the checkout; make check and tests/docs/test_generated.py run its generators",
+    "make bench": "measures, for many minutes, or installs what it measures against",
     "make gpu": "needs a GPU; tests/gpu runs its miniature on a CPU",
-    "make gpu-wheels": "downloads, and needs the network",
-    "docker build": "needs a container engine; make test-compose builds these targets",
-    "helm install": "needs a cluster; make test-helm renders what it would install",
+    "docker build": "needs a container engine; make test SUITE=compose builds these targets",
+    "helm install": "needs a cluster; make test SUITE=helm renders what it would install",
     "RAY_USAGE_STATS_ENABLED=0 ray start": "needs Ray and several machines",
     ".venv/bin/kvpool ray": "needs a Ray cluster; tests/on_ray has one",
-    "docker compose": "needs a container engine; make test-compose runs these commands",
+    "docker compose": "needs a container engine; make test SUITE=compose runs these commands",
     ".venv/bin/kvpool worker --worker-id": "runs until it is stopped; tests/cluster/test_services_that_fail.py does it",
     ".venv/bin/kvpool manager --host": "needs several machines; tests/cluster/test_second_manager.py has two managers",
     ".venv/bin/kvpool worker --manager": "likewise",
@@ -132,7 +118,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def execute(shell: Shell, command: str) -> str:
@@ -170,7 +156,7 @@ def assert_shows(output: str, shown: str) -> None:
 
 
 def _look_at_compose(words: list[str]) -> None:
-    """`make test-compose` runs it; here it must at least name what there is."""
+    """`make test SUITE=compose` runs it; here it must at least name what there is."""
     if words[2] == "--profile":
         words = [*words[:2], *words[4:]]
     assert words[2] in ("up", "down", "run", "stop"), words
@@ -258,6 +244,8 @@ def test_commands_and_files_named_in_the_text_exist(document: Path) -> None:
             assert words[1] in command_names(), code
         if words[0] == "make" and len(words) > 1:
             assert words[1] in make_targets(), code
+            for choice in re.findall(r"(?:SUITE|KIND)=[a-z]+", code):
+                assert f'@echo "  {choice} ' in MAKEFILE.read_text(encoding="utf-8"), code
         if words[0] == "python" and words[1:2] == ["-m"]:
             module = ROOT / words[2].replace(".", "/")
             assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file() or "kvpool" in words[2], (

@@ -65,7 +65,7 @@ STARTS: dict[str, Start] = {
     "single, restart, 2 faults, at once": Start(_SINGLE, Budget(restarts=1, faults=2), at_once=True),
     "shared, restart, 2 faults, at once": Start(_SHARED, Budget(restarts=1, faults=2), at_once=True),
 }
-"""Those of `make exhaustive`: minutes, all together."""
+"""Those of `make prove KIND=exhaustive`: minutes, all together."""
 
 LARGE: dict[str, Start] = {
     "fork, move": Start(_FORKED, Budget(forks=1, moves=1), num_blocks=(6,)),

@@ -1,6 +1,6 @@
 """The search finds no broken law in small worlds, and finds each that is broken on purpose, with a short way there.
 
-`make exhaustive` searches the large ones.
+`make prove KIND=exhaustive` searches the large ones.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, reached: 
 
 
 def smaller(name: str) -> World:
-    """The world of `make exhaustive` without its fault, where a call and its answer are one event."""
+    """The world of `make prove KIND=exhaustive` without its fault, where a call and its answer are one event."""
     return replace(STARTS[name], at_once=True, budget=Budget()).begin()
 
 

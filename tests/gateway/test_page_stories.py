@@ -7,7 +7,7 @@ from tests.gateway.serving import http_client, serving
 
 
 def test_the_stories_are_what_the_core_tells() -> None:
-    assert committed() == stories(), "run `make stories` and commit"
+    assert committed() == stories(), "run `make docs` and commit"
 
 
 async def test_the_page_lists_each_story_and_serves_it() -> None:

@@ -223,7 +223,7 @@ def test_every_package_of_the_project_is_linked(tmp_path: Path) -> None:
 
 
 def test_without_wheels_it_says_how_to_make_some(tmp_path: Path) -> None:
-    with pytest.raises(NoWheels, match="run `make gpu-wheels` on a machine with a network"):
+    with pytest.raises(NoWheels, match="run `make gpu KIND=wheels` on a machine with a network"):
         install(tmp_path, tmp_path / "site")
 
 

@@ -1,6 +1,6 @@
-"""deploy/helm/kvpool without a cluster: linted, rendered for every set of values, and checked against the schemas of Kubernetes.
+"""deploy/helm/kvpool: linted, rendered for every set of values, and checked against the schemas of Kubernetes.
 
-`make test-helm` runs this file. `make test` does not collect it: it needs Helm as a Python package, and the schemas. No cluster has
+`make test SUITE=helm` runs this file; `make test` does not: it needs Helm as a Python package, and the schemas. No cluster has
 seen the chart. Objects of Prometheus Operator and KEDA have no schema here.
 """
 

@@ -1,4 +1,4 @@
-"""`make hostile` in small, without its times; and that its judges can find something."""
+"""`make prove KIND=hostile` in small, without its times; and that its judges can find something."""
 
 from __future__ import annotations
 

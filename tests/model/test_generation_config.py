@@ -193,5 +193,5 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Path) -
 
 
 def test_the_document_has_the_table() -> None:
-    """`make models` writes it; a change of the table alone is in docs/MODELS.md too."""
+    """`make prove KIND=models` writes it; a change of the table alone is in docs/MODELS.md too."""
     assert document.generation() in document.PATH.read_text(encoding="utf-8")

@@ -46,7 +46,7 @@ LEAST_RUNNING = (136, 19, 48, 58)
 
 @pytest.fixture(autouse=True)
 def one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks, which for a while are next to decodes; `make models` tries the other ways too."""
+    """Prompts in chunks, which for a while are next to decodes; `make prove KIND=models` tries the other ways too."""
     for module in (trial, seq2seq_trial):
         monkeypatch.setattr(module, "WAYS", ((7, 0),))
 
@@ -57,7 +57,7 @@ def summary() -> document.Summary:
 
 
 def test_the_document_is_of_the_installed_transformers(summary: document.Summary) -> None:
-    """Each of its types is in the table, once; `make models` writes it anew."""
+    """Each of its types is in the table, once; `make prove KIND=models` writes it anew."""
     assert summary.transformers == transformers.__version__
     assert sorted(summary.causal.table) == all_types()
     assert sorted(f"{SEQ2SEQ}{kind}" for kind in summary.seq2seq.table) == all_seq2seq_types()

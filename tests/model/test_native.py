@@ -142,8 +142,8 @@ def test_where_the_step_was_not_built_torch_serves_and_says_what_to_do(
     settings = ModelSettings(str(llama), "float32", "cpu", cache_dir=tmp_path, num_threads=1)
     assert isinstance(load_model(settings, lines.append).runtime, ModulesRuntime)
     assert (
-        "runtime: torch; not native: The native step was not built: run `make native`, or install kvpool again, "
-        "with a C compiler."
+        "runtime: torch; not native: The native step was not built: install kvpool again, with a C compiler; in a clone, any "
+        "`make` command compiles it."
     ) in lines
 
 

@@ -22,7 +22,7 @@ FAST = BuildTarget("fast", MACHINE, frozenset({"simd", "wide"}), (), "", ("float
 SLOW = BuildTarget("slow", MACHINE, frozenset({"simd"}), (), "", ("float32",))
 AMX = BuildTarget("tiles", MACHINE, frozenset({"simd", "amx_tile"}), (), "", ("float32",))
 FOREIGN = BuildTarget("foreign", "vax", frozenset(), (), "")
-DO = "run `make native`, or install kvpool again, with a C compiler."
+DO = "install kvpool again, with a C compiler; in a clone, any `make` command compiles it."
 TILE_PRODUCT = bytes.fromhex("c4e24a5cc4")
 """tdpbf16ps %tmm6, %tmm4, %tmm0: sums += inputs · weights."""
 

@@ -1,6 +1,6 @@
 """Each alert fires when its fault is made, on a real Prometheus over a real cluster. faults.py lists which.
 
-`make test-observe` runs this file. `make test` does not collect it: it needs Prometheus.
+`make test SUITE=observe` runs this file. `make test` does not collect it: it needs Prometheus.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests with a real Prometheus: only `make test-observe` runs them, because they need its binary."""
+"""Tests with a real Prometheus: only `make test SUITE=observe` runs them, because they need its binary."""
 
 from __future__ import annotations
 

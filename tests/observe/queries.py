@@ -1,6 +1,6 @@
 """Every expression of the dashboard has data on a real Prometheus over a real cluster under load, and no alert fires there.
 
-`make test-observe` runs this file. `make test` does not collect it: it needs Prometheus.
+`make test SUITE=observe` runs this file. `make test` does not collect it: it needs Prometheus.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Clusters on Ray nodes whose processes, of each kind, and whole nodes are killed under load: no stream is lost or disturbed.
 
-`make test-ray` runs this file. `make test` does not collect it: it needs Ray, a hundred megabytes.
+`make test SUITE=ray` runs this file. `make test` does not collect it: it needs Ray, a hundred megabytes.
 """
 
 from __future__ import annotations

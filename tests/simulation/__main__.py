@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED --trace` replays one seed; `--seeds N` runs many (make simulate)."""
+"""`python -m tests.simulation SEED --trace` replays one seed; `--seeds N` runs many (make prove KIND=simulate)."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ NUM_SEEDS = 160
 ROOT = Path(__file__).parents[2]
 
 TOO_RARE = {"refusal: STALE_ATTEMPT", "reconciliation: fences", "reconciliation: fenced"}
-"""Reached by one seed in a hundred or fewer; `make simulate` wants them, and tests/cache_service/core has them."""
+"""Reached by one seed in a hundred or fewer; `make prove KIND=simulate` wants them, and tests/cache_service/core has them."""
 
 
 @pytest.mark.timeout(600)
 def test_every_law_holds_in_every_seed_and_the_seeds_reach_everything() -> None:
-    """A law that was never looked at and a fault that never happened prove nothing. `make simulate` runs ten thousand seeds."""
+    """A law that was never looked at and a fault that never happened prove nothing. `make prove KIND=simulate` runs many seeds."""
     totals = Totals()
     for results in run_all(SEEDS, jobs=2):
         for result in results:

@@ -17,7 +17,7 @@ BUILDS = Path(__file__).parent / "builds"
 """The folder into which setup.py puts the builds."""
 SOURCES = Path(__file__).parent / "csrc"
 """Only in a checkout."""
-_BUILD = "run `make native`, or install kvpool again, with a C compiler"
+_BUILD = "install kvpool again, with a C compiler; in a clone, any `make` command compiles it"
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 """The system call of x86-64, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA."""
 
