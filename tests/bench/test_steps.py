@@ -1,4 +1,4 @@
-"""The steps that bench.step_profile and bench.partitions measure."""
+"""The steps that bench.step_profile and bench.neighbours measure."""
 
 from __future__ import annotations
 
