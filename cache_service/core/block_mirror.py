@@ -74,7 +74,10 @@ class BlockMirror:
         return len(self._states)
 
     def step(self, number: int, most: int) -> bool:
-        """Look at up to `most` blocks that have changed, for the picture `number`; returns whether more are left."""
+        """Look at up to `most` blocks that have changed, for the picture `number`; returns whether more are left. The blocks of a
+        session that has ended are not looked at any more."""
+        if self._session.retired:
+            return False
         changes = self._changes
         self._grow()
         if self._next_first < self._num_first:

@@ -1,21 +1,20 @@
-"""Pictures of the cluster for those who watch it: one copy of the state for all viewers, and for each what it has not seen yet.
+"""Pictures of the cluster for those who watch it: a viewer gets a whole one first, and then the difference from the one before.
 
-Pictures are numbered. Of everything that a picture shows, the number of the picture in which it last changed is kept, so a viewer
-that has seen picture f gets what has changed after f, in one piece, however many pictures it has missed. One that has missed too
-many gets everything. What nobody watches is not kept.
+A viewer that misses pictures gets one difference over all of them. One that has missed too many gets a whole picture again, and
+until then nothing is kept for it. Viewers that want the same and have seen the same share what is kept. What nobody watches is not
+kept.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from .block_mirror import BlockMirror, Columns
 from .facts import ClusterFacts, SequenceFacts, WorkerFacts, cluster_facts, sequence_facts, worker_facts
 from .manager import CacheManager
 from .messages import SequenceKey
-from .salts import SaltNumbers
-from .session import Session
 
 SLICE_BLOCKS = 512
 """Blocks that one step looks at: some 0.3 ms."""
@@ -71,12 +70,32 @@ class Change(NamedTuple):
     """None: as before."""
 
 
+class _ShownSession(NamedTuple):
+    """What a picture shows of one session, without its blocks."""
+
+    facts: WorkerFacts | None
+    sequences: Mapping[SequenceKey, SequenceFacts]
+
+
+_NOTHING: Final = _ShownSession(None, {})
+
+
+class _Shown(NamedTuple):
+    """What a picture shows to viewers with the same wish, without blocks."""
+
+    epoch: int
+    number: int
+    cluster: ClusterFacts
+    sessions: Mapping[int, _ShownSession]
+
+
 class Viewer:
-    """One that watches. `seen`: number of the picture that it was given last; 0: none, or it needs everything."""
+    """One that watches."""
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
-        self.seen = 0
+        self.shown: _Shown | None = None
+        """The picture that it has; None: none, or it needs everything."""
 
 
 class Pictures:
@@ -86,15 +105,15 @@ class Pictures:
         self.number = 0
         """Number of the last picture."""
         self._manager = manager
-        self._epoch = manager.epoch
         self._viewers: dict[Viewer, None] = {}
-        self._sessions: dict[int, _WatchedSession] = {}
-        self._ended: deque[tuple[int, int]] = deque()
-        """Number of the picture, session."""
-        self._cluster: tuple[int, ClusterFacts] | None = None
-        self._todo: list[Session] = []
+        self._pools: dict[int, tuple[_WatchedPool, ...]] = {}
+        """The pool of each group, by session, if any viewer wants to see the blocks."""
+        self._todo: list[_WatchedPool] = []
+        self._cluster: ClusterFacts | None = None
+        self._shown: dict[Wish, _Shown] = {}
+        """What the last picture shows, by wish, to viewers that have looked."""
         self._changes: dict[tuple[Wish, int], Change] = {}
-        """Changes up to the last picture, by what the viewer wants and has seen. Viewers that are alike share one."""
+        """Changes up to the last picture, by the wish and the number of the picture that the viewer has."""
 
     @property
     def num_viewers(self) -> int:
@@ -110,163 +129,109 @@ class Pictures:
     def leave(self, viewer: Viewer) -> None:
         """It watches no longer; what only it has watched is dropped. May be repeated."""
         self._viewers.pop(viewer, None)
-        for watched in self._sessions.values():
-            self._watch_as_wished(watched, self.number + 1)
-        if not self._viewers:
-            self._sessions.clear()
-            self._ended.clear()
-            self._todo.clear()
-            self._changes.clear()
-            self._cluster = None
+        self._watch_as_wished()
+        self._shown.clear()
+        self._changes.clear()
 
     def step(self) -> bool:
         """Prepare the next picture for some 0.5 ms; returns whether more is left before `take`, which does the rest at once."""
         if not self._todo:
-            self._todo = list(self._manager.sessions)
+            self._watch_as_wished()
+            self._todo = [pool for pools in self._pools.values() for pool in pools]
         while self._todo:
-            session = self._todo[-1]
-            if not session.retired:
-                watched = self._watched(session, self.number + 1)
-                if watched.step(self.number + 1):
-                    return True
+            if self._todo[-1].mirror.step(self.number + 1, SLICE_BLOCKS):
+                return True
             self._todo.pop()
         return False
 
     def take(self, num_audits: int = 0, num_violations: int = 0) -> int:
         """Take a picture now, of all workers at this moment; returns its number."""
-        manager = self._manager
+        self._watch_as_wished()
         self.number += 1
         self._todo.clear()
+        self._shown.clear()
         self._changes.clear()
-        if manager.epoch != self._epoch:
-            self._epoch = manager.epoch
-            for viewer in self._viewers:
-                viewer.seen = 0
-        live = {session.number: session for session in manager.sessions}
-        for number in [number for number in self._sessions if number not in live]:
-            self._sessions.pop(number).stop()
-            self._ended.append((self.number, number))
-        limits = {viewer.wish.max_sequences for viewer in self._viewers if viewer.wish.max_sequences}
-        share = MAX_SEQUENCES // max(1, len(live))
-        oldest = self._oldest_seen()
-        for session in live.values():
-            self._watched(session, self.number).take(self.number, oldest, limits, share)
-        facts = cluster_facts(manager, num_audits, num_violations)
-        if self._cluster is None or self._cluster[1] != facts:
-            self._cluster = self.number, facts
-        while self._ended and self._ended[0][0] <= oldest:
-            self._ended.popleft()
+        oldest = self._oldest_shown()
+        for pools in self._pools.values():
+            for pool in pools:
+                pool.take(self.number, oldest)
+        self._cluster = cluster_facts(self._manager, num_audits, num_violations)
         return self.number
 
     def show(self, viewer: Viewer) -> Change:
         """What the viewer has not seen of the last picture; from now on it has. Call it before anything else happens."""
-        if viewer.seen < self._oldest_seen():
-            viewer.seen = 0
-        key = viewer.wish, viewer.seen
+        before, viewer.shown = viewer.shown, self._show(viewer.wish)
+        key = viewer.wish, 0 if before is None else before.number
         change = self._changes.get(key)
         if change is None:
-            change = self._changes[key] = self._since(*key)
-        viewer.seen = self.number
+            change = self._changes[key] = self._difference(viewer.wish, before, viewer.shown)
         return change
 
-    def _oldest_seen(self) -> int:
-        """What has changed after this picture is kept."""
-        least = min((viewer.seen for viewer in self._viewers if viewer.seen), default=self.number)
-        return max(least, self.number - MAX_MISSED)
+    def _watch_as_wished(self) -> None:
+        """Mirror the blocks of each live session if any viewer wants to see them, and of no other."""
+        wishes = {viewer.wish for viewer in self._viewers if viewer.wish.include_blocks}
+        wished = {
+            session.number: session
+            for session in self._manager.sessions
+            if any(wish.shows(session.worker_id) for wish in wishes)
+        }
+        for number in self._pools.keys() - wished.keys():
+            for pool in self._pools.pop(number):
+                pool.mirror.close()
+        for number in wished.keys() - self._pools.keys():
+            mirrors = [
+                BlockMirror(wished[number], group, self._manager.salts) for group in range(len(wished[number].pools))
+            ]
+            self._pools[number] = tuple(_WatchedPool(mirror, self.number + 1) for mirror in mirrors)
 
-    def _since(self, wish: Wish, seen: int) -> Change:
-        assert self._cluster is not None, "show before take"
-        sessions = []
-        for watched in self._sessions.values():
-            if wish.shows(watched.session.worker_id):
-                change = watched.since(seen, wish)
-                if any(change[1:]):
-                    sessions.append(change)
-        cluster_number, cluster = self._cluster
+    def _oldest_shown(self) -> int:
+        """Return the number of the oldest picture that any viewer has. One that is too old is void."""
+        for viewer in self._viewers:
+            shown = viewer.shown
+            if shown and (shown.epoch != self._manager.epoch or shown.number < self.number - MAX_MISSED):
+                viewer.shown = None
+        return min((viewer.shown.number for viewer in self._viewers if viewer.shown), default=self.number)
+
+    def _show(self, wish: Wish) -> _Shown:
+        shown = self._shown.get(wish)
+        if shown is None:
+            assert self._cluster is not None, "show before take"
+            sessions = list(self._manager.sessions)
+            most = min(wish.max_sequences, MAX_SEQUENCES // max(1, len(sessions)))
+            shown_sessions = {
+                session.number: _ShownSession(
+                    worker_facts(session), {facts.key: facts for facts in sequence_facts(session, most)}
+                )
+                for session in sessions
+                if wish.shows(session.worker_id)
+            }
+            shown = self._shown[wish] = _Shown(self._manager.epoch, self.number, self._cluster, shown_sessions)
+        return shown
+
+    def _difference(self, wish: Wish, before: _Shown | None, now: _Shown) -> Change:
+        known = {} if before is None else before.sessions
+        changes = []
+        for number, (facts, sequences) in now.sessions.items():
+            known_facts, known_sequences = known.get(number, _NOTHING)
+            blocks: tuple[Columns | None, ...] = ()
+            if wish.include_blocks:
+                blocks = tuple(pool.since(0 if before is None else before.number) for pool in self._pools[number])
+            change = SessionChange(
+                number,
+                facts if facts != known_facts else None,
+                blocks if any(columns is not None for columns in blocks) else (),
+                tuple(one for key, one in sequences.items() if one != known_sequences.get(key)),
+                tuple(key for key in known_sequences if key not in sequences),
+            )
+            if any(change[1:]):
+                changes.append(change)
         return Change(
-            self._epoch,
-            self.number,
-            not seen,
-            tuple(sessions),
-            tuple(session for number, session in self._ended if number > seen) if seen else (),
-            cluster if cluster_number > seen else None,
-        )
-
-    def _watched(self, session: Session, number: int) -> _WatchedSession:
-        """`number`: of the picture that shows it next."""
-        watched = self._sessions.get(session.number)
-        if watched is None:
-            watched = self._sessions[session.number] = _WatchedSession(session)
-        self._watch_as_wished(watched, number)
-        return watched
-
-    def _watch_as_wished(self, watched: _WatchedSession, number: int) -> None:
-        """Mirror the blocks of a session if any viewer wants to see them, and only then."""
-        worker_id = watched.session.worker_id
-        if any(viewer.wish.include_blocks and viewer.wish.shows(worker_id) for viewer in self._viewers):
-            if not watched.pools:
-                watched.start(self._manager.salts, number)
-        else:
-            watched.stop()
-
-
-class _WatchedSession:
-    """What pictures show of one session, and when it changed."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.pools: tuple[_WatchedPool, ...] = ()
-        """The watched pool of each group; empty while no viewer wants to see blocks."""
-        self._facts: tuple[int, WorkerFacts] | None = None
-        self._sequences: dict[int, _SequenceList] = {}
-        """The list of sequences for each number that viewers want at most."""
-
-    def start(self, salts: SaltNumbers, number: int) -> None:
-        """Mirror the blocks, from the picture with the number on."""
-        groups = range(len(self.session.pools))
-        self.pools = tuple(_WatchedPool(BlockMirror(self.session, group, salts), number) for group in groups)
-
-    def stop(self) -> None:
-        """Mirror them no longer. May be repeated."""
-        for pool in self.pools:
-            pool.mirror.close()
-        self.pools = ()
-
-    def step(self, number: int) -> bool:
-        """Bring the mirrors up to date for the picture `number`, for some 0.5 ms; returns whether more is left."""
-        return any(pool.mirror.step(number, SLICE_BLOCKS) for pool in self.pools)
-
-    def take(self, number: int, oldest: int, limits: set[int], share: int) -> None:
-        """Note what has changed with the picture `number`; changes up to the picture `oldest` are not needed any more."""
-        facts = worker_facts(self.session)
-        if self._facts is None or self._facts[1] != facts:
-            self._facts = number, facts
-        for limit in self._sequences.keys() - limits:
-            del self._sequences[limit]
-        for limit in limits:
-            if limit not in self._sequences:
-                self._sequences[limit] = _SequenceList()
-            self._sequences[limit].take(self.session, number, oldest, min(limit, share))
-        for pool in self.pools:
-            pool.take(number, oldest)
-
-    def since(self, seen: int, wish: Wish) -> SessionChange:
-        """What has changed after the picture `seen`."""
-        assert self._facts is not None
-        number, facts = self._facts
-        sequences: tuple[SequenceFacts, ...] = ()
-        ended: tuple[SequenceKey, ...] = ()
-        if wish.max_sequences:
-            sequences, ended = self._sequences[wish.max_sequences].since(seen)
-        blocks: tuple[Columns | None, ...] = ()
-        if wish.include_blocks:
-            blocks = tuple(pool.since(seen) for pool in self.pools)
-        return SessionChange(
-            self.session.number,
-            facts if number > seen else None,
-            blocks if any(one is not None for one in blocks) else (),
-            sequences,
-            ended,
+            now.epoch,
+            now.number,
+            before is None,
+            tuple(changes),
+            tuple(number for number in known if number not in now.sessions),
+            now.cluster if before is None or before.cluster != now.cluster else None,
         )
 
 
@@ -306,26 +271,3 @@ class _WatchedPool:
             return self._columns
         changed = [blocks for number, blocks in self._changed if number > seen]
         return self.mirror.columns(changed[0] if len(changed) == 1 else set().union(*changed)) if changed else None
-
-
-class _SequenceList:
-    """The first sequences of a session, and when each of them changed."""
-
-    def __init__(self) -> None:
-        self._listed: dict[SequenceKey, tuple[int, SequenceFacts]] = {}
-        self._ended: deque[tuple[int, SequenceKey]] = deque()
-
-    def take(self, session: Session, number: int, oldest: int, most: int) -> None:
-        """Note what has changed with the picture `number`."""
-        before, self._listed = self._listed, {}
-        for facts in sequence_facts(session, most):
-            earlier = before.pop(facts.key, None)
-            self._listed[facts.key] = earlier if earlier is not None and earlier[1] == facts else (number, facts)
-        self._ended += [(number, key) for key in before]
-        while self._ended and self._ended[0][0] <= oldest:
-            self._ended.popleft()
-
-    def since(self, seen: int) -> tuple[tuple[SequenceFacts, ...], tuple[SequenceKey, ...]]:
-        """What has changed after the picture `seen`, and which sequences have ended or left the list since."""
-        ended = [key for number, key in self._ended if number > seen and key not in self._listed] if seen else ()
-        return tuple(facts for number, facts in self._listed.values() if number > seen), tuple(ended)

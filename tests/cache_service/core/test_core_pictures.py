@@ -32,11 +32,8 @@ class Watched:
         return [self.pictures.show(viewer) for viewer in viewers]
 
     def num_kept(self) -> int:
-        """Ends and lists of changed blocks that are kept for viewers who have missed them."""
-        sessions = self.pictures._sessions.values()
-        lists = sum(len(one._ended) for session in sessions for one in session._sequences.values())
-        blocks = sum(len(pool._changed) for session in sessions for pool in session.pools)
-        return len(self.pictures._ended) + lists + blocks
+        """Lists of changed blocks that are kept for viewers who have missed them."""
+        return sum(len(pool._changed) for pools in self.pictures._pools.values() for pool in pools)
 
 
 def test_what_everybody_has_seen_is_not_kept() -> None:
@@ -67,12 +64,12 @@ def test_one_that_has_missed_too_many_pictures_gets_everything_and_nothing_is_ke
     wish = Wish(include_blocks=True, max_sequences=10)
     slow, quick = watched.join(wish), watched.join(wish)
     watched.show(slow, quick)
-    for number in range(num_missed - 1):
+    for number in range(num_missed):
         desk.serve(str(number), [number, 1, 2])
         watched.show(quick)
     assert watched.num_kept() <= MAX_MISSED
-    (change,) = watched.show(slow)
-    assert change.is_whole == is_whole
+    assert (slow.shown is None) == is_whole
+    assert watched.pictures.show(slow).is_whole == is_whole
 
 
 def test_many_changed_blocks_are_sent_as_a_whole_pool_and_few_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,16 +92,6 @@ def test_many_changed_blocks_are_sent_as_a_whole_pool_and_few_one_by_one(monkeyp
     (columns,) = change.sessions[0].blocks
     assert columns is not None
     assert columns.ids is None
-
-
-def test_a_list_of_sequences_is_kept_only_while_somebody_wants_one_so_long() -> None:
-    desk = Desk()
-    desk.grant("a", [1, 2, 3])
-    watched = Watched(desk)
-    stays, goes = watched.join(Wish(max_sequences=3)), watched.join(Wish(max_sequences=5))
-    watched.pictures.leave(goes)
-    watched.show(stays)
-    assert [list(one._sequences) for one in watched.pictures._sessions.values()] == [[3]]
 
 
 def test_all_workers_together_show_only_so_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
