@@ -1,25 +1,32 @@
-"""Follows the manager while somebody looks at the page, and shares its pictures among all browsers."""
+"""Follows the manager's pictures while somebody looks at the page, and shares them among all browsers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
+from kvpool.client import Client, KvpoolError, ManagerAway, ProtocolError
+from kvpool.client.watch import WatchUpdate
+from kvpool.v1 import cache_pb2
+
 from .cluster_picture import ClusterPicture
-from .pictures import Pictures
 from .request_feed import RequestFeed
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
+PICTURE_MS: Final = 200
+"""Interval of the manager's pictures. Browsers may ask for fewer, and get no more."""
+MAX_SEQUENCES: Final = 200
+"""Sequences of each worker in a picture."""
 RETRY_SECONDS: Final = 0.5
-"""Pause between two attempts to reach a manager that is away."""
+"""Pause after an error that the client does not try again by itself, e.g. of a manager that is too old: somebody may replace it."""
 SILENCE_SECONDS: Final = 15.0
 """Silence after which a browser is sent a comment, so that neither it nor a proxy takes the stream for dead."""
 
@@ -41,9 +48,14 @@ class Hub:
     """The hub of one gateway. Its task runs while there is a viewer."""
 
     def __init__(
-        self, pictures: Pictures, requests: RequestFeed | None = None, *, retry_seconds: float = RETRY_SECONDS
+        self,
+        follow: Callable[[], AsyncGenerator[WatchUpdate, None]],
+        requests: RequestFeed | None = None,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        self._pictures = pictures
+        """`follow` opens a stream of the pictures."""
+        self._follow_pictures = follow
         self._requests = requests
         self._retry_seconds = retry_seconds
         self._picture = ClusterPicture()
@@ -124,19 +136,17 @@ class Hub:
     async def _follow(self) -> None:
         while True:
             try:
-                async with aclosing(self._pictures()) as pictures:
-                    async for picture in pictures:
-                        if self._picture.apply(picture):
+                async with aclosing(self._follow_pictures()) as updates:
+                    async for update in updates:
+                        if isinstance(update, ManagerAway):
+                            self._say("away", update.error.message)
+                        elif isinstance(update, cache_pb2.Picture) and self._picture.apply(update):
                             self._say("up", "")
                             self._wake()
-                message = "the manager has ended the stream"
-            except ConnectionError as error:
-                message = str(error)
-            except ValueError as error:
-                log.exception("a picture of the manager contradicts itself")
-                message = str(error)
-            self._picture.interrupt()
-            self._say("away", message)
+            except KvpoolError as error:
+                if isinstance(error, ProtocolError):
+                    log.exception("a picture of the manager contradicts itself")
+                self._say("away", error.message)
             await asyncio.sleep(self._retry_seconds)
 
     def _say(self, state: str, message: str) -> None:
@@ -155,3 +165,8 @@ class Hub:
 def event_text(name: str, data: bytes) -> bytes:
     """Return one event of a stream. `data` has no line break."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def follow_pictures(client: Client) -> Callable[[], AsyncGenerator[WatchUpdate, None]]:
+    """Return a function that follows the pictures of a client's cluster."""
+    return lambda: client.watch(interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)

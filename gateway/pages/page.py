@@ -12,8 +12,7 @@ from starlette.requests import HTTPConnection
 from kvpool.client import Client
 
 from ..request_log import RequestLog
-from .hub import Hub
-from .pictures import manager_pictures
+from .hub import Hub, follow_pictures
 from .prefix_follower import Prefixes, follow_contents
 from .request_feed import RequestFeed
 
@@ -29,7 +28,7 @@ class Page:
 @asynccontextmanager
 async def open_page(client: Client, log: RequestLog) -> AsyncIterator[Page]:
     """Open the page of the client's cluster. It calls the manager only while somebody looks."""
-    hub = Hub(manager_pictures(client), RequestFeed(log))
+    hub = Hub(follow_pictures(client), RequestFeed(log))
     prefixes = Prefixes(follow_contents(client))
     try:
         yield Page(hub, prefixes)

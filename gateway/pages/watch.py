@@ -9,9 +9,8 @@ from starlette.responses import Response
 
 from ..errors import ApiError
 from .event_stream import PageEvents
-from .hub import PageViewer
+from .hub import PICTURE_MS, PageViewer
 from .page import page_of
-from .pictures import PICTURE_MS
 
 INTERVAL_MS: Final = (100, 10_000)
 

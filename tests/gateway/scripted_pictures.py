@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.client import ManagerAway, Unavailable
+from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2, common_pb2
-
-LOST = "lost"
 
 
 class ScriptedPictures:
@@ -19,7 +19,7 @@ class ScriptedPictures:
     def __init__(self) -> None:
         self.num_opened = 0
         self.num_open = 0
-        self._next: asyncio.Queue[cache_pb2.Picture | str] = asyncio.Queue()
+        self._next: asyncio.Queue[WatchUpdate] = asyncio.Queue()
 
     def send(self, *pictures: cache_pb2.Picture) -> None:
         """To the stream that is open, or the one that is opened next."""
@@ -28,18 +28,15 @@ class ScriptedPictures:
 
     def lose(self) -> None:
         """The manager goes away."""
-        self._next.put_nowait(LOST)
+        self._next.put_nowait(ManagerAway(Unavailable("the manager is away")))
 
-    async def open(self) -> AsyncGenerator[cache_pb2.Picture, None]:
+    async def open(self) -> AsyncGenerator[WatchUpdate, None]:
         """A stream."""
         self.num_opened += 1
         self.num_open += 1
         try:
             while True:
-                sent = await self._next.get()
-                if isinstance(sent, str):
-                    raise ConnectionError("the manager is away")
-                yield sent
+                yield await self._next.get()
         finally:
             self.num_open -= 1
 
