@@ -33,7 +33,7 @@ class ContentNode:
     children: dict[int, ContentNode] = field(default_factory=dict)
     """Nodes of the blocks that come next, by number."""
     num_served_tokens: int = 0
-    """Prompt tokens served by hits that ended at this node, since the view began."""
+    """Prompt tokens served by hits that reach this node, since the view began."""
 
     def path(self) -> list[ContentNode]:
         """Return the nodes from the beginning of the chain to this one."""
@@ -58,7 +58,8 @@ class ContentsView:
         """Whether the whole state has come."""
 
     def apply(self, contents: cache_pb2.Contents) -> None:
-        """Take in the next message. Raises ProtocolError if it does not join on."""
+        """Take in the next message, in time in proportion to its events and the depth of the hits. Raises ProtocolError if it does
+        not join on."""
         if contents.whole_begins:
             self.nodes.clear()
             self.is_complete = False
@@ -83,8 +84,11 @@ class ContentsView:
             for holder in self.nodes.values():
                 holder.sessions.pop(event.cleared.session, None)
                 holder.groups.pop(event.cleared.session, None)
-        elif kind == "served" and (node := self.nodes.get(event.served.node)) is not None:
-            node.num_served_tokens += event.served.num_cached_tokens
+        elif kind == "served":
+            node = self.nodes.get(event.served.node)
+            while node is not None:
+                node.num_served_tokens += event.served.num_cached_tokens
+                node = node.parent
 
     def _store(self, stored: cache_pb2.ContentStored) -> None:
         node = self.nodes.get(stored.node)

@@ -17,7 +17,7 @@ from kvpool.client import Client, KvpoolError
 from ..context import gateway_of
 from ..errors import ApiError
 from .page import page_of
-from .prefix_tree import PageTree, PrefixEntry
+from .prefix_tree import PrefixEntry, beginning_of, entries_after
 
 MAX_ENTRIES: Final = 200
 
@@ -25,31 +25,32 @@ MAX_ENTRIES: Final = 200
 async def prefixes(request: Request) -> JSONResponse:
     """Answer with the entries after `node` (0: the beginnings), at most `limit`. Raises ApiError."""
     number, limit = _number(request, "node", 0, 2**63), _number(request, "limit", 50, MAX_ENTRIES)
-    tree = await page_of(request).prefixes.look()
-    if not tree.is_complete:
+    view = await page_of(request).prefixes.look()
+    if not view.is_complete:
         raise ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "the manager has not listed what it holds yet: ask again",
             code="unavailable",
         )
-    node = tree.find(number) if number else None
+    node = view.nodes.get(number)
     is_gone = bool(number) and node is None
-    entries, total = ([], 0) if is_gone else tree.children(node, limit)
-    tokenizers = await _tokenizers(tree, entries, gateway_of(request).client)
+    entries, total = ([], 0) if is_gone else entries_after(view, node, limit)
+    num_nodes = len(view.nodes)
+    tokenizers = await _tokenizers(entries, gateway_of(request).client)
     return JSONResponse(
         {
-            "num_nodes": tree.num_nodes,
+            "num_nodes": num_nodes,
             "is_gone": is_gone,
             "total": total,
-            "entries": [_encode(tree, entry, tokenizers) for entry in entries],
+            "entries": [_encode(entry, tokenizers) for entry in entries],
         }
     )
 
 
-async def _tokenizers(tree: PageTree, entries: Iterable[PrefixEntry], client: Client) -> dict[str, Tokenizer | None]:
+async def _tokenizers(entries: Iterable[PrefixEntry], client: Client) -> dict[str, Tokenizer | None]:
     """Return the tokenizers by model; None: it has none, or no worker serves it now."""
     tokenizers: dict[str, Tokenizer | None] = {}
-    for fingerprint in {_fingerprint(tree, entry) for entry in entries}:
+    for fingerprint in set(map(_fingerprint, entries)):
         try:
             tokenizers[fingerprint] = (await client.model(fingerprint)).tokenizer
         except KvpoolError:
@@ -57,22 +58,21 @@ async def _tokenizers(tree: PageTree, entries: Iterable[PrefixEntry], client: Cl
     return tokenizers
 
 
-def _fingerprint(tree: PageTree, entry: PrefixEntry) -> str:
-    root, _ = tree.root_of(entry.first)
+def _fingerprint(entry: PrefixEntry) -> str:
+    root = beginning_of(entry.first).root
     return "" if root is None else root.model_fingerprint
 
 
-def _encode(tree: PageTree, entry: PrefixEntry, tokenizers: Mapping[str, Tokenizer | None]) -> dict[str, Any]:
-    _, salt_number = tree.root_of(entry.first)
+def _encode(entry: PrefixEntry, tokenizers: Mapping[str, Tokenizer | None]) -> dict[str, Any]:
     return {
         "node": str(entry.last.node),
-        "text": _text(entry, tokenizers[_fingerprint(tree, entry)]),
+        "text": _text(entry, tokenizers.get(_fingerprint(entry))),
         "num_blocks": entry.num_blocks,
         "num_tokens": entry.num_blocks * (len(entry.first.tokens) // 4),
-        "num_saved_tokens": entry.num_saved_tokens,
+        "num_saved_tokens": entry.first.num_served_tokens,
         "workers": sorted(entry.first.sessions.values()),
         "num_children": len(entry.last.children),
-        "salt_number": salt_number,
+        "salt_number": beginning_of(entry.first).salt_number,
     }
 
 

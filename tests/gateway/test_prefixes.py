@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from kvpool.client import ContentsView
 from kvpool.client.watch import WatchUpdate
 from kvpool.gateway.pages.prefix_follower import Prefixes
-from kvpool.gateway.pages.prefix_tree import MAX_CHAIN_BLOCKS, PageTree
+from kvpool.gateway.pages.prefix_tree import MAX_CHAIN_BLOCKS, entries_after
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import common_pb2
 from tests.gateway.serving import http_client, serving
@@ -36,58 +37,58 @@ def served(node: int, num_tokens: int) -> pb.ContentEvent:
     return pb.ContentEvent(number=99, served=pb.ContentServed(session=1, node=node, num_cached_tokens=num_tokens))
 
 
-def tree_of(*events: pb.ContentEvent) -> PageTree:
-    tree = PageTree()
-    tree.apply(pb.Contents(epoch=1, whole_begins=True, whole_ends=True, events=events))
-    return tree
+def view_of(*events: pb.ContentEvent) -> ContentsView:
+    view = ContentsView()
+    view.apply(pb.Contents(epoch=1, whole_begins=True, whole_ends=True, events=events))
+    return view
 
 
 def test_what_does_not_branch_is_one_entry() -> None:
     """1 – 2 – 3 branches into 4 and 5 – 6."""
-    tree = tree_of(stored(1, 0), stored(2, 1), stored(3, 2), stored(4, 3), stored(5, 3), stored(6, 5))
-    (entry,), total = tree.children(None, 10)
+    view = view_of(stored(1, 0), stored(2, 1), stored(3, 2), stored(4, 3), stored(5, 3), stored(6, 5))
+    (entry,), total = entries_after(view, None, 10)
     assert (entry.first.node, entry.last.node, entry.num_blocks, total) == (1, 3, 3, 1)
-    below, total = tree.children(entry.last, 10)
+    below, total = entries_after(view, entry.last, 10)
     assert [(each.first.node, each.last.node) for each in below] == [(4, 4), (5, 6)]
     assert total == 2
 
 
 def test_a_chain_is_cut_where_other_workers_hold_it() -> None:
-    tree = tree_of(stored(1, 0), stored(1, 0, session=2), stored(2, 1))
-    (entry,), _ = tree.children(None, 10)
+    view = view_of(stored(1, 0), stored(1, 0, session=2), stored(2, 1))
+    (entry,), _ = entries_after(view, None, 10)
     assert (entry.last.node, sorted(entry.first.sessions.values())) == (1, ["w1", "w2"])
 
 
 def test_what_saved_most_comes_first_and_counts_for_all_before_it() -> None:
-    tree = tree_of(stored(1, 0), stored(2, 1), stored(3, 1), stored(4, 0), served(3, 4), served(3, 4), served(2, 4))
-    tree.apply(pb.Contents(epoch=1, events=[served(4, 2)]))
-    entries, _ = tree.children(None, 10)
-    assert [(entry.first.node, entry.num_saved_tokens) for entry in entries] == [(1, 12), (4, 2)]
-    below, _ = tree.children(entries[0].last, 10)
-    assert [(entry.first.node, entry.num_saved_tokens) for entry in below] == [(3, 8), (2, 4)]
-    assert len(tree.children(None, 1)[0]) == 1
+    view = view_of(stored(1, 0), stored(2, 1), stored(3, 1), stored(4, 0), served(3, 4), served(3, 4), served(2, 4))
+    view.apply(pb.Contents(epoch=1, events=[served(4, 2)]))
+    entries, _ = entries_after(view, None, 10)
+    assert [(entry.first.node, entry.first.num_served_tokens) for entry in entries] == [(1, 12), (4, 2)]
+    below, _ = entries_after(view, entries[0].last, 10)
+    assert [(entry.first.node, entry.first.num_served_tokens) for entry in below] == [(3, 8), (2, 4)]
+    assert len(entries_after(view, None, 1)[0]) == 1
 
 
 def test_a_very_long_chain_is_cut_and_goes_on_below() -> None:
-    tree = tree_of(*(stored(node, node - 1) for node in range(1, MAX_CHAIN_BLOCKS + 3)))
-    (entry,), _ = tree.children(None, 10)
+    view = view_of(*(stored(node, node - 1) for node in range(1, MAX_CHAIN_BLOCKS + 3)))
+    (entry,), _ = entries_after(view, None, 10)
     assert entry.num_blocks == MAX_CHAIN_BLOCKS
-    (rest,), _ = tree.children(entry.last, 10)
+    (rest,), _ = entries_after(view, entry.last, 10)
     assert rest.num_blocks == 2
 
 
 def test_what_is_forgotten_is_gone_and_a_new_whole_begins_anew() -> None:
-    tree = tree_of(stored(1, 0), stored(2, 1), served(2, 4))
-    node = tree.find(2)
-    tree.apply(
+    view = view_of(stored(1, 0), stored(2, 1), served(2, 4))
+    node = view.nodes.get(2)
+    view.apply(
         pb.Contents(epoch=1, events=[pb.ContentEvent(removed=pb.ContentRemoved(node=2, session=1, forgotten=True))])
     )
     assert node is not None
-    assert tree.find(2) is None
-    assert tree._saved == {1: 4}
-    tree.apply(pb.Contents(epoch=2, whole_begins=True, whole_ends=True, events=[stored(1, 0)]))
-    (entry,), _ = tree.children(None, 10)
-    assert (tree.num_nodes, entry.num_saved_tokens) == (1, 0)
+    assert view.nodes.get(2) is None
+    assert view.nodes[1].num_served_tokens == 4
+    view.apply(pb.Contents(epoch=2, whole_begins=True, whole_ends=True, events=[stored(1, 0)]))
+    (entry,), _ = entries_after(view, None, 10)
+    assert (len(view.nodes), entry.first.num_served_tokens) == (1, 0)
 
 
 async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
@@ -103,7 +104,7 @@ async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
             ended += 1
 
     prefixes = Prefixes(follow)
-    assert (await prefixes.look()).num_nodes == 1
+    assert len((await prefixes.look()).nodes) == 1
     end = prefixes._ending
     await prefixes.look()
     assert (begun, ended) == (1, 0), "one stream for all who look"
@@ -112,7 +113,7 @@ async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
     prefixes._end()
     await asyncio.gather(prefixes._following or asyncio.sleep(0), return_exceptions=True)
     assert ended == 1
-    assert (await prefixes.look()).num_nodes == 1
+    assert len((await prefixes.look()).nodes) == 1
     await prefixes.close()
     assert (begun, ended) == (2, 2)
 

@@ -94,6 +94,15 @@ def test_many_changed_blocks_are_sent_as_a_whole_pool_and_few_one_by_one(monkeyp
     assert columns.ids is None
 
 
+def test_what_only_a_gone_viewer_has_watched_is_dropped() -> None:
+    desk = Desk()
+    watched = Watched(desk)
+    stays, goes = watched.join(Wish(max_sequences=3)), watched.join(Wish(include_blocks=True))
+    watched.show(stays, goes)
+    watched.pictures.leave(goes)
+    assert (watched.pictures._pools, watched.pictures._shown) == ({}, {})
+
+
 def test_all_workers_together_show_only_so_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures_module, "MAX_SEQUENCES", 5)
     lockstep = Lockstep()
