@@ -7,7 +7,6 @@ kept.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -16,17 +15,11 @@ from .facts import ClusterFacts, SequenceFacts, WorkerFacts, cluster_facts, sequ
 from .manager import CacheManager
 from .messages import SequenceKey
 
-SLICE_BLOCKS = 512
-"""Blocks that one step looks at: some 0.3 ms."""
-
 MAX_SEQUENCES = 1000
 """Sequences in one picture, of all workers together."""
 
 MAX_MISSED = 64
 """Pictures that a viewer may miss; after that it gets everything."""
-
-MAX_LISTED_BLOCKS = 1 << 14
-"""Changed blocks of one pool that are listed one by one. If there are more, a copy of the whole pool is sent."""
 
 
 class Wish(NamedTuple):
@@ -106,9 +99,9 @@ class Pictures:
         """Number of the last picture."""
         self._manager = manager
         self._viewers: dict[Viewer, None] = {}
-        self._pools: dict[int, tuple[_WatchedPool, ...]] = {}
-        """The pool of each group, by session, if any viewer wants to see the blocks."""
-        self._todo: list[_WatchedPool] = []
+        self._mirrors: dict[int, tuple[BlockMirror, ...]] = {}
+        """The mirror of each group, by session, if any viewer wants to see the blocks."""
+        self._todo: list[BlockMirror] = []
         self._cluster: ClusterFacts | None = None
         self._shown: dict[Wish, _Shown] = {}
         """What the last picture shows, by wish, to viewers that have looked."""
@@ -129,32 +122,37 @@ class Pictures:
     def leave(self, viewer: Viewer) -> None:
         """It watches no longer; what only it has watched is dropped. May be repeated."""
         self._viewers.pop(viewer, None)
-        self._watch_as_wished()
+        self._mirror_as_wished()
+        self._todo.clear()
         self._shown.clear()
         self._changes.clear()
 
     def step(self) -> bool:
         """Prepare the next picture for some 0.5 ms; returns whether more is left before `take`, which does the rest at once."""
         if not self._todo:
-            self._watch_as_wished()
-            self._todo = [pool for pools in self._pools.values() for pool in pools]
+            self._mirror_as_wished()
+            self._todo = [mirror for mirrors in self._mirrors.values() for mirror in mirrors]
         while self._todo:
-            if self._todo[-1].mirror.step(self.number + 1, SLICE_BLOCKS):
+            if self._todo[-1].step(self.number + 1):
                 return True
             self._todo.pop()
         return False
 
     def take(self, num_audits: int = 0, num_violations: int = 0) -> int:
         """Take a picture now, of all workers at this moment; returns its number."""
-        self._watch_as_wished()
+        self._mirror_as_wished()
         self.number += 1
         self._todo.clear()
         self._shown.clear()
         self._changes.clear()
-        oldest = self._oldest_shown()
-        for pools in self._pools.values():
-            for pool in pools:
-                pool.take(self.number, oldest)
+        for viewer in self._viewers:
+            shown = viewer.shown
+            if shown and (shown.epoch != self._manager.epoch or shown.number < self.number - MAX_MISSED):
+                viewer.shown = None
+        oldest = min((viewer.shown.number for viewer in self._viewers if viewer.shown), default=self.number)
+        for mirrors in self._mirrors.values():
+            for mirror in mirrors:
+                mirror.take(self.number, oldest)
         self._cluster = cluster_facts(self._manager, num_audits, num_violations)
         return self.number
 
@@ -167,7 +165,7 @@ class Pictures:
             change = self._changes[key] = self._difference(viewer.wish, before, viewer.shown)
         return change
 
-    def _watch_as_wished(self) -> None:
+    def _mirror_as_wished(self) -> None:
         """Mirror the blocks of each live session if any viewer wants to see them, and of no other."""
         wishes = {viewer.wish for viewer in self._viewers if viewer.wish.include_blocks}
         wished = {
@@ -175,22 +173,14 @@ class Pictures:
             for session in self._manager.sessions
             if any(wish.shows(session.worker_id) for wish in wishes)
         }
-        for number in self._pools.keys() - wished.keys():
-            for pool in self._pools.pop(number):
-                pool.mirror.close()
-        for number in wished.keys() - self._pools.keys():
-            mirrors = [
-                BlockMirror(wished[number], group, self._manager.salts) for group in range(len(wished[number].pools))
-            ]
-            self._pools[number] = tuple(_WatchedPool(mirror, self.number + 1) for mirror in mirrors)
-
-    def _oldest_shown(self) -> int:
-        """Return the number of the oldest picture that any viewer has. One that is too old is void."""
-        for viewer in self._viewers:
-            shown = viewer.shown
-            if shown and (shown.epoch != self._manager.epoch or shown.number < self.number - MAX_MISSED):
-                viewer.shown = None
-        return min((viewer.shown.number for viewer in self._viewers if viewer.shown), default=self.number)
+        for number in self._mirrors.keys() - wished.keys():
+            for mirror in self._mirrors.pop(number):
+                mirror.close()
+        for number in wished.keys() - self._mirrors.keys():
+            session = wished[number]
+            self._mirrors[number] = tuple(
+                BlockMirror(session, group, self._manager.salts, self.number + 1) for group in range(len(session.pools))
+            )
 
     def _show(self, wish: Wish) -> _Shown:
         shown = self._shown.get(wish)
@@ -215,7 +205,7 @@ class Pictures:
             known_facts, known_sequences = known.get(number, _NOTHING)
             blocks: tuple[Columns | None, ...] = ()
             if wish.include_blocks:
-                blocks = tuple(pool.since(0 if before is None else before.number) for pool in self._pools[number])
+                blocks = tuple(mirror.since(before.number if before else 0) for mirror in self._mirrors[number])
             change = SessionChange(
                 number,
                 facts if facts != known_facts else None,
@@ -233,41 +223,3 @@ class Pictures:
             tuple(number for number in known if number not in now.sessions),
             now.cluster if before is None or before.cluster != now.cluster else None,
         )
-
-
-class _WatchedPool:
-    """The blocks of one group, and when they changed."""
-
-    def __init__(self, mirror: BlockMirror, number: int) -> None:
-        """`number`: of the first picture that shows them."""
-        self.mirror = mirror
-        self._changed: deque[tuple[int, set[int]]] = deque()
-        """Number of the picture, blocks that have changed in it; those of some pictures before are not kept."""
-        self._kept_after = number
-        self._num_listed = 0
-        self._columns: Columns | None = None
-        """All blocks, of the last picture, once somebody needs them."""
-
-    def take(self, number: int, oldest: int) -> None:
-        """Note what has changed with the picture `number`; changes up to the picture `oldest` are not needed any more."""
-        self._columns = None
-        while self.mirror.step(number, SLICE_BLOCKS):
-            pass
-        blocks = self.mirror.take_changed()
-        if blocks:
-            self._changed.append((number, blocks))
-            self._num_listed += len(blocks)
-        most = min(max(4096, self.mirror.num_known // 8), MAX_LISTED_BLOCKS)
-        while self._changed and (self._num_listed > most or self._changed[0][0] <= oldest):
-            self._kept_after, dropped = self._changed.popleft()
-            self._num_listed -= len(dropped)
-
-    def since(self, seen: int) -> Columns | None:
-        """Return the blocks that have changed after the picture `seen`, or all if that is not known any more; None: no block
-        has."""
-        if seen < self._kept_after:
-            if self._columns is None:
-                self._columns = self.mirror.columns()
-            return self._columns
-        changed = [blocks for number, blocks in self._changed if number > seen]
-        return self.mirror.columns(changed[0] if len(changed) == 1 else set().union(*changed)) if changed else None

@@ -1,7 +1,7 @@
 """Shares the places for streams of Watch, first among hosts, then among the connections of a host.
 
 No peer proves what it is, so no place can be kept for a gateway by name. Instead a place is taken from the peer that has most of
-them. A gateway, and each `kvpool top`, is one connection with one or two streams, so it finds a place next to any number of streams
+them. A gateway, and each `Client.watch`, is a connection with a stream or two, so it finds a place next to any number of streams
 of another peer. A host is an address without its port; of an IPv6 address only the network of 64 bits counts. All peers that come
 through a proxy are one host, or even one connection.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.cache_service.core import block_mirror
 from kvpool.cache_service.core import pictures as pictures_module
 from kvpool.cache_service.core.pictures import MAX_MISSED, Change, Pictures, Viewer, Wish
 from tests.cache_service.core.desk import Desk
@@ -33,7 +34,7 @@ class Watched:
 
     def num_kept(self) -> int:
         """Lists of changed blocks that are kept for viewers who have missed them."""
-        return sum(len(pool._changed) for pools in self.pictures._pools.values() for pool in pools)
+        return sum(len(mirror._listed) for mirrors in self.pictures._mirrors.values() for mirror in mirrors)
 
 
 def test_what_everybody_has_seen_is_not_kept() -> None:
@@ -74,7 +75,7 @@ def test_one_that_has_missed_too_many_pictures_gets_everything_and_nothing_is_ke
 
 def test_many_changed_blocks_are_sent_as_a_whole_pool_and_few_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have changed before: what was sent does not count any more."""
-    monkeypatch.setattr(pictures_module, "MAX_LISTED_BLOCKS", 10)
+    monkeypatch.setattr(block_mirror, "MAX_LISTED_BLOCKS", 10)
     desk = Desk()
     watched = Watched(desk)
     wish = Wish(include_blocks=True)
@@ -100,7 +101,7 @@ def test_what_only_a_gone_viewer_has_watched_is_dropped() -> None:
     stays, goes = watched.join(Wish(max_sequences=3)), watched.join(Wish(include_blocks=True))
     watched.show(stays, goes)
     watched.pictures.leave(goes)
-    assert (watched.pictures._pools, watched.pictures._shown) == ({}, {})
+    assert (watched.pictures._mirrors, watched.pictures._shown) == ({}, {})
 
 
 def test_all_workers_together_show_only_so_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

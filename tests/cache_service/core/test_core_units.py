@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import pytest
 
+from kvpool.cache_service.core import block_mirror
 from kvpool.cache_service.core.block_mirror import BlockMirror
 from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.description import describe_block
@@ -161,21 +162,22 @@ def test_what_an_evicted_unit_leaves_over_is_granted_before_another_unit_is_evic
     assert granted(worker, "e", OTHER, count=16).encoder_cached
 
 
-def test_pictures_show_what_is_left_of_an_evicted_unit() -> None:
+def test_pictures_show_what_is_left_of_an_evicted_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_mirror, "SLICE_BLOCKS", 2)
     worker = desk()
     for name, root in (("a", INPUT), ("b", OTHER)):
         granted(worker, name, root, count=16)
         worker.leave(encoded(name))
     pool = unit_pool(worker.session)
     assert pool is not None
-    mirror = BlockMirror(worker.session, CROSS, worker.manager.salts)
-    while mirror.step(1, 2):
-        pass
+    mirror = BlockMirror(worker.session, CROSS, worker.manager.salts, 1)
+    mirror.take(1, 0)
     granted(worker, "c", root_of("a third"), count=4)
-    while mirror.step(2, 2):
-        pass
-    assert list(mirror.columns().states) == [pool.state(block) for block in range(pool.num_known)]
-    assert mirror.columns().states.count(State.FREE) == 1 + 3
+    mirror.take(2, 0)
+    columns = mirror.since(0)
+    assert columns is not None
+    assert list(columns.states) == [pool.state(block) for block in range(pool.num_known)]
+    assert columns.states.count(State.FREE) == 1 + 3
 
 
 def test_several_units_go_where_one_is_not_enough() -> None:
