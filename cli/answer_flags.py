@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, Final, cast
 
 import typer
 
 from kvpool.client.options import GenerateOptions
+from kvpool.protocol.sampling import SAMPLING_OPTIONS, SamplingOption
 
 Priority = Annotated[
     int,
@@ -43,103 +44,60 @@ class EarlyStoppingWord(StrEnum):
         return self.value if self is EarlyStoppingWord.NEVER else self is EarlyStoppingWord.TRUE
 
 
-class AnswerFlags:
-    """Type, flag and default of each option. The names are those of GenerateOptions, the order is that of --help."""
+def _flag(name: str, kind: Any, help: str, default: Any = None, *, flag: str = "", **more: Any) -> inspect.Parameter:
+    """Return the parameter of a command for one option. Its flag is the option's name unless `flag` is another one."""
+    option = typer.Option(flag or f"--{name.replace('_', '-')}", help=help, **more)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)
 
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")] = 128
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0: always the most likely token.", show_default=_MODELS + "0")
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Keep the k most likely tokens; 0: all.", show_default=_MODELS + "0")
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", help="Keep the most likely tokens up to this probability.", show_default=_MODELS + "1"),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            "--min-p",
-            help="Drop tokens less likely than this share of the most likely one.",
-            show_default=_MODELS + "0",
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--repetition-penalty",
-            help="Above 1: what prompt or answer holds becomes less likely.",
-            show_default=_MODELS + "1",
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Taken off the logits of what the answer holds.")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Taken off for each time that the answer holds it.")
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option("--logit-bias", metavar="ID=BIAS", help="Added to the logit of a token id; may be repeated."),
-    ] = None
-    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text. Default: a random one.")] = None
-    n: Annotated[int, typer.Option("--n", min=1, help="Answers to one prompt; answer k draws with seed + k.")] = 1
-    num_beams: Annotated[
+
+def _sampling_flag(name: str, option: SamplingOption) -> inspect.Parameter:
+    if name == "logit_bias":
+        return _flag(name, list[str] | None, option.help, metavar="ID=BIAS")
+    if name == "seed":
+        return _flag(name, int | None, option.help)
+    if not option.is_of_files:
+        return _flag(name, type(option.default), option.help, option.default)
+    return _flag(name, type(option.default) | None, option.help, show_default=f"{_MODELS}{option.default:g}")
+
+
+FLAGS: Final = (
+    _flag("max_tokens", int, "Tokens to generate at most.", 128, min=1),
+    *(_sampling_flag(name, option) for name, option in SAMPLING_OPTIONS.items() if option.help),
+    _flag("n", int, "Answers to one prompt; answer k draws with seed + k.", 1, min=1),
+    _flag(
+        "num_beams",
         int | None,
-        typer.Option(
-            "--num-beams",
-            min=1,
-            help="Beam search: follow so many texts and return the n best ones.",
-            show_default=_MODELS + "1",
-        ),
-    ] = None
-    length_penalty: Annotated[
-        float | None,
-        typer.Option("--length-penalty", help="With beams: above 0 favours long texts.", show_default="1"),
-    ] = None
-    early_stopping: Annotated[
+        "Beam search: follow so many texts and return the n best ones.",
+        min=1,
+        show_default=_MODELS + "1",
+    ),
+    _flag("length_penalty", float | None, "With beams: above 0 favours long texts.", show_default="1"),
+    _flag(
+        "early_stopping",
         EarlyStoppingWord | None,
-        typer.Option(
-            "--early-stopping",
-            help="With beams: end as soon as there are as many texts, or never before none can be better.",
-            show_default="false",
-        ),
-    ] = None
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; may be repeated.")] = None
-    stop_token_ids: Annotated[
-        list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Id that ends the text; may be repeated.")
-    ] = None
-    min_tokens: Annotated[
-        int | None,
-        typer.Option("--min-tokens", min=0, help="The text has at least this many tokens.", show_default=_MODELS + "0"),
-    ] = None
-    no_repeat_ngram_size: Annotated[
-        int | None,
-        typer.Option(
-            "--no-repeat-ngram-size",
-            metavar="N",
-            min=0,
-            help="No run of N tokens occurs twice, in prompt and answer; 0: any may.",
-            show_default=_MODELS + "0",
-        ),
-    ] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-text ids.")] = False
-    echo: Annotated[bool, typer.Option("--echo", help="Begin the text with the prompt.")] = False
-    logprobs: Annotated[
-        int | None,
-        typer.Option("--logprobs", metavar="N", help="With --json: of the tokens, and of the n most likely ones."),
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None, typer.Option("--prompt-logprobs", metavar="N", help="With --json: the same of the prompt's tokens.")
-    ] = None
-    priority: Priority = 0
-    tenant: Tenant = ""
-    model: ModelName = None
-    tenant_salt: Annotated[str, typer.Option("--tenant-salt", help="Other salts never share blocks.")] = ""
-    timeout: Annotated[
-        float | None, typer.Option("--timeout", help="Seconds until the last token.", show_default="600")
-    ] = None
+        "With beams: end as soon as there are as many texts, or never before none can be better.",
+        show_default="false",
+    ),
+    _flag("stop", list[str] | None, "String that ends the text; may be repeated."),
+    _flag(
+        "stop_token_ids",
+        list[int] | None,
+        "Id that ends the text; may be repeated.",
+        flag="--stop-token-id",
+        metavar="ID",
+    ),
+    _flag("min_tokens", int | None, "The text has at least this many tokens.", min=0, show_default=_MODELS + "0"),
+    _flag("ignore_eos", bool, "Continue after end-of-text ids.", False, flag="--ignore-eos"),
+    _flag("echo", bool, "Begin the text with the prompt.", False),
+    _flag("logprobs", int | None, "With --json: of the tokens, and of the n most likely ones.", metavar="N"),
+    _flag("prompt_logprobs", int | None, "With --json: the same of the prompt's tokens.", metavar="N"),
+    inspect.Parameter("priority", inspect.Parameter.KEYWORD_ONLY, annotation=Priority, default=0),
+    inspect.Parameter("tenant", inspect.Parameter.KEYWORD_ONLY, annotation=Tenant, default=""),
+    inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=ModelName, default=None),
+    _flag("tenant_salt", str, "Other salts never share blocks.", ""),
+    _flag("timeout", float | None, "Seconds until the last token.", show_default="600"),
+)
+"""Parameter of a command for each option, by the names of GenerateOptions, in the order of --help."""
 
 
 def takes_answer_flags(
@@ -147,16 +105,7 @@ def takes_answer_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's parameter `options` by the flags; it then gets their values. `without`: options for which the command has
     no flag. `defaults`: the command's own defaults."""
-    flags = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=annotation,
-            default=defaults.get(name, getattr(AnswerFlags, name)),
-        )
-        for name, annotation in get_type_hints(AnswerFlags, include_extras=True).items()
-        if name not in without
-    ]
+    flags = [flag.replace(default=defaults.get(flag.name, flag.default)) for flag in FLAGS if flag.name not in without]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from collections.abc import Sequence
+from typing import Literal
+
+from kvpool.protocol.sampling import SamplingOptions
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of generate() and chat(), all optional. None means the default: the value in the model's
     generation_config.json (`Model.default_options`), or else the one given here. The next token is chosen by logit_bias, penalties,
-    forbidden and forced ids, temperature, top_k, top_p and min_p, in this order."""
+    forbidden and forced ids, temperature, and then by the options that keep only some tokens, in the order of this list."""
 
-    temperature: float
-    """Logits are divided by it; at most 100. 0, the default: always the most likely token."""
     default_temperature: float
     """Temperature if neither this request nor the model's files have one; 0 by default."""
-    top_k: int
-    """Keep the k most likely tokens; 0, the default: all."""
-    top_p: float
-    """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; 1, the default: all."""
-    min_p: float
-    """Drop tokens whose probability is less than min_p times that of the most likely one; 0, the default: none."""
-    repetition_penalty: float
-    """Factor in (0, 10] by which the logits of tokens in prompt or answer are divided if positive, else multiplied; 1, the default:
-    none."""
-    presence_penalty: float
-    """Amount to subtract from the logits of tokens that occur in the answer, in [-2, 2]; 0, the default: none."""
-    frequency_penalty: float
-    """Amount to subtract from a token's logit for each time that it occurs in the answer, in [-2, 2]; 0, the default: none."""
-    logit_bias: Mapping[int, float]
-    """Amount to add to the logit of each token id, in [-100, 100]; at most 1,024 ids."""
-    no_repeat_ngram_size: int
-    """No run of that many tokens occurs twice in prompt and answer together; 0, the default: any may."""
-    encoder_no_repeat_ngram_size: int
-    """No run of that many tokens of the prompt occurs in the answer; 0, the default: any may."""
-    suppress_tokens: Sequence[int]
-    """Ids that are never drawn; none by default. At most 4,096, begin_suppress_tokens, bad_words_ids and forced_eos_token_id
-    included."""
-    begin_suppress_tokens: Sequence[int]
-    """Ids that are never drawn as the first token of an answer; none by default."""
-    bad_words_ids: Sequence[Sequence[int]]
-    """Runs of ids that the answer never completes; none by default."""
-    forced_eos_token_id: int | Sequence[int]
-    """Id, or several of which one is chosen, that is the last token of an answer which ends by its length; none by default."""
-    seed: int | None
-    """0 … 2**64 − 1; the same seed gives the same text. None: a random one."""
     n: int
     """Number of answers to the prompt, which is computed once; 1, the default, to 128. Answer k draws with seed + k, so it equals
     the answer to a single request with that seed. Chunks have the `index` of their answer. With num_beams they are the n best

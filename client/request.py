@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from kvpool.protocol.answers import answer_seed
 from kvpool.protocol.defaults import fill_in
 from kvpool.protocol.limits import BadField, check_options
-from kvpool.protocol.sampling import RANGES
+from kvpool.protocol.sampling import SAMPLING_OPTIONS
 from kvpool.v1 import worker_pb2
 
 from .errors import InvalidRequest
@@ -74,8 +74,9 @@ def build_request(options: GenerateOptions) -> worker_pb2.GenerateRequest:
         field = error.field.rpartition(".")[2]
         _require(False, _OPTION_OF.get(field, field), error.needed, error.got)
     usual = options.get("default_temperature") or 0
-    is_in_range = isinstance(usual, Real) and RANGES["temperature"].holds(float(usual))
-    _require(is_in_range, "default_temperature", f"a number in {RANGES['temperature']}", usual)
+    allowed = SAMPLING_OPTIONS["temperature"].allowed
+    is_allowed = allowed is None or (isinstance(usual, Real) and allowed.holds(float(usual)))
+    _require(is_allowed, "default_temperature", f"a number in {allowed}", usual)
     _choose_seed(request)
     return request
 

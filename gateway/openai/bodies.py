@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.requests import Request
+
+from kvpool.client.options import SamplingOptions
 
 from ..errors import ApiError
 
@@ -29,9 +31,9 @@ _UNION_MEMBERS: Final = frozenset({"str", "list[dict[str,any]]", "list[int]", "l
 """Pydantic's names for the members of the unions `stop` and `prompt` in the location of an error."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 # Without fail_fast all errors of a list would be collected, although only the first one is shown.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+ListsOfTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -54,41 +56,53 @@ class Body(BaseModel):
     """Name or fingerprint of the model; None: the one that all workers serve."""
 
 
-class GenerationBody(Body):
+_JSON_TYPES: Final[Mapping[Any, Any]] = {
+    float: Number,
+    int: Annotated[int, Field(ge=0)],
+    Sequence[int]: TokenIds,
+    Sequence[Sequence[int]]: ListsOfTokenIds,
+    int | Sequence[int]: int | TokenIds,
+    Mapping[int, float]: dict[str, Number],  # keys are text, as all of JSON's
+}
+"""Types of fields by those of the client's options."""
+_OWN_TYPES: Final = {
+    "seed": Annotated[int, Field(ge=-(2**63), lt=2**64)],
+    "top_k": Annotated[int, Field(ge=-1)],
+}
+"""Types of the fields that may have other values than the options of the same name."""
+
+if TYPE_CHECKING:
+    SamplingBody = Body
+else:
+    SamplingBody = create_model(
+        "SamplingBody",
+        __base__=Body,
+        **{
+            name: ((_OWN_TYPES.get(name) or _JSON_TYPES[kind]) | None, None)
+            for name, kind in get_type_hints(SamplingOptions).items()
+        },
+    )
+    """The client's sampling options, all of which are fields. Those that OpenAI lacks have the names of vLLM and transformers."""
+
+
+class GenerationBody(SamplingBody):
     """The fields that chats and completions have in common. Any may be null, which means its default."""
 
-    bad_words_ids: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
-    """Named as in transformers, like the other fields that forbid or force token ids."""
-    begin_suppress_tokens: TokenIds | None = None
     early_stopping: bool | Literal["never"] | None = None
-    encoder_no_repeat_ngram_size: int | None = Field(default=None, ge=0)
-    forced_eos_token_id: int | TokenIds | None = None
-    frequency_penalty: Number | None = None
     ignore_eos: bool | None = None
     length_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
-    """Bias by token id; the ids are text, as all keys in JSON."""
     max_tokens: int | None = Field(default=None, ge=0)
-    min_p: Number | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1)
-    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     num_beams: int | None = Field(default=None, ge=1)
     """Named as in transformers; vLLM has use_beam_search, with n as the number of beams."""
-    presence_penalty: Number | None = None
     priority: int | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    repetition_penalty: Number | None = None
     return_token_ids: bool | None = None
-    seed: Seed | None = None
     stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
-    suppress_tokens: TokenIds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Number | None = None
-    top_k: int | None = Field(default=None, ge=-1)
-    top_p: Number | None = None
     use_beam_search: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -118,7 +132,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: str | TokenIds | Texts | ListsOfTokenIds
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from kvpool.client import GenerateOptions
+from kvpool.client.options import SamplingOptions
 
 from ..errors import ApiError
 from ..settings import GatewaySettings
@@ -13,12 +14,6 @@ from .bodies import ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_TEMPERATURE: Final = 1.0
 DEFAULT_COMPLETION_TOKENS: Final = 16
-_SAME: Final = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
-    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens"),
-    *("bad_words_ids", "forced_eos_token_id"),
-)
-"""Fields that have the same name in the options; null means the model's default."""
 _SEEDS: Final = 2**64
 """Number of seeds; negative ones count back from it."""
 
@@ -45,7 +40,6 @@ def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateO
         "ignore_eos": bool(body.ignore_eos),
         "stop_token_ids": body.stop_token_ids or (),
         "max_tokens": body.max_tokens,
-        "seed": None if body.seed is None else body.seed % _SEEDS,
         "prompt_logprobs": body.prompt_logprobs,
     }
     num_beams = _num_beams(body)
@@ -59,14 +53,21 @@ def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateO
         options["length_penalty"] = body.length_penalty
     if body.stop:
         options["stop"] = body.stop
-    if body.logit_bias:
-        options["logit_bias"] = _biases(body.logit_bias)
-    for name in _SAME:
+    if body.min_tokens is not None:
+        options["min_tokens"] = body.min_tokens
+    for name in SamplingOptions.__annotations__:
         if (value := getattr(body, name)) is not None:
-            options[name] = value
-    if body.top_k is not None:
-        options["top_k"] = max(body.top_k, 0)  # vLLM writes −1 for all
+            options[name] = _as_option(name, value)  # type: ignore[literal-required]
     return options
+
+
+def _as_option(name: str, value: Any) -> Any:
+    """Return the value of a sampling option for that of the field with its name."""
+    if name == "seed":
+        return value % _SEEDS
+    if name == "top_k":
+        return max(value, 0)  # vLLM writes −1 for all
+    return _biases(value) if name == "logit_bias" else value
 
 
 def chat_options(body: ChatBody, settings: GatewaySettings) -> GenerateOptions:

@@ -98,7 +98,8 @@ def _entries(public: type) -> Iterator[_Entry]:
     for base in map(ast.unparse, node.bases):
         # What a public class inherits from an inner one belongs to its description. (TypedDict hides its bases at run time.)
         inherited = vars(module).get(base)
-        if inherited is not None and inherited.__module__.startswith("kvpool.client") and base not in described_names():
+        ours = ("kvpool.client", "kvpool.protocol")
+        if inherited is not None and inherited.__module__.startswith(ours) and base not in described_names():
             yield from _entries(inherited)
     blocking: list[FunctionType] = []
     for index, item in enumerate(node.body):

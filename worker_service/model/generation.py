@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from transformers import GenerationConfig
 
 from kvpool.protocol.limits import BadField, check_options
+from kvpool.protocol.sampling import SAMPLING_OPTIONS
 from kvpool.v1 import worker_pb2
 
 from .errors import ModelError
@@ -49,21 +50,15 @@ _HOW = "how generate computes or returns"
 _OWN_CACHE = "the KV cache is the worker's own"
 _GONE = "generate itself no longer has it"
 _OPTION = "the option of that name"
-_SAMPLERS = "another choice of tokens: top_k, top_p and min_p are there"
+_SAMPLERS = "another choice of tokens than top_k and top_p"
+_SAMPLING: Final = [name for name, option in SAMPLING_OPTIONS.items() if option.is_of_files and name != "temperature"]
+"""Fields that have an option's name and meaning. A temperature counts only where the file asks to sample."""
 
 FIELDS: Final[Mapping[str, Field]] = {
     "do_sample": Field(Use.DEFAULT, "temperature: without do_sample it is 0, whatever the file's temperature"),
     "temperature": Field(Use.DEFAULT, "temperature; 1 where the file asks to sample and has none"),
+    **dict.fromkeys(_SAMPLING, Field(Use.DEFAULT, _OPTION)),
     "top_k": Field(Use.DEFAULT, "top_k; generate's own 50, where no file says so, is none"),
-    "top_p": Field(Use.DEFAULT, _OPTION),
-    "min_p": Field(Use.DEFAULT, _OPTION),
-    "repetition_penalty": Field(Use.DEFAULT, _OPTION),
-    "no_repeat_ngram_size": Field(Use.DEFAULT, _OPTION),
-    "encoder_no_repeat_ngram_size": Field(Use.DEFAULT, _OPTION),
-    "bad_words_ids": Field(Use.DEFAULT, _OPTION),
-    "suppress_tokens": Field(Use.DEFAULT, _OPTION),
-    "begin_suppress_tokens": Field(Use.DEFAULT, _OPTION),
-    "forced_eos_token_id": Field(Use.DEFAULT, _OPTION),
     "max_new_tokens": Field(Use.DEFAULT, "max_tokens"),
     "max_length": Field(Use.DEFAULT, "max_tokens; it counts the prompt, and is nothing for longer prompts"),
     "min_new_tokens": Field(Use.DEFAULT, "min_tokens"),
@@ -284,10 +279,6 @@ def _in_vocabulary(ids: Iterable[Any], name: str, source: str, vocab_size: int, 
     return tuple(sorted(inside))
 
 
-_SAMPLING: Final = (
-    *("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-    *("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "bad_words_ids"),
-)
 _STOP: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _EARLY_STOPPING: Final = {
     False: worker_pb2.EARLY_STOPPING_UNSPECIFIED,

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvpool.v1 import worker_pb2
 
-from .sampling import RANGES, Range, sampling_fields
+from .sampling import SAMPLING_OPTIONS, Range, sampling_fields
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Largest message in either direction: four prompts of a million tokens."""
@@ -59,8 +59,8 @@ def check_options(request: worker_pb2.GenerateRequest) -> None:
     sampling = request.sampling
     _require_at_most("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES, "ids")
     for name, value in sampling_fields(sampling).items():
-        if name in RANGES:
-            _require_within(f"sampling.{name}", value.values() if name == "logit_bias" else [value], RANGES[name])
+        if (allowed := SAMPLING_OPTIONS[name].allowed) is not None:
+            _require_within(f"sampling.{name}", value.values() if name == "logit_bias" else [value], allowed)
     check_ruled_ids(sampling)
     _check_answers(request)
 

@@ -1,12 +1,53 @@
-"""The fields of the message SamplingParams, with their defaults and ranges."""
+"""The table of sampling options: what callers may give, and the fields of the message SamplingParams with defaults and ranges.
+
+A new option is a field of `SamplingOptions`, one of `Sampling` and one of the message. The client, the command line, the gateway
+and what a worker reads of generation_config.json take it from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict
 
 from kvpool.v1 import worker_pb2
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of callers that say how the next token is chosen, all optional."""
+
+    temperature: float
+    """Logits are divided by it; at most 100. 0, the default: always the most likely token."""
+    top_k: int
+    """Keep the k most likely tokens; 0, the default: all."""
+    top_p: float
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; 1, the default: all."""
+    min_p: float
+    """Drop tokens whose probability is less than min_p times that of the most likely one; 0, the default: none."""
+    repetition_penalty: float
+    """Factor in (0, 10] by which the logits of tokens in prompt or answer are divided if positive, else multiplied; 1, the default:
+    none."""
+    presence_penalty: float
+    """Amount to subtract from the logits of tokens that occur in the answer, in [-2, 2]; 0, the default: none."""
+    frequency_penalty: float
+    """Amount to subtract from a token's logit for each time that it occurs in the answer, in [-2, 2]; 0, the default: none."""
+    logit_bias: Mapping[int, float]
+    """Amount to add to the logit of each token id, in [-100, 100]; at most 1,024 ids."""
+    seed: int | None
+    """0 … 2**64 − 1; the same seed gives the same text. None: a random one."""
+    no_repeat_ngram_size: int
+    """No run of that many tokens occurs twice in prompt and answer together; 0, the default: any may."""
+    encoder_no_repeat_ngram_size: int
+    """No run of that many tokens of the prompt occurs in the answer; 0, the default: any may."""
+    bad_words_ids: Sequence[Sequence[int]]
+    """Runs of ids that the answer never completes; none by default."""
+    suppress_tokens: Sequence[int]
+    """Ids that are never drawn; none by default. At most 4,096, begin_suppress_tokens, bad_words_ids and forced_eos_token_id
+    included."""
+    begin_suppress_tokens: Sequence[int]
+    """Ids that are never drawn as the first token of an answer; none by default."""
+    forced_eos_token_id: int | Sequence[int]
+    """Id, or several of which one is chosen, that is the last token of an answer which ends by its length; none by default."""
 
 
 class Range(NamedTuple):
@@ -24,45 +65,56 @@ class Range(NamedTuple):
         return f"{'(' if self.excludes_smallest else '['}{self.smallest:g}, {self.largest:g}]"
 
 
-def _within(smallest: float, largest: float, *, excludes_smallest: bool = False) -> dict[str, Range]:
-    return {"range": Range(smallest, largest, excludes_smallest)}
+class SamplingOption(NamedTuple):
+    """What the components need to know of an option besides its type."""
+
+    default: Any
+    allowed: Range | None = None
+    """Range of its number, or of each bias of logit_bias; None: that of the type on the wire."""
+    help: str = ""
+    """Sentence for its flag on the command line; empty: there is none."""
+    is_of_files: bool = True
+    """Whether generation_config.json has a field of this name, which gives it another default."""
+
+
+def _option(default: Any, allowed: Range | None = None, help: str = "", *, is_of_files: bool = True) -> Any:
+    option = SamplingOption(default, allowed, help, is_of_files)
+    # A mapping cannot be hashed, and dataclasses take that for a sign that instances would share it.
+    value: Any = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**value, metadata={"option": option})
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token of a sequence is chosen. Parameters apply in this order: logit_bias, penalties, forbidden and forced ids,
-    temperature, top_k, top_p, min_p. Integers have the range of their type on the wire."""
+    """How the next token of a sequence is chosen: the options, each with a value. They apply in this order: logit_bias, penalties,
+    forbidden and forced ids, temperature, top_k, top_p, min_p."""
 
-    temperature: float = field(default=0.0, metadata=_within(0, 100))
-    """0: greedy. Otherwise logits are divided by it before truncation."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0: all."""
-    top_p: float = field(default=1.0, metadata=_within(0, 1, excludes_smallest=True))
-    """Keep the smallest set of most likely tokens whose probabilities sum to at least top_p; 1: all."""
-    min_p: float = field(default=0.0, metadata=_within(0, 1))
-    """Drop tokens whose probability is less than min_p times that of the most likely one; 0: none."""
-    seed: int = 0
-    """Decides the draw together with the position of the token; 0 … 2**64 − 1."""
-    repetition_penalty: float = field(default=1.0, metadata=_within(0, 10, excludes_smallest=True))
-    """Factor by which the logits of tokens in prompt or answer are divided if positive, else multiplied; 1: none."""
-    presence_penalty: float = field(default=0.0, metadata=_within(-2, 2))
-    """Amount to subtract from the logits of tokens that occur in the answer; 0: none."""
-    frequency_penalty: float = field(default=0.0, metadata=_within(-2, 2))
-    """Amount to subtract from a token's logit for each time that it occurs in the answer; 0: none."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata=_within(-100, 100))
-    """Amount to add to the logit of each token id."""
-    no_repeat_ngram_size: int = 0
-    """No run of that many tokens occurs twice; 0: any may."""
-    encoder_no_repeat_ngram_size: int = 0
-    """No run of that many tokens of the prompt occurs in the answer; 0: any may."""
-    suppress_tokens: tuple[int, ...] = ()
-    """Ids that are never drawn."""
-    begin_suppress_tokens: tuple[int, ...] = ()
-    """Ids that are not drawn as the first token of an answer."""
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Runs of ids that the answer does not complete."""
-    forced_eos_token_id: tuple[int, ...] = ()
-    """Ids of which one is the last token of an answer that its length ends; none: any may be."""
+    temperature: float = _option(0.0, Range(0, 100), "0: always the most likely token.")
+    top_k: int = _option(0, None, "Keep the k most likely tokens; 0: all.")
+    top_p: float = _option(1.0, Range(0, 1, True), "Keep the most likely tokens up to this probability.")
+    min_p: float = _option(0.0, Range(0, 1), "Drop tokens less likely than this share of the most likely one.")
+    repetition_penalty: float = _option(
+        1.0, Range(0, 10, True), "Above 1: what prompt or answer holds becomes less likely."
+    )
+    presence_penalty: float = _option(
+        0.0, Range(-2, 2), "Taken off the logits of what the answer holds.", is_of_files=False
+    )
+    frequency_penalty: float = _option(
+        0.0, Range(-2, 2), "Taken off for each time that the answer holds it.", is_of_files=False
+    )
+    logit_bias: Mapping[int, float] = _option(
+        {}, Range(-100, 100), "Added to the logit of a token id; may be repeated.", is_of_files=False
+    )
+    seed: int = _option(0, None, "Same seed, same text. Default: a random one.", is_of_files=False)
+    """Decides the draw together with the position of the token."""
+    no_repeat_ngram_size: int = _option(
+        0, None, "No run of that many tokens occurs twice, in prompt and answer; 0: any may."
+    )
+    encoder_no_repeat_ngram_size: int = _option(0)
+    bad_words_ids: tuple[tuple[int, ...], ...] = _option(())
+    suppress_tokens: tuple[int, ...] = _option(())
+    begin_suppress_tokens: tuple[int, ...] = _option(())
+    forced_eos_token_id: tuple[int, ...] = _option(())
 
     @property
     def has_rules(self) -> bool:
@@ -82,10 +134,10 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-RANGES: Final[Mapping[str, Range]] = {
-    entry.name: entry.metadata["range"] for entry in fields(Sampling) if "range" in entry.metadata
+SAMPLING_OPTIONS: Final[Mapping[str, SamplingOption]] = {
+    entry.name: entry.metadata["option"] for entry in fields(Sampling)
 }
-"""Range of each field; that of logit_bias is for each bias."""
+"""The options by name."""
 
 
 def sampling_fields(message: worker_pb2.SamplingParams) -> dict[str, Any]:

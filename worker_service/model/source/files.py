@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpool.protocol.sampling import SAMPLING_OPTIONS
+
 from ..errors import ModelError
 from .weights import INDEX, safetensors_names
 
@@ -26,18 +28,8 @@ _OBJECTS = (
 _TEXTS = ("chat_template.jinja",)
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _NUMBERS = frozenset(
-    {
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "max_length",
-        "min_length",
-    }
-    | {"max_new_tokens", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams"}
+    {"typical_p", "length_penalty", "max_length", "min_length", "max_new_tokens", "min_new_tokens", "num_beams"}
+    | {name for name, option in SAMPLING_OPTIONS.items() if option.is_of_files and option.default in (0, 1)}
 )
 """Fields of generation_config.json."""
 _LENGTH_BYTES = 8
