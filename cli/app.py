@@ -24,9 +24,7 @@ from .commands.health import health
 from .commands.ray import ray
 from .commands.status import status
 from .commands.up import up
-from .commands.walkthrough import walkthrough
-from .launch.services import gateway, manager, worker
-from .pass_through import PassThrough
+from .pass_through import PassThrough, service
 from .terminal import error_line, replace_what_cannot_be_encoded
 from .top.top import top
 
@@ -65,10 +63,20 @@ app.add_typer(bench, name="bench")
 app.add_typer(ray, name="ray")
 app.command("health")(health)
 app.command("drain")(drain)
-app.command("manager", cls=PassThrough, add_help_option=False)(manager)
-app.command("worker", cls=PassThrough, add_help_option=False)(worker)
-app.command("gateway", cls=PassThrough, add_help_option=False)(gateway)
-app.command("walkthrough", cls=PassThrough, add_help_option=False)(walkthrough)
+for _name, _help in (
+    ("manager", "Run a cache manager. All arguments go to it; `kvpool manager --help` lists them."),
+    ("worker", "Run a worker. All arguments go to it; `kvpool worker --help` lists them."),
+    (
+        "gateway",
+        "Run a gateway: OpenAI's API and a live page. All arguments go to it; `kvpool gateway --help` lists them.",
+    ),
+    (
+        "walkthrough",
+        "See the manager's core at work, one operation at a time, in nine stories: pool, sharing, allocation, prefix, chain, "
+        "eviction, window, state, fork.",
+    ),
+):
+    app.command(_name, help=_help, cls=PassThrough, add_help_option=False)(service(_name))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,9 +27,9 @@ from kvpool.v1 import cache_pb2
 
 from ..launch.children import Children
 from ..launch.cluster import GATEWAY_NAME, HOST, MANAGER_NAME, Cluster, ClusterSpec
+from ..launch.gateway_port import GatewayPort
 from ..launch.gpus import visible_gpus
 from ..launch.log import JsonLog, Level, Log, PrefixedLog
-from ..launch.services import GatewayPort
 from ..launch.trial import WorkerRefused
 from ..launch.worker_flags import WorkerFlags
 from ..terminal import error_line, printed, stdout_console, typed_command

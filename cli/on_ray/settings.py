@@ -11,7 +11,7 @@ from pydantic_settings import CliToggleFlag, SettingsConfigDict
 from kvpool.process.address import DEFAULT_PORT
 from kvpool.process.settings import ProcessSettings
 
-from ..launch.services import GatewayPort
+from ..launch.gateway_port import GatewayPort
 from ..launch.worker_flags import WorkerFlags
 
 DEFAULT_NAMESPACE: Final = "kvpool"

@@ -320,7 +320,7 @@ importlib.import_module({program!r}).main()
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
-@pytest.mark.parametrize("service", ["manager", "worker", "gateway"])
+@pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--port", "1", "--", "x"]])
 def test_the_command_of_a_service_becomes_it(
     service: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch

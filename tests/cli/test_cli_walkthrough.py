@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from kvpool.cli.commands.walkthrough import WALKTHROUGH_MODULE
+from kvpool.process.services import WALKTHROUGH_MODULE
 from kvpool.walkthrough.__main__ import STORIES
-from tests.client.commands import KVPOOL, became, exit_status
+from tests.client.commands import KVPOOL, exit_status
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -24,12 +24,6 @@ def test_the_command_is_the_process() -> None:
     assert ours.returncode == 2
     assert (ours.stdout, ours.stderr, ours.returncode) == (theirs.stdout, theirs.stderr, theirs.returncode)
     assert len(ours.stderr) > 50
-
-
-@pytest.mark.parametrize("arguments", [["prefix"], ["chain", "--json"], [], ["--help"]])
-def test_all_arguments_are_passed_on(arguments: list[str]) -> None:
-    command = became(lambda: exit_status(["walkthrough", *arguments]))
-    assert command == [sys.executable, "-m", WALKTHROUGH_MODULE, *arguments]
 
 
 def test_the_command_is_found_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,8 @@ from unittest import mock
 from rich.console import Console
 
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.cli.commands.walkthrough import WALKTHROUGH_MODULE
 from kvpool.gateway.settings import GatewaySettings
-from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE
+from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WALKTHROUGH_MODULE, WORKER_MODULE
 from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.walkthrough.__main__ import main as walkthrough
 from kvpool.worker_service.settings import WorkerSettings

@@ -10,8 +10,14 @@ from typing import Final, NoReturn
 MANAGER_MODULE: Final = "kvpool.cache_service"
 WORKER_MODULE: Final = "kvpool.worker_service"
 GATEWAY_MODULE: Final = "kvpool.gateway"
-SERVICES: Final[Mapping[str, str]] = {"manager": MANAGER_MODULE, "worker": WORKER_MODULE, "gateway": GATEWAY_MODULE}
-"""Module of each service by the name of its command."""
+WALKTHROUGH_MODULE: Final = "kvpool.walkthrough"
+SERVICES: Final[Mapping[str, str]] = {
+    "manager": MANAGER_MODULE,
+    "worker": WORKER_MODULE,
+    "gateway": GATEWAY_MODULE,
+    "walkthrough": WALKTHROUGH_MODULE,
+}
+"""Modules that are programs of their own, by the name of their command."""
 
 
 def service_command(module: str, arguments: Sequence[str]) -> list[str]:
