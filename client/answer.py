@@ -7,9 +7,8 @@ from typing import Final
 
 from kvpool.v1 import worker_pb2
 
-from .chunk import Chunk, FinishReason, chunk_from_proto
+from .chunk import Chunk, FinishReason, Usage, chunk_from_proto
 from .completion import CompletionBuilder
-from .continuation import AnswerUsage
 from .failover import Target
 from .gate import Gate
 
@@ -24,7 +23,10 @@ class Answer:
         """Whether the reader has taken its last chunk."""
         self._request = request
         self._gate = Gate()
-        self._account = AnswerUsage()
+        self._num_cached_tokens = 0
+        """Those of the attempt that delivered the first token: of a later one it may be more than the prompt."""
+        self._before_ms = 0
+        """Time from the start of the call to that of the attempt."""
 
     def __repr__(self) -> str:
         return f"Answer({self.index}, {self._gate}, finished={self.is_finished})"
@@ -42,17 +44,17 @@ class Answer:
     def begin(self, attempt: int, elapsed_ms: float) -> None:
         """Note that an attempt begins, `elapsed_ms` after the start of the call. Only this attempt may deliver from now on."""
         self._gate.open(attempt)
-        self._account.begin(elapsed_ms)
+        self._before_ms = int(elapsed_ms)
 
     def take(self, message: worker_pb2.GenerateResponse, target: Target) -> Chunk | None:
         """Decode a message of the worker. None: it belongs to an older attempt. ProtocolError if it does not join on."""
-        accepted = self._gate.take(target.attempt, message.start_index, len(message.token_ids))
-        if accepted is None:
+        start_index = self._gate.take(target.attempt, message.start_index, len(message.token_ids))
+        if start_index is None:
             return None
         num_known = self._gate.take_prompt(len(message.prompt_logprobs))
         chunk = chunk_from_proto(
             message,
-            start_index=accepted.start_index,
+            start_index=start_index,
             worker_id=target.worker_id,
             attempt=target.attempt,
             want_logprobs=self._request.HasField("logprobs"),
@@ -60,8 +62,22 @@ class Answer:
             index=self.index,
         )
         if chunk.usage is not None:
-            chunk = replace(chunk, usage=self._account.join(chunk.usage, self._gate.base))
+            chunk = replace(chunk, usage=self._joined(chunk.usage))
         return chunk
+
+    def _joined(self, usage: Usage) -> Usage:
+        """Convert the usage of the attempt to that of the answer. The attempt's prompt includes the tokens that were delivered
+        before, the caller's does not."""
+        before = self._gate.base
+        if before == 0:
+            self._num_cached_tokens = usage.num_cached_tokens
+        return replace(
+            usage,
+            num_prompt_tokens=usage.num_prompt_tokens - before,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=before + usage.num_generated_tokens,
+            times=None if usage.times is None else replace(usage.times, before_ms=self._before_ms),
+        )
 
     def add(self, chunk: Chunk, elapsed_ms: float) -> Chunk:
         """Note that the reader gets this chunk, `elapsed_ms` after the start of the call."""
@@ -82,7 +98,7 @@ class Answer:
             token_ids=(),
             text="",
             logprobs=() if self._request.HasField("logprobs") else None,
-            usage=self._account.at_the_end(num_prompt_tokens, self.num_delivered),
+            usage=Usage(num_prompt_tokens, self._num_cached_tokens, self.num_delivered, num_preemptions=0),
             finish_reason=FinishReason.LENGTH,
             worker_id=target.worker_id,
             attempt=target.attempt,

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, Unpack
+from typing import Any, Final, TypeVar, Unpack
 
-from kvpool.protocol.tokens import input_digest
+from google.protobuf.message import Message as ProtoMessage
+
+from kvpool.protocol.tokens import input_digest, pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .channels import Channels
@@ -17,19 +19,22 @@ from .deadline import Deadline
 from .encoding import Encoding, num_characters
 from .errors import InvalidRequest
 from .explanation import Explanation
-from .manager import Manager
+from .manager import Manager, ManagerMethod
 from .messages import Message, as_messages
 from .model import Model
 from .models import Models
 from .options import GenerateOptions
-from .prompt import Prompt
+from .prompt import Prompt, RoutedPrompt, routed_prompt
 from .request import build_request
-from .routed_prompt import RoutedPrompt, routed_prompt
 from .stream import GenerateStream
 from .template_process import TemplateProcess
 from .watch import WatchOptions, WatchUpdate, watch
 
+MAX_GRACE_SECONDS: Final = 3600
 _READ_TIMEOUT_SECONDS: Final = 10.0
+
+_Request = TypeVar("_Request", bound=ProtoMessage)
+_Response = TypeVar("_Response", bound=ProtoMessage)
 
 
 class Client:
@@ -116,24 +121,25 @@ class Client:
     ) -> cache_pb2.DescribeResponse:
         """List live workers and their block counts. With worker_id and first_block also a page of the block map of a group; with
         max_sequences also at most that many live sequences of each worker, oldest first (1,000 in all)."""
-        deadline = Deadline(timeout or _READ_TIMEOUT_SECONDS)
-        return await self._manager.describe(
-            deadline,
+        request = cache_pb2.DescribeRequest(
             worker_id=worker_id,
-            first_block=first_block,
+            include_blocks=first_block is not None,
+            first_block=first_block or 0,
             max_blocks=max_blocks,
             group=group,
             max_sequences=max_sequences,
         )
+        return await self._manager.describe(Deadline(timeout or _READ_TIMEOUT_SECONDS), request)
 
     async def describe_block(
         self, worker_id: str, block_id: int, *, group: int = 0, timeout: float | None = None
     ) -> cache_pb2.DescribeBlockResponse:
         """Describe one block of a worker's group: what it holds, the prefix before it and the sequences that share it. NotFound if
         the worker is not there."""
-        return await self._manager.describe_block(
-            Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, block_id, group
-        )
+        if not 0 <= block_id < 2**32:
+            raise InvalidRequest(f"a block id must be in 0 … 2**32 − 1, got {block_id}", reason="BAD_FIELD")
+        request = cache_pb2.DescribeBlockRequest(worker_id=worker_id, block_id=block_id, group=group)
+        return await self._call(lambda stub: stub.DescribeBlock, request, timeout)
 
     def watch(
         self,
@@ -157,7 +163,7 @@ class Client:
 
     async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
         """Audit the manager's laws. Without violations in the answer every law holds."""
-        return await self._manager.check(Deadline(timeout or _READ_TIMEOUT_SECONDS))
+        return await self._call(lambda stub: stub.Check, cache_pb2.CheckRequest(), timeout)
 
     async def route(
         self,
@@ -205,14 +211,24 @@ class Client:
             token_ids = (await self._encode_prompt(served, prompt or "")).token_ids
         root = common_pb2.Root(model_fingerprint=served.fingerprint, adapter=adapter, tenant_salt=tenant_salt)
         asked = routed_prompt(root, served.encoder, token_ids)
-        response = await self._manager.explain(deadline, asked, worker_id=worker_id)
+        request = cache_pb2.ExplainRequest(root=asked.root, tokens=pack_tokens(asked.token_ids), worker_id=worker_id)
+        response = await self._manager.call(lambda stub: stub.Explain, request, deadline)
         return Explanation.from_proto(response, asked)
 
     async def drain(self, worker_id: str, *, grace: float | None = None, timeout: float | None = None) -> int:
         """Ask a worker to take no new requests, end the running ones within `grace` seconds (None: its own setting)
         and leave. Returns its session at once; it has left when `describe` no longer lists its incarnation. May be repeated."""
-        response = await self._manager.drain(Deadline(timeout or _READ_TIMEOUT_SECONDS), worker_id, grace)
-        return response.session
+        if grace is not None and not 0 <= grace <= MAX_GRACE_SECONDS:
+            raise InvalidRequest(
+                f"the grace of a drain must be 0 to {MAX_GRACE_SECONDS} seconds, got {grace:g}", reason="BAD_FIELD"
+            )
+        request = cache_pb2.DrainRequest(worker_id=worker_id, grace_ms=None if grace is None else round(grace * 1000))
+        return (await self._call(lambda stub: stub.Drain, request, timeout)).session
+
+    async def _call(
+        self, method: ManagerMethod[_Request, _Response], request: _Request, timeout: float | None
+    ) -> _Response:
+        return await self._manager.call(method, request, Deadline(timeout or _READ_TIMEOUT_SECONDS))
 
     def _stream(self, encode: Callable[[Model], Awaitable[Prompt]], options: GenerateOptions) -> GenerateStream:
         return GenerateStream(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from .routed_prompt import RoutedPrompt
+from .prompt import RoutedPrompt
 
 
 class MissCause(StrEnum):

@@ -1,4 +1,4 @@
-"""Decides which worker to ask next, and when to give up."""
+"""Decides whether another worker may be asked, which one is next, and when to give up. No I/O."""
 
 from __future__ import annotations
 
@@ -9,9 +9,36 @@ from typing import Final, NamedTuple
 
 from kvpool.v1 import cache_pb2
 
-from .errors import KvpoolError, ResourceExhausted, Unavailable
+from .errors import FailedPrecondition, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable
 
 _EXHAUSTED: Final = "NO_WORKER_ANSWERED"
+# Refusals that hold for one worker only: it has fewer blocks than the one that began, or another model by now.
+_REASONS_OF_ONE_WORKER: Final = ("NEVER_FITS", "TOO_LARGE")
+
+_OTHER_MODEL: Final = "OTHER_MODEL"
+"""The worker has restarted with another model since the request was routed. If no worker has the old model, the request is
+tokenised for the model that its name means now."""
+
+_SLOW_READER: Final = "SLOW_READER"
+"""The worker ended the stream because it was not read. Another worker's answer would not be read either."""
+
+
+def another_may_begin(error: KvpoolError) -> bool:
+    """Whether a request that has no token yet may be answered by another worker."""
+    if error.reason == _SLOW_READER:
+        return False
+    if error.reason == _OTHER_MODEL:
+        return True
+    # RESOURCE_EXHAUSTED without a reason is gRPC's own, about the size of a message: the same everywhere.
+    return isinstance(error, Unavailable) or (isinstance(error, ResourceExhausted) and error.reason != "")
+
+
+def another_may_go_on(error: KvpoolError) -> bool:
+    """Whether another worker may continue the answer. One worker has accepted the request, so a permanent refusal by the next one
+    holds for that worker only."""
+    return another_may_begin(error) or (
+        isinstance(error, InvalidRequest | FailedPrecondition) and error.reason in _REASONS_OF_ONE_WORKER
+    )
 
 
 class Target(NamedTuple):

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from .errors import ProtocolError
-
-
-class Accepted(NamedTuple):
-    """The place of accepted tokens in the answer."""
-
-    start_index: int
-    """Index of the first of them among all tokens of the answer."""
 
 
 class Gate:
@@ -49,8 +40,9 @@ class Gate:
         self._base = self._num_delivered
         self._num_prompt_of_attempt = 0
 
-    def take(self, attempt: int, start_index: int, num_tokens: int) -> Accepted | None:
-        """Accept `num_tokens` tokens at `start_index` of the attempt's stream. None: the attempt is an older one; drop them.
+    def take(self, attempt: int, start_index: int, num_tokens: int) -> int | None:
+        """Accept `num_tokens` tokens at `start_index` of the attempt's stream. Returns the index of the first of them in the
+        answer; None: the attempt is an older one, and they are to be dropped.
 
         ProtocolError if they are not at the next position. Without tokens only the attempt is checked.
         """
@@ -63,9 +55,8 @@ class Gate:
                 f"the next one is {self._num_delivered - self._base}",
                 reason="OUT_OF_ORDER",
             )
-        accepted = Accepted(start_index=self._num_delivered)
         self._num_delivered += num_tokens
-        return accepted
+        return self._num_delivered - num_tokens
 
     def take_prompt(self, num_entries: int) -> int:
         """Accept log-probabilities of the prompt's next `num_entries` tokens. Returns how many of them, from the first on, an

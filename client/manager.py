@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import Final, TypeVar
+from collections.abc import Callable
+from typing import Final, TypeAlias, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -14,15 +15,14 @@ from grpc_health.v1 import health_pb2
 from kvpool.process.address import manager_addresses
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.tokens import pack_tokens
-from kvpool.v1 import cache_pb2, worker_pb2
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
 
 from .channels import Channels
 from .config import ClientConfig
 from .deadline import Deadline
 from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, Unimplemented, from_rpc_error
-from .routed_prompt import RoutedPrompt
+from .prompt import RoutedPrompt
 
-MAX_GRACE_SECONDS: Final = 3600
 _BACKOFF_SECONDS_MIN: Final = 0.05
 _BACKOFF_SECONDS_MAX: Final = 1.0
 _ATTEMPTS_MIN: Final = 3
@@ -34,10 +34,14 @@ _WORKER_SERVICE: Final[str] = worker_pb2.DESCRIPTOR.services_by_name["WorkerServ
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
+ManagerMethod: TypeAlias = Callable[
+    [cache_pb2_grpc.CacheServiceStub], grpc.aio.UnaryUnaryMultiCallable[_Request, _Response]
+]
+"""Picks a method of the manager's stub."""
 
 
 class Manager:
-    """Calls DescribeBlock, Describe, Explain, Check, Route and Drain. All of them are idempotent, so they are repeated."""
+    """Calls the methods for clients. All of them are idempotent, so they are repeated."""
 
     def __init__(self, channels: Channels, config: ClientConfig) -> None:
         self._channels = channels
@@ -65,39 +69,10 @@ class Manager:
             self._seen, self._seen_at = task.result(), time.monotonic()
 
     async def describe(
-        self,
-        deadline: Deadline,
-        *,
-        worker_id: str = "",
-        first_block: int | None = None,
-        max_blocks: int = 0,
-        group: int = 0,
-        max_sequences: int = 0,
+        self, deadline: Deadline, request: cache_pb2.DescribeRequest | None = None
     ) -> cache_pb2.DescribeResponse:
-        """List live workers and their block counts. With first_block also one page of the block map of that worker's group; with
-        max_sequences also at most that many live sequences of each worker, oldest first."""
-        request = cache_pb2.DescribeRequest(
-            worker_id=worker_id,
-            include_blocks=first_block is not None,
-            first_block=first_block or 0,
-            max_blocks=max_blocks,
-            group=group,
-            max_sequences=max_sequences,
-        )
-        return await self._call(self._channels.manager(self._config.manager).Describe, request, deadline)
-
-    async def describe_block(
-        self, deadline: Deadline, worker_id: str, block_id: int, group: int = 0
-    ) -> cache_pb2.DescribeBlockResponse:
-        """Describe one block of a worker's group."""
-        if not 0 <= block_id < 2**32:
-            raise InvalidRequest(f"a block id must be in 0 … 2**32 − 1, got {block_id}", reason="BAD_FIELD")
-        request = cache_pb2.DescribeBlockRequest(worker_id=worker_id, block_id=block_id, group=group)
-        return await self._call(self._channels.manager(self._config.manager).DescribeBlock, request, deadline)
-
-    async def check(self, deadline: Deadline) -> cache_pb2.CheckResponse:
-        """Audit the manager's laws."""
-        return await self._call(self._channels.manager(self._config.manager).Check, cache_pb2.CheckRequest(), deadline)
+        """List live workers and their block counts, or what else the request asks for."""
+        return await self.call(lambda stub: stub.Describe, request or cache_pb2.DescribeRequest(), deadline)
 
     async def route(
         self,
@@ -118,36 +93,21 @@ class Manager:
             num_needed_tokens=num_needed_tokens,
             num_encoder_tokens=prompt.num_encoder_tokens,
         )
-        _require_fit(request, len(prompt.token_ids))
-        return await self._call(self._channels.manager(self._config.manager).Route, request, deadline)
+        return await self.call(lambda stub: stub.Route, request, deadline)
 
-    async def explain(
-        self, deadline: Deadline, prompt: RoutedPrompt, *, worker_id: str = ""
-    ) -> cache_pb2.ExplainResponse:
-        """Explain what each worker, or the one named, would serve of a prompt, and why no more."""
-        tokens = pack_tokens(prompt.token_ids)
-        request = cache_pb2.ExplainRequest(root=prompt.root, tokens=tokens, worker_id=worker_id)
-        _require_fit(request, len(prompt.token_ids))
-        return await self._call(self._channels.manager(self._config.manager).Explain, request, deadline)
-
-    async def drain(self, deadline: Deadline, worker_id: str, grace: float | None) -> cache_pb2.DrainResponse:
-        """Ask a worker to end its requests within `grace` seconds, and leave."""
-        if grace is not None and not 0 <= grace <= MAX_GRACE_SECONDS:
-            raise InvalidRequest(
-                f"the grace of a drain must be 0 to {MAX_GRACE_SECONDS} seconds, got {grace:g}", reason="BAD_FIELD"
-            )
-        grace_ms = None if grace is None else round(grace * 1000)
-        request = cache_pb2.DrainRequest(worker_id=worker_id, grace_ms=grace_ms)
-        return await self._call(self._channels.manager(self._config.manager).Drain, request, deadline)
-
-    async def _call(
+    async def call(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+        method: ManagerMethod[_Request, _Response],
         request: _Request,
         deadline: Deadline,
     ) -> _Response:
-        """Make one call, and repeat it while the manager is away: until the deadline if it ever answered, else for
-        first_contact."""
+        """Make one call of an idempotent method, and repeat it while the manager is away: until the deadline if it ever answered,
+        else for first_contact. InvalidRequest if no message can hold the request."""
+        if request.ByteSize() > MAX_MESSAGE_BYTES:
+            raise InvalidRequest(
+                f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}: shorten the prompt",
+                reason="NEVER_FITS",
+            )
         contact = Deadline(self._config.first_contact, deadline.clock)
         backoff = _BACKOFF_SECONDS_MIN
         num_attempts = 0
@@ -158,7 +118,7 @@ class Manager:
             try:
                 longest = max(patience.remaining(), _ATTEMPT_SECONDS_MIN)
                 timeout = min(self._config.unary_timeout, deadline.remaining(), longest)
-                response = await method(request, timeout=timeout)
+                response = await method(self._channels.manager(self._config.manager))(request, timeout=timeout)
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_rpc_error(rpc_error, f"the manager at {self._config.manager}")
                 if isinstance(error, Unimplemented) and not error.reason and await self._is_worker():
@@ -211,11 +171,4 @@ class Manager:
             f"no manager answers at {self._config.manager}; start a cluster with `kvpool up`, "
             "or name another manager with --manager or KVPOOL_MANAGER",
             reason="NO_MANAGER",
-        )
-
-
-def _require_fit(request: Message, num_tokens: int) -> None:
-    if request.ByteSize() > MAX_MESSAGE_BYTES:
-        raise InvalidRequest(
-            f"a prompt of {num_tokens} tokens does not fit a message of {MAX_MESSAGE_BYTES} bytes", reason="NEVER_FITS"
         )

@@ -19,8 +19,7 @@ from .chat_template import ChatTemplate
 from .encoding import num_characters
 from .errors import InvalidRequest, ProtocolError
 from .messages import Message
-from .prompt import Prompt
-from .routed_prompt import EncoderModel
+from .prompt import EncoderModel, Prompt
 from .template_process import TemplateProcess
 
 _TOKENIZER: Final = worker_pb2.MODEL_FILE_TOKENIZER

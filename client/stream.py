@@ -18,18 +18,16 @@ from .channels import Channels
 from .chunk import Chunk
 from .completion import Completion
 from .config import ClientConfig
-from .continuation import another_may_begin, another_may_go_on
 from .deadline import Deadline
 from .errors import Cancelled, InvalidRequest, KvpoolError, ProtocolError, Unavailable
 from .explanation import Explanation
-from .failover import Failover, Target
+from .failover import Failover, Target, another_may_begin, another_may_go_on
 from .forked_streams import MergedStreams
 from .manager import Manager
 from .model import Model
 from .models import Models
-from .prompt import Prompt
+from .prompt import Prompt, routed_prompt
 from .request import answer_request, attempt_request, request_for
-from .routed_prompt import routed_prompt
 from .watched_call import WatchedCall
 
 _NO_WORKER_PAUSE_SECONDS: Final = 0.2
@@ -330,7 +328,8 @@ class GenerateStream:
         )
         if request.ByteSize() > MAX_MESSAGE_BYTES:
             raise InvalidRequest(
-                f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}", reason="NEVER_FITS"
+                f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}: shorten the prompt",
+                reason="NEVER_FITS",
             )
         for answer in self._answers:
             answer.begin(target.attempt, deadline.elapsed() * 1000)

@@ -8,10 +8,9 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from kvpool.client.client import Client
+from kvpool.client.client import MAX_GRACE_SECONDS, Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.errors import DeadlineExceeded, KvpoolError, Unavailable
-from kvpool.client.manager import MAX_GRACE_SECONDS
 from kvpool.v1 import cache_pb2
 
 from ..terminal import ManagerOption, client_config, printed, stderr_console, stdout_console

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvpool.client import Explanation, InvalidRequest, MissCause
-from kvpool.client.routed_prompt import RoutedPrompt
+from kvpool.client.prompt import RoutedPrompt
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from tests.client.clients import quick

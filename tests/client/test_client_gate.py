@@ -14,11 +14,11 @@ def test_a_continuation_joins_on_to_what_was_delivered() -> None:
     """Workers count from 0 in each stream; the answer's positions go on."""
     gate = Gate()
     gate.open(1)
-    assert gate.take(1, 0, 3) == (0,)
+    assert gate.take(1, 0, 3) == 0
     gate.open(2)
     assert gate.base == 3
-    assert gate.take(2, 0, 2) == (3,)
-    assert gate.take(2, 2, 1) == (5,)
+    assert gate.take(2, 0, 2) == 3
+    assert gate.take(2, 2, 1) == 5
     assert gate.num_delivered == 6
 
 
@@ -30,7 +30,7 @@ def test_tokens_of_an_older_attempt_are_dropped() -> None:
     gate.open(2)
     assert gate.take(1, 1, 1) is None
     assert gate.num_delivered == 1
-    assert gate.take(2, 0, 1) == (1,)
+    assert gate.take(2, 0, 1) == 1
 
 
 @pytest.mark.parametrize("start_index", [0, 1, 3])
@@ -40,7 +40,7 @@ def test_only_the_next_position_is_taken(start_index: int) -> None:
     gate.take(1, 0, 2)
     with pytest.raises(ProtocolError):
         gate.take(1, start_index, 1)
-    assert gate.take(1, 2, 1) == (2,)
+    assert gate.take(1, 2, 1) == 2
 
 
 def test_attempts_never_go_back() -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvpool.client.errors import InvalidRequest
 from kvpool.client.explanation import Explanation
 from kvpool.client.model import Model
-from kvpool.client.routed_prompt import EncoderModel, routed_prompt
+from kvpool.client.prompt import EncoderModel, routed_prompt
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 
 ROOT = common_pb2.Root(model_fingerprint="f", adapter="a", tenant_salt="s")

@@ -23,9 +23,8 @@ from kvpool.client.errors import (
 from kvpool.client.manager import Manager
 from kvpool.client.model import Model
 from kvpool.client.models import Models
-from kvpool.client.prompt import Prompt
+from kvpool.client.prompt import EncoderModel, Prompt, routed_prompt
 from kvpool.client.request import build_request
-from kvpool.client.routed_prompt import EncoderModel, routed_prompt
 from kvpool.client.stream import GenerateStream
 from kvpool.client.template_process import TemplateProcess
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
@@ -230,14 +229,18 @@ class ClientProcess(Process):
                 encoder = EncoderModel(MAX_ENCODER_TOKENS, (START,)) if self.world.has_encoder else None
                 await self._manager.route(deadline, routed_prompt(root, encoder, tokens))
             elif kind == "describe":
-                first = 1 if argument else None
-                await self._manager.describe(deadline, worker_id=argument, first_block=first, max_blocks=16)
+                page: dict[str, Any] = {"include_blocks": True, "first_block": 1} if argument else {}
+                request = cache_pb2.DescribeRequest(worker_id=argument, max_blocks=16, **page)
+                await self._manager.describe(deadline, request)
             elif kind == "check":
-                response = await self._manager.check(deadline)
+                response = await self._manager.call(lambda stub: stub.Check, cache_pb2.CheckRequest(), deadline)
                 if response.violations:
                     self.world.fail("check", f"Check found {response.violations[0]}")
             else:
                 worker_id, grace = argument
-                await self._manager.drain(deadline, worker_id, grace)
+                drain = cache_pb2.DrainRequest(
+                    worker_id=worker_id, grace_ms=None if grace is None else round(grace * 1000)
+                )
+                await self._manager.call(lambda stub: stub.Drain, drain, deadline)
         except (*_MAY_FAIL_WITH, NotFound):
             pass

@@ -9,8 +9,8 @@ import threading
 import grpc
 import pytest
 
-from kvpool.client.continuation import another_may_begin, another_may_go_on
 from kvpool.client.errors import from_rpc_error
+from kvpool.client.failover import another_may_begin, another_may_go_on
 from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.step import BadLogits
