@@ -211,7 +211,10 @@ class GenerateStream:
                 self._move(target, error)
             else:
                 self._take(message, target)
-        return self._deliver() if self._ready or self._forks is None else await self._forks.next_chunk()
+        if self._ready or self._forks is None:
+            return self._deliver()
+        forked = await self._forks.next_chunk()
+        return None if forked is None else forked[1]
 
     @property
     def _num_delivered(self) -> int:

@@ -58,10 +58,6 @@ class TokenBytes:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
-    def is_of(self, tokenizer: Tokenizer) -> bool:
-        """Whether this object was made for `tokenizer` itself, not for an equal one."""
-        return self._tokenizer is tokenizer
-
     def num_stripped(self, token_ids: Sequence[int]) -> int:
         """Count the leading spaces that are in the bytes of these tokens, but not in the text that the tokenizer decodes from
         them."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from starlette.requests import HTTPConnection
 
 from kvpool.client import Client
+from kvpool.client.encoding import Encoding
 
 from .connection import ConnectionLimits
 from .metrics import GatewayMetrics
@@ -27,6 +28,8 @@ class Gateway:
     metrics: GatewayMetrics
     limits: ConnectionLimits
     request_log: RequestLog
+    encoding: Encoding = field(default_factory=Encoding)
+    """Tokenises the texts of /tokenize."""
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:

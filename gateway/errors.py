@@ -74,6 +74,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
+def invalid(param: str, message: str) -> ApiError:
+    """Make the answer to a request whose field `param` has a value that it may not have."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code="invalid_value")
+
+
 async def on_api_error(request: Request, error: Exception) -> Response:
     """Answer with the error; for an application's table of handlers."""
     assert isinstance(error, ApiError)

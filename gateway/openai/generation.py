@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from http import HTTPStatus
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvpool.client import Chunk, GenerateStream, KvpoolError, Model, Usage
+from kvpool.client.forked_streams import MergedStreams
 
 from ..context import Gateway
 from ..errors import ApiError
@@ -40,7 +41,7 @@ class GenerationStreams:
         self._has_token = False
         self.usages: dict[int, Usage] = {}
         """The last usage of each answer, by its choice."""
-        self._pieces = self._alone() if len(streams) == 1 else self._merged()
+        self._pieces = self._read()
 
     async def __aenter__(self) -> Self:
         metrics, most = self._gateway.metrics, self._gateway.settings.max_streams
@@ -92,48 +93,16 @@ class GenerationStreams:
         async for piece in self._pieces:
             yield piece
 
-    async def _alone(self) -> AsyncGenerator[GenerationPiece, None]:
+    async def _read(self) -> AsyncGenerator[GenerationPiece, None]:
+        chunks = _chunks(self._streams[0]) if len(self._streams) == 1 else _merged(self._streams)
         try:
-            async for chunk in self._streams[0]:
-                yield self._noted(GenerationPiece(chunk.index, chunk))
+            async with aclosing(chunks):
+                async for index, chunk in chunks:
+                    yield self._noted(GenerationPiece(index * self._num_per_prompt + chunk.index, chunk))
         except KvpoolError as error:
-            self._on_error(error)
+            for record in self._records:
+                record.on_error(error)
             raise
-
-    async def _merged(self) -> AsyncGenerator[GenerationPiece, None]:
-        # One piece waits for the reader at most; the streams wait with it.
-        ready: asyncio.Queue[GenerationPiece | BaseException | None] = asyncio.Queue(maxsize=1)
-
-        async def read(index: int, stream: GenerateStream) -> None:
-            try:
-                async for chunk in stream:
-                    await ready.put(GenerationPiece(index * self._num_per_prompt + chunk.index, chunk))
-            except Exception as error:
-                await ready.put(error)
-            else:
-                await ready.put(None)
-
-        tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(self._streams)]
-        try:
-            num_running = len(tasks)
-            while num_running:
-                item = await ready.get()
-                if isinstance(item, BaseException):
-                    if isinstance(item, KvpoolError):
-                        self._on_error(item)
-                    raise item
-                if item is None:
-                    num_running -= 1
-                else:
-                    yield self._noted(item)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _on_error(self, error: KvpoolError) -> None:
-        for record in self._records:
-            record.on_error(error)
 
     def _noted(self, piece: GenerationPiece) -> GenerationPiece:
         self._records[piece.choice].on_chunk(piece.chunk)
@@ -143,3 +112,18 @@ class GenerationStreams:
             self._has_token = True
             self._gateway.metrics.first_token_seconds.observe(self._gateway.clock() - self._began)
         return piece
+
+
+async def _chunks(stream: GenerateStream) -> AsyncGenerator[tuple[int, Chunk], None]:
+    async for chunk in stream:
+        yield 0, chunk
+
+
+async def _merged(streams: Sequence[GenerateStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """Yield the chunks of all streams, each with the index of its stream."""
+    merged = MergedStreams(streams)
+    try:
+        while (chunk := await merged.next_chunk()) is not None:
+            yield chunk
+    finally:
+        await merged.aclose()

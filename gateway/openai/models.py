@@ -7,21 +7,12 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from kvpool.client import KvpoolError
 from kvpool.client.models import KnownModel, served_models
 
 from ..context import Gateway, gateway_of
 from ..errors import ApiError, api_error
-
-
-def model_routes() -> list[BaseRoute]:
-    """Return the routes of the list and of one model."""
-    return [
-        Route("/v1/models", list_models, methods=["GET"]),
-        Route("/v1/models/{name:path}", show_model, methods=["GET"]),
-    ]
 
 
 async def list_models(request: Request) -> Response:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Any, Final
 
 from kvpool.client import GenerateOptions
 from kvpool.client.options import SamplingOptions
 
-from ..errors import ApiError
+from ..errors import invalid
 from ..settings import GatewaySettings
 from .bodies import ChatBody, CompletionBody, GenerationBody
 
@@ -21,11 +20,9 @@ _SEEDS: Final = 2**64
 def common_options(body: GenerationBody, settings: GatewaySettings) -> GenerateOptions:
     """Return the options that chats and completions have in common. Raises ApiError."""
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(
-            HTTPStatus.BAD_REQUEST,
+        raise invalid(
+            "prompt_logprobs",
             "prompt_logprobs come with a whole answer: leave out stream, or ask for them in a request of their own",
-            param="prompt_logprobs",
-            code="invalid_value",
         )
     options: GenerateOptions = {
         "n": body.n or 1,
@@ -76,13 +73,9 @@ def chat_options(body: ChatBody, settings: GatewaySettings) -> GenerateOptions:
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
     if options.get("max_tokens") == 0:
-        raise ApiError(
-            HTTPStatus.BAD_REQUEST, "max_tokens: needed 1 or more, or null", param="max_tokens", code="invalid_value"
-        )
+        raise invalid("max_tokens", "max_tokens: needed 1 or more, or null")
     if body.top_logprobs is not None and not body.logprobs and body.top_logprobs > 0:
-        raise ApiError(
-            HTTPStatus.BAD_REQUEST, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value"
-        )
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
     return options
@@ -95,11 +88,9 @@ def completion_options(body: CompletionBody, settings: GatewaySettings) -> Gener
         options["max_tokens"] = DEFAULT_COMPLETION_TOKENS
     elif body.max_tokens == 0:
         if not body.echo:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
+            raise invalid(
+                "max_tokens",
                 "max_tokens: 0 generates nothing, which is of use with echo: true only; needed 1 or more, or null",
-                param="max_tokens",
-                code="invalid_value",
             )
         options["max_tokens"] = 1  # whose token is dropped
     options["echo"] = bool(body.echo)
@@ -122,11 +113,6 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for key, value in given.items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
-                f"logit_bias: needed token ids as keys, got {key[:64]!r}",
-                param="logit_bias",
-                code="invalid_value",
-            )
+            raise invalid("logit_bias", f"logit_bias: needed token ids as keys, got {key[:64]!r}")
         biases[int(key)] = value
     return biases

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 
-from .chat import chat_route
-from .completions import completion_route
-from .models import model_routes
-from .token_bytes import TokenBytesOfModels
-from .tokens import token_routes
+from .chat import chat
+from .completions import complete
+from .models import list_models, show_model
+from .tokens import detokenize, tokenize
 
 
 def openai_routes() -> list[BaseRoute]:
     """Return the routes of OpenAI's API, and those that vLLM adds."""
-    tokens_of_models = TokenBytesOfModels()
     return [
-        chat_route(tokens_of_models),
-        completion_route(tokens_of_models),
-        *model_routes(),
-        *token_routes(tokens_of_models),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{name:path}", show_model, methods=["GET"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
     ]

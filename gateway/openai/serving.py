@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
-from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, ClassVar
+from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,49 +15,78 @@ from kvpool.client import KvpoolError
 
 from ..context import Gateway, gateway_of
 from ..disconnect import unless_reader_leaves
-from ..errors import ApiError
+from ..errors import invalid
+from ..event_stream import EventStream
+from .bodies import GenerationBody
 from .errors import openai_error
-from .event_stream import GenerationEvents
+from .event_stream import to_the_end
 from .generation import GenerationStreams
 
 
-class RouteAnswer(Protocol):
+class GenerationAnswer(ABC):
     """Turns the pieces of a generation into the response of one route."""
 
+    prompt_field: ClassVar[str]
+    """Field of the body that has the prompt."""
+    id_prefix: ClassVar[str]
+
+    def __init__(self, body: GenerationBody, generation: GenerationStreams) -> None:
+        self.is_stream = bool(body.stream)
+        self.generation = generation
+        self._wants_ids = bool(body.return_token_ids)
+        self._named_model = body.model
+        self._id = f"{self.id_prefix}-{uuid4().hex}"
+        self._created = int(time.time())
+
+    @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
         """Yield all events but the last, [DONE]."""
-        ...
 
+    @abstractmethod
     async def whole(self) -> dict[str, Any]:
         """Return the body of a response that is no stream."""
-        ...
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        """Return the fields with which each object of the answer begins."""
+        model = self.generation.model
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._named_model or model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+
+    def _prompt_ids(self, choice: int) -> tuple[int, ...]:
+        return self.generation.stream_of(choice).prompt_token_ids
 
 
-async def respond(
-    request: Request,
-    generation: GenerationStreams,
-    answer: RouteAnswer,
-    *,
-    stream: bool,
-    prompt_field: str,
-    headers: Mapping[str, str],
-) -> Response | GenerationEvents:
+async def respond(request: Request, answer: GenerationAnswer, headers: Mapping[str, str]) -> Response:
     """Run the generation and return the response. Raises ApiError for an error before the first token."""
-    gateway = gateway_of(request)
+    generation = answer.generation
     await generation.__aenter__()
     try:
         await unless_reader_leaves(request.receive, generation.begin())
-        if stream:
+        if answer.is_stream:
             # The response ends the generation.
-            return GenerationEvents(gateway, generation, answer.events(), prompt_field=prompt_field, headers=headers)
+            return _stream(gateway_of(request), answer, headers)
         whole = await unless_reader_leaves(request.receive, answer.whole())
     except BaseException as error:
         await generation.__aexit__(None, None, None)
         if isinstance(error, KvpoolError):
-            raise openai_error(error, prompt_field) from error
+            raise openai_error(error, answer.prompt_field) from error
         raise
     await generation.__aexit__(None, None, None)
     return JSONResponse(whole, headers=headers)
+
+
+def _stream(gateway: Gateway, answer: GenerationAnswer, headers: Mapping[str, str]) -> EventStream:
+    async def on_end(has_left: bool) -> None:
+        gateway.metrics.lost_readers += has_left
+        await answer.generation.__aexit__(None, None, None)
+
+    events = to_the_end(answer.events(), answer.prompt_field)
+    return EventStream(events, {"Cache-Control": "no-cache", **headers}, on_end)
 
 
 def check_count(gateway: Gateway, n: int, num_prompts: int = 1) -> None:
@@ -67,9 +98,7 @@ def check_count(gateway: Gateway, n: int, num_prompts: int = 1) -> None:
         ("n", n * num_prompts, settings.max_streams, "--max-streams"),
     ):
         if number > most:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
+            raise invalid(
+                name,
                 f"{name}: {number} answers or prompts in one request, this gateway takes {most} ({flag}): send several requests",
-                param=name,
-                code="invalid_value",
             )

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Final
 
 from kvpool.client import Model
 from kvpool.client.token_bytes import TokenBytes
 
-MAX_KNOWN: Final = 8
+_known: Final = lru_cache(8)(TokenBytes)
+"""By tokenizer, since reading a vocabulary takes milliseconds."""
 
 
-class TokenBytesOfModels:
-    """Caches TokenBytes for the models used last, since reading a vocabulary takes milliseconds."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, TokenBytes] = OrderedDict()
-
-    def of(self, model: Model) -> TokenBytes | None:
-        """Return the TokenBytes of a model; None: it has no tokenizer."""
-        if model.tokenizer is None:
-            return None
-        tokens = self._known.pop(model.fingerprint, None)
-        if tokens is None or not tokens.is_of(model.tokenizer):  # other files may have come for the same weights
-            tokens = TokenBytes(model.tokenizer)
-        self._known[model.fingerprint] = tokens
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        return tokens
+def token_bytes(model: Model) -> TokenBytes | None:
+    """Return the bytes of a model's tokens; None: it has no tokenizer."""
+    return None if model.tokenizer is None else _known(model.tokenizer)
 
 
 def shown(raw: bytes) -> str:

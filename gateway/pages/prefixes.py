@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from kvpool.client import Client, KvpoolError
 
 from ..context import gateway_of
-from ..errors import ApiError
+from ..errors import ApiError, invalid
 from .page import page_of
 from .prefix_tree import PrefixEntry, beginning_of, entries_after
 
@@ -91,7 +91,5 @@ def _text(entry: PrefixEntry, tokenizer: Tokenizer | None) -> str | None:
 def _number(request: Request, name: str, default: int, most: int) -> int:
     given = request.query_params.get(name, str(default))
     if not (given.isascii() and given.isdigit() and len(given) < 20 and int(given) <= most):
-        raise ApiError(
-            HTTPStatus.BAD_REQUEST, f"{name}: needed 0 to {most}, got {given[:32]!r}", param=name, code="invalid_value"
-        )
+        raise invalid(name, f"{name}: needed 0 to {most}, got {given[:32]!r}")
     return int(given)

@@ -8,11 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import ApiError
-from .event_stream import PageEvents
+from ..event_stream import EventStream
 from .hub import PICTURE_MS, PageViewer
 from .page import page_of
 
 INTERVAL_MS: Final = (100, 10_000)
+_HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 async def watch(request: Request) -> Response:
@@ -24,7 +25,8 @@ async def watch(request: Request) -> Response:
         raise ApiError(400, f"blocks is 0 or 1, got {blocks[:64]!r}", param="blocks")
     # The manager's own interval passes anyway between two pictures.
     pause = max(0, interval_ms - PICTURE_MS) / 1000
-    return PageEvents(page_of(request).hub.events(PageViewer(include_blocks=blocks == "1", pause_seconds=pause)))
+    viewer = PageViewer(include_blocks=blocks == "1", pause_seconds=pause)
+    return EventStream(page_of(request).hub.events(viewer), _HEADERS)
 
 
 def _interval_ms(text: str) -> int:

@@ -33,6 +33,8 @@ async def test_answers_that_are_ready_take_turns() -> None:
     merged = MergedStreams([_Ready(number) for number in range(NUM_STREAMS)])
     found = []
     while (chunk := await merged.next_chunk()) is not None:
-        found.append(cast(int, chunk))
+        index, number = chunk
+        assert index == cast(int, number)
+        found.append(index)
     assert found == list(range(NUM_STREAMS)) * NUM_CHUNKS
     await merged.aclose()

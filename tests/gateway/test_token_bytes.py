@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from kvpool.client import Model
 from kvpool.client.token_bytes import TokenBytes
 from kvpool.gateway.openai.logprobs import CompletionLogprobs
-from kvpool.gateway.openai.token_bytes import TokenBytesOfModels, shown
+from kvpool.gateway.openai.token_bytes import shown, token_bytes
 from kvpool.protocol.byte_level import byte_letters
 
 TEXTS = ("hello world", "héllo wörld 日本語", "🙂 and 🙃", "tab\tand\nline", " leading", "ﬁ ½ \u00a0")
@@ -103,9 +103,8 @@ def test_special_tokens_have_their_name_and_unknown_ids_nothing() -> None:
 def test_other_files_for_the_same_weights_have_other_tokens() -> None:
     """A worker that comes may have another tokenizer than the one before."""
     model = Model("m", "fingerprint", "llama", "float32", 300, 64, (), byte_level(), None)
-    known = TokenBytesOfModels()
     (id_before,), (id_now,) = (make().encode("h", add_special_tokens=False).ids for make in (byte_level, byte_fallback))
-    before, now = known.of(model), known.of(replace(model, tokenizer=byte_fallback()))
+    before, now = token_bytes(model), token_bytes(replace(model, tokenizer=byte_fallback()))
     assert before is not None
     assert now is not None
     assert (before.of(id_before), now.of(id_now)) == (b"h", b"h") != (before.of(id_now), now.of(id_before))
