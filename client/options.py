@@ -7,6 +7,8 @@ from typing import Literal
 
 from kvpool.protocol.sampling import SamplingOptions
 
+__all__ = ["GenerateOptions", "SamplingOptions"]
+
 
 class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of generate() and chat(), all optional. None means the default: the value in the model's

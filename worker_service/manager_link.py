@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import structlog
@@ -283,7 +284,14 @@ class ManagerLink:
             await _wait_at_most(engine.changed_for_link, None if at is None else max(0.001, at - now))
 
     async def _send(self, stub: cache_pb2_grpc.CacheServiceStub, call: MutatingCall) -> None:
-        method = getattr(stub, type(call.request).__name__.removesuffix("Request"))
+        methods: dict[type, Any] = {
+            cache_pb2.AllocateRequest: stub.Allocate,
+            cache_pb2.AppendRequest: stub.Append,
+            cache_pb2.ForkRequest: stub.Fork,
+            cache_pb2.FreeRequest: stub.Free,
+            cache_pb2.ReportRequest: stub.Report,
+        }
+        method = methods[type(call.request)]
         try:
             response = await method(call.request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
         except grpc.aio.AioRpcError as error:

@@ -13,6 +13,8 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import grpc
@@ -24,11 +26,13 @@ from .address import is_loopback, join_host_port, manager_addresses, managers_fi
 from .call_status import details_of
 from .channel_options import CHANNEL_OPTIONS
 
-_SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+_SERVICE: Final = cache_pb2.DESCRIPTOR.services_by_name["CacheService"]
 _TO_THE_LEADER: Final = (
     (
         "grpc.service_config",
-        json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}),
+        json.dumps(
+            {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE.full_name}}
+        ),
     ),
     ("grpc.service_config_disable_resolution", 1),
     # A new channel shall have new connections, and not share those of the one that it replaces.
@@ -58,7 +62,7 @@ class ManagerChannel:
         self._opened_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()
         self._stub: cache_pb2_grpc.CacheServiceStub | None = None
-        self.stub = cast(cache_pb2_grpc.CacheServiceStub, _LeaderStub(self))
+        self.stub = _leader_stub(self)
 
     async def present(self) -> cache_pb2_grpc.CacheServiceStub:
         """Return the stub of the present channel, which may be another one after a failure."""
@@ -91,25 +95,20 @@ class ManagerChannel:
             await channel.close()
 
 
-class _LeaderStub:
-    """Has the methods of CacheServiceStub; each call goes over the present channel."""
+def _leader_stub(channel: ManagerChannel) -> cache_pb2_grpc.CacheServiceStub:
+    """Return a table of the stub's methods; each call goes over the present channel."""
 
-    def __init__(self, channel: ManagerChannel) -> None:
-        self._channel = channel
+    async def call(method: str, request: Any, **options: Any) -> Any:
+        stub = await channel.present()
+        try:
+            return await getattr(stub, method)(request, **options)
+        except grpc.aio.AioRpcError as error:
+            channel.on_failure(error)
+            raise
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        async def call(request: Any, **options: Any) -> Any:
-            stub = await self._channel.present()
-            try:
-                return await getattr(stub, method)(request, **options)
-            except grpc.aio.AioRpcError as error:
-                self._channel.on_failure(error)
-                raise
-
-        return call
-
-    def Watch(self, request: Any, **options: Any) -> _LeaderStream:
-        return _LeaderStream(self._channel, request, options)
+    methods: dict[str, Any] = {method.name: partial(call, method.name) for method in _SERVICE.methods}
+    methods["Watch"] = lambda request, **options: _LeaderStream(channel, request, options)
+    return cast(cache_pb2_grpc.CacheServiceStub, SimpleNamespace(**methods))
 
 
 class _LeaderStream:
