@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 import structlog
 import uvicorn
 
-from kvpool.process.address import PortError, is_loopback, join_host_port
+from kvpool.process.address import is_loopback, join_host_port, listen, reachable_host
 from kvpool.process.rare_line import RareLine
 from kvpool.process.server_settings import descriptors_for_connections
 
@@ -78,8 +78,7 @@ class GatewayServer:
     @property
     def url(self) -> str:
         """URL of the server for this machine."""
-        host = self._settings.host.strip("[]")
-        return f"http://{join_host_port({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), self.port)}"
+        return f"http://{join_host_port(reachable_host(self._settings.host), self.port)}"
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -91,7 +90,7 @@ class GatewayServer:
     async def start(self) -> None:
         """Listen and serve. Raises PortError."""
         settings = self._settings
-        listener = listen(settings.host, settings.port)
+        listener = listen(settings.host, settings.port, backlog=_BACKLOG)
         self.port = listener.getsockname()[1]
         limits = connection_limits(settings)
         limits.max_connections = descriptors_for_connections(settings.max_connections)
@@ -161,16 +160,3 @@ def _complain_rarely(loop: asyncio.AbstractEventLoop) -> None:
             loop.default_exception_handler(context)
 
     loop.set_exception_handler(on_error)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Make a socket that listens. Raises PortError with the reason."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            hint = "it is in use, perhaps by another gateway; choose another --port"
-        else:
-            hint = f"{(error.strerror or str(error)).partition(' (while')[0]}; choose another --host or --port"
-        raise PortError(f"cannot listen on {join_host_port(host, port)}: {hint}") from None

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.errors import KvpoolError, Unavailable
-from kvpool.process.address import DEFAULT_PORT, EVERY_ADDRESS, join_host_port
+from kvpool.process.address import DEFAULT_PORT, join_host_port, reachable_host
 from kvpool.process.services import GATEWAY_MODULE, MANAGER_MODULE, WORKER_MODULE, service_command
 from kvpool.v1 import cache_pb2
 
@@ -65,7 +65,7 @@ class ClusterSpec:
     @property
     def address(self) -> str:
         """host:port under which this machine reaches the manager."""
-        return self.join or join_host_port(HOST if self.host in EVERY_ADDRESS else self.host, self.port)
+        return self.join or join_host_port(reachable_host(self.host), self.port)
 
     @property
     def worker_names(self) -> list[str]:

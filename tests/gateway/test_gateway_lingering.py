@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from kvpool.gateway import server as server_module
 from kvpool.gateway.app import connection_limits
 from kvpool.gateway.connection import ENDLESS_PATHS, MAX_HEAD_BYTES, BoundedConnection, ConnectionLimits, bounded
-from kvpool.gateway.server import listen
 from kvpool.gateway.settings import GatewaySettings
+from kvpool.process.address import listen
 from tests.gateway.serving import http_client, serving
 from tests.until import until
 

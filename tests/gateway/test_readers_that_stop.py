@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.gateway.server import listen
+from kvpool.process.address import listen
 from tests.cluster.in_process import in_process_cluster
 from tests.cluster.polling import eventually
 from tests.gateway.conftest import make_chat_model
@@ -18,9 +18,9 @@ from tests.gateway.serving import http_client, serving
 pytestmark = pytest.mark.slow
 
 
-def listen_with_small_buffers(host: str, port: int) -> socket.socket:
+def listen_with_small_buffers(host: str, port: int, backlog: int) -> socket.socket:
     """What is sent and not taken fills them soon: some megabytes have to be computed otherwise."""
-    listening = listen(host, port)
+    listening = listen(host, port, backlog=backlog)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of each connection too
     return listening
 

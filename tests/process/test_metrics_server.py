@@ -131,14 +131,12 @@ async def test_a_stop_does_not_wait_for_those_who_say_nothing() -> None:
 def test_a_port_that_is_taken_is_named_with_the_setting_to_change() -> None:
     with listen_for_metrics(HOST, 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            PortError, match=rf"127\.0\.0\.1:{port} for metrics: .*in use; choose another --metrics-port"
-        ):
+        with pytest.raises(PortError, match=rf"127\.0\.0\.1:{port}: .*in use; choose another --metrics-port"):
             listen_for_metrics(HOST, port)
 
 
 def test_a_host_that_is_not_ours_is_named_with_the_setting_to_change() -> None:
-    with pytest.raises(PortError, match=r"192\.0\.2\.1:0 for metrics: .*choose another --metrics-host"):
+    with pytest.raises(PortError, match=r"192\.0\.2\.1:0: .*choose another --metrics-host"):
         listen_for_metrics("192.0.2.1", 0)
 
 

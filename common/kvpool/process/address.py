@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import socket
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,25 @@ class PortError(Exception):
 def join_host_port(host: str, port: int) -> str:
     """Return host:port, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def reachable_host(host: str) -> str:
+    """Return the host by which this machine reaches a server that listens on `host`, without brackets."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
+
+
+def listen(host: str, port: int, *, flags: str = "--", backlog: int | None = None) -> socket.socket:
+    """Make a socket that listens; port 0 takes any free one. Raises PortError, which names the flags with the prefix `flags`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family, backlog=backlog)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            hint = f"choose another {flags}port; 0 takes any free one"
+        else:
+            hint = f"choose another {flags}host or {flags}port"
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise PortError(f"cannot listen on {join_host_port(host, port)}: {why}; {hint}") from None
 
 
 def with_default_port(address: str, port: int) -> str:

@@ -20,7 +20,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from .address import PortError, join_host_port
+from .address import PortError, join_host_port, reachable_host
 from .rare_line import RareLine
 from .request_guard import RequestGuard, RequestLimit
 from .server_settings import MIN_CONNECTIONS, ServerSettings
@@ -200,11 +200,9 @@ class GrpcServer:
 
     async def _is_refused(self) -> bool:
         """Whether a connection to oneself is refused. Any other failure, a time-out included, is a sign of load, not of an end."""
-        host = self._host.strip("[]")
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(host, self.port)
+                _, writer = await asyncio.open_connection(reachable_host(self._host), self.port)
         except ConnectionRefusedError:
             return True
         except OSError as error:

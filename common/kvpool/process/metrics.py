@@ -7,7 +7,6 @@ one keeps no call waiting. Nothing is registered anywhere.
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import socket
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,7 +17,7 @@ import structlog
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
-from .address import PortError, is_loopback, join_host_port
+from .address import is_loopback, join_host_port, listen
 from .histogram import Histogram
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.metrics")
@@ -75,16 +74,7 @@ class MetricsPage:
 
 def listen_for_metrics(host: str, port: int) -> socket.socket:
     """Make a socket that listens; port 0 takes any free one. Raises PortError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host.strip("[]"), port), family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            hint = "choose another --metrics-port; 0 takes any free one"
-        else:
-            hint = "choose another --metrics-host or --metrics-port"
-        why = (error.strerror or str(error)).partition(" (while")[0]
-        raise PortError(f"cannot listen on {join_host_port(host, port)} for metrics: {why}; {hint}") from None
+    return listen(host, port, flags="--metrics-")
 
 
 class MetricsServer:
