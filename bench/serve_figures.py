@@ -16,13 +16,13 @@ from bench.report import Ratio, Series, print_table
 from bench.serve_cases import MIXED, PLANS, sizes_of
 from kvpool.load.figures import LoadFigures
 from kvpool.load.plan import CacheCase
-from kvpool.load.sample import Run
+from kvpool.load.sample import LoadRun
 
 
 class Measured(NamedTuple):
     """One repetition on one side."""
 
-    run: Run
+    run: LoadRun
     counts: Counts | None = None
     """Counters of kvpool's manager and worker during it; None: the side has no manager over gRPC."""
     answers: Answers = MappingProxyType({})

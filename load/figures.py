@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from .sample import RequestSample, Run
+from .sample import LoadRun, RequestSample
 from .waste import Waste, summarise
 
 PERCENTILES: Final = (50, 90, 99)
@@ -94,7 +94,7 @@ class RunFigures:
     num_generated_tokens: int
 
     @classmethod
-    def of(cls, run: Run) -> RunFigures:
+    def of(cls, run: LoadRun) -> RunFigures:
         complete = run.complete
         cached = [sample.num_cached_tokens for sample in complete]
         return cls(
@@ -147,7 +147,7 @@ class LoadFigures:
     waste: Waste | None
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> LoadFigures:
+    def of(cls, runs: Sequence[LoadRun]) -> LoadFigures:
         """Compute the figures of at least one run."""
         samples = [sample for run in runs for sample in run.complete]
         return cls(

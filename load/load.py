@@ -14,7 +14,7 @@ from kvpool.client.errors import KvpoolError
 
 from .arrivals import Arrivals, Sleep
 from .engine import EngineUnderLoad, RefusedRequest
-from .sample import Arrived, RequestSample, Run
+from .sample import Arrived, LoadRun, RequestSample
 from .waste import WasteSample
 from .workload import Conversation
 
@@ -46,9 +46,9 @@ class Watch:
 
 async def run_load(
     engine: EngineUnderLoad, conversations: Sequence[Conversation], arrivals: Arrivals, watch: Watch | None = None
-) -> Run:
-    """Have all conversations, and return the records. An error that ends the run early is in `Run.error`, with the figures so far.
-    Cancelling ends all requests."""
+) -> LoadRun:
+    """Have all conversations, and return the records. An error that ends the run early is in `LoadRun.error`, with the figures so
+    far. Cancelling ends all requests."""
     return await _Load(engine, arrivals, watch or Watch()).run(conversations)
 
 
@@ -66,14 +66,14 @@ class _Load:
         """Time of the last delivery, or of a later request that was sent while nothing else was in flight."""
         self._waste: list[WasteSample] = []
 
-    async def run(self, conversations: Sequence[Conversation]) -> Run:
+    async def run(self, conversations: Sequence[Conversation]) -> LoadRun:
         began = self._clock()
         error: Exception | None = None
         try:
             await self._with_watchers(conversations)
         except ExceptionGroup as group:
             error = _first(group)
-        return Run(
+        return LoadRun(
             seconds=self._clock() - began,
             samples=self._samples,
             num_planned=sum(len(conversation.turns) for conversation in conversations),

@@ -12,7 +12,7 @@ from kvpool.client.errors import InvalidRequest
 from .arrivals import Arrivals
 from .engine import EngineUnderLoad, ServedRequest
 from .load import Watch, run_load
-from .sample import Run
+from .sample import LoadRun
 from .workload import DEFAULT_SIZES, Conversation, LoadWorkload, RequestSizes, make_workload, require_sense
 
 MAX_REPETITIONS: Final = 1000
@@ -86,7 +86,7 @@ class Measured:
 
     plan: LoadPlan
     served: ServedRequest | None = None
-    runs: dict[CacheCase, list[Run]] = field(default_factory=dict)
+    runs: dict[CacheCase, list[LoadRun]] = field(default_factory=dict)
     error: Exception | None = None
     """Error that ended the measurement early: the last run is incomplete, or it was the warm-up."""
 

@@ -58,7 +58,7 @@ class RequestSample:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """The record of one run: all conversations of a workload, once."""
 
     seconds: float

@@ -18,7 +18,7 @@ from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
 from .engine.request_times import EngineTimes
 from .engine.sampling_params import RowLogprobs, SamplingParams
-from .engine.stream import FinishReason, RequestUsage, StreamChunk
+from .engine.stream import EndReason, RequestUsage, StreamChunk
 from .model.facts import BatchInvariance
 
 PART_BYTES = 1 << 16
@@ -145,8 +145,8 @@ def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:
 
 _FINISH_REASONS = {
     None: worker_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: worker_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: worker_pb2.FINISH_REASON_LENGTH,
+    EndReason.STOP: worker_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: worker_pb2.FINISH_REASON_LENGTH,
 }
 
 

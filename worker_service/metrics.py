@@ -14,13 +14,13 @@ from kvpool.process.version import installed_version
 from .engine.engine import Engine
 from .engine.errors import ErrorKind
 from .engine.stats import CANCELLED
-from .engine.stream import FinishReason
+from .engine.stream import EndReason
 from .manager_link import ManagerLink
 from .model.facts import ModelFacts
 from .vllm_metrics import fill_vllm_names
 
 OUTCOMES: Final = (
-    *(reason.value for reason in FinishReason),
+    *(reason.value for reason in EndReason),
     CANCELLED,
     *(kind.name.lower() for kind in ErrorKind),
 )

@@ -12,7 +12,7 @@ from kvpool.process.metrics import MetricsPage
 
 from .engine.engine import Engine
 from .engine.stats import CANCELLED
-from .engine.stream import FinishReason
+from .engine.stream import EndReason
 from .model.facts import ModelFacts
 
 ENGINE: Final = "0"
@@ -63,6 +63,6 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> Non
 def _finished(engine: Engine) -> dict[str, int]:
     """Outcomes of requests under vLLM's names."""
     ended = engine.stats.ended
-    whole = {reason.value: ended[reason.value] for reason in FinishReason}
+    whole = {reason.value: ended[reason.value] for reason in EndReason}
     cancelled = ended[CANCELLED]
     return {**whole, "abort": cancelled, "error": ended.total() - sum(whole.values()) - cancelled}

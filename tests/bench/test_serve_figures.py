@@ -13,13 +13,13 @@ from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json,
 from bench.serve_peers import NUM_CACHE_TOKENS
 from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED
 from kvpool.load.plan import CacheCase
-from kvpool.load.sample import Arrived, RequestSample, Run
+from kvpool.load.sample import Arrived, LoadRun, RequestSample
 
 
-def run(seconds: float) -> Run:
+def run(seconds: float) -> LoadRun:
     """One request: its first token at a tenth of the time, three more at its end."""
     arrived = [Arrived(seconds / 10, 1), Arrived(seconds, 3)]
-    return Run(seconds, [RequestSample(1, 0.0, 64, 32, arrived, is_complete=True)], 1)
+    return LoadRun(seconds, [RequestSample(1, 0.0, 64, 32, arrived, is_complete=True)], 1)
 
 
 def counts(num_appends: int) -> Counts:

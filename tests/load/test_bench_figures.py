@@ -13,7 +13,7 @@ from kvpool.load.arrivals import ClosedLoop, OpenLoop
 from kvpool.load.engine import ServedRequest
 from kvpool.load.figures import PERCENTILES, Distribution, LoadFigures
 from kvpool.load.plan import CacheCase, LoadPlan, Measured
-from kvpool.load.sample import Arrived, RequestSample, Run
+from kvpool.load.sample import Arrived, LoadRun, RequestSample
 from kvpool.load.waste import WasteSample
 from kvpool.load.workload import DEFAULT_SIZES, LoadWorkload
 
@@ -55,7 +55,7 @@ def test_figures_count_complete_requests_only() -> None:
     """A refused request and one that was broken off have times, but not the ones that are asked about."""
     refused = RequestSample(1, 0.0, 64, refusal="full")
     broken = RequestSample(1, 0.0, 64, 0, [Arrived(0.001, 1)])
-    run = Run(2.0, [sample(0.0, (0.5, 1), (1.0, 3)), refused, broken], num_planned=4)
+    run = LoadRun(2.0, [sample(0.0, (0.5, 1), (1.0, 3)), refused, broken], num_planned=4)
     figures = LoadFigures.of([run])
     assert figures.time_to_first_token is not None
     assert (figures.time_to_first_token.count, figures.time_to_first_token.median) == (1, 0.5)
@@ -66,7 +66,7 @@ def test_figures_count_complete_requests_only() -> None:
 
 
 def test_rates_are_medians_of_runs_and_times_are_of_all_requests() -> None:
-    runs = [Run(seconds, [sample(0.0, (seconds, 1), (seconds, 9))], 1) for seconds in (1.0, 2.0, 5.0)]
+    runs = [LoadRun(seconds, [sample(0.0, (seconds, 1), (seconds, 9))], 1) for seconds in (1.0, 2.0, 5.0)]
     figures = LoadFigures.of(runs)
     assert (figures.seconds.median, figures.seconds.least, figures.seconds.most) == (2.0, 1.0, 5.0)
     assert figures.generated_per_second.median == 5.0
@@ -75,15 +75,15 @@ def test_rates_are_medians_of_runs_and_times_are_of_all_requests() -> None:
 
 
 def test_an_engine_that_does_not_tell_has_no_hit_rate() -> None:
-    figures = LoadFigures.of([Run(1.0, [sample(0.0, (1.0, 1), cached=None), sample(0.0, (1.0, 1))], 2)])
+    figures = LoadFigures.of([LoadRun(1.0, [sample(0.0, (1.0, 1), cached=None), sample(0.0, (1.0, 1))], 2)])
     assert figures.hit_rate is None
 
 
 def test_turns_are_told_apart_if_there_are_several() -> None:
     samples = [sample(0.0, (0.1 * turn, 1), turn=turn) for turn in (1, 2, 3)]
-    found = LoadFigures.of([Run(1.0, samples, 3)]).by_turn
+    found = LoadFigures.of([LoadRun(1.0, samples, 3)]).by_turn
     assert {turn: times.median for turn, times in found.items()} == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
-    assert LoadFigures.of([Run(1.0, samples[:1], 1)]).by_turn == {}
+    assert LoadFigures.of([LoadRun(1.0, samples[:1], 1)]).by_turn == {}
 
 
 def measured(error: Exception | None = None) -> Measured:
@@ -91,7 +91,7 @@ def measured(error: Exception | None = None) -> Measured:
         LoadWorkload.CHATS, ClosedLoop(2), 2, DEFAULT_SIZES[LoadWorkload.CHATS], repetitions=2, cases=tuple(CacheCase)
     )
     waste = [WasteSample(100, 97, 20), WasteSample(0, 0, 20), WasteSample(300, 297, 20)]
-    run = Run(2.0, [sample(0.0, (0.5, 1), (1.0, 3)), sample(0.0, (0.7, 4), turn=2)], 12, error, waste)
+    run = LoadRun(2.0, [sample(0.0, (0.5, 1), (1.0, 3)), sample(0.0, (0.7, 4), turn=2)], 12, error, waste)
     return Measured(
         plan, ServedRequest("tiny", range(10), 100), {CacheCase.COLD: [run, run], CacheCase.WARM: [run]}, error
     )

@@ -13,7 +13,7 @@ import pytest
 from xxhash import _xxhash  # type: ignore[attr-defined]
 
 from kvpool.worker_service.native.cpu import cpu_info, selection
-from kvpool.worker_service.native.cpu.library import Layer, Sizes, open_library
+from kvpool.worker_service.native.cpu.library import Layer, ModelSizes, open_library
 from kvpool.worker_service.native.cpu.selection import BUILDS, NoNativeStep, load_step
 from kvpool.worker_service.native.cpu.targets import TARGETS, X86_64_V4_AMX, X86_64_V4_BF16, BuildTarget
 
@@ -210,7 +210,7 @@ def test_the_step_for_amx_asks_linux_itself() -> None:
     file = BUILDS / X86_64_V4_AMX.file_name("bfloat16")
     assert TILE_PRODUCT in file.read_bytes()
     functions = open_library(file).functions
-    model = functions.kvpool_open(ctypes.byref(Sizes()), (Layer * 0)(), 1)
+    model = functions.kvpool_open(ctypes.byref(ModelSizes()), (Layer * 0)(), 1)
     if model:
         assert "amx_tile" in cpu_info.flags()
         functions.kvpool_close(model)

@@ -10,7 +10,7 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
 from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import FinishReason, RequestUsage, StreamChunk
+from kvpool.worker_service.engine.stream import EndReason, RequestUsage, StreamChunk
 
 PROMPTS = PromptEncoder(None, 1000)
 
@@ -80,7 +80,7 @@ def test_a_long_prompt_is_told_in_several_messages(count: int) -> None:
         [SampledToken(9, RowLogprobs(-0.25, []))],
         "text",
         RequestUsage(count, 0, 1, 0),
-        FinishReason.LENGTH,
+        EndReason.LENGTH,
         prompt_logprobs=prompt,
     )
     messages = list(encode_chunk(chunk))

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from kvpool.worker_service.engine.detokenizer import TextDecoder
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.stream import FinishReason
+from kvpool.worker_service.engine.stream import EndReason
 from tests.tracer import VOCAB_SIZE, expected_text
 from tests.worker_service.world import World, failed, read, read_right
 
@@ -52,7 +52,7 @@ async def test_no_step_is_computed_after_the_last_token_or_an_id_that_ends_the_t
         ended = world.submit(PROMPT, 9, stop_token_ids=frozenset({text[4]}))
         first = text.index(text[4])
         assert await read(ended) == text[:first]
-        assert ended.finish_reason is FinishReason.STOP
+        assert ended.finish_reason is EndReason.STOP
         assert world.model.num_steps == 9 + first + 1
 
 
@@ -67,7 +67,7 @@ async def test_a_stop_string_ends_a_request_whose_next_step_runs(tokenizer: Toke
         stopped = world.submit(PROMPT, 9, stop_strings=(f"w{text[num_tokens - 1]}.",))
         first = text.index(text[num_tokens - 1])
         assert await read(stopped) == text[: first + 1]
-        assert stopped.finish_reason is FinishReason.STOP
+        assert stopped.finish_reason is EndReason.STOP
         assert stopped.usage().num_generated_tokens == first + 1
         await read_right(*others)
     assert world.engine.stats.ended == {"stop": 1, "length": 3}

@@ -17,7 +17,7 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.stream import FinishReason, StreamChunk
+from kvpool.worker_service.engine.stream import EndReason, StreamChunk
 from tests import tracer
 from tests.lockstep import in_lockstep
 from tests.tracer import expected_text
@@ -337,7 +337,7 @@ async def test_usage_and_statistics_count_the_prompt_once() -> None:
         request = world.submit(prompt, 6, **several(3))
         while (chunk := await request.stream.get()) is not None:
             chunks.append(chunk)
-        last = [chunk.usage for chunk in chunks if chunk.finish_reason is FinishReason.LENGTH]
+        last = [chunk.usage for chunk in chunks if chunk.finish_reason is EndReason.LENGTH]
         assert [(usage.num_prompt_tokens, usage.num_generated_tokens) for usage in last if usage] == [(20, 6)] * 3
         stats = world.engine.stats
         assert (stats.num_prompt_tokens, stats.num_admitted_tokens, stats.num_generated_tokens) == (20, 20, 18)

@@ -22,7 +22,7 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import FinishReason, StreamChunk, TokenStream
+from kvpool.worker_service.engine.stream import EndReason, StreamChunk, TokenStream
 from kvpool.worker_service.generate_many import MESSAGE_BYTES, RequestGroup
 from kvpool.worker_service.server import SERVICE
 from tests import http2
@@ -251,7 +251,7 @@ class Caller:
             self.messages.put_nowait(start(number, max_tokens))
 
 
-LAST = StreamChunk(0, finish_reason=FinishReason.STOP)
+LAST = StreamChunk(0, finish_reason=EndReason.STOP)
 
 
 async def test_no_more_is_read_than_there_is_room_for() -> None:
@@ -383,7 +383,7 @@ async def test_a_request_for_several_answers_ends_with_the_last_of_them() -> Non
     caller.start(2)
     await until(lambda: caller.begun)
     for index in (1, 0):
-        caller.begun[0].stream.put(StreamChunk(0, finish_reason=FinishReason.STOP, index=index))
+        caller.begun[0].stream.put(StreamChunk(0, finish_reason=EndReason.STOP, index=index))
         message = await caller.group.next_message()
         assert message is not None
         assert [(answer.number, answer.response.index) for answer in message.answers] == [(1, index)]

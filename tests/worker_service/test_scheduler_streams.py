@@ -9,7 +9,7 @@ import pytest
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, FinishReason, RequestUsage, StreamChunk, TokenStream
+from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, EndReason, RequestUsage, StreamChunk, TokenStream
 from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import World, read_right
@@ -45,7 +45,7 @@ async def test_a_reader_that_comes_at_the_end_gets_one_chunk() -> None:
         chunk = await request.stream.get()
         assert chunk is not None
         assert [token.token_id for token in chunk.tokens] == expected_text([1, 2, 3], 20)
-        assert chunk.finish_reason is FinishReason.LENGTH
+        assert chunk.finish_reason is EndReason.LENGTH
         assert chunk.usage is not None
         assert chunk.usage.num_generated_tokens == 20
         assert await request.stream.get() is None
@@ -79,7 +79,7 @@ async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
     """However long nobody reads; each chunk has the text of its tokens, so that one of them alone can be delivered."""
     stream, count = TokenStream(), 2 * MAX_CHUNK_TOKENS + 3
     for index in range(count):
-        last = FinishReason.LENGTH if index == count - 1 else None
+        last = EndReason.LENGTH if index == count - 1 else None
         stream.put(StreamChunk(index, [SampledToken(index)], chr(ord("a") + index % 26), finish_reason=last))
     chunks = []
     while (chunk := await stream.get()) is not None:
@@ -90,7 +90,7 @@ async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
         assert [token.token_id for token in chunk.tokens] == list(
             range(chunk.start_index, chunk.start_index + len(chunk.tokens))
         )
-    assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.LENGTH]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, EndReason.LENGTH]
 
 
 def test_a_chunk_that_follows_one_that_waits_adds_all_that_it_says() -> None:
@@ -99,13 +99,13 @@ def test_a_chunk_that_follows_one_that_waits_adds_all_that_it_says() -> None:
     first, second = RequestUsage(5, 0, 1, 0), RequestUsage(5, 0, 2, 0)
     stream.put(StreamChunk(0, [SampledToken(7, None)], "a", first, prompt_logprobs=[None]))
     stream.put(StreamChunk(1, [SampledToken(8, None)], "b", second, prompt_logprobs=[RowLogprobs(-1.0, [])]))
-    stream.put(StreamChunk(2, text="c", finish_reason=FinishReason.STOP, score=-3.5))
+    stream.put(StreamChunk(2, text="c", finish_reason=EndReason.STOP, score=-3.5))
     assert stream.take() == StreamChunk(
         0,
         [SampledToken(7, None), SampledToken(8, None)],
         "abc",
         second,
-        FinishReason.STOP,
+        EndReason.STOP,
         [None, RowLogprobs(-1.0, [])],
         score=-3.5,
     )
@@ -116,12 +116,12 @@ def test_answers_wait_apart_and_the_stream_ends_with_the_last_of_them() -> None:
     stream = TokenStream(2)
     stream.put(StreamChunk(0, text="a"))
     stream.put(StreamChunk(0, text="x", index=1))
-    stream.put(StreamChunk(0, text="b", finish_reason=FinishReason.STOP))
+    stream.put(StreamChunk(0, text="b", finish_reason=EndReason.STOP))
     assert not stream.is_finished
     taken = [stream.take(), stream.take()]
     assert [(chunk.index, chunk.text) for chunk in taken if chunk is not None] == [(0, "ab"), (1, "x")]
     assert not stream.is_read
-    stream.put(StreamChunk(1, text="y", index=1, finish_reason=FinishReason.LENGTH))
+    stream.put(StreamChunk(1, text="y", index=1, finish_reason=EndReason.LENGTH))
     assert stream.is_finished
     last = stream.take()
     assert last is not None

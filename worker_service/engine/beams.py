@@ -21,7 +21,7 @@ from .beam_search import BeamNode, BeamSearch, EndedText
 from .detokenizer import TextDecoder
 from .request import GenerationParams, Request
 from .step import BeamCandidates, BlockCopy, SampledToken, SequencePart
-from .stream import MAX_CHUNK_TOKENS, FinishReason, StreamChunk
+from .stream import MAX_CHUNK_TOKENS, EndReason, StreamChunk
 from .token_counts import TokenCounts
 from .token_rules import TokenRules
 
@@ -185,10 +185,10 @@ class BeamRequest(Request):
         self._beams = [self.sequence]
         self._branches, self._branched, self._rows = [], {}, {}
 
-    def finish(self) -> FinishReason:
+    def finish(self) -> EndReason:
         """Pass on the best texts; returns why the best one ended."""
         for index, ended in enumerate(self._search.ended[: self.params.num_answers]):
-            reason = FinishReason.STOP if ended.has_met_end else FinishReason.LENGTH
+            reason = EndReason.STOP if ended.has_met_end else EndReason.LENGTH
             if not index:
                 self.finish_reason = reason
             for chunk in self._chunks(index, ended, reason):
@@ -197,7 +197,7 @@ class BeamRequest(Request):
         assert self.stream.is_finished
         return self.finish_reason
 
-    def _chunks(self, index: int, ended: EndedText, reason: FinishReason) -> Iterator[StreamChunk]:
+    def _chunks(self, index: int, ended: EndedText, reason: EndReason) -> Iterator[StreamChunk]:
         decoder = None if self._tokenizer is None else self.params.text_decoder(self._tokenizer)
         nodes = ended.node.tokens()
         if nodes[-1].token_id in self._stop_token_ids:

@@ -35,7 +35,7 @@ from .scheduler import Scheduled, Scheduler, as_step
 from .split_prompt import EncoderSettings, check_input
 from .stats import CANCELLED, EngineStats
 from .step import PartResult, SampledToken, StepRunner
-from .stream import FinishReason
+from .stream import EndReason
 
 log = structlog.get_logger()
 
@@ -368,7 +368,7 @@ class Engine:
             self.stats.ended[ErrorKind.INTERNAL.name.lower()] += 1
         self._fail(request, EngineError(ErrorKind.INTERNAL, f"the text could not be decoded: {type(error).__name__}"))
 
-    def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+    def _on_finished(self, request: Request, reason: EndReason, now: float) -> None:
         """Count a request whose answers are all complete, by its first one; the last one ended for that reason."""
         self.stats.on_finished(request, reason.value, now)
         self._admission.on_finished(request)

@@ -17,7 +17,7 @@ from .detokenizer import TextDecoder
 from .request_times import RequestTimes
 from .sampling_params import RowLogprobs, SamplingParams
 from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart, StateBlocks
-from .stream import FinishReason, RequestUsage, StreamChunk, TokenStream
+from .stream import EndReason, RequestUsage, StreamChunk, TokenStream
 from .token_counts import TokenCounts
 from .token_rules import NextIds, TokenRules
 
@@ -115,7 +115,7 @@ class Request:
         """Prompt tokens served from the cache at the first admission."""
         self.num_preemptions = 0
         self.num_generated = 0
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: EndReason | None = None
         """None until it finishes, and if it is aborted or fails."""
         self.times = RequestTimes()
         self._max_tokens = max_tokens
@@ -308,21 +308,21 @@ class Request:
         a stop string."""
         index = self.num_generated - 1
         if token.token_id in self._stop_token_ids:
-            self._finish(StreamChunk(index, index=self.index), FinishReason.STOP)
+            self._finish(StreamChunk(index, index=self.index), EndReason.STOP)
             return True
         chunk = StreamChunk(index, [token], index=self.index)
         if self._decoder is not None:
             chunk.text = self._decoder.add(token.token_id)
             if self._decoder.is_stopped:
-                self._finish(chunk, FinishReason.STOP)
+                self._finish(chunk, EndReason.STOP)
                 return True
         if self.num_generated >= self._max_tokens:
-            self._finish(chunk, FinishReason.LENGTH)
+            self._finish(chunk, EndReason.LENGTH)
             return True
         self.stream.put(chunk)
         return False
 
-    def _finish(self, chunk: StreamChunk, reason: FinishReason) -> None:
+    def _finish(self, chunk: StreamChunk, reason: EndReason) -> None:
         if self._decoder is not None:
             chunk.text += self._decoder.finish()
         chunk.finish_reason = self.finish_reason = reason

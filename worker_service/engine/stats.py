@@ -33,7 +33,7 @@ STEP_SEQUENCES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096
 REQUEST_TOKENS: Final = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
 
 CANCELLED: Final = "cancelled"
-"""Outcome of a request whose reader has gone or whose deadline has passed. The others are named like FinishReason and ErrorKind."""
+"""Outcome of a request whose reader has gone or whose deadline has passed. The others are named like EndReason and ErrorKind."""
 
 
 class EngineStats:
@@ -55,7 +55,7 @@ class EngineStats:
         """Prompt tokens of requests that have got their first token."""
         self.num_generated_tokens = 0
         self.ended: Counter[str] = Counter()
-        """Accepted requests that have ended, by outcome: a FinishReason, CANCELLED, or an ErrorKind's name in lower case."""
+        """Accepted requests that have ended, by outcome: a EndReason, CANCELLED, or an ErrorKind's name in lower case."""
         self.refused: Counter[ErrorKind] = Counter()
         """Requests not accepted, by reason."""
         self.step_seconds = Histogram(INTER_TOKEN_SECONDS)

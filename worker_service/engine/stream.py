@@ -18,7 +18,7 @@ MAX_CHUNK_TOKENS: Final = 256
 """Tokens in one chunk, which is one message: with 20 log-probabilities each, about one HTTP/2 flow-control window."""
 
 
-class FinishReason(Enum):
+class EndReason(Enum):
     """Why a text ended."""
 
     STOP = "stop"
@@ -45,7 +45,7 @@ class StreamChunk:
     tokens: list[SampledToken] = field(default_factory=list)
     text: str = ""
     usage: RequestUsage | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
     prompt_logprobs: list[RowLogprobs | None] = field(default_factory=list)
     """Log-probabilities of the prompt's next tokens; None for its first, which has no context."""
     index: int = 0

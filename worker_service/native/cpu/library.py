@@ -57,7 +57,7 @@ class Layer(Structure):
     )
 
 
-class Sizes(Structure):
+class ModelSizes(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("hidden", "vocab", "num_layers", "num_groups", "block_size")),
         ("embedding", c_void_p),
@@ -73,7 +73,7 @@ class Sizes(Structure):
     )
 
 
-class Group(Structure):
+class GroupTables(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("slots", "table_rows", "tables")),
         ("table_stride", c_int64),
@@ -149,7 +149,7 @@ def open_library(path: Path) -> Library:
     build = _Build()
     functions.kvpool_describe_build(ctypes.byref(build))
     sizes = (build.sizes_bytes, build.layer_bytes, build.group_bytes, build.step_bytes)
-    expected = tuple(ctypes.sizeof(kind) for kind in (Sizes, Layer, Group, StepArguments))
+    expected = tuple(ctypes.sizeof(kind) for kind in (ModelSizes, Layer, GroupTables, StepArguments))
     if sizes != expected:
         raise LibraryMismatch(f"{path} has structures of {sizes} bytes, needed: {expected}")
     return Library(
@@ -165,7 +165,7 @@ def open_library(path: Path) -> Library:
 
 def _declare(functions: Any) -> None:
     signatures: dict[str, tuple[Any, Sequence[Any]]] = {
-        "kvpool_open": (c_void_p, (POINTER(Sizes), POINTER(Layer), c_int64)),
+        "kvpool_open": (c_void_p, (POINTER(ModelSizes), POINTER(Layer), c_int64)),
         "kvpool_problem": (c_char_p, ()),
         "kvpool_run": (ctypes.c_int, (c_void_p, POINTER(StepArguments))),
         "kvpool_close": (None, (c_void_p,)),

@@ -12,7 +12,7 @@ import torch
 from ...attention.layer import KVLayer
 from ...attention.packing import Packing
 from ...attention.shared_prefix import SharedPrefix
-from .library import Group, Layer, Sizes, StepArguments
+from .library import GroupTables, Layer, ModelSizes, StepArguments
 from .weights import PackedModel
 
 _MIN_SAVED_TOKENS = 1024
@@ -46,7 +46,7 @@ class Program:
         self._functions = model.library.functions
         group = max(layer.heads // layer.kv_heads for layer in model.layers)
         self._max_short = _SHORT_PASSES * model.library.rows_per_pass // group
-        sizes = Sizes.from_buffer_copy(model.sizes)
+        sizes = ModelSizes.from_buffer_copy(model.sizes)
         sizes.block_size = kv_layers[0].block_size
         sizes.num_groups = 1 + max(layer.group for layer in kv_layers)
         layers = (Layer * len(kv_layers))(*model.layers)
@@ -108,7 +108,7 @@ class Program:
 
     def _groups(self, packing: Packing) -> tuple[Any, list[Any]]:
         """The blocks of each group, and the arrays that they point to."""
-        groups = (Group * len(packing.groups))()
+        groups = (GroupTables * len(packing.groups))()
         memory: list[Any] = []
         for index, (group, tensors) in enumerate(zip(groups, packing.groups, strict=True)):
             group.slots, group.table_rows = tensors.slot_mapping.data_ptr(), tensors.rows.data_ptr()

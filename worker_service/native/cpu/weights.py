@@ -8,7 +8,7 @@ import torch
 
 from ..description import LayerDescription, ModelDescription, NormDescription, Rows
 from .arena import Arena
-from .library import Layer, Library, Linear, Norm, Sizes
+from .library import Layer, Library, Linear, ModelSizes, Norm
 from .quantization import quantize
 
 _WORD = 4
@@ -28,7 +28,7 @@ class PackedModel:
         self.vocab_size = description.vocab_size
         self._tensors: list[torch.Tensor] = []
         self._arena = Arena()
-        self.sizes = Sizes(hidden=self.hidden_size, vocab=self.vocab_size, num_layers=len(description.layers))
+        self.sizes = ModelSizes(hidden=self.hidden_size, vocab=self.vocab_size, num_layers=len(description.layers))
         self.sizes.embedding_scale = description.embedding_scale
         self.sizes.residual_scale = description.residual_scale
         if description.positions is not None:
