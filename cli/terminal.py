@@ -50,15 +50,10 @@ def client_config(manager: str | None) -> ClientConfig:
 
     Warns on stderr if the manager is on another machine; call it once per command.
     """
-    settings = load_settings(ClientSettings, [])
-    config = ClientConfig(
-        manager=manager or settings.manager,
-        timeout=settings.timeout,
-        max_attempts=settings.max_attempts,
-        continuation=settings.continuation,
-        max_model_bytes=settings.max_model_bytes,
-        first_contact=_FIRST_CONTACT_SECONDS,
-    )
+    settings = load_settings(ClientSettings, []).model_dump(exclude={"config"})
+    if manager:
+        settings["manager"] = manager
+    config = ClientConfig(**settings, first_contact=_FIRST_CONTACT_SECONDS)
     if not all(is_loopback(address.rpartition(":")[0]) for address in manager_addresses(config.manager)):
         print(
             f"kvpool: the connection to {config.manager} is not encrypted; use it only on a network that you trust",

@@ -52,15 +52,13 @@ def serve(
     workload: Annotated[
         LoadWorkload,
         typer.Option(
-            "--workload",
             help="shared: requests with one prefix. unshared: nothing in common. document: questions about one long document. "
-            "chats: conversations of several turns, each with all that was before. mixed: log-normal lengths, some sharing.",
+            "chats: conversations of several turns, each with all that was before. mixed: log-normal lengths, some sharing."
         ),
     ] = LoadWorkload.SHARED,
     users: Annotated[
         int | None,
         typer.Option(
-            "--users",
             min=1,
             max=MAX_IN_FLIGHT,
             help="Closed loop: users, each asking again when its answer is complete. Default: one per request, at most 16.",
@@ -69,18 +67,16 @@ def serve(
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate",
-            help="Open loop in place of users: requests (chats: conversations) a second, also while answers are late.",
+            help="Open loop in place of users: requests (chats: conversations) a second, also while answers are late."
         ),
     ] = None,
     arrivals: Annotated[
         Pattern | None,
-        typer.Option("--arrivals", help="Distances between requests of the open loop.", show_default="poisson"),
+        typer.Option(help="Distances between requests of the open loop.", show_default="poisson"),
     ] = None,
     max_in_flight: Annotated[
         int | None,
         typer.Option(
-            "--max-in-flight",
             min=1,
             max=MAX_IN_FLIGHT,
             show_default="256",
@@ -90,7 +86,6 @@ def serve(
     requests: Annotated[
         int | None,
         typer.Option(
-            "--requests",
             min=1,
             help="Requests (chats: conversations) of one repetition. Default: 16, document and chats 8, mixed 64.",
         ),
@@ -98,35 +93,25 @@ def serve(
     prefix_tokens: Annotated[
         int | None,
         typer.Option(
-            "--prefix-tokens",
-            min=0,
-            help="What requests have in common. Default: shared 512, document 4096, mixed 128, else 0.",
+            min=0, help="What requests have in common. Default: shared 512, document 4096, mixed 128, else 0."
         ),
     ] = None,
     own_tokens: Annotated[
         int | None,
         typer.Option(
-            "--own-tokens",
             min=1,
             help="What each prompt or turn adds; mixed: mean of whole prompts. Default: 32, unshared 544, chats 100, mixed 300.",
         ),
     ] = None,
     generated_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--generated-tokens",
-            min=1,
-            help="Length of each answer; mixed: its mean. Default: 32, chats 50, mixed 100.",
-        ),
+        typer.Option(min=1, help="Length of each answer; mixed: its mean. Default: 32, chats 50, mixed 100."),
     ] = None,
-    turns: Annotated[int | None, typer.Option("--turns", min=1, help="chats: turns of each. Default: 6.")] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="chats: turns of each. Default: 6.")] = None,
     repetitions: Annotated[
         int,
         typer.Option(
-            "--repetitions",
-            min=1,
-            max=MAX_REPETITIONS,
-            help="Runs, each with tokens of its own: what came before is no help.",
+            min=1, max=MAX_REPETITIONS, help="Runs, each with tokens of its own: what came before is no help."
         ),
     ] = 1,
     warm: Annotated[
@@ -149,16 +134,15 @@ def serve(
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed",
-            help="Same seed, same tokens and arrivals; the cache may still hold those of the last time. Default: a new one.",
+            help="Same seed, same tokens and arrivals; the cache may still hold those of the last time. Default: a new one."
         ),
     ] = None,
     stall_seconds: Annotated[
-        float, typer.Option("--stall-seconds", min=0.1, help="Give up when nothing has come for so long.")
+        float, typer.Option(min=0.1, help="Give up when nothing has come for so long.")
     ] = DEFAULT_STALL_SECONDS,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", help="Seconds for one request, until its last token.", show_default="600"),
+        typer.Option(help="Seconds for one request, until its last token.", show_default="600"),
     ] = None,
     priority: Priority = 0,
     tenant: Tenant = "",

@@ -225,7 +225,7 @@ def block_map_object(block_map: BlockMap) -> dict[str, object]:
 
 
 def blocks(
-    worker: Annotated[str | None, typer.Option("--worker", help="Only this worker.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Only this worker.")] = None,
     as_json: JsonOption = False,
     manager: ManagerOption = None,
 ) -> None:

@@ -37,7 +37,7 @@ _HELP: Final = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C 
 )
 def chat(
     message: Annotated[str | None, typer.Argument(help="One message. Without it: a conversation.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="What the model is to be.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is to be.")] = None,
     *,
     options: GenerateOptions,
     manager: ManagerOption = None,

@@ -31,7 +31,6 @@ def drain(
     grace: Annotated[
         float | None,
         typer.Option(
-            "--grace",
             min=0,
             max=MAX_GRACE_SECONDS,
             help="Seconds that running requests may take to end. Default: the worker's --grace-seconds.",

@@ -18,10 +18,10 @@ from ..terminal import JsonOption, ManagerOption, client_config, print_json
 def explain(
     text: Annotated[str, typer.Argument(help="The prompt, raw: no chat template. `-` reads it from stdin.")],
     as_chat: Annotated[bool, typer.Option("--chat", help="It is a chat's first message.")] = False,
-    system: Annotated[str | None, typer.Option("--system", help="With --chat: what the model is to be.")] = None,
-    worker: Annotated[str, typer.Option("--worker", help="Of this worker alone.")] = "",
+    system: Annotated[str | None, typer.Option(help="With --chat: what the model is to be.")] = None,
+    worker: Annotated[str, typer.Option(help="Of this worker alone.")] = "",
     model: ModelName = None,
-    tenant_salt: Annotated[str, typer.Option("--tenant-salt", help="Other salts never share blocks.")] = "",
+    tenant_salt: Annotated[str, typer.Option(help="Other salts never share blocks.")] = "",
     as_json: JsonOption = False,
     manager: ManagerOption = None,
 ) -> None:

@@ -19,10 +19,10 @@ def health(
         str, typer.Argument(metavar="[HOST:PORT]", envvar=MANAGER_VARIABLE, help="A manager or a worker.")
     ] = DEFAULT_MANAGER,
     service: Annotated[
-        str, typer.Option("--service", help="One service, e.g. kvpool.v1.CacheService.", show_default="all of them")
+        str, typer.Option(help="One service, e.g. kvpool.v1.CacheService.", show_default="all of them")
     ] = "",
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.001, help="Seconds to wait for the answer.")
+        float, typer.Option(min=0.001, help="Seconds to wait for the answer.")
     ] = DEFAULT_TIMEOUT_SECONDS,
     as_json: JsonOption = False,
 ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from rich.table import Table
 
@@ -11,6 +12,10 @@ from kvpool.client.sync_client import SyncClient
 from kvpool.v1 import cache_pb2, common_pb2
 
 from ..terminal import PIPED_WIDTH, JsonOption, ManagerOption, client_config, print_json, printed, stdout_console
+
+_COUNTS: Final = [
+    field.name for field in common_pb2.BlockCounts.DESCRIPTOR.fields if field.name not in ("tier", "group")
+]
 
 
 def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
@@ -85,12 +90,14 @@ def _hit_rate(worker: cache_pb2.WorkerDescription) -> float | None:
 
 def device_counts(worker: cache_pb2.WorkerDescription) -> common_pb2.BlockCounts:
     """Return the block counts of the device tier, summed over its groups."""
-    total = common_pb2.BlockCounts(tier=common_pb2.TIER_DEVICE)
-    for counts in worker.counts:
-        if counts.tier == common_pb2.TIER_DEVICE:
-            for name in ("capacity", "free", "cached", "held", "reserved", "copying", "shared"):
-                setattr(total, name, getattr(total, name) + getattr(counts, name))
-    return total
+    return sum_counts(counts for counts in worker.counts if counts.tier == common_pb2.TIER_DEVICE)
+
+
+def sum_counts(counts: Iterable[common_pb2.BlockCounts]) -> common_pb2.BlockCounts:
+    """Return the sums of all numbers of blocks."""
+    listed = list(counts)
+    sums = {name: sum(getattr(each, name) for each in listed) for name in _COUNTS}
+    return common_pb2.BlockCounts(tier=common_pb2.TIER_DEVICE, **sums)
 
 
 def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:

@@ -39,10 +39,8 @@ _ONCE_SECONDS: Final = 10.0
 
 
 def top(
-    worker: Annotated[
-        str | None, typer.Option("--worker", help="Show the requests and blocks of this worker first.")
-    ] = None,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
+    worker: Annotated[str | None, typer.Option(help="Show the requests and blocks of this worker first.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print once, with the rates of one interval; the default without a terminal.")
     ] = False,

@@ -15,7 +15,7 @@ from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2, common_pb2
 
 from ..commands.block_map import render_block_map
-from ..commands.status import device_counts
+from ..commands.status import device_counts, sum_counts
 from .rates import Rates, SequenceName
 from .requests import num_lines_wanted, render_requests
 
@@ -149,8 +149,7 @@ def _head(picture: Picture) -> Text:
     text.append("kvpool", style="bold")
     text.append(f"  manager {printable(picture.manager)}")
     if picture.response is not None:
-        loads = [worker.load for worker in picture.workers]
-        running, waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
+        running, waiting = _load(picture.workers)
         text.append(
             f", epoch {picture.response.epoch}, {picture.response.num_prefix_nodes:,} prefix nodes, "
             f"{running} requests running, {waiting} waiting"
@@ -166,10 +165,8 @@ def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription], *, 
     table.add_column("blocks", no_wrap=True)
     for column in ("used", "run", "wait", "prompt/s", "gen/s", "hits", *(("evict/s", "lease") if is_wide else ())):
         table.add_column(column, justify="right", no_wrap=True)
-    all_counts = common_pb2.BlockCounts()
-    for worker in workers:
-        counts = device_counts(worker)
-        _add(all_counts, counts)
+    all_counts = [device_counts(worker) for worker in workers]
+    for worker, counts in zip(workers, all_counts, strict=True):
         name = Text(printable(worker.worker_id), style="bold" if worker.worker_id == picture.chosen else "")
         lease = f"{worker.lease_remaining_ms / 1000:.1f} s"
         load = worker.load
@@ -179,25 +176,24 @@ def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription], *, 
         )  # fmt: skip
         table.add_row(*cells[: len(table.columns)])
     if len(workers) > 1:
-        loads = [worker.load for worker in workers]
-        running, waiting = sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
+        running, waiting = _load(workers)
         cells = (
-            Text("all", style="dim"), Text(), *_blocks(all_counts, bar_cells), str(running), str(waiting),
+            Text("all", style="dim"), Text(), *_blocks(sum_counts(all_counts), bar_cells), str(running), str(waiting),
             *_rates(_sum([picture.rates.get(worker.session) for worker in workers])), "",
         )  # fmt: skip
         table.add_row(*cells[: len(table.columns)])
     return table
 
 
+def _load(workers: Sequence[cache_pb2.WorkerDescription]) -> tuple[int, int]:
+    """Return the numbers of requests that run and that wait."""
+    return sum(worker.load.num_running for worker in workers), sum(worker.load.num_waiting for worker in workers)
+
+
 def _state(worker: cache_pb2.WorkerDescription) -> Text:
     if worker.recovering:
         return Text("reporting", style="yellow")
     return Text("leaving", style="magenta") if worker.draining else Text("serving", style="green")
-
-
-def _add(total: common_pb2.BlockCounts, counts: common_pb2.BlockCounts) -> None:
-    for name in ("capacity", "free", "cached", "held", "reserved", "copying"):
-        setattr(total, name, getattr(total, name) + getattr(counts, name))
 
 
 def _blocks(counts: common_pb2.BlockCounts, bar_cells: int) -> tuple[Text, str]:

@@ -136,6 +136,14 @@ def test_each_worker_has_its_state_and_a_bar_of_its_blocks() -> None:
     assert "5.4 s" in lines[2]
 
 
+def test_blocks_for_which_the_budget_has_no_room_are_not_in_use() -> None:
+    """The manager counts them apart from the free ones."""
+    workers = [worker_of(name, capacity=100, free=15, held=10, withheld=75) for name in ("a", "b")]
+    lines = drawn(Picture("m:1", cache_pb2.DescribeResponse(workers=workers)))
+    assert re.search(r"^a .* 10% ", lines[2]), lines[2]
+    assert re.search(r"^all .* 10% ", lines[4]), lines[4]
+
+
 @pytest.mark.parametrize("height", [8, 12, 24, 60])
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_it_is_never_higher_than_the_terminal(height: int, num_workers: int) -> None:
