@@ -138,20 +138,14 @@ def chunk_from_proto(
         finish_reason=finish_reason,
         worker_id=worker_id,
         attempt=attempt,
-        prompt_logprobs=_prompt_logprobs_from_proto(message, first_prompt_logprob),
+        prompt_logprobs=None
+        if first_prompt_logprob is None
+        else tuple(
+            _logprobs_from_proto(item.logprobs) if item.HasField("logprobs") else None
+            for item in message.prompt_logprobs[first_prompt_logprob:]
+        ),
         index=index,
         score=message.score if message.HasField("score") else None,
-    )
-
-
-def _prompt_logprobs_from_proto(
-    message: worker_pb2.GenerateResponse, first: int | None
-) -> tuple[TokenLogprobs | None, ...] | None:
-    if first is None:
-        return None
-    return tuple(
-        _logprobs_from_proto(item.logprobs) if item.HasField("logprobs") else None
-        for item in message.prompt_logprobs[first:]
     )
 
 
@@ -161,21 +155,14 @@ def _logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     )
 
 
-def _times_from_proto(message: worker_pb2.Times) -> Times:
-    return Times(
-        before_ms=0,  # no worker knows it
-        waiting_ms=message.waiting_ms,
-        prefill_ms=message.prefill_ms,
-        decode_ms=message.decode_ms,
-        preempted_ms=message.preempted_ms,
-    )
-
-
 def _usage_from_proto(message: worker_pb2.Usage) -> Usage:
+    spent = message.times
+    # No worker knows the time before it got the request.
+    times = Times(0, spent.waiting_ms, spent.prefill_ms, spent.decode_ms, spent.preempted_ms)
     return Usage(
         num_prompt_tokens=message.num_prompt_tokens,
         num_cached_tokens=message.num_cached_tokens,
         num_generated_tokens=message.num_generated_tokens,
         num_preemptions=message.num_preemptions,
-        times=_times_from_proto(message.times) if message.HasField("times") else None,
+        times=times if message.HasField("times") else None,
     )

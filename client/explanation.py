@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Final, Self
 
 from tokenizers import Tokenizer
 
-from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.v1 import cache_pb2
 
 from .prompt import RoutedPrompt
 
@@ -40,16 +40,9 @@ class MissCause(StrEnum):
 
 
 _CAUSES: Final = {
-    cache_pb2.MISS_CAUSE_NEVER_SEEN: MissCause.NEVER_SEEN,
-    cache_pb2.MISS_CAUSE_EVICTED: MissCause.EVICTED,
-    cache_pb2.MISS_CAUSE_OTHER_ROOT: MissCause.OTHER_ROOT,
-    cache_pb2.MISS_CAUSE_BEING_COMPUTED: MissCause.BEING_COMPUTED,
-    cache_pb2.MISS_CAUSE_PARTIAL_TAIL: MissCause.PARTIAL_TAIL,
-    cache_pb2.MISS_CAUSE_LAST_TOKEN: MissCause.LAST_TOKEN,
-    cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER: MissCause.ON_ANOTHER_WORKER,
-    cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT: MissCause.WINDOW_NOT_KEPT,
-    cache_pb2.MISS_CAUSE_SNAPSHOT_NOT_KEPT: MissCause.SNAPSHOT_NOT_KEPT,
+    cache_pb2.MissCause.Value(f"MISS_CAUSE_{cause.name}"): cause for cause in MissCause if cause != "unknown"
 }
+"""Causes by their numbers in messages."""
 _NOT_KEPT: Final = frozenset({MissCause.WINDOW_NOT_KEPT, MissCause.SNAPSHOT_NOT_KEPT})
 
 
@@ -91,8 +84,8 @@ class Miss:
             position=miss.position,
             cause=cause,
             evicted_seconds_ago=miss.evicted_ms_ago / 1000 if cause is MissCause.EVICTED else None,
-            evicted_for=_sequence_id(miss.evicted_for),
-            leader=_sequence_id(miss.leader),
+            evicted_for=miss.evicted_for.sequence_id or None,
+            leader=miss.leader.sequence_id or None,
             leader_position=miss.leader_position if is_led else None,
             other_worker_id=miss.other_worker_id or None,
             other_model=miss.other_root.model_fingerprint if is_other else None,
@@ -139,15 +132,9 @@ class ClosestPrompt:
     @classmethod
     def from_proto(cls, closest: cache_pb2.ClosestPrompt) -> Self:
         """Decode the manager's message."""
-        return cls(
-            num_equal_tokens=closest.num_equal_tokens,
-            prompt_token=closest.prompt_token if closest.HasField("prompt_token") else None,
-            cached_token=closest.cached_token if closest.HasField("cached_token") else None,
-            num_different_tokens=closest.num_different_tokens,
-            num_prompts=closest.num_prompts,
-            num_tokens_gained=closest.num_tokens_gained,
-            truncated=closest.truncated,
-        )
+        values = {field.name: getattr(closest, field.name) for field in fields(cls)}
+        missing = {name: None for name in ("prompt_token", "cached_token") if not closest.HasField(name)}
+        return cls(**(values | missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +258,6 @@ class Explanation:
             if closest.num_different_tokens > 1:
                 sentence += f", if {closest.num_different_tokens} tokens of that block were the same"
         return f"{sentence}."
-
-
-def _sequence_id(key: common_pb2.SequenceKey) -> str | None:
-    return key.sequence_id or None
 
 
 def _shown(token_id: int, tokenizer: Tokenizer | None) -> str:

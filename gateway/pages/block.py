@@ -13,35 +13,29 @@ from kvpool.client import KvpoolError, Model
 from kvpool.v1 import cache_pb2
 
 from ..context import gateway_of
-from ..errors import ApiError, api_error
+from ..errors import api_error, invalid
+from .query import query_number
 
 SECONDS: Final = 2.0
 """Time for an answer. It is short, since somebody points at a block and waits."""
+MAX_UINT32: Final = 2**32 - 1
 MAX_TEXTS: Final = 64
 """Most blocks whose texts are sent: the last ones of the prefix."""
 
 
 async def block(request: Request) -> Response:
     """Answer with a block, for ?worker_id=…&block_id=…, and &group=… unless it is 0."""
-    worker_id, block_id, group = _asked(request)
+    worker_id = request.query_params.get("worker_id", "")
+    if not worker_id:
+        raise invalid("worker_id", "worker_id names the worker whose block it is")
+    block_id = query_number(request, "block_id", None, least=1, most=MAX_UINT32)
+    group = query_number(request, "group", 0, most=MAX_UINT32)
     try:
         client = gateway_of(request).client
         described = await client.describe_block(worker_id, block_id, group=group, timeout=SECONDS)
     except KvpoolError as error:
         raise api_error(error) from error
     return JSONResponse({**_block_json(described), **await _texts(request, worker_id, described)})
-
-
-def _asked(request: Request) -> tuple[str, int, int]:
-    worker_id, block_id = request.query_params.get("worker_id", ""), request.query_params.get("block_id", "")
-    group = request.query_params.get("group", "0")
-    if not worker_id:
-        raise ApiError(400, "worker_id names the worker whose block it is", param="worker_id")
-    if not block_id.isascii() or not block_id.isdigit() or not 0 < int(block_id[:10]) < 1 << 32:
-        raise ApiError(400, f"block_id is a number from 1, got {block_id[:64]!r}", param="block_id")
-    if not group.isascii() or not group.isdigit() or int(group[:10]) >= 1 << 32:
-        raise ApiError(400, f"group is a number from 0, got {group[:64]!r}", param="group")
-    return worker_id, int(block_id[:10]), int(group[:10])
 
 
 def _block_json(described: cache_pb2.DescribeBlockResponse) -> dict[str, Any]:

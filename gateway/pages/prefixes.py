@@ -15,16 +15,18 @@ from tokenizers import Tokenizer
 from kvpool.client import Client, KvpoolError
 
 from ..context import gateway_of
-from ..errors import ApiError, invalid
+from ..errors import ApiError
 from .page import page_of
 from .prefix_tree import PrefixEntry, beginning_of, entries_after
+from .query import query_number
 
 MAX_ENTRIES: Final = 200
 
 
 async def prefixes(request: Request) -> JSONResponse:
     """Answer with the entries after `node` (0: the beginnings), at most `limit`. Raises ApiError."""
-    number, limit = _number(request, "node", 0, 2**63), _number(request, "limit", 50, MAX_ENTRIES)
+    number = query_number(request, "node", 0, most=2**63)
+    limit = query_number(request, "limit", 50, most=MAX_ENTRIES)
     view = await page_of(request).prefixes.look()
     if not view.is_complete:
         raise ApiError(
@@ -86,10 +88,3 @@ def _text(entry: PrefixEntry, tokenizer: Tokenizer | None) -> str | None:
         ids.byteswap()
     text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     return text
-
-
-def _number(request: Request, name: str, default: int, most: int) -> int:
-    given = request.query_params.get(name, str(default))
-    if not (given.isascii() and given.isdigit() and len(given) < 20 and int(given) <= most):
-        raise invalid(name, f"{name}: needed 0 to {most}, got {given[:32]!r}")
-    return int(given)
