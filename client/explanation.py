@@ -40,7 +40,9 @@ class MissCause(StrEnum):
 
 
 _CAUSES: Final = {
-    cache_pb2.MissCause.Value(f"MISS_CAUSE_{cause.name}"): cause for cause in MissCause if cause != "unknown"
+    cache_pb2.MissCause.Value(f"MISS_CAUSE_{cause.name}"): cause
+    for cause in MissCause
+    if cause is not MissCause.UNKNOWN
 }
 """Causes by their numbers in messages."""
 _NOT_KEPT: Final = frozenset({MissCause.WINDOW_NOT_KEPT, MissCause.SNAPSHOT_NOT_KEPT})

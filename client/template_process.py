@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, Final
@@ -24,7 +22,6 @@ _ANSWER_SECONDS: Final = WALL_SECONDS + 20.0
 """Time for an answer. The child ends itself long before, unless it is stopped."""
 _MAX_ANSWER_BYTES: Final = 12 * MAX_RENDERED_CHARS + 65536
 """Longest answer: JSON writes a character in at most 12 bytes."""
-_PIECE_BYTES: Final = 65536
 
 
 class TemplateExceeded(InvalidRequest):
@@ -169,14 +166,13 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            bufsize=0,
             start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, self._process.stdout
-        for pipe in (self._requests, self._answers):
-            os.set_blocking(pipe.fileno(), False)
+        self._is_at_end = False
+        """Whether it has closed its pipe, so that it is ending."""
 
     def is_alive(self) -> bool:
         """Whether it runs and can be asked. A child of the process from which this one was forked cannot."""
@@ -184,15 +180,13 @@ class _Child:
 
     def wait_until_ready(self) -> None:
         """Wait until it has started. Raises _Ended if it does not start."""
-        self._exchange(b"", time.monotonic() + _START_SECONDS)
+        self._exchange(b"", _START_SECONDS)
 
     def ask(self, content: bytes) -> dict[str, str]:
         """Send a request and return the answer. Raises _Ended."""
         message = len(content).to_bytes(LENGTH_BYTES, "big") + content
         try:
-            answer = json.loads(
-                self._exchange(message, time.monotonic() + _ANSWER_SECONDS).decode("utf-8", "surrogatepass")
-            )
+            answer = json.loads(self._exchange(message, _ANSWER_SECONDS).decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
             raise _Ended from None
         return {str(kind): str(sentence) for kind, sentence in answer.items()}
@@ -208,49 +202,36 @@ class _Child:
         if self._owner != os.getpid():
             return None
         if not self._requests.closed:
-            # A child that is ending has closed its pipe: its own status says more than that of our signal.
+            # The own status of a child that is ending says more than that of our signal.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if self._has_ended():
-                    self._process.wait(1.0)
+                self._process.wait(1.0 if self._is_at_end else 0)
             self._process.kill()
             self._process.wait()
-            self._requests.close()
+            with contextlib.suppress(OSError):  # what it was not sent cannot be sent now
+                self._requests.close()
             self._answers.close()
         return self._process.returncode
 
-    def _has_ended(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            return not os.read(self._answers.fileno(), 1)
-        return False
-
-    def _exchange(self, message: bytes, deadline: float) -> bytes:
-        """Write the message and read one frame. Raises _Ended at the end of the child or at the deadline."""
-        unsent = memoryview(message)
-        received = bytearray()
-        num_wanted = LENGTH_BYTES
+    def _exchange(self, message: bytes, seconds: float) -> bytes:
+        """Write the message and read one frame. Raises _Ended at the end of the child; it is killed after `seconds`."""
+        watchdog = threading.Timer(seconds, self._process.kill)
+        watchdog.start()
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._answers, selectors.EVENT_READ)
-                if unsent:
-                    selector.register(self._requests, selectors.EVENT_WRITE)
-                while len(received) < num_wanted:
-                    ready = selector.select(max(0.0, deadline - time.monotonic()))
-                    if not ready:
-                        raise _Ended
-                    for key, _ in ready:
-                        if key.fileobj is self._requests:
-                            unsent = unsent[os.write(key.fd, unsent[:_PIECE_BYTES]) :]
-                            if not unsent:
-                                selector.unregister(self._requests)
-                            continue
-                        data = os.read(key.fd, _PIECE_BYTES)
-                        if not data:
-                            raise _Ended
-                        received += data
-                    if num_wanted == LENGTH_BYTES and len(received) >= LENGTH_BYTES:
-                        num_wanted += int.from_bytes(received[:LENGTH_BYTES], "big")
-                        if num_wanted > _MAX_ANSWER_BYTES:
-                            raise _Ended
-        except (OSError, ValueError, KeyError):  # a pipe that was closed meanwhile is no file any more
+            self._requests.write(message)
+            self._requests.flush()
+            num_bytes = int.from_bytes(self._read(LENGTH_BYTES), "big")
+            if num_bytes > _MAX_ANSWER_BYTES:
+                raise _Ended
+            return self._read(num_bytes)
+        except (OSError, ValueError):  # a pipe that was closed meanwhile is no file any more
+            self._is_at_end = True
             raise _Ended from None
-        return bytes(received[LENGTH_BYTES:])
+        finally:
+            watchdog.cancel()
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = self._answers.read(num_bytes)
+        if len(data) < num_bytes:
+            self._is_at_end = True
+            raise _Ended
+        return data

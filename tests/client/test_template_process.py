@@ -30,7 +30,7 @@ from kvpool.client import (
 from kvpool.client.chat_template import ChatTemplate
 from kvpool.client.model_files import DEFAULT_MAX_BYTES
 from kvpool.client.template_child import MEMORY_BYTES
-from kvpool.client.template_process import TemplateProcess
+from kvpool.client.template_process import TemplateProcess, _Child
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import FakeModel, FakeWorker, fake_cluster
@@ -174,17 +174,17 @@ def test_closing_ends_it_while_it_renders() -> None:
 
 def test_an_interrupt_in_the_middle_leaves_no_old_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C as the answer comes: the next one would get it."""
-    read, interrupts = os.read, [KeyboardInterrupt]
+    read, interrupts = _Child._read, [KeyboardInterrupt]
 
-    def interrupted(descriptor: int, size: int) -> bytes:
+    def interrupted(child: _Child, num_bytes: int) -> bytes:
         if interrupts:
             raise interrupts.pop()
-        return read(descriptor, size)
+        return read(child, num_bytes)
 
     with contextlib.closing(TemplateProcess()) as process:
         template = ChatTemplate(HONEST, {}, process=process)
         template.render(USER)
-        monkeypatch.setattr("kvpool.client.template_process.os.read", interrupted)
+        monkeypatch.setattr(_Child, "_read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             template.render([{"role": "user", "content": "old"}])
         for n in range(3):
