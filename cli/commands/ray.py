@@ -267,22 +267,16 @@ def _say_ready(cluster: RayCluster, plan: RayPlan, console: Console, stays: bool
 
 def _follow(cluster: RayCluster, signals: _Signals, say: Callable[[str], None]) -> None:
     """Report starts and ends of the processes until none is left. Raises _Stopped."""
-    before: dict[str, tuple[str, int]] = {}
-    absent: set[str] = set()
+    before: dict[str, str] = {}
     while services := cluster.describe():
-        for name, service in services.items():
-            if service is None or not service["pid"]:
-                if name not in absent:
-                    absent.add(name)
-                    say(f"{name} is down")
-                continue
-            now = (str(service["host"]), int(service["pid"]))
-            if name in absent or before.get(name, now) != now:
-                say(f"{name} is up again, on {now[0]} (pid {now[1]})")
-            absent.discard(name)
-            before[name] = now
-        for name in before.keys() - services.keys():
-            say(f"{name} has left")
-            del before[name]
-            absent.discard(name)
+        now = {
+            name: f"{service['host']} (pid {service['pid']})" if service and service["pid"] else ""
+            for name, service in services.items()
+        }
+        for name, place in before.items():
+            if name not in now:
+                say(f"{name} has left")
+            elif now[name] != place:
+                say(f"{name} is up again, on {now[name]}" if now[name] else f"{name} is down")
+        before = now
         signals.wait(_LOOK_SECONDS)

@@ -20,15 +20,10 @@ _LOOK_SECONDS: Final = 1.0
 
 
 def make_place(name: str, bundles: Sequence[Resources], strategy: str = "SPREAD") -> PlacementGroup:
-    """Make the placement group of this name. One that a killed command has left is used if it has the same bundles, else replaced.
-    Ray chooses a node for each bundle: one with room, and with a large part of it free."""
+    """Return the placement group of this name; make it if there is none. Ray chooses a node for each bundle: one with room, and
+    with a large part of it free."""
     needed = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
-    existing = _find(name)
-    if existing is not None:
-        if list(_entry(existing)["bundles"].values()) == needed:
-            return existing
-        remove_placement_group(existing)
-    return placement_group(needed, strategy=strategy, name=name, lifetime="detached")
+    return _find(name) or placement_group(needed, strategy=strategy, name=name, lifetime="detached")
 
 
 def remove_place(name: str) -> None:

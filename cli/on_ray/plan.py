@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -137,33 +137,19 @@ def make_plan(
         *sorted(f"{name}={value}" for name, value in variables.items() if not name.startswith(_OF_GATEWAY)),
     ]
 
-    def spec(name: str, module: str, arguments: Sequence[str] = (), port: int = 0, *, shared: str = "") -> ServiceSpec:
-        return ServiceSpec(
-            name=name,
-            namespace=settings.namespace,
-            module=module,
-            managers=names,
-            record=record,
-            arguments=list(arguments),
-            variables=variables,
-            port=port,
-            state_dir=shared,
-            mark=mark if shared else "",
-        )
-
+    common = ServiceSpec("", settings.namespace, "", managers=names, record=record, variables=variables)
+    manager = replace(common, module=MANAGER_MODULE, arguments=["--election", election])
+    if state_dir:
+        manager = replace(manager, state_dir=state_dir, mark=mark)
+    worker = replace(common, module=WORKER_MODULE, arguments=of_workers)
+    gateway = replace(common, module=GATEWAY_MODULE, name=GATEWAY_NAME, port=settings.http or 0)
     return RayPlan(
         managers=[
-            spec(
-                name,
-                MANAGER_MODULE,
-                ["--election", election],
-                settings.port and settings.port + index,
-                shared=state_dir,
-            )
+            replace(manager, name=name, port=settings.port and settings.port + index)
             for index, name in enumerate(names)
         ],
-        workers=[spec(f"{_WORKER}{index}", WORKER_MODULE, of_workers) for index in range(settings.workers)],
-        gateway=None if settings.http is None else spec(GATEWAY_NAME, GATEWAY_MODULE, (), settings.http),
+        workers=[replace(worker, name=f"{_WORKER}{index}") for index in range(settings.workers)],
+        gateway=None if settings.http is None else gateway,
         worker_cpus=settings.cpus_per_worker,
         worker_gpus=gpus,
     )
