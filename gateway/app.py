@@ -20,15 +20,12 @@ from .access import Access, AccessKeys
 from .connection import ConnectionLimits
 from .context import Gateway
 from .errors import ApiError, on_api_error
-from .login import login_routes
 from .metrics import GatewayMetrics
 from .observation import RequestObservation
-from .openai.routes import openai_routes
 from .pages.page import open_page
-from .pages.routes import page_routes
 from .request_log import RequestLog
+from .routes import all_routes
 from .settings import GatewaySettings
-from .status_routes import status_routes
 
 
 def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
@@ -52,7 +49,7 @@ def make_app(
     metrics = GatewayMetrics()
     limits = limits or connection_limits(settings)
     keys = AccessKeys(settings.keys)
-    routes = [*status_routes(), *login_routes(keys), *openai_routes(), *page_routes(has_login=bool(keys))]
+    routes = all_routes(keys)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

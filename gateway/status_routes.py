@@ -9,7 +9,6 @@ from prometheus_client import generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from kvpool.client import KvpoolError
 from kvpool.process.metrics import CONTENT_TYPE, MetricsPage
@@ -22,17 +21,6 @@ from .pages.page import page_of
 
 HEALTH_SECONDS: Final = 2.0
 """Time for the manager to answer. A probe of Kubernetes waits one second by default, Docker's thirty."""
-
-
-def status_routes() -> list[BaseRoute]:
-    """Return all of these routes."""
-    return [
-        Route("/health", health, methods=["GET"]),
-        Route("/version", version, methods=["GET"]),
-        Route("/load", load, methods=["GET"]),
-        Route("/server_info", server_info, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-    ]
 
 
 def serves(worker: cache_pb2.WorkerDescription) -> bool:

@@ -10,12 +10,13 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from kvpool.gateway.access import AccessKeys
 from kvpool.gateway.app import connection_limits
 from kvpool.gateway.context import Gateway
 from kvpool.gateway.errors import ApiError, on_api_error
 from kvpool.gateway.metrics import GatewayMetrics
-from kvpool.gateway.pages.routes import page_routes
 from kvpool.gateway.request_log import RequestLog
+from kvpool.gateway.routes import all_routes
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.v1 import cache_pb2
 from tests.client.clients import quick
@@ -28,7 +29,7 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
     async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
         manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
         manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
-        app = Starlette(routes=page_routes(has_login=False), exception_handlers={ApiError: on_api_error})
+        app = Starlette(routes=all_routes(AccessKeys(())), exception_handlers={ApiError: on_api_error})
         settings = GatewaySettings()
         app.state.gateway = Gateway(
             settings,
