@@ -26,7 +26,7 @@ from .models import Models
 from .options import GenerateOptions
 from .prompt import Prompt, RoutedPrompt, routed_prompt
 from .request import build_request
-from .stream import GenerateStream
+from .stream import ClusterAccess, GenerateStream
 from .template_process import TemplateProcess
 from .watch import WatchOptions, WatchUpdate, watch
 
@@ -232,14 +232,11 @@ class Client:
 
     def _stream(self, encode: Callable[[Model], Awaitable[Prompt]], options: GenerateOptions) -> GenerateStream:
         return GenerateStream(
+            ClusterAccess(self._config, self._channels, self._manager, self._models),
             encode=encode,
             request=build_request(options),
             model_name=options.get("model"),
             explain=bool(options.get("explain")),
             timeout=options.get("timeout"),
-            models=self._models,
-            manager=self._manager,
-            channels=self._channels,
-            config=self._config,
             default_temperature=options.get("default_temperature") or 0.0,
         )

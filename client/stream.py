@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import uuid4
 
 from kvpool.protocol.answers import answer_id
@@ -39,6 +39,15 @@ _MOST_CHANGES: Final = 4
 """Changes of the model while one prompt is routed; after so many the prompt is sent as it was tokenised."""
 
 
+class ClusterAccess(NamedTuple):
+    """What all requests of one client share."""
+
+    config: ClientConfig
+    channels: Channels
+    manager: Manager
+    models: Models
+
+
 class GenerateStream:
     """The chunks of the answers to one prompt, each answer's in order, however many workers it takes. Nothing is sent before the
     first chunk is asked for.
@@ -54,18 +63,16 @@ class GenerateStream:
 
     def __init__(
         self,
+        access: ClusterAccess,
         *,
         encode: Callable[[Model], Awaitable[Prompt]],
         request: worker_pb2.GenerateRequest,
-        model_name: str | None,
-        explain: bool,
-        timeout: float | None,
-        models: Models,
-        manager: Manager,
-        channels: Channels,
-        config: ClientConfig,
+        model_name: str | None = None,
+        explain: bool = False,
+        timeout: float | None = None,
         default_temperature: float = 0.0,
     ) -> None:
+        self._access = access
         self._encode = encode
         self._asked = request
         self._default_temperature = default_temperature
@@ -77,12 +84,8 @@ class GenerateStream:
         self._wants_explanation = explain
         self._explanation: Explanation | None = None
         self._timeout = timeout
-        self._models = models
-        self._manager = manager
-        self._channels = channels
-        self._config = config
         self._sequence_id = str(uuid4())
-        self._attempts = Failover(config.max_attempts)
+        self._attempts = Failover(access.config.max_attempts)
         self._answers = [Answer(index, self._request) for index in range(max(1, request.n))]
         """Answers by the index that messages of the call have."""
         self._num_unfinished = len(self._answers)
@@ -197,7 +200,7 @@ class GenerateStream:
 
     async def _next_chunk(self) -> Chunk | None:
         if self._deadline is None:
-            self._deadline = Deadline(self._timeout or self._config.timeout)
+            self._deadline = Deadline(self._timeout or self._access.config.timeout)
             self._loop = asyncio.get_running_loop()
         while not self._ready and self._forks is None:
             if self._call is None:
@@ -251,7 +254,7 @@ class GenerateStream:
     def _may_move(self, error: KvpoolError) -> bool:
         if self._num_delivered == 0:
             return another_may_begin(error)
-        return self._config.continuation and another_may_go_on(error)
+        return self._access.config.continuation and another_may_go_on(error)
 
     def _move(self, target: Target, error: KvpoolError) -> None:
         """Prepare to continue on another worker after the call has broken off. Add the last chunks of complete answers."""
@@ -274,16 +277,9 @@ class GenerateStream:
 
     def _alone(self, answer: Answer) -> GenerateStream:
         """Return a stream in which one answer continues by itself. On any worker it gets the tokens that it would have got here."""
+        request = answer_request(self._request, answer.index)
         stream = GenerateStream(
-            encode=self._encode,
-            request=answer_request(self._request, answer.index),
-            model_name=self._model_name,
-            explain=False,
-            timeout=self._timeout,
-            models=self._models,
-            manager=self._manager,
-            channels=self._channels,
-            config=self._config,
+            self._access, encode=self._encode, request=request, model_name=self._model_name, timeout=self._timeout
         )
         stream._sequence_id = self.sequence_id_of(answer.index)
         stream._attempts = self._attempts.fork()
@@ -337,10 +333,10 @@ class GenerateStream:
         for answer in self._answers:
             answer.begin(target.attempt, deadline.elapsed() * 1000)
         return WatchedCall(
-            self._channels.generate(target.address, request),
+            self._access.channels.generate(target.address, request),
             target,
-            manager=self._manager,
-            liveness_interval=self._config.liveness_interval,
+            manager=self._access.manager,
+            liveness_interval=self._access.config.liveness_interval,
             deadline=deadline,
         )
 
@@ -362,10 +358,10 @@ class GenerateStream:
                 prompt = routed_prompt(
                     root, model.encoder, self._token_ids, self._all_token_ids[len(self._token_ids) :]
                 )
-                response = await self._manager.route(
+                response = await self._access.manager.route(
                     deadline,
                     prompt,
-                    max_workers=self._config.max_attempts,
+                    max_workers=self._access.config.max_attempts,
                     num_needed_tokens=self._num_needed_tokens(model),
                     # Once, and before any worker has the prompt: afterwards its own blocks would be hits.
                     explain=self._wants_explanation,
@@ -380,13 +376,13 @@ class GenerateStream:
                     self._attempts.rank(response.workers)
                     return
                 # Its workers are gone, or back with other weights: find out what is served now.
-                self._models.forget(model)
+                self._access.models.forget(model)
                 raise Unavailable(
                     f"no live worker serves {model.name}: {response.explanation or 'the manager names none'}",
                     reason="NO_WORKER",
                 )
             except Unavailable as error:
-                waited = waited or Deadline(self._config.worker_wait, deadline.clock)
+                waited = waited or Deadline(self._access.config.worker_wait, deadline.clock)
                 if error.reason == "NO_MANAGER" or waited.remaining() == 0:
                     raise
                 deadline.check(f"waiting for a worker: {error}")
@@ -396,7 +392,7 @@ class GenerateStream:
         """Return the model that is served now, and tokenise the prompt for it. After the first token it is the one that began."""
         if self._model is not None and self._num_delivered > 0:
             return self._model
-        model = await self._models.get(self._model_name, deadline)
+        model = await self._access.models.get(self._model_name, deadline)
         if model is not self._model:
             try:
                 prompt = await self._encode_within(model, deadline)
@@ -414,7 +410,7 @@ class GenerateStream:
     async def _look_at(self, model: Model, deadline: Deadline) -> Model:
         """Return the model as it is served now; `model` if the manager does not answer."""
         try:
-            return await self._models.look(
+            return await self._access.models.look(
                 self._model_name, Deadline(min(_LOOK_SECONDS, deadline.remaining()), deadline.clock)
             )
         except KvpoolError:
@@ -435,7 +431,7 @@ class GenerateStream:
             return False
         longest = response.model.max_model_len
         if self._num_delivered == 0:
-            if await self._models.settle(self._model_name, model, response.model, deadline) is not model:
+            if await self._access.models.settle(self._model_name, model, response.model, deadline) is not model:
                 return True
             if response.workers or not 0 < longest < self._num_needed_tokens(model):
                 return False

@@ -25,7 +25,7 @@ from kvpool.client.model import Model
 from kvpool.client.models import Models
 from kvpool.client.prompt import EncoderModel, Prompt, routed_prompt
 from kvpool.client.request import build_request
-from kvpool.client.stream import GenerateStream
+from kvpool.client.stream import ClusterAccess, GenerateStream
 from kvpool.client.template_process import TemplateProcess
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
 from tests.simulation.channel import Channel
@@ -125,6 +125,7 @@ class ClientProcess(Process):
             return Prompt(list(plan.prompt))
 
         stream = GenerateStream(
+            ClusterAccess(self._config, self._channels, self._manager, self._models),
             encode=encode,
             request=build_request(
                 {
@@ -138,13 +139,6 @@ class ClientProcess(Process):
                     "seed": 0,
                 }
             ),
-            model_name=None,
-            explain=False,
-            timeout=None,
-            models=self._models,
-            manager=self._manager,
-            channels=self._channels,
-            config=self._config,
         )
         counts = [0] * plan.n
         attempts = [0] * plan.n
