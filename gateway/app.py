@@ -30,13 +30,8 @@ from .settings import GatewaySettings
 
 def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
     """Return the limits of a server with these settings."""
-    return ConnectionLimits(
-        max_connections=settings.max_connections,
-        idle_seconds=settings.idle_seconds,
-        head_seconds=settings.head_seconds,
-        body_seconds=settings.body_seconds,
-        reader_seconds=settings.reader_seconds,
-    )
+    names = {"max_connections", "idle_seconds", "head_seconds", "body_seconds", "reader_seconds"}
+    return ConnectionLimits(**settings.model_dump(include=names))
 
 
 def make_app(

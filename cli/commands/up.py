@@ -144,17 +144,12 @@ class UpSettings(ProcessSettings):
         read."""
         gpu_each = self.device == "cuda" or (self.device is None and self._finds_gpus())
         device = "cuda:0" if gpu_each else self.device
+        names = {"host", "port", "join", "state_dir", "log_format", "metrics_host", "metrics_port"}
         return ClusterSpec(
+            **self.model_dump(include=names),
             num_workers=self.workers,
             name=self.name or (socket.gethostname() if self.join else "worker"),
-            host=self.host,
-            port=self.port,
-            join=self.join,
-            state_dir=self.state_dir,
             worker_arguments=(*(() if device is None else ("--device", device)), *worker_arguments),
-            log_format=self.log_format,
-            metrics_host=self.metrics_host,
-            metrics_port=self.metrics_port,
             http_port=self.http,
             gpu_each=gpu_each,
             share_cores=not (device or "").startswith("cuda"),

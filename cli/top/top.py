@@ -30,6 +30,7 @@ _MAP_SHARE: Final = 20
 """Share of the time for block maps, as a divisor: a large pool's map takes the manager a while."""
 _MAP_PAGE_BLOCKS: Final = 512
 """Blocks in one page of the map. The manager does nothing else meanwhile: some ten milliseconds for a thousand blocks."""
+_SHOWN_OF_SEQUENCES: Final = ("num_tokens", "num_computed_tokens", "num_cached_tokens", "num_blocks", "fenced")
 _MAX_REQUESTS: Final = 200
 """Most requests to fetch, more than a terminal has rows; the manager counts the others."""
 _LOOK_SECONDS_MIN: Final = 2.0
@@ -101,11 +102,7 @@ def picture_object(picture: Picture) -> dict[str, object]:
             "sequence_id": sequence.key.sequence_id,
             "attempt": sequence.key.attempt,
             "round": sequence.key.round,
-            "num_tokens": sequence.num_tokens,
-            "num_computed_tokens": sequence.num_computed_tokens,
-            "num_cached_tokens": sequence.num_cached_tokens,
-            "num_blocks": sequence.num_blocks,
-            "fenced": sequence.fenced,
+            **{name: getattr(sequence, name) for name in _SHOWN_OF_SEQUENCES},
             "generated_tokens_per_second": picture.request_rates.get(sequence_name(requests, sequence)),
         }
         for sequence in requests.sequences
