@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from .errors import InvalidRequest
+from .messages import Message
 
-Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str | None]
 """Renders messages; None: the template fails or refuses."""
 

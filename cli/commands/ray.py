@@ -51,11 +51,6 @@ ray = typer.Typer(
 )
 
 
-@ray.callback()
-def _ray() -> None:
-    """A cluster on the nodes of a Ray cluster."""
-
-
 class _Stopped(Exception):
     """A signal has asked to stop."""
 

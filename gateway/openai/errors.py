@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
-from kvpool.client import InvalidRequest, KvpoolError, NotFound
+from kvpool.client import GenerateOptions, InvalidRequest, KvpoolError, NotFound
 
 from ..errors import ApiError, api_error
 
@@ -36,9 +36,6 @@ def _field(error: KvpoolError, prompt_field: str) -> str:
     """Return the field that the error is about: its violations name it, or its message begins with it."""
     named = error.violations[0] if error.violations else error.message
     word = named.partition(" ")[0].rstrip(":").rpartition(".")[2]
-    if word.isidentifier() and word.islower() and ("_" in word or word in _WORDS):
+    if word.isidentifier() and word.islower() and ("_" in word or word in GenerateOptions.__annotations__):
         return _FIELDS.get(word, word)
     return prompt_field
-
-
-_WORDS: Final = frozenset({"temperature", "seed", "stop", "logprobs", "priority", "tenant", "model", "echo", "n"})
