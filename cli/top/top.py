@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -122,12 +122,19 @@ async def _watch(config: ClientConfig, console: Console, worker: str | None, int
             def draw() -> None:
                 live.update(render(observer.picture, console.width, console.height, keys=True), refresh=True)
 
-            looking = asyncio.create_task(_look_for_ever(observer, interval, draw))
-            listing = asyncio.create_task(_list_for_ever(observer, interval, draw))
-            mapping = asyncio.create_task(_map_for_ever(observer, interval, draw))
-            pressing = asyncio.create_task(_obey(keys, observer, draw))
-            stopping = asyncio.create_task(stopped.wait())
-            tasks = {looking, listing, mapping, pressing, stopping}
+            draw()
+            work: list[Coroutine[Any, Any, object]] = [
+                _repeat(
+                    lambda: observer.look(max(interval, _LOOK_SECONDS_MIN)), lambda _: interval, asyncio.Event(), draw
+                ),
+                _repeat(observer.look_at_requests, lambda _: interval, observer.wants_requests, draw),
+                _repeat(
+                    observer.look_at_blocks, lambda took: max(interval, _MAP_SHARE * took), observer.wants_map, draw
+                ),
+                _obey(keys, observer, draw),
+                stopped.wait(),
+            ]
+            tasks = {asyncio.create_task(each) for each in work}
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -138,37 +145,22 @@ async def _watch(config: ClientConfig, console: Console, worker: str | None, int
                 await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _look_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
-    while True:
-        draw()
-        await observer.look(max(interval, _LOOK_SECONDS_MIN))
-        draw()
-        await asyncio.sleep(interval)
-
-
-async def _list_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
-    """Fetch the requests, apart from the looks at all workers, so that those of another chosen worker are shown at once."""
-    while True:
-        await observer.look_at_requests()
-        draw()
-        await _pause(interval, observer.wants_requests)
-
-
-async def _map_for_ever(observer: Observer, interval: float, draw: Callable[[], None]) -> None:
-    """Fetch the block map, apart from the looks, which it must not delay."""
+async def _repeat(
+    look: Callable[[], Awaitable[None]],
+    pause_after: Callable[[float], float],
+    wanted: asyncio.Event,
+    draw: Callable[[], None],
+) -> None:
+    """Look again and again, each kind of look apart from the others, so that a slow one delays none. `pause_after` gives the
+    seconds to the next look after one that took so long; it begins earlier if it is `wanted`."""
     while True:
         began_at = time.monotonic()
-        await observer.look_at_blocks()
+        await look()
         draw()
-        await _pause(max(interval, _MAP_SHARE * (time.monotonic() - began_at)), observer.wants_map)
-
-
-async def _pause(seconds: float, request: asyncio.Event) -> None:
-    """Sleep, but at most until `request` is set, and clear it."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await request.wait()
-    request.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_after(time.monotonic() - began_at)):
+                await wanted.wait()
+        wanted.clear()
 
 
 async def _obey(keys: KeyReader, observer: Observer, draw: Callable[[], None]) -> None:
