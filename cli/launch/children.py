@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 MAX_LINE_BYTES: Final = 8192
@@ -96,9 +95,7 @@ class Children:
     async def __aenter__(self) -> Children:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # Shielded: a second Ctrl-C kills the children, and does not leave any running.
         stopping = asyncio.ensure_future(self.stop())
         while not stopping.done():

@@ -8,7 +8,6 @@ import re
 import sys
 import termios
 import tty
-from types import TracebackType
 from typing import Any, Final, Self
 
 UP: Final = "up"
@@ -38,9 +37,7 @@ class KeyReader:
             asyncio.get_running_loop().add_reader(self._file, self._read)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             asyncio.get_running_loop().remove_reader(self._file)
             termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvpool.client import Chunk, GenerateStream, KvpoolError, Model, Usage
@@ -60,9 +59,7 @@ class GenerationStreams:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._gateway.metrics.open_streams -= self.num_choices
         for record in self._records:
             record.close()
