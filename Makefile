@@ -101,7 +101,7 @@ ifeq ($(SUITE),clients)
 else
 	$(if $(test-$(SUITE)),,$(error There is no SUITE=$(SUITE): make help lists them))
 	$(if $(needs-$(SUITE)),@$(BIN)/python -c 'import $(needs-$(SUITE))' 2> /dev/null || $(INSTALL) --editable '.[$(SUITE)]')
-	KVPOOL_SUITE=$(SUITE) $(BIN)/python -m pytest $(test-$(SUITE)) $(ARGUMENTS)
+	TEST_SUITE=$(SUITE) $(BIN)/python -m pytest $(test-$(SUITE)) $(ARGUMENTS)
 endif
 
 prove-simulate := tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED) --jobs $(JOBS)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CHROMIUM: Final = ("chromium", "chromium-browser", "google-chrome")
 
-collect_ignore_glob = [] if os.environ.get("KVPOOL_SUITE") == "browser" else ["test_*.py"]
+collect_ignore_glob = [] if os.environ.get("TEST_SUITE") == "browser" else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

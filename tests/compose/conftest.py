@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is in this folder, except for `make test SUITE=compose`."""
-    if os.environ.get("KVPOOL_SUITE") != "compose":
+    if os.environ.get("TEST_SUITE") != "compose":
         ours = [item for item in items if item.path.is_relative_to(FOLDER)]
         leave_out(config, items, ours, "tests of containers were left out: `make test SUITE=compose` runs them")
 
