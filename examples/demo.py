@@ -306,7 +306,10 @@ async def show_sharing(client: Client, workers: Sequence[str], console: Console)
     for block_map in maps:
         console.print(render_block_map(block_map, console.width))
         console.print()
-    for worker in sorted((await client.describe()).workers, key=lambda worker: worker.worker_id):
+    # A worker frees an answer's blocks after its last token.
+    while any(worker.counts[0].held for worker in (described := await client.describe()).workers):
+        await asyncio.sleep(0.1)
+    for worker in sorted(described.workers, key=lambda worker: worker.worker_id):
         counts = worker.counts[0]
         console.print(
             f"{worker.worker_id} now: {counts.held} blocks held, {counts.cached} cached for the next visitors"

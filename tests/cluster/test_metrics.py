@@ -80,5 +80,5 @@ async def test_a_worker_says_it_before_it_loads_when_the_metrics_port_is_taken(t
         port = taken.getsockname()[1]
         given: dict[str, Any] = {"model": str(tmp_path / "none"), "metrics_port": port}
         settings = WorkerSettings(**given)
-        with pytest.raises(PortError, match=rf"127\.0\.0\.1:{port} for metrics: .*--metrics-port"):
+        with pytest.raises(PortError, match=rf"127\.0\.0\.1:{port}: .*--metrics-port"):
             await WorkerServer.load(settings)

@@ -238,7 +238,7 @@ def test_a_process_says_it_when_the_metrics_port_is_taken(tmp_path: Path, manage
         port = str(taken.getsockname()[1])
         status, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--metrics-port", port)
     assert status == 1
-    assert f"127.0.0.1:{port} for metrics" in said
+    assert f"127.0.0.1:{port}: " in said
     assert "--metrics-port" in said
 
 
