@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bench.report import print_table, progress
 from bench.steps import CASES, MEMORY, step
-from kvpool.worker_service.cpu_share import lower_priority
+from kvpool.worker_service.model.device import lower_priority
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import load_model
 from kvpool.worker_service.model.settings import ModelSettings

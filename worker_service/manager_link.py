@@ -18,8 +18,7 @@ from kvpool.v1 import cache_pb2, cache_pb2_grpc
 
 from .cache.link_state import SESSION_OVER, MutatingCall
 from .engine.engine import Engine
-from .patience import PASSING, Patience
-from .registration import FINAL, WorkerRegistration
+from .registration import FINAL, PASSING, Patience, WorkerRegistration
 
 log = structlog.get_logger("kvpool.link")
 

@@ -31,14 +31,13 @@ from .cache.groups.state import StateGroup, grid_tokens
 from .cache.groups.unit import UnitGroup
 from .cache.groups.window import WindowGroup
 from .cache.settings import CacheSettings
-from .cpu_share import lower_priority
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
-from .engine.split_prompt import EncoderSettings
+from .engine.prompt import EncoderSettings
 from .incarnation import Identity, WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
-from .model.device import choose_device, enter_device
+from .model.device import choose_device, enter_device, lower_priority
 from .model.errors import ModelError
 from .model.facts import ModelFacts
 from .model.forward.kv_plan import KVCachePlan

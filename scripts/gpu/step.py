@@ -22,8 +22,7 @@ from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
-from kvpool.worker_service.model.forward.modules import ModulesRuntime, modules_of
-from kvpool.worker_service.model.forward.row_selector import RowSelector
+from kvpool.worker_service.model.forward.modules import ModulesRuntime, RowSelector, modules_of
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.guard.support import guarded_layers
 from kvpool.worker_service.model.load import LoadedModel

@@ -7,8 +7,7 @@ import torch
 
 from kvpool.worker_service.attention.block_tables import BlockTables
 from kvpool.worker_service.attention.layout import PackingError
-from kvpool.worker_service.attention.packing import Packer, StepSizes, pack
-from kvpool.worker_service.attention.staging import Staging
+from kvpool.worker_service.attention.packing import Packer, Staging, StepSizes, pack
 from tests.attention.packed import BLOCK_SIZE, CPU, GROUPS, NUM_BLOCKS, check
 from tests.attention.part import Part
 

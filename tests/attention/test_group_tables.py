@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention.layout import BlockGroup, PackingError
-from kvpool.worker_service.attention.packing import Packer, Packing, StepSizes, pack
-from kvpool.worker_service.attention.staging import Staging
+from kvpool.worker_service.attention.packing import Packer, Packing, Staging, StepSizes, pack
 from tests.attention.part import Part
 
 CPU = torch.device("cpu")

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention import flash, selection, varlen
-from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.backend import AttentionBackend, AttentionSpec
 from kvpool.worker_service.attention.flash import FlashKernel, flash_problem
 from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.packing import Packing
 from kvpool.worker_service.attention.paged import PagedAttention, PagedStep
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendCandidate, UnsuitableBackend, choose_backend
-from kvpool.worker_service.attention.spec import AttentionSpec
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.varlen import VarlenKernel, varlen_problem
 from kvpool.worker_service.attention.verification import SelfTestFailed, run_self_test

@@ -11,7 +11,6 @@ import torch
 
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
 from kvpool.worker_service.attention.layer import AttentionCall, KVLayer
-from kvpool.worker_service.attention.merge import AttentionPiece, merge
 from kvpool.worker_service.attention.packing import one_group, pack
 from kvpool.worker_service.attention.softmax import (
     KeyRange,
@@ -21,7 +20,7 @@ from kvpool.worker_service.attention.softmax import (
     attend_publicly,
     fused_cpu_attention_works,
 )
-from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
+from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, AttentionPiece, TorchAttention, merge
 from kvpool.worker_service.attention.torch_plan import PlanShapes
 from tests.attention.part import Part
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn, Self
 CLIENT = "huggingface_hub"
 _THE_REST = (
     *("asyncio", "concurrent.futures.thread", "filelock", "httpcore2", "httpx2", "structlog", "tqdm.auto"),
-    *("tqdm.contrib.concurrent", "yaml", "kvpool.worker_service.model.source.weights"),
+    *("tqdm.contrib.concurrent", "yaml", "kvpool.worker_service.model.source.files"),
 )
 """What the client and what calls it import."""
 _ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.worker_service.model.control_groups import read_cpu_memory
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.memory.cpu import read_cpu_memory
 
 MIB = 1 << 20
 

@@ -18,8 +18,8 @@ from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.placement import read_config
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.convert import convert_gguf, dtype_that_keeps
+from kvpool.worker_service.model.source.files import only_gguf
 from kvpool.worker_service.model.source.gguf_config import open_gguf
-from kvpool.worker_service.model.source.weights import only_gguf
 from tests.model.gguf_files import write_gguf
 from tests.model.paged import PagedModel, quiet
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, Oracle, prompts

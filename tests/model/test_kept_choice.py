@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.worker_service.model.native.kept_choice import Choice, ChoiceFile, NotKept
+from kvpool.worker_service.model.native.comparison import Choice, ChoiceFile, NotKept
 from kvpool.worker_service.model.native.timing import StepSeconds
 
 KEY: dict[str, str | int] = {"fingerprint": "f", "native_threads": 2}

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from kvpool.worker_service.model.forward.kv_cache import KVCache
-from kvpool.worker_service.model.forward.kv_groups import groups_of, sights
 from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
-from kvpool.worker_service.model.forward.layers import AttentionLayer
+from kvpool.worker_service.model.forward.layers import AttentionLayer, groups_of, sights
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 
 CPU = torch.device("cpu")

@@ -24,8 +24,7 @@ from kvpool.cli.launch.cluster import free_port
 from kvpool.worker_service.model import load as load_module
 from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.device import choose_device
-from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.library_errors import library_errors
+from kvpool.worker_service.model.errors import ModelError, library_errors
 from kvpool.worker_service.model.settings import ModelSettings
 from tests.cluster.fork_server import WORKER_MODULE
 from tests.cluster.process import Process

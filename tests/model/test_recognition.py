@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from kvpool.worker_service.model.errors import NotNative
 from kvpool.worker_service.model.forward.layers import find_attention_layers
 from kvpool.worker_service.model.guard.tiny_replica import build_replica
 from kvpool.worker_service.model.native import load as native_load
-from kvpool.worker_service.model.native.errors import NotNative
 from kvpool.worker_service.model.native.recognition import describe
 from kvpool.worker_service.native.cpu.selection import load_step
 from kvpool.worker_service.native.description import Activation, ModelDescription

@@ -12,8 +12,7 @@ import torch
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import PromptRows, SequencePart, Step
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.forward.modules import modules_of
-from kvpool.worker_service.model.forward.row_selector import RowSelector
+from kvpool.worker_service.model.forward.modules import RowSelector, modules_of
 from tests.model.paged import PagedModel, load
 from tests.tiny_models import make_tiny_model
 

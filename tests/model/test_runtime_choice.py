@@ -22,7 +22,7 @@ from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.native import kept_choice
+from kvpool.worker_service.model.native import comparison
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.timing import Measure, StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import ModelSettings
@@ -279,7 +279,7 @@ def test_a_choice_that_cannot_be_kept_is_made_at_each_start(worker: Worker, monk
     def failing(path: Path, content: bytes) -> None:
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(kept_choice, "write_atomically", failing)
+    monkeypatch.setattr(comparison, "write_atomically", failing)
     for native, kind in ((SLOW, ModulesRuntime), (MIDDLE, NativeRuntime)):
         stopwatch = Stopwatch(native, FAST_PREFILL)
         assert isinstance(worker.start(stopwatch).runtime, kind)

@@ -9,8 +9,8 @@ import torch
 
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart, Step
-from kvpool.worker_service.model.forward.kv_groups import groups_of
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
+from kvpool.worker_service.model.forward.layers import groups_of
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER
 from tests.model.paged_seq2seq import PagedSeq2Seq, Request
 from tests.model.truth.encoders import make

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvpool.worker_service.model.forward.kv_groups import groups_of
+from kvpool.worker_service.model.forward.layers import groups_of
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model

@@ -15,7 +15,7 @@ from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
-from kvpool.worker_service.engine.split_prompt import EncoderSettings
+from kvpool.worker_service.engine.prompt import EncoderSettings
 from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer

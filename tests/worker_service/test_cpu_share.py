@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvpool.worker_service.cpu_share import lower_priority
+from kvpool.worker_service.model.device import lower_priority
 from tests.cluster.in_process import in_process_cluster
 from tests.tiny_models import make_tiny_model
 

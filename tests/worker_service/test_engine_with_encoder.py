@@ -14,10 +14,9 @@ from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.prompt import PromptEncoder
+from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.split_prompt import EncoderSettings
 from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_answer, expected_text
 from tests.tracer_beams import expected_beams

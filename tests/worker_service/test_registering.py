@@ -17,7 +17,7 @@ from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.manager_link import RegistrationRefused
-from kvpool.worker_service.patience import POLL_SECONDS, Patience
+from kvpool.worker_service.registration import POLL_SECONDS, Patience
 from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed

@@ -16,8 +16,8 @@ its steps:
 * Attention (`invariance`) sums over partitions of the keys from position 0 on, and merges them from left to right.
   For each shape of heads it computes a random text at once, and then pieces of it: with every number of keys, alone,
   in company, at other offsets, with a shared prefix. It takes the longest partition of 256 to 16 keys in which no row
-  changes a bit; if there is none, attention adds in an order of its own from elementwise operations (`fixed_order`):
-  right, and many times slower.
+  changes a bit; if there is none, attention adds in an order of its own from elementwise operations
+  (`softmax.attend_in_fixed_order`): right, and many times slower.
 * Linear layers (`model.forward.packed_linear`) are packed for oneDNN; a single row is computed twice, since oneDNN
   computes one row differently.
 * Functions and other products (`model.forward.invariant`) are found in a first forward pass, by what each module

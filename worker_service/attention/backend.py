@@ -1,12 +1,13 @@
-"""The interface of attention backends."""
+"""The interface of attention backends, and what one is selected for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from .layer import AttentionCall, KVLayer
+from .layer import AttentionCall, KVLayer, LayerNeeds
 from .packing import Packing
 
 
@@ -36,3 +37,14 @@ class AttentionBackend(Protocol):
         query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv]; returns contiguous [1, ΣT, Hq, Dv].
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A model on a device."""
+
+    needs: tuple[LayerNeeds, ...]
+    """The distinct needs of its layers."""
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from .backend import AttentionSpec
 from .layer import AttentionCall, KVLayer
-from .paged import PagedAttention, PagedStep
-from .spec import AttentionSpec, kernel_limits
+from .paged import PagedAttention, PagedStep, kernel_limits
 
 _NAME = "flash_attn_varlen_func"
 _INSTALL = "pip install '.[flash]' in a checkout of kvpool, which compiles it"

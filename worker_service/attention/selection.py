@@ -9,11 +9,10 @@ from typing import Literal
 
 import torch
 
-from .backend import AttentionBackend
+from .backend import AttentionBackend, AttentionSpec
 from .flash import flash_problem, flash_version, make_flash
 from .invariance import Finding, find_shapes
 from .layer import LayerNeeds
-from .spec import AttentionSpec
 from .torch_backend import FREE_SHAPES, MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .varlen import make_varlen, undo_varlen, varlen_problem, varlen_version
 from .verification import SelfTestFailed, run_self_test

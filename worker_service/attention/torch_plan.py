@@ -32,7 +32,7 @@ class PlanShapes(NamedTuple):
     value_multiple: int = 1
     """Heads of V are padded with zeros to a multiple of this size."""
     own_sums: bool = False
-    """Sum in a fixed order (fixed_order.py) instead of using torch's matrix products."""
+    """Sum in a fixed order (softmax.py) instead of using torch's matrix products."""
 
 
 class Span(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from .backend import AttentionSpec
 from .layer import AttentionCall, KVLayer
-from .paged import PagedAttention, PagedStep
-from .spec import AttentionSpec, kernel_limits
+from .paged import PagedAttention, PagedStep, kernel_limits
 
 _PARAMETERS = frozenset({"block_table", "seqused_k", "window_size", "enable_gqa", "scale"})
 _IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}

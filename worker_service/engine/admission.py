@@ -6,8 +6,8 @@ from collections import Counter, deque
 
 from ..cache.sequence import SequenceState
 from .errors import EngineError, ErrorKind
-from .queue import RequestQueue
 from .request import Payer, Request
+from .scheduler import RequestQueue
 
 RATE_SECONDS = 10.0
 """Window over which tokens per second are measured."""

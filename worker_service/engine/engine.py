@@ -24,15 +24,13 @@ from ..cache.sequence import CacheSequence
 from . import results as results_of
 from .admission import Admission
 from .beams import BeamRequest
-from .capacity import Capacity
+from .capacity import Capacity, check_sampling
 from .detokenizer import TextDecoder
 from .errors import EngineError, ErrorKind, invalid
 from .policy import SchedulingPolicy
-from .prompt import PromptEncoder
+from .prompt import EncoderSettings, PromptEncoder, check_input
 from .request import GenerationParams, Payer, Request
-from .sampling_checks import check_sampling
 from .scheduler import Scheduled, Scheduler, as_step
-from .split_prompt import EncoderSettings, check_input
 from .stats import CANCELLED, EngineStats
 from .step import PartResult, SampledToken, StepRunner
 from .stream import EndReason

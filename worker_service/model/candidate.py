@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .device import choose_device, cuda_index
+from .errors import library_errors
 from .length import plain_limit, require_length
-from .library_errors import library_errors
 from .progress import Progress
 from .settings import ModelSettings
 from .source.cache_dir import open_cache_dir

@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from .errors import ModelError
-from .library_errors import library_errors
+from .errors import ModelError, library_errors
 from .progress import quiet_transformers
 
 _NUM_NAMED: Final = 3

@@ -1,4 +1,4 @@
-"""The device of a model. Imports torch only where it is needed."""
+"""The device of a model, and the forward pass's share of a busy CPU. Imports torch only where it is needed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from .errors import ModelError
 
 if TYPE_CHECKING:
     import torch
+import os
+import sys
+import threading
 
 
 def cuda_index(device: str) -> int | None:
@@ -49,3 +52,14 @@ def enter_device(device: torch.device) -> None:
         import torch
 
         torch.cuda.set_device(device)
+
+
+def lower_priority(nice: int) -> None:
+    """Raise the nice value of this thread, and of those that it starts, to at least `nice`.
+
+    A forward pass uses the whole CPU for seconds without a pause; heartbeats, streams and a restarting manager need little of it,
+    but at once. Only on Linux do threads have priorities of their own; on other systems this has no effect.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))

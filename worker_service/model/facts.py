@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from kvpool.v1 import worker_pb2
 
-from .errors import ModelError
-from .library_errors import one_line
+from .errors import ModelError, one_line
 from .source.files import TOKENIZER, TOKENIZER_CONFIG, is_there, read_bytes, read_object, read_text
 
 

@@ -17,8 +17,7 @@ from kvpool.protocol.limits import BadField, check_options
 from kvpool.protocol.sampling import SAMPLING_OPTIONS
 from kvpool.v1 import worker_pb2
 
-from .errors import ModelError
-from .library_errors import library_errors
+from .errors import ModelError, library_errors
 from .source.files import CONFIG, GENERATION_CONFIG, read_object
 
 

@@ -11,13 +11,12 @@ from typing import Any, Self
 import structlog
 import torch
 
-from ..attention.backend import AttentionBackend
+from ..attention.backend import AttentionBackend, AttentionSpec
 from ..attention.layer import LayerNeeds
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
-from ..attention.spec import AttentionSpec
 from .device import choose_device
-from .errors import ModelError
+from .errors import ModelError, library_errors
 from .facts import EncoderFacts, ModelFacts, TokenizerFiles, read_encoder_facts
 from .forward.contract import Runtime
 from .forward.kv_cache import KVCache
@@ -29,7 +28,6 @@ from .generation import GenerationDefaults, read_generation, read_generation_con
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
 from .length import choose_max_encoder_tokens, choose_max_model_len, encoder_config, is_encoder_decoder
-from .library_errors import library_errors
 from .memory.facts import cross_needs, facts_of_loaded, group_needs
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.load import NATIVE_DTYPES

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from .candidate import CandidateModel
+from .errors import library_errors
 from .facts import TokenizerFiles
-from .library_errors import library_errors
 from .load import prepare, read_ends_and_defaults
 from .memory.facts import cross_needs, facts_of_meta_model, group_needs
 from .memory.meta_model import MetaModel, build_meta_model

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from .errors import ModelError
-from .library_errors import library_errors
+from .errors import ModelError, library_errors
 from .settings import DTypeName
 from .source.files import CONFIG
 

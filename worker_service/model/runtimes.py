@@ -11,7 +11,7 @@ import torch
 
 from ..attention.interface import ATTENTION_NAME, register
 from .checkpoint import listed, load_whole, stored_spelling
-from .errors import ModelError
+from .errors import ModelError, NotNative
 from .forward.contract import Runtime
 from .forward.encoder_decoder import EncoderDecoderRuntime
 from .forward.layers import AttentionLayer
@@ -23,7 +23,6 @@ from .guard.encoder_decoder import guarded_encoder_decoder
 from .guard.support import guarded_layers
 from .language_model import attention_of, class_to_load
 from .native.comparison import Comparison
-from .native.errors import NotNative
 from .native.load import NotNativeAfterAll, try_native
 from .native.timing import Measure, TimedWorkload
 from .progress import Progress

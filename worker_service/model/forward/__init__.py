@@ -16,7 +16,7 @@ state group, the last one of a worker, has the states of all these layers after 
   so what the state adds is added afterwards (`scan`), if that equals single tokens at load; else tokens of later
   chunks are computed one by one.
 * transformers clamps the length of a time step in chunks but not in single tokens (Nemotron-H, Zamba2); here both are
-  (`time_steps`).
+  (`scan`).
 * Inside a chunk these layers work through pieces of fixed size, so chunks end at multiples of lcm(block size, 64) of
   absolute positions (`cache.groups.state.grid_tokens`): a hit continues as the cold run did. After a preemption chunks run
   where single tokens ran before, so states are equal to rounding only, and batch invariance is never promised with
@@ -34,7 +34,7 @@ The prompt feeds the encoder, and the text is the decoder's (`encoder_decoder`, 
 * Most of these decoders take no position ids. Modules that return the same for two texts that differ everywhere are
   positions (`given_positions`): each is called once on the longest text, and then looks up the positions of the
   sequences.
-* T5 adds a number for the distance of a key to each score (`decoder_layers`): what the last token of the longest text
+* T5 adds a number for the distance of a key to each score (`seq2seq`): what the last token of the longest text
   gets is the table of all distances; the backend looks its own up.
 * Experts with a capacity (Switch) drop tokens of a row. `generate` gives a decoder one token at a time, so the
   decoder's limit is taken off.

@@ -17,8 +17,7 @@ from .contract import Forward, Selected
 from .kv_cache import KVCache
 from .layers import AttentionLayer, PlaceholderTarget, bind_layers, unbind_layers
 from .mixer import Mixer
-from .modules import tensor_bytes
-from .row_selector import RowSelector
+from .modules import RowSelector, tensor_bytes
 from .seq2seq import Seq2Seq
 
 

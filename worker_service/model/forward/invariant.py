@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .running import ForwardCall, following
+from .layers import ForwardCall, following
 
 _TILE = 32
 """Rows of a product."""

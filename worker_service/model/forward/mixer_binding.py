@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...engine.step import StateBlocks
+from .kv_cache import StateTensors
 from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, join
-from .state_tensors import StateTensors
 
 _REPLACED = "kvpool_replaced_forward"
 """Attribute of a bound module: its own `forward` attribute before, None if it had none."""

@@ -14,11 +14,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...attention.interface import UnsupportedAttention, bind, unbind
 from ..errors import UnsupportedModel
-from .layers import PlaceholderTarget
+from .layers import ForwardCall, PlaceholderTarget, following
 from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, StateKind, StateSpec, has_tokens
-from .running import ForwardCall, following
-from .scan import ScanFromState
-from .time_steps import clamp_time_steps
+from .scan import ScanFromState, clamp_time_steps
 
 _log = structlog.get_logger("kvpool.model")
 

@@ -3,24 +3,120 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from ...attention.backend import AttentionBackend
 from ...attention.encoder_tables import EncoderTables, slots_of
-from ...attention.layout import BlockGroup
+from ...attention.layout import BlockGroup, PackingError
 from ...attention.packing import Packer, Packing, StepSizes
 from ...engine.sampling_params import RowLogprobs, SamplingParams
-from ...engine.step import BadLogits, BeamCandidates, PartResult, PromptRows, SampledToken, SequencePart, Step
-from ..sampling.candidates import candidates
+from ...engine.step import (
+    BadLogits,
+    BeamCandidates,
+    PartResult,
+    PromptRows,
+    SampledToken,
+    SequencePart,
+    StateBlocks,
+    Step,
+)
 from ..sampling.draw import Draw
-from ..sampling.sampler import prompt_logprobs, sample
+from ..sampling.sampler import candidates, prompt_logprobs, sample
 from .contract import Runtime
 from .kv_cache import KVCache
-from .passes import PassPart, passes
-from .state_blocks import states_of
+
+
+def states_of(parts: Sequence[SequencePart], num_blocks: int) -> list[StateBlocks]:
+    """The state of each part; none if the model has no recurrent layers: num_blocks is 0.
+
+    Raises PackingError if a part has none where the model has some, if a block is not one of 1 … num_blocks − 1, if a text does not
+    begin with the initial state and go on from another, or if a block that is written is named by another part or twice by one.
+    """
+    if not num_blocks:
+        return []
+    states: list[StateBlocks] = []
+    owners: dict[int, int] = {}
+    for index, part in enumerate(parts):
+        state = part.state
+        if state is None:
+            raise PackingError(f"part {index} has no state, the model has recurrent layers")
+        if (part.start == 0) != (state.source == 0):
+            raise PackingError(
+                f"part {index} from position {part.start} goes on from the state in block {state.source}"
+            )
+        written = [state.running, *([state.snapshot] if state.snapshot else [])]
+        if not all(0 < block < num_blocks for block in written) or not 0 <= state.source < num_blocks:
+            raise PackingError(f"part {index} has a state outside 1 … {num_blocks - 1}: {state}")
+        for block in written:
+            if owners.setdefault(block, index) != index or written.count(block) > 1:
+                raise PackingError(f"the state in block {block} is written twice")
+        states.append(state)
+    for index, state in enumerate(states):
+        if owners.get(state.source, index) != index or state.source == state.snapshot != 0:
+            raise PackingError(
+                f"part {index} goes on from the state in block {state.source}, which the step overwrites"
+            )
+    return states
+
+
+class PassPart(NamedTuple):
+    """A part of the step in one forward pass."""
+
+    part_index: int
+    """Index of the part in the step."""
+    part: SequencePart
+    """The part, or a piece of its tokens. Only the last piece samples."""
+
+
+def passes(parts: Sequence[SequencePart], max_prompt_rows: int) -> Iterator[list[PassPart]]:
+    """The forward passes of a step, in order, each with at most max_prompt_rows prompt rows.
+
+    The same tokens are computed in the same order as in one pass, in smaller chunks. Parts without prompt rows are in the first
+    pass.
+    """
+    pending = [PassPart(index, part) for index, part in enumerate(parts)]
+    while pending:
+        room = max_prompt_rows
+        now: list[PassPart] = []
+        later: list[PassPart] = []
+        for index, part in pending:
+            rows = part.prompt_rows
+            if rows is None or len(rows.targets) <= room:
+                now.append(PassPart(index, part))
+                room -= 0 if rows is None else len(rows.targets)
+            elif room:
+                piece, rest = _cut(part, rows, room)
+                now.append(PassPart(index, piece))
+                later.append(PassPart(index, rest))
+                room = 0
+            else:
+                later.append(PassPart(index, part))
+        yield now
+        pending = later
+
+
+def _cut(part: SequencePart, rows: PromptRows, num_rows: int) -> tuple[SequencePart, SequencePart]:
+    """Cut after the first `num_rows` prompt rows."""
+    end = rows.first + num_rows
+    state = part.state
+    piece = part._replace(
+        token_ids=part.token_ids[:end],
+        sampling=None,
+        prompt_rows=rows._replace(targets=rows.targets[:num_rows]),
+        state=None if state is None else state._replace(snapshot=0),
+    )
+    rest = part._replace(
+        token_ids=part.token_ids[end:],
+        start=part.start + end,
+        prompt_rows=rows._replace(first=0, targets=rows.targets[num_rows:]),
+        state=None if state is None else state._replace(source=state.running),
+    )
+    return piece, rest
+
 
 MAX_PROMPT_LOGITS = 1 << 24
 """Logits of prompt rows in memory at a time: 64 MiB in float32."""

@@ -1,13 +1,17 @@
-"""Mamba's selective scan, going on from a state.
+"""What Mamba's layers compute otherwise than transformers, so that a text does not depend on where it is cut.
 
-transformers' function, and the kernel that replaces it on a GPU, begin with zeros whatever the state is. But the scan is linear in
-its state: what an earlier state h adds to the output of token t is C_t · exp(A · (Δ_0 + … + Δ_t)) · h, and to the state after the
-last token the same without C. So it is added afterwards.
+The selective scan goes on from a state. transformers' function, and the kernel that replaces it on a GPU, begin with zeros whatever
+the state is. But the scan is linear in its state: what an earlier state h adds to the output of token t is
+C_t · exp(A · (Δ_0 + … + Δ_t)) · h, and to the state after the last token the same without C. So it is added afterwards.
+
+Mamba-2's time step is clamped for all tokens. transformers clamps it where a layer gets several tokens at once, and not where it
+gets a single one; here it is clamped in both places, as `generate` does without a cache.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -93,3 +97,44 @@ def with_global(function: Any, name: str, value: Any) -> FunctionType:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+_UPDATE = "mamba2_selective_state_update"
+"""Name of the function for a single token, in the modules of transformers that have such layers."""
+_LIMIT = "time_step_limit"
+"""Attribute of a layer with its least and its largest time step."""
+_CLAMPS = "kvpool_clamps"
+
+
+def clamp_time_steps(model: torch.nn.Module) -> None:
+    """Let the model's layers clamp the time step of single tokens too. Idempotent."""
+    for module in model.modules():
+        least, most = getattr(module, _LIMIT, None) or (0.0, math.inf)
+        function = inspect.unwrap(type(module).forward)
+        update = getattr(function, "__globals__", {}).get(_UPDATE)
+        if update is None or (least <= 0 and most == math.inf) or _CLAMPS in module.__dict__:
+            continue
+        module.__dict__[_CLAMPS] = True
+        module.forward = MethodType(with_global(function, _UPDATE, _clamped(update, least, most)), module)
+
+
+def _clamped(update: Callable[..., torch.Tensor], least: float, most: float) -> Callable[..., torch.Tensor]:
+    def clamped(
+        state: torch.Tensor,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        if dt_softplus:
+            dt = F.softplus(dt)
+        return update(state, hidden_states, torch.clamp(dt, least, most), A, B, C, D, **kwargs)
+
+    return clamped

@@ -1,16 +1,20 @@
-"""How an encoder-decoder model of transformers is called: its encoder on one input, its decoder on a packed row."""
+"""How an encoder-decoder model of transformers is called: its encoder on one input, its decoder on a packed row; and what is found
+of its decoder: the attention layers, the positions, and what scores add by distance."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 
-from .given_positions import GivenPositions
-from .layers import PlaceholderTarget, bound
+from ...attention.layer import AttentionCall
+from ..errors import UnsupportedModel
+from .given_positions import GivenPositions, find_position_tables
+from .layers import AttentionLayer, PlaceholderTarget, bound, record_layers
 
 _NO_LIMIT = 1 << 30
 _OF_A_DECODER = {"position_ids", "encoder_hidden_states"}
@@ -108,3 +112,123 @@ def _let_every_token_in(modules: Any) -> None:
     for module in modules:
         if isinstance(getattr(module, _CAPACITY, None), int):
             setattr(module, _CAPACITY, _NO_LIMIT)
+
+
+_BIAS = "position_bias"
+_WATCHED_TOKENS = 3
+_WATCHED_STATES = 5
+"""Length of the encoder's output: another one than that of the row, so that cross attention shows."""
+
+
+def find_decoder_layers(seq2seq: Seq2Seq, device: torch.device) -> list[AttentionLayer]:
+    """All modules that call attention_forward when the decoder runs, in the order of calls, without their biases. Raises
+    UnsupportedModel."""
+    row = torch.arange(_WATCHED_TOKENS, device=device)[None]
+    output = seq2seq.blank_output(_WATCHED_STATES, device)
+    layers = record_layers(
+        seq2seq.model, lambda: seq2seq.decode(row, row, output), _WATCHED_TOKENS, num_states=_WATCHED_STATES
+    )
+    if not any(layer.is_cross for layer in layers):
+        raise UnsupportedModel(f"{type(seq2seq.model).__name__}: no module attends to the encoder's output.")
+    return layers
+
+
+def fix_positions(
+    seq2seq: Seq2Seq, layers: Sequence[AttentionLayer], texts: tuple[torch.Tensor, torch.Tensor], max_model_len: int
+) -> list[AttentionLayer]:
+    """Make the decoder take the positions that it is given, up to max_model_len tokens; returns its layers with their biases.
+
+    texts: two rows of token ids [1, T] without a special meaning that differ everywhere. Call it once for a model.
+    """
+    device = texts[0].device
+    output = seq2seq.blank_output(_WATCHED_STATES, device)
+    with bound(seq2seq.decoder_modules.values(), PlaceholderTarget()), torch.inference_mode():
+        # As transformers computes it, with its own positions.
+        tables = find_position_tables(
+            seq2seq.decoder_modules,
+            lambda row: seq2seq.model(**seq2seq.inputs(row, output)),
+            texts,
+            max_model_len,
+        )
+    seq2seq.positions.install(tables)
+    biased = _with_biases(seq2seq, layers, output, max_model_len)
+    for layer in biased:
+        if layer.has_bias and _BIAS in inspect.signature(layer.module.forward).parameters:
+            layer.module.register_forward_pre_hook(_without_bias(seq2seq.positions), with_kwargs=True)
+    return biased
+
+
+def _without_bias(positions: GivenPositions) -> Callable[[torch.nn.Module, Any, dict[str, Any]], Any]:
+    """Some modules compute their bias if they are given none, for all pairs of places of the row. In a packed row that is of no
+    use, so they are given one number."""
+
+    def hook(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not positions.are_given or kwargs.get(_BIAS) is not None:
+            return args, kwargs
+        return args, {**kwargs, _BIAS: torch.zeros(1, 1, 1, 1)}
+
+    return hook
+
+
+def _with_biases(
+    seq2seq: Seq2Seq, layers: Sequence[AttentionLayer], output: Any, max_model_len: int
+) -> list[AttentionLayer]:
+    """The layers with their biases, as the last token of the longest text gets them from transformers: one row has all
+    distances."""
+    if not any(layer.has_bias for layer in layers):
+        return list(layers)
+    recorder = _BiasRecorder()
+    cache = EncoderDecoderCache(_LongText(max_model_len), DynamicCache())
+    token = torch.zeros(1, 1, dtype=torch.int64, device=output[0].device)
+    with bound(seq2seq.decoder_modules.values(), recorder), torch.inference_mode():
+        seq2seq.model(**seq2seq.inputs(token, output), past_key_values=cache)
+    tables: list[torch.Tensor] = []
+    completed: list[AttentionLayer] = []
+    for layer in layers:
+        if not layer.has_bias:
+            completed.append(layer)
+            continue
+        bias = recorder.biases.get(layer.module)
+        if bias is None or bias.shape != (1, layer.num_heads, 1, max_model_len):
+            shape = None if bias is None else list(bias.shape)
+            raise UnsupportedModel(
+                f"{layer.name} adds a bias {shape} to the scores of one token; needed: {[1, layer.num_heads, 1, max_model_len]}."
+            )
+        # Layers with equal tables get the same one, so that a step looks its biases up once.
+        table = bias[0, :, 0].flip(-1).contiguous()
+        table = next((earlier for earlier in tables if torch.equal(earlier, table)), table)
+        tables.append(table)
+        completed.append(layer._replace(distance_bias=table))
+    return completed
+
+
+class _BiasRecorder:
+    """An AttentionTarget that keeps the bias of each module's call."""
+
+    def __init__(self) -> None:
+        self.biases: dict[torch.nn.Module, torch.Tensor] = {}
+        self._target = PlaceholderTarget()
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        if call.bias is not None:
+            self.biases[module] = call.bias
+        return self._target.attend(module, query, key, value, call)
+
+
+class _LongText(DynamicCache):  # type: ignore[misc]
+    """A cache that has all tokens of the longest text but the last one, and no memory for them."""
+
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__()
+        self._length = max_model_len
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length - 1
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (states.expand(-1, -1, self._length, -1) for states in (key_states, value_states))
+        return key, value

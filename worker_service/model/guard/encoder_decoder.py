@@ -12,20 +12,19 @@ from ...attention.interface import ATTENTION_NAME
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks
 from ..errors import UnsupportedModel
-from ..forward.decoder_layers import find_decoder_layers, fix_positions
 from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.invariant import replacing
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import CrossPlan, KVCachePlan
 from ..forward.layers import AttentionLayer
 from ..forward.runner import ModelRunner
-from ..forward.seq2seq import Seq2Seq
-from .probing import probing
+from ..forward.seq2seq import Seq2Seq, find_decoder_layers, fix_positions
 from .self_check import (
     FEW_TOKENS,
     LENGTHS,
     STEPS,
     logits_in_steps,
+    probing,
     random_sequences,
     relative_difference,
     require_equal,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import random
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
 from ...attention.interface import ATTENTION_NAME
@@ -15,7 +18,7 @@ from ...attention.layout import BlockGroup
 from ...attention.packing import pack
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks, SequencePart, StateBlocks
-from ..errors import UnsupportedModel
+from ..errors import ModelError, UnsupportedModel
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan, StatesPlan
 from ..forward.layers import AttentionLayer, bind_layers, unbind_layers
@@ -24,6 +27,24 @@ from ..forward.mixer_binding import MixerBinding, lay_out
 from ..forward.modules import ModulesRuntime
 from ..forward.runner import ModelRunner
 from ..language_model import is_composite
+
+_log = structlog.get_logger("kvpool.model")
+
+
+@contextmanager
+def probing(model: Any) -> Iterator[None]:
+    """Check a model inside. Raises UnsupportedModel if it fails to run, but not if it lacks memory."""
+    started = time.monotonic()
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models raise all kinds of errors for input that they do not support
+        raise UnsupportedModel(
+            f"{type(model).__name__} fails to run on one packed row of tokens: {type(error).__name__}: {error}"
+        ) from error
+    _log.debug("probed", model=type(model).__name__, seconds=round(time.monotonic() - started, 3))
+
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens)."""

@@ -19,8 +19,7 @@ from ..language_model import find_class, is_composite
 from ..length import choose_max_encoder_tokens, is_encoder_decoder
 from ..rope import original_length, rope_sets
 from .encoder_decoder import guarded_encoder_decoder
-from .probing import probing
-from .self_check import probe
+from .self_check import probe, probing
 from .tiny_replica import THRESHOLD, build_replica, replica_config, replica_length, thresholds
 
 _STATE_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})

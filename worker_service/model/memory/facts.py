@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from ..control_groups import read_cpu_memory
 from ..errors import UnsupportedModel
 from ..forward.contract import Runtime
-from ..forward.kv_groups import groups_of
-from ..forward.layers import AttentionLayer
+from ..forward.layers import AttentionLayer, groups_of
 from ..forward.mixer import state_bytes
-from .cpu import read_cpu_memory
 from .cross import CrossNeeds
 from .meta_model import MetaModel, build_meta_model
 from .plan import MemoryFacts, MemorySettings

@@ -15,12 +15,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ...attention.interface import ATTENTION_NAME, bind, register, unbind
 from ..errors import UnsupportedModel
-from ..forward.decoder_layers import find_decoder_layers
 from ..forward.layers import AttentionLayer, PlaceholderTarget, find_attention_layers
 from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
 from ..forward.packed_linear import packing_works
-from ..forward.seq2seq import Seq2Seq
+from ..forward.seq2seq import Seq2Seq, find_decoder_layers
 from ..language_model import build_language_model
 from ..progress import quiet_transformers
 

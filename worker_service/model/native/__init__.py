@@ -11,5 +11,5 @@ float32, then the model itself, in a prefill, in chunks with others and in decod
 token has written. A model that fails is served by torch, and the log has the reason.
 
 `comparison`: where torch uses a matrix unit that the loaded step does not (AMX, BFMMLA), the first start times both,
-by what 8 requests of 512 + 128 tokens would take, and keeps the choice (`kept_choice`).
+by what 8 requests of 512 + 128 tokens would take, and keeps the choice.
 """

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ...native.description import HeadNorms, NormDescription, RotaryDescription, Rows
+from ..errors import NotNative
 from ..forward.layers import AttentionLayer
-from .errors import NotNative
 from .layer_calls import LayerCalls, outputs_of
 from .observation import TOLERANCE, ModuleCall, ObservedAttention, same
 from .rotation import Rotation, Table, find_rotation

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...engine.step import SequencePart
+from ..errors import NotNative
 from ..forward.contract import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
 from ..forward.layers import AttentionLayer
 from ..forward.runner import ModelRunner
 from ..guard.self_check import eager_logits, logits_in_steps, random_sequences, relative_difference
-from .errors import NotNative
-from .finish import find_finish
+
+
+def find_finish(
+    config: Any, before: torch.Tensor, after: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What a model does to its logits after the head: nothing (None), a factor, or a soft cap. Raises NotNative.
+
+    before: outputs of the head; after: the model's logits, both [T, vocab_size] float32.
+    """
+    if torch.equal(before, after):
+        return None
+    for finish in _finishes(config.get_text_config(decoder=True)):
+        if torch.allclose(finish(before), after, rtol=1e-2, atol=1e-3):
+            return finish
+    raise NotNative(
+        "it changes its logits after the head in a way that is neither a factor nor a soft cap of its config"
+    )
+
+
+def _finishes(config: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        yield lambda logits: softcap * torch.tanh(logits / softcap)
+    if divisor := getattr(config, "logits_scaling", None):
+        yield lambda logits: logits / divisor
+    if factor := getattr(config, "logit_scale", None):
+        yield lambda logits: logits * factor
+
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
 """Largest relative difference of the logits (root mean square, of what varies between tokens). SmolLM2's is 1e-5 in float32.

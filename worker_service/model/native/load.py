@@ -14,7 +14,7 @@ from ...native.cpu.program import OutOfMemory
 from ...native.cpu.selection import NoNativeStep, load_step
 from ...native.cpu.weights import PackedModel
 from ..control_groups import cpu_quota
-from ..errors import ModelError
+from ..errors import ModelError, NotNative
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.mixers import find_mixers
 from ..forward.native import NativeRuntime
@@ -22,7 +22,6 @@ from ..guard.support import check_layers
 from ..guard.tiny_replica import build_replica, replica_config, replica_length
 from ..progress import Progress
 from .check import QUANTIZED_TOLERANCE, Reference, check
-from .errors import NotNative
 from .recognition import describe
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...native.description import Activation, Rows
-from .errors import NotNative
+from ..errors import NotNative
 from .layer_calls import LayerCalls, outputs_of
 from .observation import TOLERANCE, ModuleCall, difference, same
 

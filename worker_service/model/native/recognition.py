@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...native.description import LayerDescription, ModelDescription, NormDescription
+from ..errors import NotNative
 from ..forward.layers import AttentionLayer
 from .attention import recognise_attention
-from .errors import NotNative
-from .layer_calls import LayerCalls, layer_calls, outputs_of
+from .layer_calls import LayerCalls, layer_calls, outputs_of, recognise_norm
 from .mlp import recognise_mlp
-from .norms import recognise_norm
 from .observation import TOLERANCE, Observation, ObservedAttention, difference, factor, is_linear, observe, same
 from .rotation import Table, rotary_tables
 

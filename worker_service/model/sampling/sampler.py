@@ -5,7 +5,7 @@
 
 Log-probabilities are those of the model's own logits, before all this. A row's token depends only on that row and its draw: the
 same logits, options, seed and position have the same token in every batch. A row whose largest logit is not finite, before or after
-the adjustment, results in BadLogits.
+the adjustment, results in BadLogits. A beam search gets the most likely continuations instead (`candidates`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from collections.abc import Sequence
 import torch
 
 from ...engine.sampling_params import RowLogprobs
-from ...engine.step import BadLogits, SampledToken
+from ...engine.step import BadLogits, BeamCandidate, BeamCandidates, SampledToken
 from .adjustment import adjust
 from .choice import draw_tokens
 from .draw import Draw
-from .logprobs import logprobs_of
-from .ranking import most_likely
+from .ranking import best, most_likely
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | BadLogits]:
@@ -96,3 +95,62 @@ def _with_logprobs(
         for row, logprobs in zip(rows, results, strict=True):
             sampled[row] = SampledToken(tokens[row], logprobs)
     return sampled
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[RowLogprobs]:
+    """The log-probabilities of each row of logits [N, vocab_size]: of its token in token_ids [N], and of its num_top most likely
+    tokens (all tokens if there are fewer)."""
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own: list[float] = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
+    most = min(max(num_top, default=0), logits.shape[1])
+    if not most:
+        return [RowLogprobs(value, []) for value in own]
+    ids = best(logits, most)
+    values = logprobs.gather(1, ids)
+    top = [list(zip(*pairs, strict=True)) for pairs in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [RowLogprobs(value, pairs[:count]) for value, pairs, count in zip(own, top, num_top, strict=True)]
+
+
+def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int]) -> list[BeamCandidates | BadLogits]:
+    """The `counts` best tokens of each row of logits [N, vocab_size], which are left as they are; BadLogits for a row without a
+    choice.
+
+    A score is the log-probability, adjusted: transformers' beam search applies its processors to log-probabilities, not to logits,
+    so a repetition penalty above 1 makes every repeated token less likely. Of equal scores the lower id comes first.
+    """
+    largest, _ = most_likely(logits)
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    scores = logprobs
+    if any(draw.adjusts_logits for draw in draws):
+        scores = logprobs.clone()
+        adjust(scores, draws)
+    results: list[BeamCandidates | BadLogits] = []
+    most = min(max(counts), logits.shape[1])
+    # Bad rows have no order; they are left out below.
+    ids = best(torch.nan_to_num(scores, nan=-math.inf), most)
+    chosen, own = scores.gather(1, ids).tolist(), logprobs.gather(1, ids).tolist()
+    top = _top(logits, logprobs, draws)
+    for row, (draw, count, of_row) in enumerate(zip(draws, counts, ids.tolist(), strict=True)):
+        if not math.isfinite(largest[row]):
+            results.append(BadLogits(draw.position, largest[row]))
+        elif not math.isfinite(chosen[row][0]):
+            results.append(BadLogits(draw.position, chosen[row][0], is_adjusted=True))
+        else:
+            best_tokens = map(BeamCandidate, of_row[:count], chosen[row], own[row])
+            results.append(BeamCandidates(list(best_tokens), top[row]))
+    return results
+
+
+def _top(logits: torch.Tensor, logprobs: torch.Tensor, draws: Sequence[Draw]) -> list[list[tuple[int, float]]]:
+    """The most likely tokens of each row and their log-probabilities, as many as its draw asks for."""
+    nums = [draw.sampling.num_logprobs or 0 for draw in draws]
+    most = min(max(nums), logits.shape[1])
+    if not most:
+        return [[] for _ in draws]
+    ids = best(torch.nan_to_num(logits.float()), most)
+    values = logprobs.gather(1, ids)
+    return [
+        list(zip(of_row[:num], row_values[:num], strict=True))
+        for of_row, row_values, num in zip(ids.tolist(), values.tolist(), nums, strict=True)
+    ]

@@ -17,9 +17,8 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from ..checkpoint import incomplete, listed, load_whole
-from ..errors import ModelError
+from ..errors import ModelError, library_errors
 from ..length import is_encoder_decoder
-from ..library_errors import library_errors
 from ..progress import Progress, heartbeat, quiet_transformers
 from .cache_dir import conversion_folder, file_digest, locked
 from .gguf_config import GgufFile, gguf_config, is_plain, open_gguf, unused_by_design

@@ -18,7 +18,7 @@ from ..progress import Progress
 from ..rope import Regime
 from ..settings import QuantizationName
 from .cache_dir import file_digest
-from .weights import safetensors_names
+from .files import safetensors_names
 
 # Fields of config.json that do not affect what the model computes.
 _NO_PART_IN_KV = frozenset(

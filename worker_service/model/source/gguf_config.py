@@ -15,8 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..errors import ModelError
-from ..library_errors import library_errors
+from ..errors import ModelError, library_errors
 from .files import require_gguf
 
 _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -33,8 +33,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from ..errors import ModelError
 from ..progress import Progress, heartbeat
-from .files import QUANTIZER_FILES, check_small_files
-from .weights import only_gguf, safetensors_names
+from .files import QUANTIZER_FILES, check_small_files, only_gguf, safetensors_names
 
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 _SMALL_FILES = [

