@@ -37,7 +37,7 @@ def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str]
     console.print(_model_table(outline))
     budget = outline.plan(settings.memory_settings())
     console.print(_memory_table(budget))
-    console.print(_kv_cache_table(budget.kv_cache, outline.max_model_len))
+    console.print(_kv_cache_table(budget.kv_cache, outline.prepared.max_model_len))
 
 
 def _model_table(outline: Outline) -> Table:
@@ -48,12 +48,12 @@ def _model_table(outline: Outline) -> Table:
     table.add_row("architecture", Text(printable(outline.architecture)))
     table.add_row("parameters", f"{outline.meta_model.num_parameters:,}")
     for name, num_bytes in outline.weight_bytes().items():
-        chosen = name == dtype_name(outline.dtype)
+        chosen = name == dtype_name(outline.prepared.dtype)
         table.add_row(f"weights in {name}", show_bytes(num_bytes) + (" (chosen)" if chosen else ""))
     table.add_row("runtime", outline.runtime)
-    table.add_row("longest sequence", f"{outline.max_model_len:,} tokens")
-    if outline.max_encoder_tokens is not None:
-        table.add_row("longest input of the encoder", f"{outline.max_encoder_tokens:,} tokens")
+    table.add_row("longest sequence", f"{outline.prepared.max_model_len:,} tokens")
+    if (longest := outline.prepared.max_encoder_tokens) is not None:
+        table.add_row("longest input of the encoder", f"{longest:,} tokens")
     return table
 
 

@@ -22,9 +22,9 @@ from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
-from kvpool.worker_service.model.forward.modules import ModulesRuntime, RowSelector, modules_of
+from kvpool.worker_service.model.forward.modules import RowSelector, modules_of
 from kvpool.worker_service.model.forward.runner import ModelRunner
-from kvpool.worker_service.model.guard.support import guarded_layers
+from kvpool.worker_service.model.guard.support import guarded_modules
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.placement import dtype_name
@@ -95,7 +95,7 @@ def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
 def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
     """A LoadedModel without files."""
     model = build(shape, _DTYPE, device)
-    layers, mixers = guarded_layers(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
+    runtime = guarded_modules(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
     facts = ModelFacts(
         name=shape.name,
         fingerprint="",
@@ -109,7 +109,7 @@ def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
         chat_template=None,
         special_tokens={},
     )
-    return LoadedModel(facts, layers, _DTYPE, device, ModulesRuntime(model, layers, device, mixers))
+    return LoadedModel(facts, runtime)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def test_the_plan_is_the_one_of_a_real_start(architecture: str, tmp_path: Path) 
         assert ours.kv_cache == real.kv_cache
         assert ours.facts.weight_bytes == real.facts.weight_bytes
         assert ours.facts.activation_bytes == real.facts.activation_bytes
-    assert outline.max_model_len == loaded.facts.max_model_len
+    assert outline.prepared.max_model_len == loaded.facts.max_model_len
 
 
 def test_a_gguf_is_not_converted(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.contract import Runtime
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
-from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel, load_model
@@ -46,14 +44,7 @@ class Stopwatch:
     of_torch: StepSeconds
     timed: list[str] = field(default_factory=list)
 
-    def __call__(
-        self,
-        runtime: Runtime,
-        layers: Sequence[AttentionLayer],
-        dtype: torch.dtype,
-        block_size: int,
-        workload: TimedWorkload,
-    ) -> StepSeconds:
+    def __call__(self, runtime: Runtime, block_size: int, workload: TimedWorkload) -> StepSeconds:
         assert workload == WORKLOAD
         is_native = isinstance(runtime, NativeRuntime)
         self.timed.append("native" if is_native else "torch")
@@ -156,7 +147,7 @@ def test_the_faster_runtime_serves_and_a_restart_makes_the_same_choice(
 
 def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """Those whose weights are loaded from now on. Of those before, none may have any weights by then, natively or in modules."""
-    load_weights, found = runtimes._load_weights, list[weakref.ref[Any]]()
+    load_weights, found = runtimes.RuntimeLoader._load_weights, list[weakref.ref[Any]]()
     packed: list[weakref.ref[PackedModel]] = []
     pack = PackedModel.__init__
 
@@ -172,7 +163,7 @@ def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
         return model
 
     monkeypatch.setattr(PackedModel, "__init__", packing)
-    monkeypatch.setattr(runtimes, "_load_weights", loading)
+    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
     return found
 
 
@@ -268,7 +259,7 @@ def test_a_model_that_torch_cannot_serve_is_native(worker: Worker, monkeypatch: 
         raise ModelError("its logits differ")
 
     loaded_models(monkeypatch)
-    monkeypatch.setattr(runtimes, "guarded_layers", refusing)
+    monkeypatch.setattr(runtimes, "guarded_modules", refusing)
     assert isinstance(worker.start(Stopwatch(SLOW, FAST_PREFILL)).runtime, NativeRuntime)
     assert worker.line("runtime: native; torch cannot serve this model: its logits differ")
     assert worker.kept == []

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.guard.self_check import random_sequences
-from kvpool.worker_service.model.guard.support import guarded_layers
+from kvpool.worker_service.model.guard.support import guarded_modules
 from tests.tiny_models import build_model
 
 MAX_MODEL_LEN = 64
@@ -64,7 +64,7 @@ def model() -> Any:
 
 
 def check(model: Any) -> None:
-    guarded_layers(model, model.config, torch.float32, torch.device("cpu"), MAX_MODEL_LEN, is_thorough=True)
+    guarded_modules(model, model.config, torch.float32, torch.device("cpu"), MAX_MODEL_LEN, is_thorough=True)
 
 
 def test_a_model_that_looks_at_its_own_text_alone_passes(model: Any) -> None:

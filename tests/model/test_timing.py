@@ -70,7 +70,7 @@ def test_the_fastest_run_of_each_step_counts(
     for _ in range(2):  # the model is free again after the first time
         clock = ScriptedClock([9, 3, 8, 7, 2, 6, 5])
         workload = TimedWorkload(3, prompt_tokens, 8)
-        found = measure_runtime(loaded.runtime, loaded.layers, loaded.dtype, block_size, workload, clock)
+        found = measure_runtime(loaded.runtime, block_size, workload, clock)
         assert found == StepSeconds(prefill=3, decode=2)
         assert clock.is_used_up
     prefill, decode = [(0, prompt_tokens)], 3 * [(prompt_tokens, 1)]

@@ -32,10 +32,10 @@ from .memory.facts import cross_needs, facts_of_loaded, group_needs
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.load import NATIVE_DTYPES
 from .native.timing import Measure, measure_runtime
-from .placement import choose_dtype, dtype_name, own_dtype, read_config
+from .placement import Prepared, choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress
-from .rope import Regime, describe_regime, fix_longrope
-from .runtimes import NO_ENCODERS, Lengths, RuntimeLoader, not_native
+from .rope import describe_regime, fix_longrope
+from .runtimes import NO_ENCODERS, RuntimeLoader, not_native
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.files import TOKENIZER, check_small_files, check_weights
@@ -48,10 +48,19 @@ class LoadedModel:
     """A model that passed the guard, for one runner. The facts do not refer to the weights."""
 
     facts: ModelFacts
-    layers: Sequence[AttentionLayer]
-    dtype: torch.dtype
-    device: torch.device
     runtime: Runtime
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]:
+        return self.runtime.layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runtime.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
 
     @property
     def attention_needs(self) -> tuple[LayerNeeds, ...]:
@@ -75,9 +84,7 @@ class LoadedModel:
 
     def try_batch_invariance(self, backend: AttentionBackend | None) -> Self:
         """The same model, with the test's result in its facts. Takes some forward passes; call it before `runner`."""
-        batch_invariance = find_batch_invariance(
-            self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, backend
-        )
+        batch_invariance = find_batch_invariance(self.runtime, self.facts.max_model_len, backend)
         return replace(self, facts=replace(self.facts, batch_invariance=batch_invariance))
 
     def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
@@ -87,9 +94,7 @@ class LoadedModel:
             return self.runner(plan, backend)
 
         limit = None if self.facts.encoder is None else self.facts.encoder.max_tokens
-        facts = facts_of_loaded(
-            self.runtime, self.layers, self.dtype, self.device, self.facts.max_model_len, settings, make_runner, limit
-        )
+        facts = facts_of_loaded(self.runtime, self.facts.max_model_len, settings, make_runner, limit)
         cross = cross_needs(self.layers, self.dtype, limit)
         return plan_memory(facts, settings, group_needs(self.layers, self.dtype), cross)
 
@@ -101,7 +106,7 @@ class LoadedModel:
         cache = KVCache(plan, self.layers, self.dtype, self.device, self.runtime.mixers)
         if not isinstance(self.runtime, NativeRuntime):
             backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
-        return ModelRunner(self.runtime, cache, backend, self.device, sizes=sizes)
+        return ModelRunner(self.runtime, cache, backend, sizes=sizes)
 
 
 def load_model(
@@ -127,28 +132,14 @@ def _load_model(settings: ModelSettings, progress: Progress, measure: Measure) -
     check_weights(folder.path)
     if (line := describe_regime(config, prepared.rope_regime)) is not None:
         progress(line)
-    device, dtype = prepared.device, prepared.dtype
     facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
     if facts.tokenizer_json is None:
         progress(f"{folder.path} has no {TOKENIZER}: prompts and answers are token ids")
     started = time.monotonic()
-    lengths = Lengths(prepared.max_model_len, prepared.max_encoder_tokens)
-    loader = RuntimeLoader(folder.path, config, device, dtype, lengths, settings, cache_dir, progress)
-    runtime, layers = loader.load(facts.fingerprint, measure)
+    loader = RuntimeLoader(folder.path, config, prepared, settings, cache_dir, progress)
+    runtime = loader.load(facts.fingerprint, measure)
     progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
-    return LoadedModel(facts, layers, dtype, device, runtime)
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Decisions before weights are read."""
-
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int
-    rope_regime: Regime | None
-    max_encoder_tokens: int | None
-    """Tokens of the longest input of its encoder; None: it has no encoder."""
+    return LoadedModel(facts, runtime)
 
 
 def prepare(config: Any, settings: ModelSettings) -> Prepared:

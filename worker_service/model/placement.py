@@ -1,8 +1,8 @@
-"""Dtype and config of a model."""
+"""What is decided of a model before its weights are read: dtype, config, lengths."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,27 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from ..native.cpu import cpu_info
 from .errors import ModelError, library_errors
+from .rope import Regime
 from .settings import DTypeName
 from .source.files import CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Linux's flags of CPUs that multiply bfloat16 in hardware: x86 (AVX512, AMX) and Arm.
 _NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Decisions before weights are read."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    rope_regime: Regime | None
+    max_encoder_tokens: int | None
+    """Tokens of the longest input of its encoder; None: it has no encoder."""
 
 
 def choose_dtype(dtype: DTypeName, device: torch.device, own: torch.dtype | None) -> torch.dtype:
@@ -37,13 +51,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def cpu_has_bfloat16() -> bool:
-    """Whether this machine's CPU computes bfloat16 natively; if not, float32 is faster."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return flags is not None and not _NATIVE_BFLOAT16_FLAGS.isdisjoint(flags[1].split())
+    """Whether this machine's CPUs compute bfloat16 natively; if not, float32 is faster."""
+    return not _NATIVE_BFLOAT16_FLAGS.isdisjoint(cpu_info.flags())
 
 
 def own_dtype(config: Any) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from ...attention.backend import AttentionBackend
 from ...attention.packing import Packing
 from ...engine.step import StateBlocks
 from .kv_cache import KVCache
+from .layers import AttentionLayer
 from .mixer import Mixer
 
 
@@ -24,7 +25,7 @@ class Selected(NamedTuple):
     selected tokens the hidden state before the head."""
 
 
-class Forward(Protocol):
+class Forward:
     """A model bound to a KV cache."""
 
     def run(self, packing: Packing, rows: Sequence[int], states: Sequence[StateBlocks] = ()) -> Selected:
@@ -32,16 +33,16 @@ class Forward(Protocol):
 
         states: where the states of each part are, if the model has recurrent layers; the states after the part are written, too.
         """
-        ...
+        raise NotImplementedError
 
     def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """Run the encoder over one input and write the KV of its output into the slots of the cross group, one for each token. Only
         encoder-decoder models have it. Called in inference mode."""
-        ...
+        raise AssertionError("the model has no encoder")
 
     def close(self) -> None:
         """Release the KV tensors; it must not be used afterwards."""
-        ...
+        raise NotImplementedError
 
 
 class Runtime(Protocol):
@@ -51,6 +52,19 @@ class Runtime(Protocol):
     def config(self) -> Any:
         """The model's config, of transformers."""
         ...
+
+    @property
+    def layers(self) -> Sequence[AttentionLayer]:
+        """Its attention layers, in the order in which they run."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and KV."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def mixers(self) -> Sequence[Mixer]:

@@ -27,6 +27,7 @@ class EncoderDecoderRuntime:
 
     seq2seq: Seq2Seq
     layers: Sequence[AttentionLayer]
+    dtype: torch.dtype
     device: torch.device
 
     @property
@@ -50,7 +51,7 @@ class EncoderDecoderRuntime:
         return tensor_bytes(self.model)
 
 
-class _EncoderDecoderForward:
+class _EncoderDecoderForward(Forward):
     """The Forward of an encoder-decoder model."""
 
     def __init__(self, runtime: EncoderDecoderRuntime, cache: KVCache, backend: AttentionBackend) -> None:

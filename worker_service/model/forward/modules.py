@@ -82,6 +82,7 @@ class ModulesRuntime:
 
     model: Any
     layers: Sequence[AttentionLayer]
+    dtype: torch.dtype
     device: torch.device
     mixers: Sequence[Mixer] = ()
 
@@ -97,7 +98,7 @@ class ModulesRuntime:
         return tensor_bytes(self.model)
 
 
-class ModulesForward:
+class ModulesForward(Forward):
     """The Forward of a transformers model."""
 
     def __init__(self, runtime: ModulesRuntime, cache: KVCache, backend: AttentionBackend) -> None:
@@ -126,9 +127,6 @@ class ModulesForward:
             rows_of_snapshots, blocks = step.snapshots.last_rows, step.snapshots.blocks
             selected.is_finite[rows_of_snapshots] &= self._states.are_finite(blocks)
         return selected
-
-    def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
-        raise AssertionError("the model has no encoder")
 
     def close(self) -> None:
         self._selector.close()

@@ -16,6 +16,7 @@ from ...native.cpu.weights import PackedModel
 from ..errors import ModelError
 from .contract import Forward, Selected
 from .kv_cache import KVCache
+from .layers import AttentionLayer
 from .mixer import Mixer
 
 
@@ -24,13 +25,23 @@ class NativeRuntime:
     """The Runtime of a packed model."""
 
     config: Any
+    layers: Sequence[AttentionLayer]
     packed: PackedModel
     num_threads: int
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What the model does to its logits after the head, such as a soft cap."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def mixers(self) -> Sequence[Mixer]:
+        """None: such models are not computed natively."""
         return ()
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
@@ -43,7 +54,7 @@ class NativeRuntime:
         return self.packed.num_bytes
 
 
-class NativeForward:
+class NativeForward(Forward):
     """The Forward of a packed model."""
 
     def __init__(self, program: Program, finish: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -54,9 +65,6 @@ class NativeForward:
         assert not states, "a native model has no recurrent layers"
         logits, is_finite = self._program.run(packing, rows)
         return Selected(logits if self._finish is None else self._finish(logits), is_finite)
-
-    def encode(self, token_ids: Sequence[int], slots: torch.Tensor) -> None:
-        raise AssertionError("the native step computes no encoder-decoder model")
 
     def phase_seconds(self) -> dict[str, float]:
         """See Program."""

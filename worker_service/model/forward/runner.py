@@ -130,7 +130,6 @@ class ModelRunner:
         runtime: Runtime,
         kv_cache: KVCache,
         backend: AttentionBackend | None,
-        device: torch.device,
         max_prompt_rows: int | None = None,
         sizes: StepSizes | None = None,
     ) -> None:
@@ -139,10 +138,10 @@ class ModelRunner:
         self.forward = runtime.bind(kv_cache, backend)
         plan = kv_cache.plan
         groups = [BlockGroup(group.num_blocks, group.window) for group in plan.groups]
-        self._packer = Packer(plan.block_size, groups, device, sizes)
+        self._packer = Packer(plan.block_size, groups, runtime.device, sizes)
         self._num_state_blocks = 0 if plan.states is None else plan.states.num_blocks
         self._cross = None if plan.cross is None else BlockGroup(plan.cross.num_blocks)
-        self._device = device
+        self._device = runtime.device
         vocab_size = runtime.config.get_text_config(decoder=True).vocab_size
         self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
         self.kv_cache = kv_cache

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 
 from ...attention.backend import AttentionBackend
@@ -16,15 +13,11 @@ from ...native.cpu.program import PARTITION
 from ..facts import BatchInvariance
 from ..forward.contract import Runtime
 from ..forward.encoder_decoder import EncoderDecoderRuntime
-from ..forward.kv_cache import KVCache
-from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
-from ..forward.layers import AttentionLayer
 from ..forward.modules import modules_of
 from ..forward.native import NativeRuntime
 from ..forward.packed_linear import find_variance, packing_works
-from ..forward.runner import ModelRunner
 from ..placement import dtype_name
-from .self_check import logits_in_steps, random_sequences
+from .self_check import logits_of_texts, paged_runner, random_sequences
 
 _BLOCK_SIZE = 16
 _TEXT, _NEIGHBOUR = 0, 1
@@ -43,37 +36,19 @@ _STEPS = (
 prefill."""
 
 
-class _Trial(NamedTuple):
-    """A model to be tested, and how it is served."""
-
-    runtime: Runtime
-    layers: Sequence[AttentionLayer]
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
-    backend: AttentionBackend | None
-
-
-def find_batch_invariance(
-    runtime: Runtime,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    backend: AttentionBackend | None,
-) -> BatchInvariance:
+def find_batch_invariance(runtime: Runtime, max_model_len: int, backend: AttentionBackend | None) -> BatchInvariance:
     """Test attention, the packed linear layers, and the logits of the whole model. The model is unbound afterwards."""
-    trial = _Trial(runtime, layers, dtype, device, max_model_len, backend)
     if isinstance(runtime, NativeRuntime):
         reason = "every sum of the native step has one order; the whole model was tested at load"
-        return _finding(PARTITION, _differences(trial), reason)
-    needs = tuple(dict.fromkeys(layer.needs for layer in layers))
-    finding = find_invariance(dtype, device, needs)
+        return _finding(PARTITION, _differences(runtime, max_model_len, backend), reason)
+    needs = tuple(dict.fromkeys(layer.needs for layer in runtime.layers))
+    finding = find_invariance(runtime.dtype, runtime.device, needs)
     if finding is None or not isinstance(backend, TorchAttention):
-        reason = f"{dtype_name(dtype)} on {device} uses the fastest kernels; it is tested for --dtype float32 on a CPU"
+        placed = f"{dtype_name(runtime.dtype)} on {runtime.device}"
+        reason = f"{placed} uses the fastest kernels; it is tested for --dtype float32 on a CPU"
         return BatchInvariance(False, 0, reason)
     reason = f"attention has {finding.how}; it, the linear layers and the whole model were tested at load"
-    return _finding(backend.shapes.partition or 0, _problem(trial, finding), reason)
+    return _finding(backend.shapes.partition or 0, _problem(runtime, max_model_len, backend, finding), reason)
 
 
 def _finding(partition: int, problem: str | None, reason: str) -> BatchInvariance:
@@ -84,58 +59,41 @@ def _finding(partition: int, problem: str | None, reason: str) -> BatchInvarianc
     return BatchInvariance(False, partition, f"{problem}; {consequence}")
 
 
-def _problem(trial: _Trial, finding: Finding) -> str | None:
+def _problem(runtime: Runtime, max_model_len: int, backend: TorchAttention, finding: Finding) -> str | None:
     """Why the last bits of a row depend on other rows, with torch; None if no such case was found."""
     if not packing_works(torch.float32):
         return "torch has no oneDNN products for float32 here; needed: a torch built with oneDNN (MKLDNN)"
-    if (where := find_variance(modules_of(trial.runtime))) is not None:
+    if (where := find_variance(modules_of(runtime))) is not None:
         return f"oneDNN's products depend on other rows: {where}"
     if not finding.holds:
         return f"attention is {finding.describe()}"
-    differences = _differences(trial)
-    if trial.runtime.mixers:
+    differences = _differences(runtime, max_model_len, backend)
+    if runtime.mixers:
         # Not promised either if this short text shows none: a convolution may take another way for longer chunks.
         seen = f" ({differences})" if differences else ""
         return f"recurrent layers sum in an order that depends on how a text is cut into chunks and single tokens{seen}"
     return differences
 
 
-def _differences(trial: _Trial) -> str | None:
-    """A line about rows whose bits depend on the step; None if there are none."""
-    num_different = _different_rows(trial)
+def _differences(runtime: Runtime, max_model_len: int, backend: AttentionBackend | None) -> str | None:
+    """A line about rows of the text's logits whose bits depend on how it is cut into steps, or on the other text; None if there are
+    none."""
+    lengths = [min(length, max_model_len) for length in _LENGTHS]
+    sequences = random_sequences(runtime.config, lengths)
+    encoders = _encoders(runtime)
+    with paged_runner(runtime, backend, len(lengths), max(lengths), _BLOCK_SIZE, encoders) as (runner, tables):
+        whole = [[(_TEXT, 0, lengths[_TEXT])]]
+        at_once = logits_of_texts(runner, sequences[:1], tables, whole, encoders)[_TEXT]
+        in_steps = logits_of_texts(runner, sequences, tables, _STEPS, encoders)[_TEXT]
+    num_different = int((in_steps != at_once).any(-1).sum())
     if num_different:
         return f"{num_different} of {_LENGTHS[_TEXT]} rows of logits have other bits in chunks with other texts than at once, alone"
     return None
 
 
-def _different_rows(trial: _Trial) -> int:
-    """Number of rows of the model's logits whose bits depend on how a text is cut into steps, or on the other text."""
-    lengths = [min(length, trial.max_model_len) for length in _LENGTHS]
-    sequences = random_sequences(trial.runtime.config, lengths)
-    per_sequence = -(-max(lengths) // _BLOCK_SIZE)
-    num_blocks, mixers = 1 + 2 * per_sequence, trial.runtime.mixers
-    states = StatesPlan(num_blocks=3, bytes_per_block=0) if mixers else None
-    encoders = _encoders(trial)
-    cross = CrossPlan(1 + len(encoders), 0, _BLOCK_SIZE) if encoders else None
-    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, 0, states, cross, attends=bool(trial.layers))
-    cache = KVCache(plan, trial.layers, trial.dtype, trial.device, mixers)
-    tables = [list(range(1 + index, num_blocks, 2)) for index in range(2)]
-    runner = ModelRunner(trial.runtime, cache, trial.backend, trial.device)
-    try:
-        whole = [[(_TEXT, 0, lengths[_TEXT])]]
-        at_once = next(iter(logits_in_steps(runner, sequences, tables, whole, encoders)))[2]
-        return sum(
-            int((rows != at_once[first : first + len(rows)]).any(-1).sum())
-            for index, first, rows in logits_in_steps(runner, sequences, tables, _STEPS, encoders)
-            if index == _TEXT
-        )
-    finally:
-        runner.close()
-
-
-def _encoders(trial: _Trial) -> list[EncoderBlocks]:
+def _encoders(runtime: Runtime) -> list[EncoderBlocks]:
     """An input of the encoder for the text and another one for its neighbour, of a block each; none if the model has no encoder."""
-    if not isinstance(trial.runtime, EncoderDecoderRuntime):
+    if not isinstance(runtime, EncoderDecoderRuntime):
         return []
-    inputs = random_sequences(trial.runtime.config, _ENCODER_LENGTHS, 1, trial.runtime.seq2seq.num_encoder_ids)
+    inputs = random_sequences(runtime.config, _ENCODER_LENGTHS, 1, runtime.seq2seq.num_encoder_ids)
     return [EncoderBlocks([block], len(tokens), tokens) for block, tokens in enumerate(inputs, start=1)]

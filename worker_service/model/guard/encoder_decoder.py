@@ -14,20 +14,18 @@ from ...engine.step import EncoderBlocks
 from ..errors import UnsupportedModel
 from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.invariant import replacing
-from ..forward.kv_cache import KVCache
-from ..forward.kv_plan import CrossPlan, KVCachePlan
-from ..forward.layers import AttentionLayer
-from ..forward.runner import ModelRunner
 from ..forward.seq2seq import Seq2Seq, find_decoder_layers, fix_positions
 from .self_check import (
     FEW_TOKENS,
     LENGTHS,
     STEPS,
-    logits_in_steps,
+    logits_of_texts,
+    paged_runner,
     probing,
     random_sequences,
     relative_difference,
     require_equal,
+    scattered_tables,
 )
 
 _BLOCK_SIZE = 4
@@ -58,9 +56,8 @@ def guarded_encoder_decoder(
     max_model_len: int,
     max_encoder_tokens: int,
     is_thorough: bool = False,
-) -> tuple[Seq2Seq, list[AttentionLayer]]:
-    """The two halves of a model that may be served, and the attention layers of its decoder. Raises UnsupportedModel. is_thorough:
-    try more texts, and the longest ones."""
+) -> EncoderDecoderRuntime:
+    """The runtime of a model that may be served. Raises UnsupportedModel. is_thorough: try more texts, and the longest ones."""
     with probing(model):
         seq2seq = Seq2Seq(model)
         if is_thorough:  # before its encoder has seen anything
@@ -68,11 +65,13 @@ def guarded_encoder_decoder(
         with replacing(model, dtype, device):
             layers = find_decoder_layers(seq2seq, device)
         layers = fix_positions(seq2seq, layers, _two_texts(config, device), max_model_len)
-        probe = _Probe(seq2seq, layers, dtype, device)
-        probe.run(_few_texts(seq2seq, max_model_len, max_encoder_tokens, is_thorough), STEPS, "packed and in chunks")
+        runtime = EncoderDecoderRuntime(seq2seq, layers, dtype, device)
+        few = _few_texts(seq2seq, max_model_len, max_encoder_tokens, is_thorough)
+        _compare(runtime, few, STEPS, "packed and in chunks")
         if is_thorough:
-            probe.run(*_longest_texts(seq2seq, max_model_len, max_encoder_tokens), "at the longest texts, two in a row")
-    return seq2seq, layers
+            longest = _longest_texts(seq2seq, max_model_len, max_encoder_tokens)
+            _compare(runtime, *longest, "at the longest texts, two in a row")
+    return runtime
 
 
 def _two_texts(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,74 +120,38 @@ def _require_lasting_encoder(seq2seq: Seq2Seq, max_encoder_tokens: int, device: 
         )
 
 
-class _Probe:
-    """Compares a model over paged KV with itself in eager attention."""
-
-    def __init__(
-        self, seq2seq: Seq2Seq, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._seq2seq, self._layers, self._dtype, self._device = seq2seq, layers, dtype, device
-
-    def run(self, texts: _Texts, steps: Sequence[Sequence[tuple[int, int, int]]], where: str) -> None:
-        """Compute the texts in steps, and each alone. Raises UnsupportedModel if they differ by more than rounding."""
-        for ours, text, tokens in zip(self._paged(texts, steps), texts.texts, texts.inputs, strict=True):
-            reference = self._eager(text, tokens)
-            require_equal(
-                self._seq2seq.model,
-                self._dtype,
-                ours,
-                reference,
-                where,
-                "takes its positions from elsewhere, has a mask of its own, or keeps a state",
-            )
-
-    def _paged(self, texts: _Texts, steps: Sequence[Sequence[tuple[int, int, int]]]) -> list[torch.Tensor]:
-        """The logits [T, vocab_size] of each text, as the runner computes them."""
-        cross, tables = _cut([len(tokens) for tokens in texts.inputs]), _cut([len(text) for text in texts.texts])
-        encoders = [
-            EncoderBlocks(table, len(tokens), tokens) for table, tokens in zip(cross, texts.inputs, strict=True)
-        ]
-        for later, earlier in texts.finds.items():
-            encoders[later] = encoders[earlier]._replace(token_ids=())
-        num_cross, num_blocks = (1 + max(map(max, part)) for part in (cross, tables))
-        plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, 0, cross=CrossPlan(num_cross, 0, num_cross * _BLOCK_SIZE))
-        cache = KVCache(plan, self._layers, self._dtype, self._device)
-        cache.fill(float("nan"))
-        runtime = EncoderDecoderRuntime(self._seq2seq, self._layers, self._device)
-        runner = ModelRunner(runtime, cache, TorchAttention(self._dtype), self._device)
-        logits: list[list[torch.Tensor]] = [[] for _ in tables]
-        try:
-            for index, _, rows in logits_in_steps(runner, texts.texts, tables, steps, encoders):
-                logits[index].append(rows)
-        finally:
-            runner.close()
-        return [torch.cat(parts) for parts in logits]
-
-    def _eager(self, text: list[int], tokens: list[int]) -> torch.Tensor:
-        """The logits [T, vocab_size] of a whole text in transformers' own attention, with its own positions."""
-        model = self._seq2seq.model
-        model.set_attn_implementation("eager")
-        try:
-            with torch.inference_mode():
-                input_ids, decoder_ids = (torch.tensor([ids], device=self._device) for ids in (tokens, text))
-                # Masks as in generate: without one, some models hide tokens with the id of the padding.
-                logits: torch.Tensor = model(
-                    input_ids=input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    decoder_input_ids=decoder_ids,
-                    decoder_attention_mask=torch.ones_like(decoder_ids),
-                    use_cache=False,
-                ).logits[0]
-        finally:
-            model.set_attn_implementation(ATTENTION_NAME)
-        return logits
+def _compare(
+    runtime: EncoderDecoderRuntime, texts: _Texts, steps: Sequence[Sequence[tuple[int, int, int]]], where: str
+) -> None:
+    """Compute the texts over paged KV in steps, and each alone in eager attention. Raises UnsupportedModel if they differ by more
+    than rounding."""
+    tables = scattered_tables(len(texts.inputs), max(map(len, texts.inputs)), _BLOCK_SIZE)
+    encoders = [EncoderBlocks(table, len(tokens), tokens) for table, tokens in zip(tables, texts.inputs, strict=True)]
+    for later, earlier in texts.finds.items():
+        encoders[later] = encoders[earlier]._replace(token_ids=())
+    longest, backend = max(map(len, texts.texts)), TorchAttention(runtime.dtype)
+    with paged_runner(runtime, backend, len(texts.texts), longest, _BLOCK_SIZE, encoders) as (runner, of_texts):
+        paged = logits_of_texts(runner, texts.texts, of_texts, steps, encoders)
+    for ours, text, tokens in zip(paged, texts.texts, texts.inputs, strict=True):
+        why = "takes its positions from elsewhere, has a mask of its own, or keeps a state"
+        require_equal(runtime, ours, _eager_logits(runtime, text, tokens), where, why)
 
 
-def _cut(lengths: Sequence[int]) -> list[list[int]]:
-    """Scattered blocks for texts of these lengths; the first table is in descending order."""
-    counts = [-(-length // _BLOCK_SIZE) for length in lengths]
-    places = sorted((place, index) for index, count in enumerate(counts) for place in range(count))
-    tables: list[list[int]] = [[] for _ in counts]
-    for block, (_, index) in enumerate(places, start=1):
-        tables[index].append(block)
-    return [tables[0][::-1], *tables[1:]]
+def _eager_logits(runtime: EncoderDecoderRuntime, text: list[int], tokens: list[int]) -> torch.Tensor:
+    """The logits [T, vocab_size] of a whole text in transformers' own attention, with its own positions."""
+    model = runtime.model
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            input_ids, decoder_ids = (torch.tensor([ids], device=runtime.device) for ids in (tokens, text))
+            # Masks as in generate: without one, some models hide tokens with the id of the padding.
+            logits: torch.Tensor = model(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                decoder_input_ids=decoder_ids,
+                decoder_attention_mask=torch.ones_like(decoder_ids),
+                use_cache=False,
+            ).logits[0]
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    return logits

@@ -6,24 +6,24 @@ import inspect
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 import torch
 
+from ...attention.backend import AttentionBackend
 from ...attention.interface import ATTENTION_NAME
 from ...attention.layout import BlockGroup
 from ...attention.packing import pack
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks, SequencePart, StateBlocks
 from ..errors import ModelError, UnsupportedModel
+from ..forward.contract import Runtime
+from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.kv_cache import KVCache
-from ..forward.kv_plan import KVCachePlan, StatesPlan
-from ..forward.layers import AttentionLayer, bind_layers, unbind_layers
-from ..forward.mixer import Mixer
-from ..forward.mixer_binding import MixerBinding, lay_out
+from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.modules import ModulesRuntime
 from ..forward.runner import ModelRunner
 from ..language_model import is_composite
@@ -55,7 +55,7 @@ _SINGLE_TOKENS = 3
 """Tokens of each sequence that are computed one by one, after a kept state or from its beginning."""
 _BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 5
-"""The null block, and one for each text."""
+"""The null block, and those that _logits_from_snapshots names."""
 LENGTHS = (24, 14, 9, 5)
 """Lengths of the texts; the last is below every threshold of a replica."""
 FEW_TOKENS = (12, 9, 5)
@@ -75,68 +75,41 @@ _NEAR, _BRIEF = 0, 3
 on the longest position of the row shows at any length."""
 
 
-class _Trial(NamedTuple):
-    """A model to be checked, and its placement."""
-
-    model: Any
-    layers: Sequence[AttentionLayer]
-    mixers: Sequence[Mixer]
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int
-
-
-def probe(
-    model: Any,
-    layers: Sequence[AttentionLayer],
-    mixers: Sequence[Mixer],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    is_thorough: bool = True,
-) -> None:
+def probe(runtime: ModulesRuntime, max_model_len: int, is_thorough: bool = True) -> None:
     """Compare random sequences, packed and in chunks over scattered blocks, with each alone in eager attention.
 
     Then one of them again with a neighbour at the last positions below max_model_len, and with recurrent layers from states that
     were kept. Raises UnsupportedModel if anything differs by more than rounding. The model is unbound afterwards. is_thorough: try
     more tokens and steps.
     """
-    trial = _Trial(model, layers, mixers, dtype, device, max_model_len)
+    model, device = runtime.model, runtime.device
     lengths = [min(length, max_model_len) for length in (LENGTHS if is_thorough else FEW_TOKENS)]
     sequences = random_sequences(model.config, lengths)
     alone = [eager_logits(model, tokens, device) for tokens in sequences]
-    for ours, reference in zip(_paged_logits(trial, sequences), alone, strict=True):
-        _compare(
-            trial,
-            ours,
-            reference,
-            "packed and in chunks",
-            "ignores position_ids, has a mask of its own, or keeps a state",
-        )
+    with _runner(runtime) as (runner, tables):
+        paged = logits_of_texts(runner, sequences, tables, STEPS)
+    for ours, reference in zip(paged, alone, strict=True):
+        why = "ignores position_ids, has a mask of its own, or keeps a state"
+        require_equal(runtime, ours, reference, "packed and in chunks", why)
     if is_thorough and is_composite(model.config):
         # Its own generate may count in another way, for the sake of images.
         own = eager_logits(model, sequences[0], device, start=None)
-        _compare(trial, alone[0], own, "with plain positions", "has others for texts too")
-    if mixers:
-        for index, ours, where in _logits_from_snapshots(trial, sequences):
-            _compare(
-                trial, ours, alone[index][-len(ours) :], where,
-                "computes a single token otherwise than several, as its own decoding after a prefill does, or uses another state",
-                _TOLERANCE_OF_STATES if is_thorough else None,
-            )  # fmt: skip
+        require_equal(runtime, alone[0], own, "with plain positions", "has others for texts too")
+    if runtime.mixers:
+        why = "computes a single token otherwise than several, as its own decoding after a prefill does, or uses another state"
+        tolerance = _TOLERANCE_OF_STATES if is_thorough else None
+        for index, ours, where in _logits_from_snapshots(runtime, sequences):
+            require_equal(runtime, ours, alone[index][-len(ours) :], where, why, tolerance)
     far_start = max_model_len - lengths[_FAR]
     far = eager_logits(model, sequences[_FAR], device, far_start)
     rows = ((_NEAR, True), (_NEAR, False), (_BRIEF, True)) if is_thorough else ((_NEAR, True),)
     for near, far_first in rows:
-        near_logits, far_logits = _near_and_far_logits(trial, sequences, near, far_start, far_first)
-        _compare(
-            trial, near_logits, alone[near], f"with a neighbour at position {max_model_len - 1}",
-            "derives RoPE frequencies from the longest text of the row: give a smaller --max-model-len",
-        )  # fmt: skip
-        _compare(
-            trial, far_logits, far, f"at positions {far_start} … {max_model_len - 1}",
-            "does not take positions from position_ids",
-        )  # fmt: skip
+        near_logits, far_logits = _near_and_far_logits(runtime, sequences, near, far_start, far_first)
+        where = f"with a neighbour at position {max_model_len - 1}"
+        why = "derives RoPE frequencies from the longest text of the row: give a smaller --max-model-len"
+        require_equal(runtime, near_logits, alone[near], where, why)
+        where = f"at positions {far_start} … {max_model_len - 1}"
+        require_equal(runtime, far_logits, far, where, "does not take positions from position_ids")
 
 
 def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -171,64 +144,80 @@ def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length:
     return drawn
 
 
-def _compare(
-    trial: _Trial, ours: torch.Tensor, reference: torch.Tensor, where: str, why: str, tolerance: float | None = None
-) -> None:
-    require_equal(trial.model, trial.dtype, ours, reference, where, why, tolerance)
-
-
 def require_equal(
-    model: Any,
-    dtype: torch.dtype,
+    runtime: ModulesRuntime | EncoderDecoderRuntime,
     ours: torch.Tensor,
     reference: torch.Tensor,
     where: str,
     why: str,
     tolerance: float | None = None,
 ) -> None:
-    """Raises UnsupportedModel if logits [T, vocab_size] of a model in the dtype differ by more than rounding. tolerance: None: the
-    dtype's."""
-    difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[dtype]
+    """Raises UnsupportedModel if logits [T, vocab_size] differ by more than rounding. tolerance: None: that of the dtype."""
+    difference, tolerance = relative_difference(ours, reference), tolerance or _TOLERANCE[runtime.dtype]
     if not difference <= tolerance:
         raise UnsupportedModel(
-            f"{type(model).__name__} computes other logits over paged KV, {where}, than alone in eager attention: "
-            f"they differ by {difference:.2%}, rounding in {dtype} explains {tolerance:.2%}. It probably {why}."
+            f"{type(runtime.model).__name__} computes other logits over paged KV, {where}, than alone in eager attention: "
+            f"they differ by {difference:.2%}, rounding in {runtime.dtype} explains {tolerance:.2%}. It probably {why}."
         )
 
 
-def _new_cache(trial: _Trial) -> tuple[KVCache, list[list[int]]]:
-    """A cache filled with NaN, and a table of scattered blocks for each sequence."""
-    per_sequence = -(-max(LENGTHS) // _BLOCK_SIZE)
-    count = len(LENGTHS)
-    states = StatesPlan(_NUM_STATE_BLOCKS, 0) if trial.mixers else None
-    num_blocks = 1 + count * per_sequence
-    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, bytes_per_token=0, states=states, attends=bool(trial.layers))
-    cache = KVCache(plan, trial.layers, trial.dtype, trial.device, trial.mixers)
+def scattered_tables(count: int, num_tokens: int, block_size: int) -> list[list[int]]:
+    """A block table for each of `count` texts of at most num_tokens tokens; none has neighbouring blocks, the first one is in
+    descending order."""
+    end = 1 + count * -(-num_tokens // block_size)
+    tables = [list(range(1 + index, end, count)) for index in range(count)]
+    return [tables[0][::-1], *tables[1:]]
+
+
+@contextmanager
+def paged_runner(
+    runtime: Runtime,
+    backend: AttentionBackend | None,
+    num_texts: int,
+    num_tokens: int,
+    block_size: int,
+    encoders: Sequence[EncoderBlocks] = (),
+) -> Iterator[tuple[ModelRunner, list[list[int]]]]:
+    """A runner over a cache filled with NaN, and a table of scattered blocks for each of the texts, of at most num_tokens tokens.
+    Afterwards the model is unbound. encoders: those whose blocks the cross group has."""
+    tables = scattered_tables(num_texts, num_tokens, block_size)
+    cross = None
+    if encoders:
+        num_cross = 1 + max(max(encoder.table) for encoder in encoders)
+        cross = CrossPlan(num_cross, 0, num_cross * block_size)
+    num_blocks = 1 + max(map(max, tables))
+    states = StatesPlan(max(_NUM_STATE_BLOCKS, 1 + num_texts), 0) if runtime.mixers else None
+    plan = KVCachePlan.one_group(num_blocks, block_size, 0, states, cross, attends=bool(runtime.layers))
+    cache = KVCache(plan, runtime.layers, runtime.dtype, runtime.device, runtime.mixers)
     cache.fill(float("nan"))
-    tables = [list(range(1 + index, num_blocks, count)) for index in range(count)]
-    return cache, [tables[0][::-1], *tables[1:]]
-
-
-def _paged_logits(trial: _Trial, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """The logits [T, vocab_size] of each sequence, as the runner computes them."""
-    runner, tables = _new_runner(trial)
-    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    runner = ModelRunner(runtime, cache, backend)
     try:
-        for index, _, rows in logits_in_steps(runner, sequences, tables, STEPS):
-            logits[index].append(rows)
+        yield runner, tables
     finally:
         runner.close()
+
+
+def _runner(runtime: ModulesRuntime) -> AbstractContextManager[tuple[ModelRunner, list[list[int]]]]:
+    return paged_runner(runtime, TorchAttention(runtime.dtype), len(LENGTHS), max(LENGTHS), _BLOCK_SIZE)
+
+
+def logits_of_texts(
+    runner: ModelRunner,
+    texts: Sequence[list[int]],
+    tables: Sequence[list[int]],
+    steps: Sequence[Sequence[tuple[int, int, int]]],
+    encoders: Sequence[EncoderBlocks] = (),
+) -> list[torch.Tensor]:
+    """The logits [T, vocab_size] of each text, computed in steps: see logits_in_steps."""
+    logits: list[list[torch.Tensor]] = [[] for _ in texts]
+    for index, _, rows in logits_in_steps(runner, texts, tables, steps, encoders):
+        logits[index].append(rows)
     return [torch.cat(parts) for parts in logits]
 
 
-def _new_runner(trial: _Trial) -> tuple[ModelRunner, list[list[int]]]:
-    """A runner over a cache filled with NaN, and a table of scattered blocks for each sequence."""
-    cache, tables = _new_cache(trial)
-    runtime = ModulesRuntime(trial.model, trial.layers, trial.device, trial.mixers)
-    return ModelRunner(runtime, cache, TorchAttention(trial.dtype), trial.device), tables
-
-
-def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterator[tuple[int, torch.Tensor, str]]:
+def _logits_from_snapshots(
+    runtime: ModulesRuntime, sequences: list[list[int]]
+) -> Iterator[tuple[int, torch.Tensor, str]]:
     """Logits of the ends of two sequences: (sequence, [T, vocab_size], how they were computed).
 
     The state of the first is kept on the way; two others go on from it, several tokens at once and a single one, while the second
@@ -238,25 +227,25 @@ def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterato
     kept_at, cut = len(first) // 2, len(second) // 2
     if not 0 < kept_at < len(first) - 1 or not cut:
         return  # texts of so few tokens have no state worth keeping
-    runner, tables = _new_runner(trial)
     snapshot, running, other, own = 1, 2, 3, 4
 
-    def run(*parts: tuple[int, int, int, StateBlocks]) -> list[torch.Tensor]:
-        """The logits of each of the parts (sequence, first token, end, state)."""
-        chunks = [
-            SequencePart(sequences[index][start:end], start, tables_of(index), None, state=state)
-            for index, start, end, state in parts
-        ]
-        return list(torch.split(runner.logits(chunks), [len(chunk.token_ids) for chunk in chunks]))
+    with _runner(runtime) as (runner, tables):
 
-    def tables_of(index: int) -> tuple[list[int], ...]:
-        return (tables[index],) if trial.layers else ()
+        def run(*parts: tuple[int, int, int, StateBlocks]) -> list[torch.Tensor]:
+            """The logits of each of the parts (sequence, first token, end, state)."""
+            chunks = [
+                SequencePart(sequences[index][start:end], start, tables_of(index), None, state=state)
+                for index, start, end, state in parts
+            ]
+            return list(torch.split(runner.logits(chunks), [len(chunk.token_ids) for chunk in chunks]))
 
-    def of_snapshot() -> list[torch.Tensor]:
-        states = runner.kv_cache.states
-        return [tensor[snapshot].clone() for tensor in states or ()]
+        def tables_of(index: int) -> tuple[list[int], ...]:
+            return (tables[index],) if runtime.layers else ()
 
-    try:
+        def of_snapshot() -> list[torch.Tensor]:
+            states = runner.kv_cache.states
+            return [tensor[snapshot].clone() for tensor in states or ()]
+
         run((1, 0, cut, StateBlocks(0, own)), (0, 0, kept_at, StateBlocks(0, running, snapshot)))
         saved = of_snapshot()
         end = len(first)
@@ -276,9 +265,7 @@ def _logits_from_snapshots(trial: _Trial, sequences: list[list[int]]) -> Iterato
         yield 0, torch.cat(ours[0]), "from a state that was kept, token by token"
         yield 1, torch.cat(ours[1]), "again from the beginning"
         if not all(torch.equal(then, now) for then, now in zip(saved, of_snapshot(), strict=True)):
-            raise UnsupportedModel(f"{type(trial.model).__name__} changes a state that others go on from.")
-    finally:
-        runner.close()
+            raise UnsupportedModel(f"{type(runtime.model).__name__} changes a state that others go on from.")
 
 
 def logits_in_steps(
@@ -322,30 +309,21 @@ def logits_in_steps(
 
 
 def _near_and_far_logits(
-    trial: _Trial, sequences: list[list[int]], near: int, far_start: int, far_first: bool
+    runtime: ModulesRuntime, sequences: list[list[int]], near: int, far_start: int, far_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of `near` and _FAR in one row; the positions of _FAR start at far_start, without KV before them."""
-    cache, tables = _new_cache(trial)
     order = (_FAR, near) if far_first else (near, _FAR)
-    groups = [BlockGroup(group.num_blocks, group.window) for group in cache.plan.groups]
-    parts = [SequencePart(sequences[index], 0, (tables[index],) * len(groups), None) for index in order]
-    packing = pack(parts, _BLOCK_SIZE, groups, trial.device)
-    mixers = MixerBinding(trial.mixers, cache.states)
-    shifts = [torch.full((len(sequences[index]),), far_start if index == _FAR else 0) for index in order]
-    packing = replace(packing, position_ids=packing.position_ids + torch.cat(shifts).to(trial.device))
-    backend = TorchAttention(trial.dtype)
-    bind_layers(trial.layers, cache.layers, backend)
-    try:
+    with _runner(runtime) as (runner, tables):
+        plan = runner.kv_cache.plan
+        groups = [BlockGroup(group.num_blocks, group.window) for group in plan.groups]
+        parts = [SequencePart(sequences[index], 0, (tables[index],) * len(groups), None) for index in order]
+        packing = pack(parts, _BLOCK_SIZE, groups, runtime.device)
+        shifts = [torch.full((len(sequences[index]),), far_start if index == _FAR else 0) for index in order]
+        packing = replace(packing, position_ids=packing.position_ids + torch.cat(shifts).to(runtime.device))
+        states = [StateBlocks(0, 1), StateBlocks(0, 2)] if runtime.mixers else []
         with torch.inference_mode():
-            backend.begin(packing)
-            mixers.begin(
-                lay_out(packing.offsets, packing.query_lens, [StateBlocks(0, 1), StateBlocks(0, 2)], trial.device)
-            )
-            output = trial.model(input_ids=packing.input_ids, position_ids=packing.position_ids, use_cache=False)
-    finally:
-        mixers.release()
-        unbind_layers(trial.layers)
-    first, second = torch.split(output.logits[0], [len(sequences[index]) for index in order])
+            logits = runner.forward.run(packing, range(packing.num_tokens), states).logits
+    first, second = torch.split(logits, [len(sequences[index]) for index in order])
     return (second, first) if far_first else (first, second)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 import torch
@@ -15,6 +15,7 @@ from ..forward.invariant import replacing
 from ..forward.layers import AttentionLayer, find_attention_layers
 from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
+from ..forward.modules import ModulesRuntime
 from ..language_model import find_class, is_composite
 from ..length import choose_max_encoder_tokens, is_encoder_decoder
 from ..rope import original_length, rope_sets
@@ -117,7 +118,7 @@ def _check_replica(config: Any, max_model_len: int, max_encoder_tokens: int | No
         longest_input = choose_max_encoder_tokens(small, length)
         guarded_encoder_decoder(replica, small, torch.float32, cpu, length, longest_input, is_thorough=True)
     else:
-        guarded_layers(replica, small, torch.float32, cpu, length, is_thorough=True)
+        guarded_modules(replica, small, torch.float32, cpu, length, is_thorough=True)
 
 
 def _length_that_works(config: Any, max_model_len: int, max_encoder_tokens: int | None) -> int | None:
@@ -132,24 +133,18 @@ def _length_that_works(config: Any, max_model_len: int, max_encoder_tokens: int 
     return None
 
 
-class GuardedLayers(NamedTuple):
-    """The layers of a model that may be served."""
-
-    attention: list[AttentionLayer]
-    mixers: list[Mixer]
-
-
-def guarded_layers(
+def guarded_modules(
     model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int, is_thorough: bool = False
-) -> GuardedLayers:
-    """The layers of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
+) -> ModulesRuntime:
+    """The runtime of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
     with probing(model):
         with replacing(model, dtype, device):
-            layers = find_attention_layers(model, device)
-            mixers = find_mixers(model, device)
-        check_layers(config, layers, max_model_len, mixers)
-        probe(model, layers, mixers, dtype, device, max_model_len, is_thorough)
-    return GuardedLayers(layers, mixers)
+            runtime = ModulesRuntime(
+                model, find_attention_layers(model, device), dtype, device, find_mixers(model, device)
+            )
+        check_layers(config, runtime.layers, max_model_len, runtime.mixers)
+        probe(runtime, max_model_len, is_thorough)
+    return runtime
 
 
 def check_layers(

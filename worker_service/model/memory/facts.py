@@ -50,9 +50,6 @@ def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype, *, by_wind
 
 def facts_of_loaded(
     runtime: Runtime,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
     max_model_len: int,
     settings: MemorySettings,
     make_runner: MakeRunner,
@@ -63,6 +60,7 @@ def facts_of_loaded(
 
     Raises ModelError if the batch does not fit, or the memory is unknown.
     """
+    layers, dtype, device = runtime.layers, runtime.dtype, runtime.device
     bytes_per_token, of_states = kv_bytes_per_token(layers, dtype), state_bytes(runtime.mixers)
     if device.type != "cuda":
         num_bytes = runtime.num_bytes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,11 +10,8 @@ import torch
 from ...engine.step import SequencePart
 from ..errors import NotNative
 from ..forward.contract import Runtime
-from ..forward.kv_cache import KVCache
-from ..forward.kv_plan import KVCachePlan
-from ..forward.layers import AttentionLayer
 from ..forward.runner import ModelRunner
-from ..guard.self_check import eager_logits, logits_in_steps, random_sequences, relative_difference
+from ..guard.self_check import eager_logits, logits_of_texts, paged_runner, random_sequences, relative_difference
 
 
 def find_finish(
@@ -76,41 +73,21 @@ class Reference:
         """The function that turns the head's outputs into logits, for NativeRuntime; None: they are the logits."""
 
 
-def check(
-    runtime: Runtime,
-    reference: Reference,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    device: torch.device,
-    tolerance: float | None = None,
-) -> None:
+def check(runtime: Runtime, reference: Reference, tolerance: float | None = None) -> None:
     """Raises NotNative if a sequence differs by more than the tolerance (None: by more than rounding), or reads slots that no token
     has written."""
-    per_sequence = -(-max(_LENGTHS) // _BLOCK_SIZE)
-    count = len(reference.sequences)
-    plan = KVCachePlan.one_group(num_blocks=1 + count * per_sequence, block_size=_BLOCK_SIZE, bytes_per_token=0)
-    cache = KVCache(plan, layers, dtype, device)
-    cache.fill(float("nan"))
-    tables = [list(range(1 + index, plan.num_blocks, count)) for index in range(count)]
-    runner = ModelRunner(runtime, cache, None, device)
-    rows: list[list[torch.Tensor]] = [[] for _ in reference.sequences]
-    try:
-        for index, _, logits in logits_in_steps(runner, reference.sequences, tables, _STEPS):
-            rows[index].append(logits.float())
+    with paged_runner(runtime, None, len(reference.sequences), max(_LENGTHS), _BLOCK_SIZE) as (runner, tables):
+        rows = logits_of_texts(runner, reference.sequences, tables, _STEPS)
         _check_decode_alone(runner, reference, rows[0], tables[0])
-    finally:
-        runner.close()
     for ours, wanted in zip(rows, reference.logits, strict=True):
-        _compare(torch.cat(ours), wanted, tolerance or _TOLERANCE[dtype])
+        _compare(ours.float(), wanted, tolerance or _TOLERANCE[runtime.dtype])
 
 
-def _check_decode_alone(
-    runner: ModelRunner, reference: Reference, rows: Sequence[torch.Tensor], table: list[int]
-) -> None:
+def _check_decode_alone(runner: ModelRunner, reference: Reference, rows: torch.Tensor, table: list[int]) -> None:
     """The last token again: the same bits, though its step is another one."""
     tokens = reference.sequences[0]
     again = runner.logits([SequencePart(tokens[-1:], len(tokens) - 1, (table,), None)])
-    if not torch.equal(again[0].float(), torch.cat(list(rows))[-1]):
+    if not torch.equal(again[0], rows[-1]):
         raise NotNative("a token's logits have other bits in another step")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,7 @@ from ...native.cpu.library import Library
 from ...native.cpu.targets import NumberType
 from ..errors import NotNative
 from ..forward.contract import Runtime
-from ..forward.layers import AttentionLayer
-from ..placement import dtype_name
+from ..placement import Prepared, dtype_name
 from ..progress import Progress
 from ..settings import ModelSettings
 from ..source.cache_dir import write_atomically
@@ -130,10 +129,10 @@ class Comparison:
             raise NotNative(found)
         self.progress(f"runtime: native; not torch: {found}")
 
-    def time(self, name: str, runtime: Runtime, layers: Sequence[AttentionLayer]) -> StepSeconds | None:
+    def time(self, name: str, runtime: Runtime) -> StepSeconds | None:
         """None with a line to progress if it fails: then there is nothing to compare."""
         try:
-            return self.measure(runtime, layers, self.dtype, self.block_size, self.workload)
+            return self.measure(runtime, self.block_size, self.workload)
         except Exception as error:  # models raise all kinds of errors
             self.progress(f"runtime: native; {name} could not be timed: {type(error).__name__}: {error}")
             return None
@@ -183,20 +182,14 @@ class Comparison:
         return ChoiceFile(self.cache_dir, key)
 
 
-def expected_runtime(
-    settings: ModelSettings,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    is_recurrent: bool = False,
-    has_encoder: bool = False,
-) -> str:
+def expected_runtime(settings: ModelSettings, prepared: Prepared, *, is_recurrent: bool = False) -> str:
     """What a start can be expected to choose, without a step and weights: for a user. is_recurrent: some layers are."""
-    if device.type != "cpu" or settings.runtime == "torch":
+    dtype = prepared.dtype
+    if prepared.device.type != "cpu" or settings.runtime == "torch":
         return "torch"
     if settings.runtime == "native" or settings.quantize != "none":
         return "native"
-    if has_encoder:
+    if prepared.max_encoder_tokens is not None:
         return "torch: the native step computes no encoder-decoder models"
     if is_recurrent:
         return "torch: the native step does not compute recurrent layers"

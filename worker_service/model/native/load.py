@@ -20,7 +20,9 @@ from ..forward.mixers import find_mixers
 from ..forward.native import NativeRuntime
 from ..guard.support import check_layers
 from ..guard.tiny_replica import build_replica, replica_config, replica_length
+from ..placement import Prepared
 from ..progress import Progress
+from ..settings import ModelSettings
 from .check import QUANTIZED_TOLERANCE, Reference, check
 from .recognition import describe
 
@@ -34,21 +36,20 @@ class NotNativeAfterAll(NotNative):
 def try_native(
     model: Any,
     config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    block_size: int,
+    prepared: Prepared,
+    settings: ModelSettings,
     progress: Progress,
-    is_quantized: bool = False,
     before_packing: Callable[[Library], None] | None = None,
-) -> tuple[NativeRuntime, Sequence[AttentionLayer]]:
-    """The model natively, with weights of int8 if is_quantized, and its attention layers. Empties the modules of their weights.
+) -> NativeRuntime:
+    """The model natively, with weights of int8 if the settings say so. Empties the modules of their weights.
 
     config: of the folder; a composite model's own may be that of its text only, of which no model can be built. before_packing is
     called with the step that will run, and may raise NotNative.
     Raises NotNative while the model is as it was, NotNativeAfterAll if it must be loaded again for torch, UnsupportedModel if it
     cannot be served at all.
     """
+    device, dtype, max_model_len = prepared.device, prepared.dtype, prepared.max_model_len
+    is_quantized = settings.quantize == "int8"
     if device.type != "cpu" or dtype not in NATIVE_DTYPES:
         raise NotNative(f"it computes float32 and bfloat16 on a CPU, not {dtype} on {device}".replace("torch.", ""))
     layers, mixers = find_attention_layers(model, device), find_mixers(model, device)
@@ -61,20 +62,19 @@ def try_native(
         library = _library(dtype, progress)
         if before_packing is not None:
             before_packing(library)
-        _check_sizes(library, layers, block_size)
+        _check_sizes(library, layers, settings.block_size)
         _check_replica(config, _library(torch.float32, progress), max_model_len)
         reference = Reference(model, device, max_model_len)
     with _reasons(NotNativeAfterAll):
-        runtime = NativeRuntime(
-            model.config, PackedModel(description, library, is_quantized), num_threads(), reference.finish
-        )
-        check(runtime, reference, layers, dtype, device, QUANTIZED_TOLERANCE if is_quantized else None)
+        packed = PackedModel(description, library, is_quantized)
+        runtime = NativeRuntime(model.config, layers, packed, num_threads(), reference.finish)
+        check(runtime, reference, QUANTIZED_TOLERANCE if is_quantized else None)
     weights = ", weights of int8" if is_quantized else ""
     seconds = time.monotonic() - started
     progress(
         f"runtime: native ({library.describe()}{weights}, {runtime.num_threads} threads; checked and packed in {seconds:.1f} s)"
     )
-    return runtime, layers
+    return runtime
 
 
 @contextmanager
@@ -108,13 +108,7 @@ def _check_replica(config: Any, library: Library, max_model_len: int) -> None:
     description = describe(replica, layers, torch.float32, length)
     reference = Reference(replica, cpu, length)
     try:
-        check(
-            NativeRuntime(small, PackedModel(description, library), 1, reference.finish),
-            reference,
-            layers,
-            torch.float32,
-            cpu,
-        )
+        check(NativeRuntime(small, layers, PackedModel(description, library), 1, reference.finish), reference)
     except (NotNative, OutOfMemory, ModelError) as error:
         raise NotNative(f"a tiny model of its kind: {error}") from error
 

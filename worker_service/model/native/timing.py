@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Self
-
-import torch
 
 from ...attention.selection import make_torch
 from ...engine.sampling_params import SamplingParams
@@ -14,7 +12,6 @@ from ...engine.step import SequencePart, Step
 from ..forward.contract import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
-from ..forward.layers import AttentionLayer
 from ..forward.native import NativeRuntime
 from ..forward.runner import ModelRunner
 from ..guard.self_check import random_sequences
@@ -65,21 +62,16 @@ class StepSeconds(NamedTuple):
         return workload.num_requests * self.prefill + workload.generated_tokens * self.decode
 
 
-Measure = Callable[[Runtime, Sequence[AttentionLayer], torch.dtype, int, TimedWorkload], StepSeconds]
+Measure = Callable[[Runtime, int, TimedWorkload], StepSeconds]
 """Times a runtime, as `measure_runtime` does."""
 
 
 def measure_runtime(
-    runtime: Runtime,
-    layers: Sequence[AttentionLayer],
-    dtype: torch.dtype,
-    block_size: int,
-    workload: TimedWorkload,
-    clock: Clock = time.perf_counter,
+    runtime: Runtime, block_size: int, workload: TimedWorkload, clock: Clock = time.perf_counter
 ) -> StepSeconds:
     """Time its steps on the CPU, in the calling thread. The requests share the blocks of one prompt, so that their KV takes little
     memory. The runtime is unbound afterwards. Raises what a forward pass raises."""
-    device = torch.device("cpu")
+    layers, dtype, device = runtime.layers, runtime.dtype, runtime.device
     length, num_requests = workload.prompt_tokens, workload.num_requests
     of_prompt = list(range(1, 1 + -(-length // block_size)))
     plan = KVCachePlan.one_group(1 + len(of_prompt) + num_requests, block_size, kv_bytes_per_token(layers, dtype))
@@ -94,7 +86,7 @@ def measure_runtime(
     own = range(1 + len(of_prompt), plan.num_blocks)
     prefill = Step([SequencePart(tokens, 0, (of_prompt,), greedy)])
     decode = Step([SequencePart(tokens[-1:], length, ([*shared, block],), greedy) for block in own])
-    runner = ModelRunner(runtime, KVCache(plan, layers, dtype, device), backend, device)
+    runner = ModelRunner(runtime, KVCache(plan, layers, dtype, device), backend)
     try:
         return StepSeconds(_fastest(runner, prefill, _PREFILLS, clock), _fastest(runner, decode, _DECODES, clock))
     finally:
