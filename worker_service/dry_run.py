@@ -72,16 +72,11 @@ def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
         table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
         table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
         table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
-    for group in () if has_one else plan.groups:
-        sight = "full attention" if group.window is None else f"window {group.window:,}"
-        size = f"{plan.block_size * group.bytes_per_token:,} bytes, {plan.block_size} tokens"
-        table.add_row(f"blocks of group {group.index}, {sight}", f"{group.num_blocks:,} of {size}")
-    if plan.states is not None:
-        states = f"{plan.states.num_blocks:,} of {plan.states.bytes_per_block:,} bytes"
-        table.add_row(f"blocks of group {len(plan.groups)}, states", states)
+    for pool in () if has_one else plan.pools():
+        tokens = "" if pool.what == "states" else f", {plan.block_size} tokens"
+        size = f"{pool.num_blocks:,} of {pool.bytes_per_block:,} bytes{tokens}"
+        table.add_row(f"blocks of group {pool.index}, {pool.what}", size)
     if (cross := plan.cross) is not None:
-        size = f"{cross.bytes_per_block(plan.block_size):,} bytes, {plan.block_size} tokens"
-        table.add_row(f"blocks of group {plan.cross_index}, encoder's outputs", f"{cross.num_blocks:,} of {size}")
         at_once = cross.capacity / cross.blocks_per_input(plan.block_size)
         table.add_row(f"inputs of {cross.max_tokens:,} tokens", f"{at_once:,.2f} at once")
     for length in sorted({*(length for length in _LENGTHS if length < max_model_len), max_model_len}):

@@ -148,7 +148,7 @@ class WorkerServer:
                 settings,
                 state.identity,
                 facts,
-                self.engine.cache.settings.kv_cache_config(_bytes_per_block(plan)),
+                self.engine.cache.settings.kv_cache_config([pool.bytes_per_block for pool in plan.pools()]),
                 settings.advertised(port),
             ),
             self.engine,
@@ -395,16 +395,6 @@ def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSetting
         report_seconds=settings.report_seconds,
         reserve_seconds=settings.reserve_seconds,
     )
-
-
-def _bytes_per_block(plan: KVCachePlan) -> list[int]:
-    """By group, in the order of `_groups`."""
-    sizes = [plan.block_size * group.bytes_per_token for group in plan.groups]
-    if plan.states is not None:
-        sizes.append(plan.states.bytes_per_block)
-    if plan.cross is not None:
-        sizes.append(plan.cross.bytes_per_block(plan.block_size))
-    return sizes
 
 
 def _introduction(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,12 +30,6 @@ class GroupPlan:
         # The tokens of a window begin and end anywhere in a block.
         return blocks if self.window is None else min(blocks, (self.window + block_size - 2) // block_size + 1)
 
-    def describe(self, block_size: int) -> str:
-        """One line for the log."""
-        sight = "full attention" if self.window is None else f"window {self.window:,}"
-        size = show_bytes(self.num_blocks * block_size * self.bytes_per_token)
-        return f"group {self.index} ({sight}): {size}, {self.capacity:,} blocks of {show_bytes(block_size * self.bytes_per_token)}"
-
 
 @dataclass(frozen=True, slots=True)
 class StatesPlan:
@@ -53,13 +48,6 @@ class StatesPlan:
     def total_bytes(self) -> int:
         return self.num_blocks * self.bytes_per_block
 
-    def describe(self, index: int) -> str:
-        """One line for the log. index: the group's."""
-        return (
-            f"group {index} (states): {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of "
-            f"{show_bytes(self.bytes_per_block)}"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class CrossPlan:
@@ -77,23 +65,32 @@ class CrossPlan:
         """Blocks that can hold KV."""
         return self.num_blocks - 1
 
-    def bytes_per_block(self, block_size: int) -> int:
-        return block_size * self.bytes_per_token
-
     def total_bytes(self, block_size: int) -> int:
-        return self.num_blocks * self.bytes_per_block(block_size)
+        return self.num_blocks * block_size * self.bytes_per_token
 
     def blocks_per_input(self, block_size: int) -> int:
         """Blocks of the longest input."""
         return -(-self.max_tokens // block_size)
 
-    def describe(self, index: int, block_size: int) -> str:
-        """One line for the log. index: the group's."""
-        return (
-            f"group {index} (encoder's outputs): {show_bytes(self.total_bytes(block_size))}, {self.capacity:,} blocks of "
-            f"{show_bytes(self.bytes_per_block(block_size))}, {self.capacity // self.blocks_per_input(block_size):,} inputs of "
-            f"{self.max_tokens:,} tokens"
-        )
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Blocks of one group, of whatever kind."""
+
+    index: int
+    what: str
+    """What the group keeps, for users."""
+    num_blocks: int
+    """Blocks, the null block included."""
+    bytes_per_block: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    def __str__(self) -> str:
+        blocks = f"{self.num_blocks - 1:,} blocks of {show_bytes(self.bytes_per_block)}"
+        return f"group {self.index} ({self.what}): {show_bytes(self.total_bytes)}, {blocks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +156,18 @@ class KVCachePlan:
 
     @property
     def total_bytes(self) -> int:
-        kv = sum(group.num_blocks * self.block_size * group.bytes_per_token for group in self.groups)
-        kv += self.cross.total_bytes(self.block_size) if self.cross else 0
-        return kv + (self.states.total_bytes if self.states else 0)
+        return sum(pool.total_bytes for pool in self.pools())
+
+    def pools(self) -> Iterator[PoolSize]:
+        """The sizes of all groups, in their order."""
+        size = self.block_size
+        for group in self.groups:
+            sight = "full attention" if group.window is None else f"window {group.window:,}"
+            yield PoolSize(group.index, sight, group.num_blocks, size * group.bytes_per_token)
+        if self.states is not None:
+            yield PoolSize(len(self.groups), "states", self.states.num_blocks, self.states.bytes_per_block)
+        if (cross := self.cross) is not None:
+            yield PoolSize(self.cross_index, "encoder's outputs", cross.num_blocks, size * cross.bytes_per_token)
 
     @property
     def cross_index(self) -> int:
@@ -184,11 +190,10 @@ class KVCachePlan:
     def describe(self, max_model_len: int) -> str:
         """One line for the log, and one more for each group if there are several."""
         at_once = f"at {max_model_len:,} tokens per sequence {self.concurrency(max_model_len):.2f} at once"
-        lines = [group.describe(self.block_size) for group in self.groups]
-        if self.states is not None:
-            lines.append(self.states.describe(len(self.groups)))
-        if self.cross is not None:
-            lines.append(self.cross.describe(self.cross_index, self.block_size))
+        lines = list(map(str, self.pools()))
+        if (cross := self.cross) is not None:
+            num_inputs = cross.capacity // cross.blocks_per_input(self.block_size)
+            lines[-1] += f", {num_inputs:,} inputs of {cross.max_tokens:,} tokens"
         if len(lines) > 1 or not self.groups:
             groups = f"{len(lines)} groups" if len(lines) > 1 else "one group"
             size = f"{show_bytes(self.total_bytes)} in {groups}, blocks of {self.block_size} tokens"

@@ -12,11 +12,10 @@ from ..errors import UnsupportedModel
 from ..forward.contract import Runtime
 from ..forward.layers import AttentionLayer, groups_of
 from ..forward.mixer import state_bytes
-from .cross import CrossNeeds
 from .meta_model import MetaModel, build_meta_model
 from .plan import MemoryFacts, MemorySettings
 from .profile import CUDAMeter, MakeRunner, measure_batch
-from .split import GroupNeeds
+from .split import CrossNeeds, GroupNeeds
 
 _ESTIMATED = "estimated without attention"
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
 from ...cache.groups.window import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
-from .cross import CrossNeeds, SplitWithCross
-from .split import KEPT_STATES, KEPT_WINDOWS, GroupNeeds, Split, StateNeeds
+from ..forward.kv_plan import CrossPlan, KVCachePlan, show_bytes, size_setting
+from .split import KEPT_STATES, KEPT_WINDOWS, CrossNeeds, GroupNeeds, Split, StateNeeds
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -133,56 +132,37 @@ class MemoryBudget:
             blocks = f"{group.num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
             yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
         else:
-            num_groups = len(kv_cache.groups) + (kv_cache.states is not None) + (kv_cache.cross is not None)
-            groups = f"{num_groups} groups" if num_groups > 1 else "one group"
+            pools = list(kv_cache.pools())
+            groups = f"{len(pools)} groups" if len(pools) > 1 else "one group"
             yield BudgetLine("KV cache", kv_cache.total_bytes, f"{groups}, {self._size_from()}")
-            for group in kv_cache.groups:
-                yield BudgetLine(*self._line_of(group))
-            if kv_cache.states is not None:
-                yield self._line_of_states(len(kv_cache.groups), kv_cache.states)
-            if kv_cache.cross is not None:
-                yield self._line_of_cross(kv_cache.cross)
+            for pool in pools:
+                blocks = f"{pool.num_blocks:,} blocks of {show_bytes(pool.bytes_per_block)}{self._why(pool.index)}"
+                yield BudgetLine(f"· group {pool.index}, {pool.what}", pool.total_bytes, blocks)
         yield BudgetLine("left over", facts.room_bytes - kv_cache.total_bytes - workspace)
 
-    def _line_of(self, group: GroupPlan) -> tuple[str, int, str]:
-        """What a group is, its bytes, and where its number of blocks comes from."""
-        size = self.kv_cache.block_size
-        num_bytes = group.num_blocks * size * group.bytes_per_token
-        blocks = f"{group.num_blocks:,} blocks of {show_bytes(size * group.bytes_per_token)}"
-        if group.window is None:
-            return f"· group {group.index}, full attention", num_bytes, blocks
-        if self.settings.window_blocks is not None:
-            blocks += ", --window-blocks"
-        else:
-            grid = 1 if self.kv_cache.states is None else grid_tokens(size) // size
-            ring, per_window = (
-                ring_blocks(group.window, self.kv_cache.chunk_tokens or 0, size, grid),
-                span(group.window, size),
-            )
-            num_sequences = group.capacity // (ring + KEPT_WINDOWS * per_window)
-            blocks += (
-                f": for {num_sequences} sequences {ring} each, and {KEPT_WINDOWS} windows of {per_window} that are kept"
-            )
-        return f"· group {group.index}, window {group.window:,}", num_bytes, blocks
-
-    def _line_of_states(self, index: int, states: StatesPlan) -> BudgetLine:
-        blocks = f"{states.num_blocks:,} blocks of {show_bytes(states.bytes_per_block)}"
-        if self.settings.state_blocks is not None:
-            blocks += ", --state-blocks"
-        else:
+    def _why(self, index: int) -> str:
+        """Where the number of blocks of a group comes from, if it is not what remains."""
+        plan, settings, size = self.kv_cache, self.settings, self.kv_cache.block_size
+        if index < len(plan.groups):
+            group = plan.groups[index]
+            if group.window is None:
+                return ""
+            if settings.window_blocks is not None:
+                return ", --window-blocks"
+            grid = 1 if plan.states is None else grid_tokens(size) // size
+            ring, kept = ring_blocks(group.window, plan.chunk_tokens or 0, size, grid), span(group.window, size)
+            num_sequences = group.capacity // (ring + KEPT_WINDOWS * kept)
+            return f": for {num_sequences} sequences {ring} each, and {KEPT_WINDOWS} windows of {kept} that are kept"
+        if (states := plan.states) is not None:
+            if settings.state_blocks is not None:
+                return ", --state-blocks"
             num_sequences = states.capacity // (SCRATCH_BLOCKS + KEPT_STATES)
-            blocks += f": for {num_sequences} sequences {SCRATCH_BLOCKS} each, and {KEPT_STATES} that are kept"
-        return BudgetLine(f"· group {index}, states", states.total_bytes, blocks)
-
-    def _line_of_cross(self, cross: CrossPlan) -> BudgetLine:
-        size = self.kv_cache.block_size
-        blocks = f"{cross.num_blocks:,} blocks of {show_bytes(cross.bytes_per_block(size))}"
-        if self.settings.cross_blocks is not None:
-            blocks += ", --cross-blocks"
-        else:
-            num_inputs = cross.capacity // cross.blocks_per_input(size)
-            blocks += f": for {num_inputs} inputs of {cross.max_tokens:,} tokens"
-        return BudgetLine(f"· group {self.kv_cache.cross_index}, encoder's outputs", cross.total_bytes(size), blocks)
+            return f": for {num_sequences} sequences {SCRATCH_BLOCKS} each, and {KEPT_STATES} that are kept"
+        assert plan.cross is not None, "the group after those of layers and states"
+        if settings.cross_blocks is not None:
+            return ", --cross-blocks"
+        num_inputs = plan.cross.capacity // plan.cross.blocks_per_input(size)
+        return f": for {num_inputs} inputs of {plan.cross.max_tokens:,} tokens"
 
     def _size_from(self) -> str:
         if self.settings.num_blocks is not None:
@@ -219,15 +199,16 @@ def plan_memory(
         raise ModelError("This model's layers have no sliding window: leave out --window-blocks.")
     if settings.cross_blocks is not None and cross is None:
         raise ModelError("This model has no encoder: leave out --cross-blocks.")
-    others = Split(
+    split = Split(
         groups,
         block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         window_blocks=settings.window_blocks,
         states=states,
+        cross=cross,
+        cross_blocks=settings.cross_blocks,
     )
-    split = SplitWithCross(others, cross, block_size, settings.max_num_seqs, settings.cross_blocks)
     if settings.num_blocks is not None:
         plan = split.of_blocks(settings.num_blocks)
     elif settings.kv_cache_memory is not None:
@@ -252,8 +233,7 @@ def _workspace_bytes(facts: MemoryFacts, plan: KVCachePlan) -> int:
 
 def _nums_of_blocks(plan: KVCachePlan) -> list[int]:
     """Blocks of each group, the null block included."""
-    others = [group.num_blocks for group in (plan.states, plan.cross) if group is not None]
-    return [*(group.num_blocks for group in plan.groups), *others]
+    return [pool.num_blocks for pool in plan.pools()]
 
 
 def _block_cost(facts: MemoryFacts, block_size: int) -> int:
@@ -333,18 +313,13 @@ def _too_large(facts: MemoryFacts, plan: KVCachePlan, fitting: KVCachePlan) -> K
         )
     return KVCacheTooLarge(
         f"{asked}, but {facts.device} has room for {show_bytes(facts.room_bytes)}: {_what_there_is(facts)}. At most "
-        f"{_blocks_of(fitting)} blocks fit (--num-blocks {_first_group(fitting)}, or --kv-cache-memory "
+        f"{_blocks_of(fitting)} blocks fit (--num-blocks {_nums_of_blocks(fitting)[0]}, or --kv-cache-memory "
         f"{size_setting(fitting.total_bytes)})."
     )
 
 
 def _blocks_of(plan: KVCachePlan) -> str:
     return " + ".join(map(str, _nums_of_blocks(plan)))
-
-
-def _first_group(plan: KVCachePlan) -> int:
-    """Blocks that --num-blocks is about."""
-    return _nums_of_blocks(plan)[0]
 
 
 def _what_there_is(facts: MemoryFacts) -> str:

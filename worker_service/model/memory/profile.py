@@ -12,8 +12,8 @@ from ...engine.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks,
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import KVCachePlan, StatesPlan
 from ..forward.runner import ModelRunner
-from .cross import CrossNeeds, size_cross
 from .plan import MemorySettings
+from .split import CrossNeeds, size_cross
 
 _GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)
 """Sampling that sorts and normalises all logits."""

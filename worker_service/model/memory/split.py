@@ -7,16 +7,21 @@ with a window never has more blocks than one without: they would be of no use.
 
 The states of recurrent layers are such a need, too: of the same size after any number of tokens. Only in a model without attention
 they get everything.
+
+So is the KV of an encoder's outputs: a sequence needs the blocks of its input for as long as it runs, however long its text is. The
+cross group gets what --max-num-seqs of the longest inputs need; where that is more than half of the memory, as many as fit into
+half. The other groups share what it leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
 from ...cache.groups.window import largest_chunk, ring_blocks, span
-from ..forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan
+from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan
 
 KEPT_WINDOWS = 2
 """Windows kept for others, for each sequence: at the end of its prompt, and at the end of its text."""
@@ -44,10 +49,40 @@ class StateNeeds(NamedTuple):
     """The null block included; None: by need."""
 
 
+class CrossNeeds(NamedTuple):
+    """The cross group before its size is known."""
+
+    bytes_per_token: int
+    """K and V of its layers."""
+    max_tokens: int
+    """Tokens of the encoder's longest input."""
+
+
+def size_cross(
+    needs: CrossNeeds,
+    block_size: int,
+    max_num_seqs: int,
+    cross_blocks: int | None = None,
+    num_bytes: int | None = None,
+) -> CrossPlan:
+    """Plan the cross group. cross_blocks: the setting, the null block included; None: by need. num_bytes: size of the whole cache;
+    None: it is given in blocks."""
+    blocks_per_input = -(-needs.max_tokens // block_size)
+    if cross_blocks is None:
+        num_inputs = max_num_seqs
+        if num_bytes is not None:
+            num_inputs = max(
+                1, min(num_inputs, num_bytes // 2 // (blocks_per_input * block_size * needs.bytes_per_token))
+            )
+        cross_blocks = num_inputs * blocks_per_input + 1
+    return CrossPlan(cross_blocks, needs.bytes_per_token, needs.max_tokens)
+
+
 class Split:
     """Splits blocks or bytes between groups.
 
     window_blocks: blocks of each group with a window, the null block included; None: by need. states: None: no layer is recurrent.
+    cross: None: the model has no encoder; cross_blocks: of that group, as window_blocks.
     """
 
     def __init__(
@@ -59,12 +94,15 @@ class Split:
         max_num_batched_tokens: int,
         window_blocks: int | None,
         states: StateNeeds | None = None,
+        cross: CrossNeeds | None = None,
+        cross_blocks: int | None = None,
     ) -> None:
         self._groups = groups
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._window_blocks = window_blocks
         self._states = states
+        self._cross, self._cross_blocks = cross, cross_blocks
         windows = [group.window for group in groups if group.window is not None]
         self._chunk = largest_chunk(windows, max_num_batched_tokens) if windows else None
         self._each = [self._blocks_per_sequence(group) for group in groups]
@@ -74,7 +112,10 @@ class Split:
 
     def of_blocks(self, num_blocks: int) -> KVCachePlan:
         """Groups without a window get so many blocks, the null block included; without such groups all of them, and in a model
-        without attention the states, unless their number is set."""
+        without attention the states, unless their number is set. The cross group gets its blocks in addition."""
+        return replace(self._of_blocks(num_blocks), cross=self._size_cross(None))
+
+    def _of_blocks(self, num_blocks: int) -> KVCachePlan:
         has_own_number = bool(self._groups) or (self._states is not None and self._states.num_blocks is not None)
         num_states = self._of_states(self._max_num_seqs) if has_own_number else num_blocks
         if not self._full_cost:
@@ -90,6 +131,16 @@ class Split:
     def of_bytes(self, num_bytes: int, workspace_per_token: int = 0) -> KVCachePlan:
         """The largest cache of at most so many bytes, with attention's workspace for each token that it holds; its groups may have
         too few blocks to be of use."""
+        cross = self._size_cross(num_bytes)
+        left = num_bytes if cross is None else num_bytes - cross.total_bytes(self._block_size)
+        return replace(self._of_bytes(left, workspace_per_token), cross=cross)
+
+    def _size_cross(self, num_bytes: int | None) -> CrossPlan | None:
+        if self._cross is None:
+            return None
+        return size_cross(self._cross, self._block_size, self._max_num_seqs, self._cross_blocks, num_bytes)
+
+    def _of_bytes(self, num_bytes: int, workspace_per_token: int) -> KVCachePlan:
         workspace = self._block_size * workspace_per_token
         if not self._groups:
             return self._of_states_only(num_bytes)
