@@ -8,7 +8,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import structlog
 from grpc_health.v1 import health_pb2
@@ -344,6 +344,13 @@ def log_batch_invariance(facts: ModelFacts) -> None:
     (log.warning if is_missing else log.info)(batch_invariance.describe())
 
 
+_OF_ENGINE: Final = {
+    *("max_num_seqs", "max_num_batched_tokens", "max_mixed_prefill_tokens", "scheduling_policy"),
+    *("max_num_waiting", "max_num_waiting_tokens", "prefix_caching"),
+}
+"""Settings that are the engine's."""
+
+
 def _build_engine(
     settings: WorkerSettings, facts: ModelFacts, runner: ModelRunner, model_thread: ThreadPoolExecutor
 ) -> Engine:
@@ -353,13 +360,7 @@ def _build_engine(
         vocab_size=facts.vocab_size,
         max_model_len=facts.max_model_len,
         eos_token_ids=frozenset(facts.eos_token_ids),
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
-        scheduling_policy=settings.scheduling_policy,
-        max_num_waiting=settings.max_num_waiting,
-        max_num_waiting_tokens=settings.max_num_waiting_tokens,
-        prefix_caching=settings.prefix_caching,
+        **settings.model_dump(include=_OF_ENGINE),
         encoder=_encoder_settings(facts),
     )
     tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from urllib.parse import quote
 
 from pydantic import ByteSize, Field, StringConstraints, field_validator, model_validator
@@ -249,33 +250,17 @@ class WorkerSettings(ServerSettings):
         return self
 
     def model_settings(self) -> ModelSettings:
-        return ModelSettings(
-            model=self.model,
-            dtype=self.dtype,
-            device=self.device,
-            max_model_len=self.max_model_len,
-            max_encoder_tokens=self.max_encoder_tokens,
-            cache_dir=self.cache_dir,
-            # A backend is one for torch's modules.
-            runtime="torch" if self.runtime == "auto" and self.attention_backend != "auto" else self.runtime,
-            quantize=self.quantize,
-            block_size=self.block_size,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-        )
+        values = self._values_of(ModelSettings)
+        if self.runtime == "auto" and self.attention_backend != "auto":
+            values["runtime"] = "torch"  # a backend is one for torch's modules
+        return ModelSettings(**values)
 
     def memory_settings(self) -> MemorySettings:
-        return MemorySettings(
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            kv_cache_memory=self.kv_cache_memory,
-            window_blocks=self.window_blocks,
-            state_blocks=self.state_blocks,
-            cross_blocks=self.cross_blocks,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-        )
+        return MemorySettings(**self._values_of(MemorySettings))
+
+    def _values_of(self, record: type[ModelSettings | MemorySettings]) -> dict[str, Any]:
+        """The settings that the record has too, by name."""
+        return self.model_dump(include={field.name for field in fields(record)})
 
     def address(self, port: int) -> str:
         """host:port to listen on."""

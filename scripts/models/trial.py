@@ -25,9 +25,8 @@ from kvpool.worker_service.model.guard.tiny_replica import (
     replica_length,
 )
 from kvpool.worker_service.model.language_model import build_whole_model
-from kvpool.worker_service.model.length import choose_max_model_len, is_encoder_decoder
+from kvpool.worker_service.model.length import choose_max_model_len, fix_longrope, is_encoder_decoder, longest_exact
 from kvpool.worker_service.model.load import LoadedModel
-from kvpool.worker_service.model.rope import fix_longrope, longest_exact
 from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, Request, load
 from tests.tiny_models import Oracle
 

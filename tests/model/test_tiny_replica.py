@@ -20,8 +20,8 @@ from kvpool.worker_service.model.guard.tiny_replica import (
     replica_config,
     replica_length,
 )
+from kvpool.worker_service.model.length import fix_longrope
 from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.rope import fix_longrope
 from kvpool.worker_service.model.settings import ModelSettings
 from scripts.models.published import published_config
 from scripts.models.subjects import default_config

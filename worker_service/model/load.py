@@ -27,14 +27,20 @@ from .forward.runner import ModelRunner
 from .generation import GenerationDefaults, read_generation, read_generation_config
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
-from .length import choose_max_encoder_tokens, choose_max_model_len, encoder_config, is_encoder_decoder
+from .length import (
+    choose_max_encoder_tokens,
+    choose_max_model_len,
+    describe_regime,
+    encoder_config,
+    fix_longrope,
+    is_encoder_decoder,
+)
 from .memory.facts import cross_needs, facts_of_loaded, group_needs
 from .memory.plan import MemoryBudget, MemorySettings, plan_memory
 from .native.load import NATIVE_DTYPES
 from .native.timing import Measure, measure_runtime
 from .placement import Prepared, choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress
-from .rope import describe_regime, fix_longrope
 from .runtimes import NO_ENCODERS, RuntimeLoader, not_native
 from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir

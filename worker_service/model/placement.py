@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ..native.cpu import cpu_info
 from .errors import ModelError, library_errors
-from .rope import Regime
+from .length import Regime
 from .settings import DTypeName
 from .source.files import CONFIG
 

@@ -14,8 +14,8 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
+from ..length import Regime
 from ..progress import Progress
-from ..rope import Regime
 from ..settings import QuantizationName
 from .cache_dir import file_digest
 from .files import safetensors_names
