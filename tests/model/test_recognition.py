@@ -109,11 +109,18 @@ def test_a_model_in_bfloat16_is_recognised_as_in_float32(kind: str, fields: dict
 
 def summary(layer: Any) -> list[Any]:
     """All that is no weight."""
-    norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp, *layer.head_norms[:2]]
-    weights = [layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down]
-    rotary = layer.rotary and (layer.rotary[2:], layer.rotary.cos.sum(), layer.rotary.sin.sum())
+    norms = [
+        layer.before_attention,
+        layer.after_attention,
+        layer.before_mlp,
+        layer.after_mlp,
+        *layer.attention.norms[:2],
+    ]
+    own, mlp = layer.attention, layer.mlp
+    weights = [own.query, own.key, own.value, own.out, mlp.gate, mlp.up, mlp.down]
+    rotary = own.rotary and (own.rotary[2:], own.rotary.cos.sum(), own.rotary.sin.sum())
     return [
-        layer.scaling, layer.window, layer.softcap, layer.activation, layer.is_parallel, layer.head_norms[2:], rotary,
+        own.scaling, own.window, own.softcap, mlp.activation, layer.is_parallel, own.norms[2:], rotary,
         [norm and norm[2:] for norm in norms], [rows and rows[1:] for rows in weights],
     ]  # fmt: skip
 
@@ -122,7 +129,7 @@ def test_a_table_is_kept_once_for_all_layers_that_rotate_by_it() -> None:
     """Gemma-3's windows have another one than its full attention."""
     kinds = ["sliding_attention", "full_attention"] * 2
     layers = described(tiny("gemma3_text", num_hidden_layers=4, layer_types=kinds, sliding_window=8)).layers
-    tables = [layer.rotary.cos for layer in layers if layer.rotary is not None]
+    tables = [layer.attention.rotary.cos for layer in layers if layer.attention.rotary is not None]
     assert tables[0] is tables[2] is not tables[1] is tables[3]
     assert not torch.equal(tables[0], tables[1])
 
@@ -132,23 +139,23 @@ def test_arrangements() -> None:
     neox = described(tiny("gpt_neox", num_key_value_heads=4)).layers[0]
     assert neox.is_parallel
     assert neox.before_mlp is not None
-    assert isinstance(neox.query.outputs, torch.Tensor)  # [head][q, k, v][head size]
-    assert neox.query.outputs[:32:16].tolist() == [0, 48]
+    assert isinstance(neox.attention.query.outputs, torch.Tensor)  # [head][q, k, v][head size]
+    assert neox.attention.query.outputs[:32:16].tolist() == [0, 48]
     cohere = described(tiny("cohere")).layers[0]
     assert cohere.is_parallel
     assert cohere.before_mlp is not None
     assert cohere.before_attention is not None
-    assert cohere.rotary is not None
+    assert cohere.attention.rotary is not None
     assert torch.equal(cohere.before_mlp.weight, cohere.before_attention.weight)  # type: ignore[arg-type]
-    assert cohere.rotary.is_interleaved
+    assert cohere.attention.rotary.is_interleaved
     olmo2 = described(tiny("olmo2")).layers[0]
     assert (olmo2.before_attention, olmo2.before_mlp, olmo2.is_parallel) == (None, None, False)
     assert olmo2.after_attention is not None
-    assert olmo2.head_norms.are_whole
+    assert olmo2.attention.norms.are_whole
     hunyuan = described(tiny("hunyuan_v1_dense")).layers[0]
-    assert hunyuan.head_norms.follow_rotation
+    assert hunyuan.attention.norms.follow_rotation
     nemotron = described(tiny("nemotron")).layers[0]
-    assert (nemotron.gate, nemotron.activation) == (None, Activation.relu_squared)
+    assert (nemotron.mlp.gate, nemotron.mlp.activation) == (None, Activation.relu_squared)
     assert described(tiny("biogpt")).position_offset == 2
 
 

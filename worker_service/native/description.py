@@ -75,8 +75,8 @@ class RotaryDescription(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerDescription:
-    """One layer: attention and the MLP, each added to the residual."""
+class AttentionDescription:
+    """The attention of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -88,13 +88,26 @@ class LayerDescription:
     key: Rows
     value: Rows
     out: Rows
+    rotary: RotaryDescription | None
+    norms: HeadNorms
+
+
+class MLPDescription(NamedTuple):
+    """down(activation(gate) · up), or down(activation(up))."""
+
     gate: Rows | None
     """None: the MLP is not gated."""
     up: Rows
     down: Rows
     activation: Activation
-    rotary: RotaryDescription | None
-    head_norms: HeadNorms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerDescription:
+    """One layer: attention and the MLP, each added to the residual."""
+
+    attention: AttentionDescription
+    mlp: MLPDescription
     before_attention: NormDescription | None = None
     after_attention: NormDescription | None = None
     before_mlp: NormDescription | None = None

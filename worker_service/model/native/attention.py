@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...native.description import HeadNorms, NormDescription, RotaryDescription, Rows
+from ...native.description import AttentionDescription, HeadNorms, NormDescription, Rows
 from ..errors import NotNative
 from ..forward.layers import AttentionLayer
 from .layer_calls import LayerCalls, outputs_of
@@ -22,13 +22,7 @@ class Attention(NamedTuple):
     """[tokens, hidden size] float32, of the linear layers of Q, K and V."""
     outputs: torch.Tensor
     """[tokens, hidden size], of the last linear layer."""
-    query: Rows
-    key: Rows
-    value: Rows
-    out: Rows
-    norms: HeadNorms
-    rotary: RotaryDescription | None
-    scaling: float
+    description: AttentionDescription
     linears: set[torch.nn.Module]
 
 
@@ -85,18 +79,21 @@ def recognise_attention(
     widths = [piece.numbers.shape[1] for piece in (query.piece, key.piece, value)]
     if sum(widths) != sum(call.output_rows.shape[1] for call in used):
         raise NotNative("its linear layers have more outputs than queries, keys and values")
-    return Attention(
-        inputs,
-        out.output_rows,
-        query.piece.rows(),
-        key.piece.rows(),
-        value.rows(),
-        outputs_of(out.module),
-        HeadNorms(query.norm, key.norm, query.is_normed_whole, query.is_normed_after_rotation),
-        None if query.rotation is None else query.rotation.description(),
-        attention.call.scaling * query.scale,
-        modules | {out.module},
+    description = AttentionDescription(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_size=attention.k_head_dim,
+        scaling=attention.call.scaling * query.scale,
+        window=attention.window,
+        softcap=attention.call.softcap,
+        query=query.piece.rows(),
+        key=key.piece.rows(),
+        value=value.rows(),
+        out=outputs_of(out.module),
+        rotary=None if query.rotation is None else query.rotation.description(),
+        norms=HeadNorms(query.norm, key.norm, query.is_normed_whole, query.is_normed_after_rotation),
     )
+    return Attention(inputs, out.output_rows, description, modules | {out.module})
 
 
 def _pieces(call: ModuleCall, attention: AttentionLayer) -> Iterator[_Piece]:

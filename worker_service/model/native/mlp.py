@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...native.description import Activation, Rows
+from ...native.description import Activation, MLPDescription, Rows
 from ..errors import NotNative
 from .layer_calls import LayerCalls, outputs_of
 from .observation import TOLERANCE, ModuleCall, difference, same
@@ -23,15 +23,12 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class MLP(NamedTuple):
-    """down(activation(gate) · up), or down(activation(up))."""
+    """The MLP of a layer."""
 
     inputs: torch.Tensor
     """[tokens, hidden size] float32, as outputs."""
     outputs: torch.Tensor
-    gate: Rows | None
-    up: Rows
-    down: Rows
-    activation: Activation
+    description: MLPDescription
 
 
 class _Half(NamedTuple):
@@ -53,14 +50,9 @@ def recognise_mlp(calls: Sequence[ModuleCall], layer: LayerCalls) -> MLP:
             continue
         product = _ACTIVATIONS[activation](activated.outputs) * (1 if gate is None else up.outputs)
         if difference(product, down.input_rows) <= TOLERANCE[layer.dtype]:
-            return MLP(
-                calls[0].input_rows,
-                down.output_rows,
-                None if gate is None else gate.rows,
-                up.rows,
-                outputs_of(down.module),
-                activation,
-            )
+            gate_rows = None if gate is None else gate.rows
+            description = MLPDescription(gate_rows, up.rows, outputs_of(down.module), activation)
+            return MLP(calls[0].input_rows, down.output_rows, description)
     names = ", ".join(activation.name for activation in _ACTIVATIONS)
     raise NotNative(f"its MLP is none of up, activation, down, with or without a gate; known activations: {names}")
 

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from ...attention.interface import bind, unbind
 from ...attention.layer import AttentionCall
-from ..forward.layers import AttentionLayer, placeholder_output
+from ..forward.layers import AttentionLayer, bound, placeholder_output
 from ..guard.self_check import random_sequences
 
 _NUM_TOKENS = 11
@@ -82,14 +81,10 @@ def observe(
     recorder = _Recorder(model.get_output_embeddings())
     recorded = {module for module in model.modules() if next(module.children(), None) is None} | set(decoder_layers)
     hooks = [module.register_forward_hook(recorder.record, with_kwargs=True) for module in recorded]
-    for layer in layers:
-        bind(layer.module, recorder)
     try:
-        with torch.inference_mode():
+        with bound([layer.module for layer in layers], recorder), torch.inference_mode():
             model(input_ids=torch.tensor([tokens]), position_ids=positions[None], use_cache=False)
     finally:
-        for layer in layers:
-            unbind(layer.module)
         for hook in hooks:
             hook.remove()
     return Observation(torch.tensor(tokens), positions, recorder.calls, recorder.attended)
@@ -157,12 +152,7 @@ class _Recorder:
         return output
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         output = placeholder_output(query, value)
         self.attended[module] = ObservedAttention(*(rows(_copy(one)) for one in (query, key, value, output)))

@@ -97,27 +97,7 @@ def _layer(calls: LayerCalls, layer: AttentionLayer, attended: ObservedAttention
     else:
         sums = [_Sum(calls.inputs, by_attention, residual), _Sum(residual, by_mlp, calls.outputs)]
     description = LayerDescription(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.k_head_dim,
-        scaling=attention.scaling,
-        window=layer.window,
-        softcap=layer.call.softcap,
-        query=attention.query,
-        key=attention.key,
-        value=attention.value,
-        out=attention.out,
-        gate=mlp.gate,
-        up=mlp.up,
-        down=mlp.down,
-        activation=mlp.activation,
-        rotary=attention.rotary,
-        before_attention=before_attention,
-        after_attention=after_attention,
-        before_mlp=before_mlp,
-        after_mlp=after_mlp,
-        head_norms=attention.norms,
-        is_parallel=is_parallel,
+        attention.description, mlp.description, before_attention, after_attention, before_mlp, after_mlp, is_parallel
     )
     return _Layer(description, sums)
 

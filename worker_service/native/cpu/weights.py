@@ -50,32 +50,33 @@ class PackedModel:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
 
     def _layer(self, description: LayerDescription) -> Layer:
+        attention, mlp = description.attention, description.mlp
         layer = Layer(
-            heads=description.num_heads,
-            kv_heads=description.num_kv_heads,
-            head_size=description.head_size,
-            window=description.window or 0,
-            scaling=description.scaling,
-            softcap=description.softcap or 0.0,
-            activation=description.activation,
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_size=attention.head_size,
+            window=attention.window or 0,
+            scaling=attention.scaling,
+            softcap=attention.softcap or 0.0,
+            activation=mlp.activation,
         )
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             setattr(layer, name, self._norm(getattr(description, name)))
-        norms = description.head_norms
-        layer.q_norm = self._head_norm(norms.query, description.num_heads, description.head_size)
-        layer.k_norm = self._head_norm(norms.key, description.num_kv_heads, description.head_size)
+        norms = attention.norms
+        layer.q_norm = self._head_norm(norms.query, attention.num_heads, attention.head_size)
+        layer.k_norm = self._head_norm(norms.key, attention.num_kv_heads, attention.head_size)
         layer.head_norms_are_whole, layer.head_norms_follow_rotation = norms.are_whole, norms.follow_rotation
         layer.is_parallel = description.is_parallel
-        if description.rotary is not None:
-            layer.cos, layer.sin = self._keep(description.rotary.cos), self._keep(description.rotary.sin)
-            layer.rotary, layer.rotary_is_interleaved = description.rotary.size, description.rotary.is_interleaved
-        layer.qkv = self._linear([description.query, description.key, description.value])
-        layer.out = self._linear([description.out])
-        if description.gate is None:
-            layer.up = self._linear([description.up])
+        if (rotary := attention.rotary) is not None:
+            layer.cos, layer.sin = self._keep(rotary.cos), self._keep(rotary.sin)
+            layer.rotary, layer.rotary_is_interleaved = rotary.size, rotary.is_interleaved
+        layer.qkv = self._linear([attention.query, attention.key, attention.value])
+        layer.out = self._linear([attention.out])
+        if mlp.gate is None:
+            layer.up = self._linear([mlp.up])
         else:
-            layer.up, layer.is_gated = self._gated(description.gate, description.up), 1
-        layer.down = self._linear([description.down], min_inputs=layer.up.n // 2 if layer.is_gated else layer.up.n)
+            layer.up, layer.is_gated = self._gated(mlp.gate, mlp.up), 1
+        layer.down = self._linear([mlp.down], min_inputs=layer.up.n // 2 if layer.is_gated else layer.up.n)
         return layer
 
     def _norm(self, norm: NormDescription | None) -> Norm:
