@@ -24,12 +24,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self,
-        layer: KVLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, layer: KVLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Write the new K and V to their slots, then attend causally over each sequence's blocks; in a cross layer write
         nothing, and attend to all of each sequence's encoder.

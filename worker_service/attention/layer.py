@@ -45,12 +45,7 @@ class AttentionTarget(Protocol):
     """The target of a bound attention module: the paged layer in service, a recorder while loading."""
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv] after RoPE → contiguous [1, ΣT, Hq, Dv]. Cross
         attention has keys and values of any length."""

@@ -91,12 +91,7 @@ class PagedAttention:
         self._steps = [step, *(step._replace(block_tables=packing.gather_tables(width, group)) for group in others)]
 
     def attend(
-        self,
-        layer: KVLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, layer: KVLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         assert self._packing is not None, "attend before begin"
         layer.write(self._packing.groups[layer.group].slot_mapping, key, value)

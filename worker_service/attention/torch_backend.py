@@ -140,12 +140,7 @@ class TorchAttention:
         self._bias = None
 
     def attend(
-        self,
-        layer: KVLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, layer: KVLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         packing = self._packing
         assert packing is not None, "attend before begin"

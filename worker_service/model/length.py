@@ -1,4 +1,5 @@
-"""The longest sequence of a model. No torch, no transformers."""
+"""The longest sequence of a model, and RoPE that depends on the length of the text: fixed at load, so that texts in a packed row do
+not affect each other. No torch, no transformers."""
 
 from __future__ import annotations
 

@@ -134,12 +134,7 @@ class _Recorder:
         """K and V of each call. They are kept so that no other tensors get their memory."""
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         name = self._names[module]
         num_keys = key.shape[2]
@@ -197,12 +192,7 @@ class PagedTarget:
     backend: AttentionBackend
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if call.window != self.layer.window:
             raise UnsupportedAttention(f"window {call.window} differs from {self.layer.window} seen while loading")
@@ -222,12 +212,7 @@ class _Turns:
         self._turn = 0
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if self._turn == len(self._targets):
             raise UnsupportedAttention(f"attends more often than the {self._turn} times seen while loading")

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ...attention.interface import UnsupportedAttention, bind, unbind
+from ...attention.interface import UnsupportedAttention
 from ..errors import UnsupportedModel
-from .layers import ForwardCall, PlaceholderTarget, following
+from .layers import ForwardCall, PlaceholderTarget, bound, following
 from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, StateKind, StateSpec, has_tokens
 from .scan import ScanFromState, clamp_time_steps
 
@@ -45,12 +45,9 @@ def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
         return []
     clamp_time_steps(model)
     cache = _WatchedCache(config=model.config)
-    target = PlaceholderTarget()
-    for module in model.modules():
-        bind(module, target)
+    tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
     try:
-        with following(model) as cache.running, torch.inference_mode():
-            tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
+        with bound(model.modules(), PlaceholderTarget()), following(model) as cache.running, torch.inference_mode():
             model(input_ids=tokens, position_ids=tokens, use_cache=False, **{_cache_argument(model): cache})
     except UnsupportedAttention as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error
@@ -58,9 +55,6 @@ def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
         if error.obj is not cache:
             raise
         raise UnsupportedModel(f"{type(model).__name__} needs a cache of its own, with {error.name}.") from error
-    finally:
-        for module in model.modules():
-            unbind(module)
     names = {module: name for name, module in model.named_modules()}
     mixers = [_mixer(names[module], uses, cache) for module, uses in cache.uses.items()]
     _check_distinct(mixers)

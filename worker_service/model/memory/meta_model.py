@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from ...attention.interface import ATTENTION_NAME, bind, register, unbind
+from ...attention.interface import ATTENTION_NAME, register
 from ..errors import UnsupportedModel
-from ..forward.layers import AttentionLayer, PlaceholderTarget, find_attention_layers
+from ..forward.layers import AttentionLayer, PlaceholderTarget, bound, find_attention_layers
 from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
 from ..forward.packed_linear import packing_works
@@ -72,8 +72,7 @@ class MetaModel:
         Raises UnsupportedModel if the model does not run without values.
         """
         meter = _LiveBytes(self.model)
-        for layer in self.layers:
-            bind(layer.module, PlaceholderTarget())
+        modules = [layer.module for layer in self.layers]
         selected: list[torch.utils.hooks.RemovableHandle] = []
         try:
             # Scans of recurrent layers may go token by token, which takes as long without values: their needs are scaled up.
@@ -81,7 +80,7 @@ class MetaModel:
             tokens = torch.zeros(1, num_run, dtype=torch.int64, device=META)
             rows = torch.zeros(min(num_sequences, num_tokens), dtype=torch.int64, device=META)
             selected.append(self.model.get_output_embeddings().register_forward_pre_hook(_select(rows)))
-            with torch.inference_mode(), meter:
+            with bound(modules, PlaceholderTarget()), torch.inference_mode(), meter:
                 if self.seq2seq is None:
                     logits = self.model(input_ids=tokens, position_ids=tokens, use_cache=False).logits
                 else:
@@ -92,8 +91,6 @@ class MetaModel:
         finally:
             for hook in selected:
                 hook.remove()
-            for layer in self.layers:
-                unbind(layer.module)
         results = meter.peak_bytes * num_tokens // num_run * dtype.itemsize // _DRAWN_IN.itemsize
         return max(results, int(logits.numel()) * (dtype.itemsize + SAMPLER_BYTES_PER_LOGIT))
 

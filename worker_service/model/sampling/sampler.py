@@ -103,13 +103,17 @@ def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence
     logits = logits.float()
     logprobs = torch.log_softmax(logits, dim=-1)
     own: list[float] = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
-    most = min(max(num_top, default=0), logits.shape[1])
+    return [RowLogprobs(value, pairs) for value, pairs in zip(own, _top(logits, logprobs, num_top), strict=True)]
+
+
+def _top(logits: torch.Tensor, logprobs: torch.Tensor, nums: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """The most likely tokens of each row and their log-probabilities, as many as `nums` [N] says. logits: float32 without NaN."""
+    most = min(max(nums, default=0), logits.shape[1])
     if not most:
-        return [RowLogprobs(value, []) for value in own]
+        return [[] for _ in nums]
     ids = best(logits, most)
-    values = logprobs.gather(1, ids)
-    top = [list(zip(*pairs, strict=True)) for pairs in zip(ids.tolist(), values.tolist(), strict=True)]
-    return [RowLogprobs(value, pairs[:count]) for value, pairs, count in zip(own, top, num_top, strict=True)]
+    pairs = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), nums, strict=True)
+    return [list(zip(of_row[:num], values[:num], strict=True)) for of_row, values, num in pairs]
 
 
 def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int]) -> list[BeamCandidates | BadLogits]:
@@ -130,7 +134,7 @@ def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int
     # Bad rows have no order; they are left out below.
     ids = best(torch.nan_to_num(scores, nan=-math.inf), most)
     chosen, own = scores.gather(1, ids).tolist(), logprobs.gather(1, ids).tolist()
-    top = _top(logits, logprobs, draws)
+    top = _top(torch.nan_to_num(logits.float()), logprobs, [draw.sampling.num_logprobs or 0 for draw in draws])
     for row, (draw, count, of_row) in enumerate(zip(draws, counts, ids.tolist(), strict=True)):
         if not math.isfinite(largest[row]):
             results.append(BadLogits(draw.position, largest[row]))
@@ -140,17 +144,3 @@ def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int
             best_tokens = map(BeamCandidate, of_row[:count], chosen[row], own[row])
             results.append(BeamCandidates(list(best_tokens), top[row]))
     return results
-
-
-def _top(logits: torch.Tensor, logprobs: torch.Tensor, draws: Sequence[Draw]) -> list[list[tuple[int, float]]]:
-    """The most likely tokens of each row and their log-probabilities, as many as its draw asks for."""
-    nums = [draw.sampling.num_logprobs or 0 for draw in draws]
-    most = min(max(nums), logits.shape[1])
-    if not most:
-        return [[] for _ in draws]
-    ids = best(torch.nan_to_num(logits.float()), most)
-    values = logprobs.gather(1, ids)
-    return [
-        list(zip(of_row[:num], row_values[:num], strict=True))
-        for of_row, row_values, num in zip(ids.tolist(), values.tolist(), nums, strict=True)
-    ]
