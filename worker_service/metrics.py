@@ -29,6 +29,12 @@ OUTCOMES: Final = (
 )
 
 
+_PREEMPTIONS: Final = "Times a running request lost its blocks and was computed again."
+_WAITED: Final = "Decodes that skipped a step for lack of a spare block although the pool had some."
+_NOT_NAMED: Final = "Windows and snapshots not kept for other prompts, because no block was left for them."
+_REBUILDS: Final = "gRPC servers that ended unexpectedly and were replaced."
+
+
 class WorkerMetrics:
     """Fills the page of one worker."""
 
@@ -57,30 +63,16 @@ class WorkerMetrics:
         scheduler, stats = self._engine.scheduler, self._engine.stats
         for state, number in (("running", scheduler.num_running), ("waiting", scheduler.num_waiting)):
             page.gauge("kvpool_worker_requests", "Requests here now, by state.", number, state=state)
-        page.gauge(
-            "kvpool_worker_waiting_limit",
-            "Waiting requests; more are refused.",
-            self._engine.settings.max_num_waiting,
+        limit = self._engine.settings.max_num_waiting
+        page.gauge("kvpool_worker_waiting_limit", "Waiting requests; more are refused.", limit)
+        text = (
+            "Accepted requests that have ended: stop and length are complete answers, cancelled ones lost their reader."
         )
         for outcome in OUTCOMES:
-            page.counter(
-                "kvpool_worker_requests_ended",
-                "Accepted requests that have ended: stop and length are complete answers, cancelled ones lost their reader.",
-                stats.ended[outcome],
-                outcome=outcome,
-            )
+            page.counter("kvpool_worker_requests_ended", text, stats.ended[outcome], outcome=outcome)
+        text = "Requests that were not accepted, by reason."
         for kind in ErrorKind:
-            page.counter(
-                "kvpool_worker_requests_refused",
-                "Requests that were not accepted, by reason.",
-                stats.refused[kind],
-                reason=kind.name.lower(),
-            )
-        page.counter(
-            "kvpool_worker_preemptions",
-            "Times a running request lost its blocks and was computed again.",
-            scheduler.num_preemptions,
-        )
+            page.counter("kvpool_worker_requests_refused", text, stats.refused[kind], reason=kind.name.lower())
         for name, text, histogram in (
             ("request_queue_seconds", "From arrival to the first block table.", stats.queue_seconds),
             ("time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_seconds),
@@ -97,6 +89,7 @@ class WorkerMetrics:
             ("cached_tokens", "Prompt tokens that the cache served.", stats.num_cached_tokens),
             ("prefilled_tokens", "Tokens computed before a first token or after a preemption.", num_prefilled),
             ("generated_tokens", "Tokens sampled.", stats.num_generated_tokens),
+            ("preemptions", _PREEMPTIONS, scheduler.num_preemptions),
         ):
             page.counter(f"kvpool_worker_{name}", text, value)
 
@@ -110,20 +103,14 @@ class WorkerMetrics:
             for group, value in enumerate(values):
                 page.gauge(f"kvpool_worker_{name}", text, value, group=str(group))
         page.gauge("kvpool_worker_kv_cache_bytes", "Size of the KV cache.", self._kv_cache_bytes)
-        page.counter(
-            "kvpool_worker_decodes_that_waited_for_a_call",
-            "Decodes that skipped a step for lack of a spare block although the pool had some.",
-            cache.num_reserve_waits,
-        )
+        counts = [("decodes_that_waited_for_a_call", _WAITED, cache.num_reserve_waits)]
         if cache.settings.keeping_boundaries:
-            page.counter(
-                "kvpool_worker_windows_named", "Windows and snapshots kept for other prompts.", cache.num_windows_named
-            )
-            page.counter(
-                "kvpool_worker_windows_not_named",
-                "Windows and snapshots not kept for other prompts, because no block was left for them.",
-                cache.num_windows_not_named,
-            )
+            counts += [
+                ("windows_named", "Windows and snapshots kept for other prompts.", cache.num_windows_named),
+                ("windows_not_named", _NOT_NAMED, cache.num_windows_not_named),
+            ]
+        for name, text, count in counts:
+            page.counter(f"kvpool_worker_{name}", text, count)
 
     def _fill_link(self, page: MetricsPage) -> None:
         engine, link, facts = self._engine, self._link, self._facts
@@ -136,21 +123,19 @@ class WorkerMetrics:
             dtype=facts.dtype,
             device=facts.device,
         )
-        page.gauge("kvpool_worker_session_open", "Whether the manager serves this worker.", engine.cache.is_ready())
-        page.gauge("kvpool_worker_draining", "Whether new requests are refused.", engine.is_draining)
-        page.gauge("kvpool_worker_manager_epoch", "Largest epoch of the manager seen.", link.highest_epoch)
-        page.counter("kvpool_worker_sessions", "Registrations that the manager accepted.", link.num_sessions)
-        page.counter("kvpool_worker_manager_calls", "Mutating calls to the manager.", engine.cache.num_calls)
-        page.counter(
-            "kvpool_worker_manager_calls_failed",
-            "Mutating calls that were not executed or not answered.",
-            link.num_failed_calls,
-        )
-        page.counter(
-            "kvpool_worker_server_rebuilds",
-            "gRPC servers that ended unexpectedly and were replaced.",
-            self._num_server_rebuilds(),
-        )
+        for name, text, value in (
+            ("session_open", "Whether the manager serves this worker.", engine.cache.is_ready()),
+            ("draining", "Whether new requests are refused.", engine.is_draining),
+            ("manager_epoch", "Largest epoch of the manager seen.", link.highest_epoch),
+        ):
+            page.gauge(f"kvpool_worker_{name}", text, value)
+        for name, text, value in (
+            ("sessions", "Registrations that the manager accepted.", link.num_sessions),
+            ("manager_calls", "Mutating calls to the manager.", engine.cache.num_calls),
+            ("manager_calls_failed", "Mutating calls that were not executed or not answered.", link.num_failed_calls),
+            ("server_rebuilds", _REBUILDS, self._num_server_rebuilds()),
+        ):
+            page.counter(f"kvpool_worker_{name}", text, value)
 
 
 ENGINE: Final = "0"

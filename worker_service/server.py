@@ -43,14 +43,11 @@ from .model.facts import ModelFacts
 from .model.forward.kv_plan import KVCachePlan
 from .model.forward.runner import ModelRunner
 from .model.load import LoadedModel, load_model
-from .request_sizes import request_limits
-from .servicer import WorkerServicer
+from .servicer import SERVICE, WorkerServicer, request_limits
 from .settings import WorkerSettings
 from .throughput import ThroughputLog
 
 log = structlog.get_logger("kvpool.worker")
-
-SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 LAST_WORDS_SECONDS = 1.0
 """Time for readers of ended calls to get the last messages, and for transfers of a model's files."""

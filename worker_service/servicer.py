@@ -1,16 +1,20 @@
-"""WorkerService: decode, one call to the engine, encode."""
+"""WorkerService: decode, one call to the engine, encode; how large a request may be, and how long a reader may take nothing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
+from typing import Final
 
 import grpc
 import structlog
 
 from kvpool.process.call_status import set_status
 from kvpool.process.rare_line import RareLine
+from kvpool.process.request_guard import SMALL, RequestLimit
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES
+from kvpool.protocol.text_bound import TextBound
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
 from . import codec, status
@@ -19,12 +23,78 @@ from .engine.errors import EngineError, ErrorKind
 from .engine.request import GenerationParams, Request
 from .generate_many import RequestGroup
 from .long_texts import LongTexts
-from .reader import ReaderWatch
+
+SERVICE: Final[str] = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+
+_ROOM: Final = 64 << 10
+"""Bytes for all fields but the prompt. At their limits they take a third of it: biases 15 KB, stop strings 4 KB, names."""
+
+
+def request_limits(max_model_len: int, vocab_size: int, text_bound: TextBound) -> Mapping[str, RequestLimit]:
+    """Limits by full method name. A method without an entry gets the smallest limit."""
+    generate = RequestLimit(
+        _ROOM + max_prompt_bytes(max_model_len, vocab_size, text_bound),
+        f"shorten the prompt; this worker takes {max_model_len} tokens (--max-model-len)",
+    )
+    by_name = {"GetModel": SMALL, "Generate": generate, "GenerateMany": generate}
+    return {f"/{SERVICE}/{name}": limit for name, limit in by_name.items()}
+
+
+def max_prompt_bytes(max_model_len: int, vocab_size: int, text_bound: TextBound) -> int:
+    """The largest size in bytes of a prompt, text or ids, of `max_model_len` tokens; at most MAX_MESSAGE_BYTES."""
+    # Ids that are not packed have a tag each.
+    id_bytes = 1 + -(-max(1, vocab_size - 1).bit_length() // 7)
+    if text_bound.uncounted:
+        return MAX_MESSAGE_BYTES  # dropped bytes may make a text of any length
+    return min(MAX_MESSAGE_BYTES, max(max_model_len * id_bytes, text_bound.max_bytes))
+
+
+_NUM_CHECKS: Final = 4
+"""Timer ticks in one wait. A process that was stopped misses ticks, so its readers get that time back."""
+
+WINDOW_BYTES: Final = 65_535
+"""HTTP/2's default flow-control window. A message n times as large may wait n times as long."""
+
+
+class ReaderWatch:
+    """Calls `on_slow` once if a message waits for its reader for `limit_seconds`. 0: never. For one event loop.
+
+    A message waits while HTTP/2's flow control, or the operating system's buffer, has no room for it. Time without a message does
+    not count.
+    """
+
+    def __init__(self, limit_seconds: float, on_slow: Callable[[], None]) -> None:
+        self._limit_seconds = limit_seconds
+        self._on_slow = on_slow
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_slow = False
+        """Whether `on_slow` was called."""
+
+    def begin(self, num_bytes: int) -> None:
+        """Note that a message of `num_bytes` is handed to the transport."""
+        if self._limit_seconds:
+            self._check_in(self._limit_seconds * max(1, -(-num_bytes // WINDOW_BYTES)) / _NUM_CHECKS, _NUM_CHECKS)
+
+    def end(self) -> None:
+        """Note that the transport has taken the message, or the stream is over. May be repeated."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_in(self, interval_seconds: float, num_left: int) -> None:
+        if num_left:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(interval_seconds, self._check_in, interval_seconds, num_left - 1)
+        else:
+            self._timer = None
+            self.is_slow = True
+            self._on_slow()
+
 
 log = structlog.get_logger("kvpool.worker")
 
-_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-GENERATING = frozenset({f"/{_SERVICE}/Generate", f"/{_SERVICE}/GenerateMany"})
+GENERATING = frozenset({f"/{SERVICE}/Generate", f"/{SERVICE}/GenerateMany"})
 
 TOKENISE_IN_THREAD_CHARS = 1 << 13
 """Longer texts are tokenised off the event loop; one of this length takes some milliseconds."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import grpc
 
 from kvpool.v1 import worker_pb2
-from kvpool.worker_service.server import SERVICE
+from kvpool.worker_service.servicer import SERVICE
 from tests.attacks.at_manager import NO_MESSAGE
 
 PATHS: Final = tuple(

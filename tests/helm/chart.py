@@ -22,7 +22,7 @@ from kvpool.cache_service.server import SERVICE as CACHE_SERVICE
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import ProcessSettings, load_settings
-from kvpool.worker_service.server import SERVICE as WORKER_SERVICE
+from kvpool.worker_service.servicer import SERVICE as WORKER_SERVICE
 from kvpool.worker_service.settings import WorkerSettings
 from tests.deploy.expressions import alerts, metrics_in
 from tests.docs.blocks import ROOT

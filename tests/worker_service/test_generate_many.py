@@ -24,7 +24,7 @@ from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk, TokenStream
 from kvpool.worker_service.generate_many import MESSAGE_BYTES, RequestGroup
-from kvpool.worker_service.server import SERVICE
+from kvpool.worker_service.servicer import SERVICE
 from tests import http2
 from tests.cluster.cluster import TAKES_TIME
 from tests.cluster.in_process import InProcessCluster, in_process_cluster

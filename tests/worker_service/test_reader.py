@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvpool.worker_service.reader import WINDOW_BYTES, ReaderWatch
+from kvpool.worker_service.servicer import WINDOW_BYTES, ReaderWatch
 from tests.until import until
 
 LIMIT = 0.2

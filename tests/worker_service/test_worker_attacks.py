@@ -18,8 +18,7 @@ from kvpool.process.call_status import details_of
 from kvpool.protocol.text_bound import TextBound
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import ErrorKind
-from kvpool.worker_service.request_sizes import request_limits
-from kvpool.worker_service.server import SERVICE
+from kvpool.worker_service.servicer import SERVICE, request_limits
 from tests import http2
 from tests.attacks import at_worker
 from tests.attacks.at_manager import NO_MESSAGE

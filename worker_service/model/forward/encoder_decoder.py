@@ -15,9 +15,9 @@ from ...attention.packing import Packing
 from ...engine.step import StateBlocks
 from .contract import Forward, Selected
 from .kv_cache import KVCache
-from .layers import AttentionLayer, PlaceholderTarget, bind_layers, unbind_layers
+from .layers import AttentionLayer, PlaceholderTarget, bind_layers
 from .mixer import Mixer
-from .modules import RowSelector, tensor_bytes
+from .modules import ModulesForward, tensor_bytes
 from .seq2seq import Seq2Seq
 
 
@@ -51,20 +51,15 @@ class EncoderDecoderRuntime:
         return tensor_bytes(self.model)
 
 
-class _EncoderDecoderForward(Forward):
+class _EncoderDecoderForward(ModulesForward):
     """The Forward of an encoder-decoder model."""
 
     def __init__(self, runtime: EncoderDecoderRuntime, cache: KVCache, backend: AttentionBackend) -> None:
-        self._seq2seq, self._layers, self._device = runtime.seq2seq, runtime.layers, runtime.device
-        self._kv_layers, self._backend = cache.layers, backend
-        self._selector = RowSelector(runtime.model)
+        super().__init__(runtime, cache, backend)
+        self._seq2seq, self._kv_layers = runtime.seq2seq, cache.layers
         # The decoder projects what it is given as the encoder's output in every pass. In service that is one row, which nobody
         # reads.
         self._no_output = self._seq2seq.blank_output(1, self._device)
-        self._bind()
-
-    def _bind(self) -> None:
-        bind_layers(self._layers, self._kv_layers, self._backend)
 
     def run(self, packing: Packing, rows: Sequence[int], states: Sequence[StateBlocks] = ()) -> Selected:
         assert not states, "no mixer has a state"
@@ -85,11 +80,7 @@ class _EncoderDecoderForward(Forward):
         try:
             self._seq2seq.decode(token, token, output)
         finally:
-            self._bind()
-
-    def close(self) -> None:
-        self._selector.close()
-        unbind_layers(self._layers)
+            bind_layers(self._layers, self._kv_layers, self._backend)
 
 
 class _Writer:

@@ -101,11 +101,11 @@ class ModulesRuntime:
 class ModulesForward(Forward):
     """The Forward of a transformers model."""
 
-    def __init__(self, runtime: ModulesRuntime, cache: KVCache, backend: AttentionBackend) -> None:
+    def __init__(self, runtime: Runtime, cache: KVCache, backend: AttentionBackend) -> None:
         self._layers = runtime.layers
         self._backend = backend
         self._device = runtime.device
-        self._selector = RowSelector(runtime.model)
+        self._selector = RowSelector(modules_of(runtime))
         bind_layers(runtime.layers, cache.layers, backend)
         self._states = cache.states
         self._mixers = MixerBinding(runtime.mixers, cache.states)

@@ -70,8 +70,17 @@ def measure_batch(
     """
 
     def run(num_tokens: int) -> BatchNeeds | None:
+        batches = MaximumBatches(
+            num_tokens,
+            min(settings.max_num_seqs, num_tokens),
+            max_model_len,
+            settings.block_size,
+            attends=bytes_per_token > 0,
+            has_states=state_bytes > 0,
+            cross=cross,
+        )
         try:
-            return _run(make_runner, meter, num_tokens, settings, max_model_len, bytes_per_token, state_bytes, cross)
+            return _run(make_runner, meter, batches, bytes_per_token, state_bytes)
         except (torch.OutOfMemoryError, KVCacheTooLarge):
             return None
 
@@ -105,25 +114,8 @@ def largest_that_fits(fits: Callable[[int], bool], least: int, too_many: int) ->
 
 
 def _run(
-    make_runner: MakeRunner,
-    meter: PeakMeter,
-    num_tokens: int,
-    settings: MemorySettings,
-    max_model_len: int,
-    bytes_per_token: int,
-    state_bytes: int,
-    cross: CrossNeeds | None,
+    make_runner: MakeRunner, meter: PeakMeter, batches: MaximumBatches, bytes_per_token: int, state_bytes: int
 ) -> BatchNeeds:
-    block_size, num_seqs = settings.block_size, min(settings.max_num_seqs, num_tokens)
-    batches = MaximumBatches(
-        num_tokens,
-        num_seqs,
-        max_model_len,
-        block_size,
-        attends=bytes_per_token > 0,
-        has_states=state_bytes > 0,
-        cross=cross,
-    )
     meter.release()
     runner = make_runner(batches.plan(bytes_per_token, state_bytes))
     try:
@@ -137,7 +129,7 @@ def _run(
             meter.reset()
             runner.execute(batches.decodes(context))
             peaks.append(meter.allocated_bytes())
-        num_read = batches.decode_context * num_seqs
+        num_read = batches.decode_context * batches.num_seqs
         per_token = -(-max(0, peaks[1] - peaks[0]) // num_read) if num_read else 0
         return BatchNeeds(activations, per_token)
     finally:
@@ -161,7 +153,7 @@ class MaximumBatches:
         cross: CrossNeeds | None = None,
     ) -> None:
         self._num_tokens = num_tokens
-        self._num_seqs = num_seqs
+        self.num_seqs = num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._attends, self._has_states, self._cross = attends, has_states, cross
@@ -174,15 +166,15 @@ class MaximumBatches:
     def plan(self, bytes_per_token: int, state_bytes: int) -> KVCachePlan:
         """The plan of their cache. Its states are the null block, the one that is read, and one for each sequence. All sequences
         share one input of the encoder, of the greatest length."""
-        states = StatesPlan(2 + self._num_seqs, state_bytes) if self._has_states else None
+        states = StatesPlan(2 + self.num_seqs, state_bytes) if self._has_states else None
         cross = None if self._cross is None else size_cross(self._cross, self._block_size, max_num_seqs=1)
         size = self._block_size
         return KVCachePlan.one_group(self.num_blocks, size, bytes_per_token, states, cross, attends=self._attends)
 
     def prompts(self) -> Step:
         """The step with the most tokens and rows of logits."""
-        each, more = divmod(self._num_tokens, self._num_seqs)
-        lengths = [min(self._max_model_len, each + (index < more)) for index in range(self._num_seqs)]
+        each, more = divmod(self._num_tokens, self.num_seqs)
+        lengths = [min(self._max_model_len, each + (index < more)) for index in range(self.num_seqs)]
         return self._step([(0, length) for length in lengths])
 
     def late_chunk(self) -> Step:
@@ -199,7 +191,7 @@ class MaximumBatches:
 
     def decodes(self, context: int) -> Step:
         """One token of every sequence, after `context` others each."""
-        return self._step([(context, 1)] * self._num_seqs)
+        return self._step([(context, 1)] * self.num_seqs)
 
     def _encoder(self, brings: bool) -> EncoderBlocks | None:
         """brings: whether the encoder is to run."""
