@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SampledToken
@@ -24,7 +25,7 @@ from kvpool.worker_service.model.guard.tiny_replica import (
     replica_config,
     replica_length,
 )
-from kvpool.worker_service.model.language_model import build_whole_model
+from kvpool.worker_service.model.language_model import attention_of, build_language_model
 from kvpool.worker_service.model.length import choose_max_model_len, fix_longrope, is_encoder_decoder, longest_exact
 from kvpool.worker_service.model.load import LoadedModel
 from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, Request, load
@@ -99,9 +100,17 @@ def _try(kind: str, folder: Path) -> Outcome:
     return _compare(kind, folder, replica_length(config, length), limit or longest_exact(config))
 
 
+def _build_whole_model(config: Any, attn_implementation: str, **options: Any) -> Any:
+    """The model with random weights, and with the parts that read anything but text if transformers has a class with them."""
+    whole = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if whole is None:
+        return build_language_model(config, attn_implementation, **options)
+    return whole._from_config(config, attn_implementation=attention_of(config, attn_implementation), **options)
+
+
 def save(config: Any, folder: Path, seed: int = 0) -> None:
     """Save a random model of the config as a folder of safetensors. Its files force no end, which BART's config does."""
-    model = build_replica(config, seed, build_whole_model)
+    model = build_replica(config, seed, _build_whole_model)
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(folder)
     config.save_pretrained(folder)  # some composite models save only their text's config

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from kvpool.worker_service.attention.layer import LayerNeeds
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.guard.self_check import relative_difference
@@ -79,7 +80,10 @@ def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatc
 
 
 def layers(*windows: int | None) -> list[AttentionLayer]:
-    return [AttentionLayer(f"layer{i}", torch.nn.Identity(), 2, 8, 8, window) for i, window in enumerate(windows)]
+    return [
+        AttentionLayer(f"layer{i}", torch.nn.Identity(), LayerNeeds(2, 2, 8, 8, window=window))
+        for i, window in enumerate(windows)
+    ]
 
 
 def test_a_layer_that_does_not_reach_attention_is_missed() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvpool.worker_service.attention.layer import LayerNeeds
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
 from kvpool.worker_service.model.forward.layers import AttentionLayer, groups_of, sights
@@ -15,8 +16,8 @@ from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 
 CPU = torch.device("cpu")
 LAYERS = [
-    AttentionLayer("a", torch.nn.Identity(), num_kv_heads=2, k_head_dim=8, v_head_dim=8, window=None),
-    AttentionLayer("b", torch.nn.Identity(), num_kv_heads=1, k_head_dim=12, v_head_dim=4, window=8),
+    AttentionLayer("a", torch.nn.Identity(), LayerNeeds(2, 2, 8, 8)),
+    AttentionLayer("b", torch.nn.Identity(), LayerNeeds(1, 1, 12, 4, window=8)),
 ]
 
 
@@ -49,7 +50,7 @@ def test_each_layer_has_the_blocks_of_its_group() -> None:
 
 
 def test_a_layer_that_reads_the_kv_of_another_one_has_its_tensors_and_writes_nothing() -> None:
-    reader = LAYERS[1]._replace(name="c", window=12, source=1)
+    reader = LAYERS[1]._replace(name="c", needs=LAYERS[1].needs._replace(window=12), source=1)
     layers = [*LAYERS, reader]
     assert kv_bytes_per_token(layers, torch.bfloat16) == kv_bytes_per_token(LAYERS, torch.bfloat16)
     assert sights(layers) == [None, 12, 12]  # what it reads must be there
@@ -66,7 +67,7 @@ def test_a_layer_that_reads_the_kv_of_another_one_has_its_tensors_and_writes_not
 
 def test_groups_are_full_attention_first_then_windows_from_the_largest() -> None:
     kinds = [8, None, 512, 8, None]
-    layers = [LAYERS[0]._replace(window=window) for window in kinds]
+    layers = [LAYERS[0]._replace(needs=LAYERS[0].needs._replace(window=window)) for window in kinds]
     layers.append(layers[0]._replace(source=3))
     assert groups_of(layers) == ((None, (1, 4)), (512, (2,)), (8, (0, 3)))
     assert groups_of(layers, by_window=False) == ((None, (0, 1, 2, 3, 4)),)

@@ -31,10 +31,10 @@ class LayerNeeds(NamedTuple):
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
-    scaling: float
-    window: int | None
-    softcap: float | None
-    has_sinks: bool
+    scaling: float = 1.0
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
     is_cross: bool = False
     """Whether it attends to the output of an encoder."""
     has_bias: bool = False

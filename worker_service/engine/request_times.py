@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -19,34 +20,22 @@ class EngineTimes(NamedTuple):
     """Time from each preemption until the request was as far as before; what followed the last token does not count."""
 
 
+@dataclass(slots=True)
 class RequestTimes:
     """Timestamps of one request, in monotonic seconds."""
 
-    __slots__ = (
-        "_num_computed_before",
-        "_preempted_at",
-        "_preempted_decode",
-        "_preempted_prefill",
-        "_preempted_since_token",
-        "arrived_at",
-        "first_token_at",
-        "granted_at",
-        "last_token_at",
-    )
-
-    def __init__(self) -> None:
-        self.arrived_at = 0.0
-        self.granted_at: float | None = None
-        """When it first got a block table."""
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0
-        self._preempted_at: float | None = None
-        """When it was preempted; None: it is as far as it was before."""
-        self._num_computed_before = 0
-        self._preempted_prefill = 0.0
-        self._preempted_decode = 0.0
-        self._preempted_since_token = 0.0
-        """Time preempted since the last token. It counts once there is another token: a request may end before."""
+    arrived_at: float = 0.0
+    granted_at: float | None = None
+    """When it first got a block table."""
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    _preempted_at: float | None = None
+    """When it was preempted; None: it is as far as it was before."""
+    _num_computed_before: int = 0
+    _preempted_prefill: float = 0.0
+    _preempted_decode: float = 0.0
+    _preempted_since_token: float = 0.0
+    """Time preempted since the last token. It counts once there is another token: a request may end before."""
 
     def fork(self) -> RequestTimes:
         """The times of a fork that goes on from here."""

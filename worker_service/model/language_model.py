@@ -48,14 +48,6 @@ def build_language_model(config: Any, attn_implementation: str, **options: Any) 
     return class_to_load(config).from_config(config, attn_implementation=attention, **options)
 
 
-def build_whole_model(config: Any, attn_implementation: str, **options: Any) -> Any:
-    """The model with random weights, and with the parts that read anything but text if transformers has a class with them."""
-    whole = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
-    if whole is None:
-        return build_language_model(config, attn_implementation, **options)
-    return whole._from_config(config, attn_implementation=attention_of(config, attn_implementation), **options)
-
-
 def class_to_load(config: Any) -> Any:
     """A class with transformers' from_pretrained and from_config for the model's texts. Without one, what they raise says so."""
     cls = find_class(config)

@@ -76,7 +76,7 @@ class _EncoderDecoderForward(ModulesForward):
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         placeholder = PlaceholderTarget()
         for layer, kv_layer in zip(self._layers, self._kv_layers, strict=True):
-            bind(layer.module, _Writer(kv_layer, slots) if layer.is_cross else placeholder)
+            bind(layer.module, _Writer(kv_layer, slots) if layer.needs.is_cross else placeholder)
         try:
             self._seq2seq.decode(token, token, output)
         finally:

@@ -65,9 +65,9 @@ class KVCache:
         try:
             for layer, window in zip(layers, sights(layers), strict=True):
                 if layer.source is not None:
-                    self.layers.append(replace(self.layers[layer.source], window=layer.window, is_reader=True))
+                    self.layers.append(replace(self.layers[layer.source], window=layer.needs.window, is_reader=True))
                     continue
-                if layer.is_cross:
+                if layer.needs.is_cross:
                     assert plan.cross is not None, (
                         "the plan of a model that attends to an encoder's output has a cross group"
                     )
@@ -75,16 +75,16 @@ class KVCache:
                 else:
                     index = plan.group_of(window)
                     num_blocks = plan.groups[index].num_blocks
-                shape = (num_blocks, plan.block_size, layer.num_kv_heads)
-                k_cache = zeros(*shape, layer.k_head_dim, dtype=dtype, device=device)
-                v_cache = zeros(*shape, layer.v_head_dim, dtype=dtype, device=device)
+                shape = (num_blocks, plan.block_size, layer.needs.num_kv_heads)
+                k_cache = zeros(*shape, layer.needs.k_head_dim, dtype=dtype, device=device)
+                v_cache = zeros(*shape, layer.needs.v_head_dim, dtype=dtype, device=device)
                 self.layers.append(
                     KVLayer(
                         index,
-                        layer.window,
+                        layer.needs.window,
                         k_cache,
                         v_cache,
-                        is_cross=layer.is_cross,
+                        is_cross=layer.needs.is_cross,
                         distance_bias=layer.distance_bias,
                     )
                 )

@@ -24,38 +24,13 @@ class AttentionLayer(NamedTuple):
 
     name: str
     module: torch.nn.Module
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    window: int | None
-    """Sliding window in tokens; None: full attention."""
-    num_heads: int = 1
-    """Query heads."""
+    needs: LayerNeeds
     call: AttentionCall = AttentionCall(scaling=1.0)
     """The recorded arguments."""
     source: int | None = None
     """Index of the layer whose K and V it reads; it stores none. None: it has its own."""
-    is_cross: bool = False
-    """Whether it attends to the output of an encoder."""
-    has_bias: bool = False
-    """Whether it adds a bias to its scores."""
     distance_bias: torch.Tensor | None = None
     """See KVLayer."""
-
-    @property
-    def needs(self) -> LayerNeeds:
-        return LayerNeeds(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            k_head_dim=self.k_head_dim,
-            v_head_dim=self.v_head_dim,
-            scaling=self.call.scaling,
-            window=self.window,
-            softcap=self.call.softcap,
-            has_sinks=self.call.sinks is not None,
-            is_cross=self.is_cross,
-            has_bias=self.has_bias,
-        )
 
 
 def find_attention_layers(model: Any, device: torch.device) -> list[AttentionLayer]:
@@ -77,9 +52,10 @@ def record_layers(
     except UnsupportedAttention as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error
     for layer in recorder.found:
-        if layer.window is not None and layer.window < _SMALLEST_WINDOW:
+        window = layer.needs.window
+        if window is not None and window < _SMALLEST_WINDOW:
             raise UnsupportedModel(
-                f"{layer.name} has a sliding window of {layer.window} tokens; needed: {_SMALLEST_WINDOW} or more, since a token "
+                f"{layer.name} has a sliding window of {window} tokens; needed: {_SMALLEST_WINDOW} or more, since a token "
                 "that sees no other has no KV to cache. Correct sliding_window in config.json."
             )
     if len({layer.module for layer in recorder.found}) < len(recorder.found):
@@ -148,24 +124,21 @@ class _Recorder:
             )
         if bias is not None and is_cross and not bias.is_meta and bool(bias.any()):
             raise UnsupportedAttention(f"its module {name} adds a bias to scores of the encoder's output")
-        k_head_dim, v_head_dim = key.shape[3], value.shape[3]
+        needs = LayerNeeds(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            k_head_dim=key.shape[3],
+            v_head_dim=value.shape[3],
+            scaling=call.scaling,
+            window=call.window,
+            softcap=call.softcap,
+            has_sinks=call.sinks is not None,
+            is_cross=is_cross,
+            has_bias=bias is not None and not is_cross,
+        )
         source = self._source(key, value)
         self._seen.append((key, value))
-        self.found.append(
-            AttentionLayer(
-                name,
-                module,
-                key.shape[1],
-                k_head_dim,
-                v_head_dim,
-                call.window,
-                query.shape[1],
-                call._replace(bias=None),
-                source,
-                is_cross,
-                has_bias=bias is not None and not is_cross,
-            )
-        )
+        self.found.append(AttentionLayer(name, module, needs, call._replace(bias=None), source))
         return placeholder_output(query, value)
 
     def _source(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
@@ -282,7 +255,7 @@ def sights(layers: Sequence[AttentionLayer]) -> list[int | None]:
     for index, layer in enumerate(layers):
         stored = index if layer.source is None else layer.source
         current = widest.get(stored, 0)
-        widest[stored] = None if current is None or layer.window is None else max(current, layer.window)
+        widest[stored] = None if current is None or layer.needs.window is None else max(current, layer.needs.window)
     return [widest[index if layer.source is None else layer.source] for index, layer in enumerate(layers)]
 
 
@@ -293,7 +266,7 @@ def groups_of(layers: Sequence[AttentionLayer], *, by_window: bool = True) -> tu
     are in no group; those of cross attention are in one of their own, after all others.
     """
     windows = [window if by_window else None for window in sights(layers)]
-    storing = [index for index, layer in enumerate(layers) if layer.source is None and not layer.is_cross]
+    storing = [index for index, layer in enumerate(layers) if layer.source is None and not layer.needs.is_cross]
     distinct = {windows[index] for index in storing}
     full = [None] if None in distinct else []
     order = [*full, *sorted((window for window in distinct if window is not None), reverse=True)]

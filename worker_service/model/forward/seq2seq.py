@@ -128,7 +128,7 @@ def find_decoder_layers(seq2seq: Seq2Seq, device: torch.device) -> list[Attentio
     layers = record_layers(
         seq2seq.model, lambda: seq2seq.decode(row, row, output), _WATCHED_TOKENS, num_states=_WATCHED_STATES
     )
-    if not any(layer.is_cross for layer in layers):
+    if not any(layer.needs.is_cross for layer in layers):
         raise UnsupportedModel(f"{type(seq2seq.model).__name__}: no module attends to the encoder's output.")
     return layers
 
@@ -153,7 +153,7 @@ def fix_positions(
     seq2seq.positions.install(tables)
     biased = _with_biases(seq2seq, layers, output, max_model_len)
     for layer in biased:
-        if layer.has_bias and _BIAS in inspect.signature(layer.module.forward).parameters:
+        if layer.needs.has_bias and _BIAS in inspect.signature(layer.module.forward).parameters:
             layer.module.register_forward_pre_hook(_without_bias(seq2seq.positions), with_kwargs=True)
     return biased
 
@@ -175,7 +175,7 @@ def _with_biases(
 ) -> list[AttentionLayer]:
     """The layers with their biases, as the last token of the longest text gets them from transformers: one row has all
     distances."""
-    if not any(layer.has_bias for layer in layers):
+    if not any(layer.needs.has_bias for layer in layers):
         return list(layers)
     recorder = _BiasRecorder()
     cache = EncoderDecoderCache(_LongText(max_model_len), DynamicCache())
@@ -185,15 +185,14 @@ def _with_biases(
     tables: list[torch.Tensor] = []
     completed: list[AttentionLayer] = []
     for layer in layers:
-        if not layer.has_bias:
+        if not layer.needs.has_bias:
             completed.append(layer)
             continue
         bias = recorder.biases.get(layer.module)
-        if bias is None or bias.shape != (1, layer.num_heads, 1, max_model_len):
-            shape = None if bias is None else list(bias.shape)
-            raise UnsupportedModel(
-                f"{layer.name} adds a bias {shape} to the scores of one token; needed: {[1, layer.num_heads, 1, max_model_len]}."
-            )
+        needed = [1, layer.needs.num_heads, 1, max_model_len]
+        shape = None if bias is None else list(bias.shape)
+        if bias is None or shape != needed:
+            raise UnsupportedModel(f"{layer.name} adds a bias {shape} to the scores of one token; needed: {needed}.")
         # Layers with equal tables get the same one, so that a step looks its biases up once.
         table = bias[0, :, 0].flip(-1).contiguous()
         table = next((earlier for earlier in tables if torch.equal(earlier, table)), table)

@@ -172,13 +172,13 @@ def check_layers(
         )
     for index, layer in enumerate(layers):
         if types is None:
-            needed = window if window is not None and window < max_model_len else layer.window
+            needed = window if window is not None and window < max_model_len else layer.needs.window
         else:
             position = index if len(layers) == len(expected) else modules.index(layer.module)
             needed = window if types[expected[position]] in _SLIDING_TYPES else None
-        if layer.window != needed:
+        if (window_passed := layer.needs.window) != needed:
             raise UnsupportedModel(
-                f"{kind}: {layer.name} should have the window {needed} by the config, but passes the window {layer.window} to "
+                f"{kind}: {layer.name} should have the window {needed} by the config, but passes the window {window_passed} to "
                 "attention; the window would be in the mask only."
             )
 

@@ -22,7 +22,7 @@ _ESTIMATED = "estimated without attention"
 
 def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
     """K and V of all layers that store them, for a token of the text."""
-    storing = [layer for layer in layers if layer.source is None and not layer.is_cross]
+    storing = [layer for layer in layers if layer.source is None and not layer.needs.is_cross]
     return _bytes_per_token(storing, dtype)
 
 
@@ -32,11 +32,14 @@ def cross_needs(
     """The needs of the layers that attend to an encoder's output of at most so many tokens. None: there is no encoder."""
     if max_encoder_tokens is None:
         return None
-    return CrossNeeds(_bytes_per_token([layer for layer in layers if layer.is_cross], dtype), max_encoder_tokens)
+    return CrossNeeds(_bytes_per_token([layer for layer in layers if layer.needs.is_cross], dtype), max_encoder_tokens)
 
 
 def _bytes_per_token(storing: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
-    return sum(layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) for layer in storing) * dtype.itemsize
+    return (
+        sum(layer.needs.num_kv_heads * (layer.needs.k_head_dim + layer.needs.v_head_dim) for layer in storing)
+        * dtype.itemsize
+    )
 
 
 def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype, *, by_window: bool = True) -> list[GroupNeeds]:

@@ -80,11 +80,11 @@ def recognise_attention(
     if sum(widths) != sum(call.output_rows.shape[1] for call in used):
         raise NotNative("its linear layers have more outputs than queries, keys and values")
     description = AttentionDescription(
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_size=attention.k_head_dim,
+        num_heads=attention.needs.num_heads,
+        num_kv_heads=attention.needs.num_kv_heads,
+        head_size=attention.needs.k_head_dim,
         scaling=attention.call.scaling * query.scale,
-        window=attention.window,
+        window=attention.needs.window,
         softcap=attention.call.softcap,
         query=query.piece.rows(),
         key=key.piece.rows(),
@@ -98,7 +98,7 @@ def recognise_attention(
 
 def _pieces(call: ModuleCall, attention: AttentionLayer) -> Iterator[_Piece]:
     """What may be Q, K or V: all outputs, or those of one of the usual layouts."""
-    heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.k_head_dim
+    heads, kv_heads, size = attention.needs.num_heads, attention.needs.num_kv_heads, attention.needs.k_head_dim
     group, num_outputs = heads // kv_heads, call.output_rows.shape[1]
     yield _Piece(call, slice(None))
     if num_outputs == (heads + 2 * kv_heads) * size:
@@ -121,7 +121,7 @@ def _way(
     tables: Sequence[Table],
     name: str,
 ) -> _Way:
-    size, tolerance = attention.k_head_dim, TOLERANCE[layer.dtype]
+    size, tolerance = attention.needs.k_head_dim, TOLERANCE[layer.dtype]
     for piece in pieces:
         numbers = piece.numbers
         if numbers.shape != wanted.shape:

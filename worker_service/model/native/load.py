@@ -116,9 +116,9 @@ def _check_replica(config: Any, library: Library, max_model_len: int) -> None:
 def _check_sizes(library: Library, layers: Sequence[AttentionLayer], block_size: int) -> None:
     in_word = library.numbers_per_word
     for layer in layers:
-        if layer.k_head_dim % in_word or layer.k_head_dim > library.max_head_size:
+        if layer.needs.k_head_dim % in_word or layer.needs.k_head_dim > library.max_head_size:
             raise NotNative(
-                f"its heads have {layer.k_head_dim} numbers; needed: an even number up to {library.max_head_size}"
+                f"its heads have {layer.needs.k_head_dim} numbers; needed: an even number up to {library.max_head_size}"
             )
     if block_size % in_word:
         raise NotNative(f"blocks of {block_size} tokens; needed: an even number")

@@ -125,7 +125,7 @@ def _residual_scale(layers: Sequence[list[_Sum]], possible: Sequence[float], tol
 
 
 def _check_heads(attention: AttentionLayer) -> None:
-    if attention.k_head_dim != attention.v_head_dim or attention.call.sinks is not None:
+    if attention.needs.k_head_dim != attention.needs.v_head_dim or attention.call.sinks is not None:
         raise NotNative(
             "its heads of K and V differ in size" if attention.call.sinks is None else "it has attention sinks"
         )
