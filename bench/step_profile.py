@@ -29,7 +29,7 @@ from bench.neighbours import next_to_programs, show_next_to
 from bench.report import command_line, facts, print_table, progress, report_as
 from bench.steps import BLOCK_SIZE, CASES, MEMORY, step
 from bench.stopwatch import Stopwatch, timed_calls
-from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.runner import ModelRunner

@@ -33,7 +33,6 @@ from .cache.groups.window import WindowGroup
 from .cache.settings import CacheSettings
 from .engine.engine import Engine, EngineSettings
 from .engine.errors import EngineError, ErrorKind
-from .engine.prompt import EncoderSettings
 from .incarnation import Identity, WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
@@ -358,17 +357,10 @@ def _build_engine(
         max_model_len=facts.max_model_len,
         eos_token_ids=frozenset(facts.eos_token_ids),
         **settings.model_dump(include=_OF_ENGINE),
-        encoder=_encoder_settings(facts),
+        encoder=facts.encoder,
     )
     tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())
     return Engine(engine_settings, cache, runner, tokenizer, model_thread)
-
-
-def _encoder_settings(facts: ModelFacts) -> EncoderSettings | None:
-    encoder = facts.encoder
-    if encoder is None:
-        return None
-    return EncoderSettings(encoder.max_tokens, encoder.vocab_size, encoder.decoder_prompt)
 
 
 def _groups(plan: KVCachePlan) -> tuple[Group, ...]:
@@ -430,6 +422,8 @@ def _model_files(facts: ModelFacts) -> codec.ModelFiles:
 def _encode_facts(
     settings: WorkerSettings, facts: ModelFacts, worker_id: str, files: codec.ModelFiles, *, keeps_boundaries: bool
 ) -> worker_pb2.ModelFacts:
+    encoder = facts.encoder
+    start, *forced = (0,) if encoder is None else encoder.decoder_prompt
     encoded = worker_pb2.ModelFacts(
         worker_id=worker_id,
         model_name=facts.name,
@@ -444,10 +438,10 @@ def _encode_facts(
         eos_token_ids=facts.eos_token_ids,
         files=codec.encode_files(files),
         batch_invariance=codec.encode_batch_invariance(facts.batch_invariance),
-        is_encoder_decoder=facts.encoder is not None,
-        decoder_start_token_id=0 if facts.encoder is None else facts.encoder.decoder_start_token_id,
-        max_encoder_tokens=0 if facts.encoder is None else facts.encoder.max_tokens,
-        forced_bos_token_id=None if facts.encoder is None else facts.encoder.forced_bos_token_id,
+        is_encoder_decoder=encoder is not None,
+        decoder_start_token_id=start,
+        max_encoder_tokens=0 if encoder is None else encoder.max_tokens,
+        forced_bos_token_id=forced[0] if forced else None,
         keeps_boundaries=keeps_boundaries,
         defaults=facts.defaults,
         end_of_turn_token_ids=facts.end_of_turn_token_ids,

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendName
 from kvpool.worker_service.attention.verification import run_self_test
 from kvpool.worker_service.engine.step import SequencePart

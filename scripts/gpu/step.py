@@ -14,7 +14,7 @@ import torch
 from bench.floors import ModelSizes
 from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention import torch_backend
-from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.packing import Packer, StepSizes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import SequencePart, Step

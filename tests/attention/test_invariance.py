@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention import softmax
-from kvpool.worker_service.attention.backend import AttentionSpec
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes, fixed_shapes, forget_trials
-from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
+from kvpool.worker_service.attention.layer import AttentionCall, AttentionSpec, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.packing import one_group, pack
 from kvpool.worker_service.attention.selection import choose_backend
 from kvpool.worker_service.attention.torch_backend import TorchAttention

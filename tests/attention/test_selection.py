@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention import flash, selection, varlen
-from kvpool.worker_service.attention.backend import AttentionBackend, AttentionSpec
 from kvpool.worker_service.attention.flash import FlashKernel, flash_problem
-from kvpool.worker_service.attention.layer import AttentionCall, KVLayer, LayerNeeds
+from kvpool.worker_service.attention.layer import AttentionBackend, AttentionCall, AttentionSpec, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.packing import Packing
 from kvpool.worker_service.attention.paged import PagedAttention, PagedStep
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendCandidate, UnsuitableBackend, choose_backend

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import pytest
 import torch
 
-from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES
+from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes

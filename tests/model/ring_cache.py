@@ -10,7 +10,7 @@ from itertools import cycle
 
 import torch
 
-from kvpool.worker_service.attention.backend import AttentionBackend
+from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
 from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
 from kvpool.worker_service.model.load import LoadedModel

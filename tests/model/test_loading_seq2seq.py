@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, GenerationConfig
 
+from kvpool.worker_service.engine.prompt import EncoderSettings
 from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart, Step
 from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
-from kvpool.worker_service.model.facts import EncoderFacts, read_encoder_facts
+from kvpool.worker_service.model.facts import read_encoder_settings
 from kvpool.worker_service.model.guard.support import check_config, check_replica
 from kvpool.worker_service.model.guard.tiny_replica import replica_config
 from kvpool.worker_service.model.load import load_model
@@ -37,8 +38,7 @@ def settings(folder: Path, **more: Any) -> ModelSettings:
 def test_the_facts_say_that_the_prompt_feeds_an_encoder(tmp_path: Path) -> None:
     lines: list[str] = []
     facts = load_model(settings(make("t5", tmp_path), dtype="float32", max_model_len=100), lines.append).facts
-    assert facts.encoder == EncoderFacts(512, 264, decoder_start_token_id=0, forced_bos_token_id=None)
-    assert facts.encoder.decoder_prompt == (0,)
+    assert facts.encoder == EncoderSettings(512, 264, (0,))
     assert facts.max_model_len == 100
     assert "runtime: torch; not native: it computes no encoder-decoder models" in lines
     shorter = load_model(settings(tmp_path, dtype="float32", max_encoder_tokens=40), lines.append).facts.encoder
@@ -49,13 +49,14 @@ def test_the_facts_say_that_the_prompt_feeds_an_encoder(tmp_path: Path) -> None:
 def test_decoders_begin_as_transformers_begins_them() -> None:
     config = AutoConfig.for_model("bart", decoder_start_token_id=5, bos_token_id=6, forced_bos_token_id=None)
     generation = GenerationConfig(decoder_start_token_id=7, forced_bos_token_id=9)
-    assert read_encoder_facts(None, config, 10, 20) == EncoderFacts(10, 20, 5, None)
-    found = read_encoder_facts(generation, config, 10, 20)
-    assert found == EncoderFacts(10, 20, 7, 9)
-    assert found.decoder_prompt == (7, 9)
-    assert read_encoder_facts(GenerationConfig(bos_token_id=3), AutoConfig.for_model("t5"), 1, 1).decoder_prompt == (3,)
+    assert read_encoder_settings(None, config, 10, 20) == EncoderSettings(10, 20, (5,))
+    found = read_encoder_settings(generation, config, 10, 20)
+    assert found == EncoderSettings(10, 20, (7, 9))
+    assert read_encoder_settings(GenerationConfig(bos_token_id=3), AutoConfig.for_model("t5"), 1, 1).decoder_prompt == (
+        3,
+    )
     with pytest.raises(ModelError, match="has a decoder_start_token_id"):
-        read_encoder_facts(None, AutoConfig.for_model("t5"), 10, 20)
+        read_encoder_settings(None, AutoConfig.for_model("t5"), 10, 20)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from .backend import AttentionSpec
-from .layer import AttentionCall, KVLayer
+from .layer import AttentionCall, AttentionSpec, KVLayer
 from .paged import PagedAttention, PagedStep, kernel_limits
 
 _NAME = "flash_attn_varlen_func"

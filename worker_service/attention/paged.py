@@ -6,8 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .backend import AttentionSpec
-from .layer import AttentionCall, KVLayer
+from .layer import AttentionCall, AttentionSpec, KVLayer
 from .packing import Packing
 
 _MAX_HEAD_DIM = 256

@@ -9,10 +9,9 @@ from typing import Literal
 
 import torch
 
-from .backend import AttentionBackend, AttentionSpec
 from .flash import flash_problem, flash_version, make_flash
 from .invariance import Finding, find_shapes
-from .layer import LayerNeeds
+from .layer import AttentionBackend, AttentionSpec, LayerNeeds
 from .torch_backend import FREE_SHAPES, MIN_SHARED_TOKENS, NEVER_SHARE, TorchAttention
 from .varlen import make_varlen, undo_varlen, varlen_problem, varlen_version
 from .verification import SelfTestFailed, run_self_test

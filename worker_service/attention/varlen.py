@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from .backend import AttentionSpec
-from .layer import AttentionCall, KVLayer
+from .layer import AttentionCall, AttentionSpec, KVLayer
 from .paged import PagedAttention, PagedStep, kernel_limits
 
 _PARAMETERS = frozenset({"block_table", "seqused_k", "window_size", "enable_gqa", "scale"})

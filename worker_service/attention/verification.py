@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .backend import AttentionBackend
-from .layer import AttentionCall, KVLayer, LayerNeeds
+from .layer import AttentionBackend, AttentionCall, KVLayer, LayerNeeds
 from .packing import BlankPart, Packer, one_group
 from .torch_backend import NEVER_SHARE, TorchAttention
 

@@ -22,7 +22,8 @@ class EncoderSettings:
     vocab_size: int
     """Ids of the input are below this."""
     decoder_prompt: tuple[int, ...]
-    """The ids that every text of the decoder begins with. At least one; they are no part of the answer."""
+    """The ids that every text of the decoder begins with: its start, and the forced first token if the model's files ask for one.
+    They are no part of the answer."""
 
 
 class SplitPrompt(NamedTuple):

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from kvpool.v1 import worker_pb2
 
+from ..engine.prompt import EncoderSettings
 from .errors import ModelError, one_line
 from .source.files import TOKENIZER, TOKENIZER_CONFIG, is_there, read_bytes, read_object, read_text
 
@@ -33,26 +34,6 @@ class BatchInvariance:
 
 
 NOT_TRIED = BatchInvariance(False, 0, "it was not tried")
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderFacts:
-    """Facts about a model whose prompt feeds an encoder."""
-
-    max_tokens: int
-    """Tokens of the encoder's longest input."""
-    vocab_size: int
-    """Ids of its input are 0 … vocab_size − 1."""
-    decoder_start_token_id: int
-    """Every text of the decoder begins with it."""
-    forced_bos_token_id: int | None
-    """The first token that is generated, whatever the model would choose, as the model's files ask; None: none is forced."""
-
-    @property
-    def decoder_prompt(self) -> tuple[int, ...]:
-        """What every text of the decoder begins with."""
-        forced = self.forced_bos_token_id
-        return (self.decoder_start_token_id,) if forced is None else (self.decoder_start_token_id, forced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +63,7 @@ class ModelFacts:
     special_tokens: dict[str, str]
     """bos_token, eos_token, … for the chat template."""
     batch_invariance: BatchInvariance = NOT_TRIED
-    encoder: EncoderFacts | None = None
+    encoder: EncoderSettings | None = None
     """None: the prompt is the beginning of the text."""
     end_of_turn_token_ids: tuple[int, ...] = ()
     """Ids that also end a text in chats."""
@@ -172,7 +153,7 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def read_encoder_facts(generation_config: Any, config: Any, max_tokens: int, vocab_size: int) -> EncoderFacts:
+def read_encoder_settings(generation_config: Any, config: Any, max_tokens: int, vocab_size: int) -> EncoderSettings:
     """Raises ModelError if no file of the model says how its texts begin."""
     parts = [part for part in (generation_config, config, getattr(config, "decoder", None)) if part is not None]
     # In the order of transformers' generate.
@@ -184,4 +165,6 @@ def read_encoder_facts(generation_config: Any, config: Any, max_tokens: int, voc
             "its texts begin."
         )
     forced = next((token for part in parts if (token := getattr(part, "forced_bos_token_id", None)) is not None), None)
-    return EncoderFacts(max_tokens, vocab_size, start, forced if isinstance(forced, int) else None)
+    # The forced one is no choice of the model: it is generated whatever the model would choose.
+    decoder_prompt = (start, forced) if isinstance(forced, int) else (start,)
+    return EncoderSettings(max_tokens, vocab_size, decoder_prompt)

@@ -11,13 +11,13 @@ from typing import Any, Self
 import structlog
 import torch
 
-from ..attention.backend import AttentionBackend, AttentionSpec
-from ..attention.layer import LayerNeeds
+from ..attention.layer import AttentionBackend, AttentionSpec, LayerNeeds
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
+from ..engine.prompt import EncoderSettings
 from .device import choose_device
 from .errors import ModelError, library_errors
-from .facts import EncoderFacts, ModelFacts, TokenizerFiles, read_encoder_facts
+from .facts import ModelFacts, TokenizerFiles, read_encoder_settings
 from .forward.contract import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
@@ -180,13 +180,13 @@ def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelS
 
 def read_ends_and_defaults(
     files: TokenizerFiles, config: Any, max_encoder_tokens: int | None
-) -> tuple[EncoderFacts | None, GenerationDefaults]:
+) -> tuple[EncoderSettings | None, GenerationDefaults]:
     """Read how texts begin and end, and what requests mean by default. Raises ModelError."""
     generation_config = read_generation_config(files.folder)
     encoder = None
     if max_encoder_tokens is not None:
         vocab_size = encoder_config(config).vocab_size
-        encoder = read_encoder_facts(generation_config, config, max_encoder_tokens, vocab_size)
+        encoder = read_encoder_settings(generation_config, config, max_encoder_tokens, vocab_size)
     generation = read_generation(
         generation_config,
         files.folder,

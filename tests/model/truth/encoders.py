@@ -46,7 +46,7 @@ class Encoders(SharingSubject):
     @property
     def start(self) -> int:
         assert self.loaded.facts.encoder is not None
-        return self.loaded.facts.encoder.decoder_start_token_id
+        return self.loaded.facts.encoder.decoder_prompt[0]
 
     @cached_property
     def oracle(self) -> Oracle:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvpool.worker_service.attention.backend import AttentionBackend
 from kvpool.worker_service.attention.flash import FlashKernel
+from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.paged import PagedAttention
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
 from kvpool.worker_service.attention.varlen import VarlenKernel

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...attention.backend import AttentionBackend
+from ...attention.layer import AttentionBackend
 from ...attention.packing import Packing
 from ...engine.step import StateBlocks
 from .kv_cache import KVCache

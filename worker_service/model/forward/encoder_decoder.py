@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ...attention.backend import AttentionBackend
 from ...attention.interface import bind
-from ...attention.layer import AttentionCall, KVLayer
+from ...attention.layer import AttentionBackend, AttentionCall, KVLayer
 from ...attention.packing import Packing
 from ...engine.step import StateBlocks
 from .contract import Forward, Selected

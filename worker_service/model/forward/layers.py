@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...attention.backend import AttentionBackend
 from ...attention.interface import UnsupportedAttention, bind, target_of, unbind
-from ...attention.layer import AttentionCall, AttentionTarget, KVLayer, LayerNeeds
+from ...attention.layer import AttentionBackend, AttentionCall, AttentionTarget, KVLayer, LayerNeeds
 from ..errors import UnsupportedModel
 
 _SMALLEST_WINDOW = 2

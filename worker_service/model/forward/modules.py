@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...attention.backend import AttentionBackend
+from ...attention.layer import AttentionBackend
 from ...attention.packing import Packing
 from ...engine.step import StateBlocks
 from ..errors import UnsupportedModel

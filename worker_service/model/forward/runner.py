@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...attention.backend import AttentionBackend
 from ...attention.encoder_tables import EncoderTables, slots_of
+from ...attention.layer import AttentionBackend
 from ...attention.layout import BlockGroup, PackingError
 from ...attention.packing import Packer, Packing, StepSizes
 from ...engine.sampling_params import RowLogprobs, SamplingParams

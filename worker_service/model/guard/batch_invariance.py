@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...attention.backend import AttentionBackend
 from ...attention.invariance import Finding
+from ...attention.layer import AttentionBackend
 from ...attention.selection import find_invariance
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks

@@ -13,8 +13,8 @@ from typing import Any
 import structlog
 import torch
 
-from ...attention.backend import AttentionBackend
 from ...attention.interface import ATTENTION_NAME
+from ...attention.layer import AttentionBackend
 from ...attention.layout import BlockGroup
 from ...attention.packing import pack
 from ...attention.torch_backend import TorchAttention
