@@ -13,7 +13,7 @@ from .forward.contract import Runtime
 from .forward.mixer import describe_mixers
 from .forward.native import NativeRuntime
 from .forward.packed_linear import pack_linears
-from .guard.encoder_decoder import guarded_encoder_decoder
+from .guard.seq2seq_check import guarded_encoder_decoder
 from .guard.support import guarded_modules
 from .language_model import attention_of, class_to_load
 from .native.comparison import Comparison

@@ -18,8 +18,8 @@ from ..forward.mixers import find_mixers
 from ..forward.modules import ModulesRuntime
 from ..language_model import find_class, is_composite
 from ..length import choose_max_encoder_tokens, is_encoder_decoder, original_length, rope_sets
-from .encoder_decoder import guarded_encoder_decoder
 from .self_check import probe, probing
+from .seq2seq_check import guarded_encoder_decoder
 from .tiny_replica import THRESHOLD, build_replica, replica_config, replica_length, thresholds
 
 _STATE_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
