@@ -307,8 +307,10 @@ async def show_sharing(client: Client, workers: Sequence[str], console: Console)
         console.print(render_block_map(block_map, console.width))
         console.print()
     # A worker frees an answer's blocks after its last token.
-    while any(worker.counts[0].held for worker in (described := await client.describe()).workers):
+    described = await client.describe()
+    while any(worker.counts[0].held for worker in described.workers):
         await asyncio.sleep(0.1)
+        described = await client.describe()
     for worker in sorted(described.workers, key=lambda worker: worker.worker_id):
         counts = worker.counts[0]
         console.print(
