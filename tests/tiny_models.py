@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
 
@@ -147,10 +148,8 @@ class TinyModel:
     num_new_tokens: int
 
 
-class Generating:
-    """transformers' own generate in float32, with eager attention."""
-
-    auto_class: ClassVar[Any]
+class Oracle:
+    """What every other way of computing must equal: transformers' own generate in float32, with eager attention."""
 
     def __init__(self, model: PreTrainedModel, use_cache: bool = True) -> None:
         self._model = model.eval()
@@ -158,12 +157,12 @@ class Generating:
 
     @classmethod
     def of(cls, path: Path, use_cache: bool = True) -> Self:
-        model = cls._class_for(path).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        return cls(model, use_cache)
-
-    @classmethod
-    def _class_for(cls, path: Path) -> Any:
-        return cls.auto_class
+        """Models that read images or sound too are computed with all their parts."""
+        config = AutoConfig.from_pretrained(path)
+        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not config.is_encoder_decoder:
+            auto = AutoModelForMultimodalLM
+        return cls(auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"), use_cache)
 
     def generate(self, token_ids: Sequence[int], num_tokens: int, **options: Any) -> Any:
         """What it returns for one row of input, without sampling."""
@@ -180,28 +179,26 @@ class Generating:
                 **options,
             )
 
-
-class Oracle(Generating):
-    """What every other way of computing must equal."""
-
-    auto_class = AutoModelForCausalLM
-
-    @classmethod
-    def _class_for(cls, path: Path) -> Any:
-        """Models that read images or sound too are computed with all their parts."""
-        whole = type(AutoConfig.from_pretrained(path)) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-        return AutoModelForMultimodalLM if whole else cls.auto_class
-
-    def logits(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], torch.Tensor]:
-        """The greedy continuation and the logits [num_tokens, vocab_size] that each of its tokens was chosen by."""
-        output = self.generate(prompt, num_tokens, min_new_tokens=num_tokens, eos_token_id=None, output_logits=True)
-        tokens: list[int] = output.sequences[0, len(prompt) :].tolist()
+    def logits(
+        self, prompt: Sequence[int], num_tokens: int, decoder_prompt: Sequence[int] | None = None
+    ) -> tuple[list[int], torch.Tensor]:
+        """The greedy continuation and the logits [num_tokens, vocab_size] that each of its tokens was chosen by. With
+        `decoder_prompt`, that is continued, and `prompt` is the encoder's input; no id is forced."""
+        options: dict[str, Any] = {}
+        if decoder_prompt is not None:
+            forced = dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"))
+            options = {"decoder_input_ids": torch.tensor([decoder_prompt]), "num_beams": 1, **forced}
+        output = self.generate(
+            prompt, num_tokens, min_new_tokens=num_tokens, eos_token_id=None, output_logits=True, **options
+        )
+        known = prompt if decoder_prompt is None else decoder_prompt
+        tokens: list[int] = output.sequences[0, len(known) :].tolist()
         return tokens, torch.cat(output.logits)
 
     def beams(
         self, prompt: tuple[int, ...], num_tokens: int, *, ending_ids: Sequence[int] = (), **options: Any
     ) -> list[Beam]:
-        """What `generate` finds with num_beams and further options, best first: as many texts as beams."""
+        """What `generate` finds with num_beams and other options, best first: as many texts as beams."""
         output = self.generate(
             prompt,
             num_tokens,

@@ -14,8 +14,8 @@ from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, replica_config, replica_length
 from kvpool.worker_service.model.length import choose_max_encoder_tokens
 from kvpool.worker_service.model.load import LoadedModel
-from tests.model.paged import load
-from tests.model.paged_seq2seq import Oracle, PagedSeq2Seq, Request
+from tests.model.paged import PagedModel, Request, load
+from tests.tiny_models import Oracle
 
 from .outcome import Outcome, Result
 from .trial import (
@@ -133,19 +133,19 @@ def _check_effect(oracle: Oracle, tokens: list[int], prompt: list[int], logits: 
 
 def _difference(loaded: LoadedModel, truths: _Truths, chunk: int, stagger: int) -> str | None:
     """Run all texts at once over the paged KV; returns the first difference from the truth, if any."""
-    paged = PagedSeq2Seq(loaded)
+    paged = PagedModel(loaded)
     everything = SamplingParams(num_logprobs=truths.texts[0].logprobs.shape[-1])
     encoders = [paged.encoder(tokens) for tokens in truths.inputs]
     requests: list[Request] = []
-    for index, truth in zip(_OF_INPUT, truths.texts, strict=True):
-        is_known = any(encoders[index].table is request.encoder.table for request in requests)
+    for place, (index, truth) in enumerate(zip(_OF_INPUT, truths.texts, strict=True)):
+        is_known = index in _OF_INPUT[:place]
         encoder = encoders[index]._replace(token_ids=()) if is_known else encoders[index]
-        requests.append(paged.request(truth.prompt, encoder, NUM_NEW, sampling=everything))
+        requests.append(paged.request(truth.prompt, NUM_NEW, sampling=everything, encoder=encoder))
     paged.run(requests, chunk, stagger)
     paged.runner.close()
-    for request, truth in zip(requests, truths.texts, strict=True):
+    for index, request, truth in zip(_OF_INPUT, requests, truths.texts, strict=True):
         difference = difference_of(request.sampled, truth)
         if difference is not None:
-            lengths = f"input of {request.encoder.num_tokens} tokens, prompt of {len(truth.prompt)}"
+            lengths = f"input of {len(truths.inputs[index])} tokens, prompt of {len(truth.prompt)}"
             return f"chunks of {chunk}, {lengths}: {difference}"
     return None

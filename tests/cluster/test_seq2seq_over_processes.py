@@ -13,8 +13,7 @@ from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, rep
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
 from tests.cluster.cluster import MANAGER, Cluster
-from tests.model.paged_seq2seq import Oracle
-from tests.tiny_models import MIN_MARGIN
+from tests.tiny_models import MIN_MARGIN, Oracle
 
 # transformers' own modules, imported by these models, annotate in a way that torch deprecates.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")]

@@ -1,11 +1,13 @@
-"""A model hub on loopback: the part of the hub's HTTP protocol by which its client lists and fetches a model's files."""
+"""A model hub on loopback, the part of its HTTP protocol that fetches a model's files; and processes for the hub's client."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -14,8 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from tests.cluster.fork_server import ForkServer
+
 SIGNATURE = "X-Signature=0123456789abcdef"
-"""Weights lie behind a signed address, as on the real hub."""
+"""Weights have a signed address, as on the real hub."""
+_FRESH_IMPORTS = "tests.model.fresh_imports"
+_ROOT = Path(__file__).parents[2]
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+"""Runs a script, with arguments of its own, in an environment of the named variables."""
 
 
 @dataclass
@@ -77,6 +85,25 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+@contextmanager
+def fresh_processes(folder: Path) -> Iterator[RunScript]:
+    """Scripts run in processes that have not imported the hub's client. `folder`: for what they print."""
+    path = os.pathsep.join(map(str, (_ROOT / "common", _ROOT)))
+    server = ForkServer({"PATH": os.environ["PATH"], "PYTHONPATH": path}, modules=[_FRESH_IMPORTS])
+    out, errors = folder / "stdout", folder / "stderr"
+
+    def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        out.write_bytes(b"")  # a service appends to its log
+        command = [script, json.dumps(environment), str(errors), *arguments]
+        status = server.start(_FRESH_IMPORTS, command, out).wait(100)
+        return subprocess.CompletedProcess(command, status, out.read_text(), errors.read_text())
+
+    try:
+        yield run
+    finally:
+        server.stop()
 
 
 @contextmanager

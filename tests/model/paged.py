@@ -1,13 +1,13 @@
-"""Drives ModelRunner as an engine would, with block tables made by hand."""
+"""Drives ModelRunner as an engine would, also with an encoder, with block tables made by hand."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import SampledToken, SequencePart, StateBlocks, Step
-from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, StatesPlan
+from kvpool.worker_service.engine.step import EncoderBlocks, SampledToken, SequencePart, StateBlocks, Step
+from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.mixer import state_bytes
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.packed_linear import packing_works
@@ -117,6 +117,8 @@ class Request:
     """Block with the state after the tokens before `start`."""
     snapshots: dict[int, int] = field(default_factory=dict)
     """By number of tokens before it: the block that is to get the state there. A chunk ends there."""
+    encoder: EncoderBlocks | None = None
+    """Of an encoder-decoder model, whose `prompt` is the decoder's and begins with its start token."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -153,8 +155,15 @@ class PagedModel:
         mixers = loaded.runtime.mixers
         self._free_states = list(range(_NUM_STATE_BLOCKS - 1, 0, -1)) if mixers else []
         states = StatesPlan(_NUM_STATE_BLOCKS, state_bytes(mixers)) if mixers else None
+        cross = None
+        if loaded.facts.encoder is not None:
+            cross = CrossPlan(num_blocks, 0, loaded.facts.encoder.max_tokens)
+        self._free_cross = list(range(1, num_blocks))
+        random.Random(4).shuffle(self._free_cross)
         num_bytes = kv_bytes_per_token(loaded.layers, loaded.dtype)
-        plan = KVCachePlan.one_group(num_blocks, block_size, num_bytes, states, attends=bool(loaded.layers))
+        plan = KVCachePlan.one_group(
+            num_blocks, block_size, num_bytes, states, attends=bool(loaded.layers), cross=cross
+        )
         self.runner: ModelRunner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))
 
@@ -165,9 +174,10 @@ class PagedModel:
         shared: Sequence[int] = (),
         sampling: SamplingParams = GREEDY,
         source: int = 0,
+        encoder: EncoderBlocks | None = None,
     ) -> Request:
-        """A request with blocks of its own behind `shared`, full blocks that hold the beginning of its prompt. source: its
-        state."""
+        """A request with blocks of its own after `shared`, full blocks that hold the beginning of its prompt, over the same input
+        if there is an encoder. source: its state."""
         needed = -(-(len(prompt) + num_new) // self._block_size) - len(shared)
         own = [self._free.pop() for _ in range(needed)]
         return Request(
@@ -178,7 +188,13 @@ class PagedModel:
             sampling=sampling,
             running=self.state_block() if self.runner.kv_cache.states is not None else 0,
             source=source,
+            encoder=encoder,
         )
+
+    def encoder(self, tokens: Sequence[int]) -> EncoderBlocks:
+        """Blocks for an encoder's input, to be brought with the first part."""
+        table = [self._free_cross.pop() for _ in range(-(-len(tokens) // self._block_size))]
+        return EncoderBlocks(table, len(tokens), tokens)
 
     def state_block(self) -> int:
         """A block of states that nobody uses."""
@@ -189,13 +205,30 @@ class PagedModel:
 
         A request that has generated tokens already is computed again from its start, as after a preemption.
         """
-        run_all(self.runner, requests, lambda request: self._next_part(request, chunk), stagger)
+        for request in requests:
+            request.computed = request.start
+        step_no = 0
+        while any(len(request.sampled) < request.num_new for request in requests):
+            running = [
+                request
+                for index, request in enumerate(requests)
+                if index * stagger <= step_no and len(request.sampled) < request.num_new
+            ]
+            parts = [self._next_part(request, chunk) for request in running]
+            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
+                request.computed += len(part.token_ids)
+                assert result.bad_logits is None, "a slot that nobody has written was read"
+                assert (result.token is None) == (part.sampling is None)
+                if result.token is not None:
+                    request.sampled.append(result.token)
+            step_no += 1
 
-    def block_bytes(self, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """A copy of all layers' KV of the blocks."""
-        index = torch.tensor(blocks, device=self.runner.kv_cache.layers[0].k_cache.device)
-        caches = [cache for layer in self.runner.kv_cache.layers for cache in (layer.k_cache, layer.v_cache)]
-        return [cache[index].clone() for cache in caches]
+    def block_bytes(self, blocks: Sequence[int], encoder: EncoderBlocks | None = None) -> list[torch.Tensor]:
+        """A copy of all layers' KV of the blocks, and of those with the encoder's output."""
+        layers = self.runner.kv_cache.layers
+        tables = [list(encoder.table if encoder is not None and layer.is_cross else blocks) for layer in layers]
+        pairs = zip(layers, tables, strict=True)
+        return [cache[table].clone() for layer, table in pairs for cache in (layer.k_cache, layer.v_cache)]
 
     def _next_part(self, request: Request, chunk: int) -> SequencePart:
         start, known = request.computed, [*request.prompt, *request.token_ids]
@@ -208,39 +241,7 @@ class PagedModel:
         if request.running:
             source = request.source if start == request.start else request.running
             state = StateBlocks(source, request.running, request.snapshots.get(end, 0))
-        return SequencePart(known[start:end], start, tables, sampling, state=state)
-
-
-class Runnable(Protocol):
-    """A sequence to be run, of either kind of model."""
-
-    num_new: int
-    start: int
-    computed: int
-    sampled: list[SampledToken]
-
-
-AnyRequest = TypeVar("AnyRequest", bound=Runnable)
-
-
-def run_all(
-    runner: ModelRunner, requests: Sequence[AnyRequest], next_part: Callable[[AnyRequest], SequencePart], stagger: int
-) -> None:
-    """Run all requests to their end, request i joining at step i · stagger."""
-    for request in requests:
-        request.computed = request.start
-    step_no = 0
-    while any(len(request.sampled) < request.num_new for request in requests):
-        running = [
-            request
-            for index, request in enumerate(requests)
-            if index * stagger <= step_no and len(request.sampled) < request.num_new
-        ]
-        parts = [next_part(request) for request in running]
-        for request, part, result in zip(running, parts, runner.execute(Step(parts)), strict=True):
-            request.computed += len(part.token_ids)
-            assert result.bad_logits is None, "a slot that nobody has written was read"
-            assert (result.token is None) == (part.sampling is None)
-            if result.token is not None:
-                request.sampled.append(result.token)
-        step_no += 1
+        encoder = request.encoder
+        if encoder is not None and start > request.start:
+            encoder = encoder._replace(token_ids=())
+        return SequencePart(known[start:end], start, tables, sampling, state=state, encoder=encoder)

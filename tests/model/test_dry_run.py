@@ -22,9 +22,8 @@ from kvpool.worker_service.model.outline import outline_model
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native.cpu import cpu_info
 from kvpool.worker_service.settings import WorkerSettings
-from tests.model.fresh_imports import FreshImports
 from tests.model.gguf_files import write_gguf
-from tests.model.hub_server import HubServer, hub_server, repo_of
+from tests.model.hub_server import fresh_processes, hub_server, repo_of
 from tests.model.paged import load, quiet
 from tests.tiny_models import MAX_MODEL_LEN, build_model, make_tiny_model
 
@@ -236,11 +235,11 @@ from kvpool.worker_service.model.settings import ModelSettings
 print(find_candidate(ModelSettings("org/tiny", device="cpu"), lambda _: None).source.file)
 assert "torch" not in sys.modules
 """
-    with hub_server() as server, FreshImports(tmp_path) as processes:
-        assert isinstance(server, HubServer)
+    with hub_server() as server, fresh_processes(tmp_path) as run:
         server.repos["org/tiny"] = repo_of(folder)
-        places = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}
-        done = processes.run(script, [], {"PATH": os.environ["PATH"], **places})
+        done = run(
+            script, PATH=os.environ["PATH"], HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=server.url, HOME=str(tmp_path)
+        )
         assert (done.returncode, done.stderr) == (0, "")
         assert any(path.endswith("config.json") for _, path, _ in server.requests)
         assert not any("safetensors" in path for _, path, _ in server.requests)

@@ -1,6 +1,6 @@
 """Models by hub id: fetched over HTTP from a hub on loopback, found in the cache afterwards, refused with the reason.
 
-The hub's client reads its settings when it is imported, so every case is a process of its own (fresh_imports.py).
+The hub's client reads its settings when it is imported, so every case is a process of its own (fresh_imports/).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import pytest
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.source import hub, resolve
 from kvpool.worker_service.model.source.hub import HubId, parse_hub_id
-from tests.model.fresh_imports import FreshImports
-from tests.model.hub_server import SIGNATURE, HubServer, Repo, hub_server, repo_of
+from tests.model.hub_server import SIGNATURE, HubServer, Repo, RunScript, fresh_processes, hub_server, repo_of
 from tests.model.paged import PagedModel, load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, Oracle, make_tiny_model
 
@@ -59,33 +58,26 @@ def server() -> Iterator[HubServer]:
 class Machine:
     """A machine with a hub cache of its own, whose processes talk to one hub."""
 
-    def __init__(self, home: Path, url: str, processes: FreshImports) -> None:
-        self.home = home
-        self._url = url
-        self._processes = processes
+    def __init__(self, home: Path, url: str, run: RunScript) -> None:
+        self.home, self._run = home, run
+        self._variables = {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_ENDPOINT": url}
 
-    def run(self, script: str, *arguments: str, **environment: str) -> str:
-        """What the script prints; nothing may be on stderr."""
-        done = self.process(script, *arguments, **environment)
+    def process(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self._run(script, *arguments, **{"PATH": os.environ["PATH"], **self._variables, **environment})
+
+    def run(self, hub_id: str, **environment: str) -> str:
+        """What a fetch prints; nothing may be on stderr."""
+        done = self.process(FETCH, hub_id, **environment)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
-    def process(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        env = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.home),
-            "HF_HOME": str(self.home / "hf"),
-            "HF_ENDPOINT": self._url,
-        }
-        return self._processes.run(script, list(arguments), env | environment)
-
-    def fetch(self, hub_id: str, *arguments: str, **environment: str) -> Path:
+    def fetch(self, hub_id: str, **environment: str) -> Path:
         """The path that a successful fetch ends with."""
-        return _path(self.run(FETCH, hub_id, *arguments, **environment))
+        return _path(self.run(hub_id, **environment))
 
     def refusal(self, hub_id: str, **environment: str) -> str:
         """The message of a fetch that fails."""
-        last = self.run(FETCH, hub_id, **environment).splitlines()[-1]
+        last = self.run(hub_id, **environment).splitlines()[-1]
         assert last.startswith("error: "), last
         return last.removeprefix("error: ")
 
@@ -97,28 +89,25 @@ def _path(output: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshImports]:
-    with FreshImports(tmp_path_factory.mktemp("printed")) as started:
-        yield started
+def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunScript]:
+    with fresh_processes(tmp_path_factory.mktemp("printed")) as run:
+        yield run
 
 
 @pytest.fixture
-def machine(server: HubServer, tmp_path: Path, processes: FreshImports) -> Machine:
-    return Machine(tmp_path / "machine", server.url, processes)
+def machine(server: HubServer, tmp_path: Path, run_script: RunScript) -> Machine:
+    return Machine(tmp_path / "machine", server.url, run_script)
 
 
 def test_what_is_a_hub_id() -> None:
+    """A model's name shows a revision other than main."""
+    assert (HubId("org/name", "main").name, HubId("org/name", "v1").name) == ("org/name", "org/name@v1")
     assert parse_hub_id("org/name") == ("org/name", "main")
     assert parse_hub_id("org/na.me-1B") == ("org/na.me-1B", "main")
     assert parse_hub_id("org/name@v1.0") == ("org/name", "v1.0")
     assert parse_hub_id("org/name@refs/pr/1") == ("org/name", "refs/pr/1")
     paths = ("name", "/org/name", "./org/name", "../name", "~/name", "org/name/", "a/b/c", "org/x.gguf", "org/na me")
     assert not [path for path in paths if parse_hub_id(path) is not None]
-
-
-def test_the_name_shows_a_revision_other_than_main() -> None:
-    assert HubId("org/name", "main").name == "org/name"
-    assert HubId("org/name", "v1").name == "org/name@v1"
 
 
 @pytest.mark.slow
@@ -130,7 +119,7 @@ def test_a_model_from_the_hub_runs(
     server.repos["org/tiny"] = repo_of(tiny.path)
     expected, _ = Oracle.of(tiny.path).logits(tiny.prompts[2], 8)
     facts = load(tiny.path).facts
-    output = machine.run(FETCH, "org/tiny")
+    output = machine.run("org/tiny")
     assert "fetched org/tiny in" in output
     monkeypatch.setattr(resolve, "fetch_model", lambda *_: _path(output))
     loaded = load(Path("org/tiny"), cache_dir=tmp_path)
@@ -143,12 +132,12 @@ def test_a_model_from_the_hub_runs(
     assert request.token_ids == expected
 
 
-def test_only_what_is_loaded_is_fetched(server: HubServer, machine: Machine) -> None:
+def test_only_what_is_loaded_is_fetched_and_once(server: HubServer, machine: Machine) -> None:
     other = dict.fromkeys(
         ("pytorch_model.bin", "consolidated.safetensors", "modeling_x.py", "README.md", "model-q4.gguf"), b"never"
     )
     server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS, **other})
-    output = machine.run(FETCH, "org/name")
+    output = machine.run("org/name")
     path = _path(output)
     assert {file.name for file in path.iterdir()} == {*CONFIG, *WEIGHTS}
     assert sorted(server.fetched()) == sorted([*CONFIG, *WEIGHTS])
@@ -156,15 +145,10 @@ def test_only_what_is_loaded_is_fetched(server: HubServer, machine: Machine) -> 
     assert f"asking {server.url} for org/name" in output
     assert "fetching 1 of 1 weights files of org/name" in output
     assert "0.1 MB" in output
-
-
-def test_a_second_fetch_fetches_nothing(server: HubServer, machine: Machine) -> None:
-    path = machine.fetch("org/name")
     server.requests.clear()
-    output = machine.run(FETCH, "org/name")
-    assert _path(output) == path
-    assert "nothing to fetch" in output
-    assert server.fetched() == []
+    again = machine.run("org/name")
+    assert (_path(again), server.fetched()) == (path, [])
+    assert "nothing to fetch" in again
 
 
 @pytest.mark.parametrize("files", [WEIGHTS, SHARDS, {"model.gguf": b"GGUF"}], ids=["one file", "shards", "gguf"])
@@ -176,7 +160,7 @@ def test_without_the_hub_the_cached_copy_is_used_and_said_so(
     used = f"Using the cached copy of org/name, commit {server.repos['org/name'].sha[:12]}"
 
     def fetch_again(reason: str, **environment: str) -> None:
-        output = machine.run(FETCH, "org/name", **environment)
+        output = machine.run("org/name", **environment)
         assert _path(output) == path
         assert used in output
         assert reason in output
@@ -190,21 +174,23 @@ def test_without_the_hub_the_cached_copy_is_used_and_said_so(
     fetch_again("cannot be reached")
 
 
-@pytest.mark.parametrize("how", ["down", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [({}, "cannot be reached"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE")],
+    ids=["down", "offline"],
+)
 def test_without_the_hub_and_without_a_copy_the_error_says_what_to_do(
-    how: str, server: HubServer, machine: Machine
+    variables: dict[str, str], why: str, server: HubServer, machine: Machine
 ) -> None:
     server.close()
-    message = machine.refusal("org/name", **({"HF_HUB_OFFLINE": "1"} if how == "HF_HUB_OFFLINE" else {}))
-    assert {"down": "cannot be reached"}.get(how, how) in message
-    assert f"{machine.home / 'hf' / 'hub'} has no cached copy" in message
-    assert "Give a model folder" in message
-    assert "hf download org/name" in message
+    message = machine.refusal("org/name", **variables)
+    no_copy = f"{machine.home / 'hf' / 'hub'} has no cached copy"
+    assert all(words in message for words in (why, no_copy, "Give a model folder", "hf download org/name"))
 
 
-def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path, processes: FreshImports) -> None:
+def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path, run_script: RunScript) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        machine = Machine(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}", processes)
+        machine = Machine(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}", run_script)
         assert "cannot be reached (" in machine.refusal("org/name", HF_HUB_ETAG_TIMEOUT="1")
 
 
@@ -228,9 +214,8 @@ def test_unknown_names_and_revisions(server: HubServer, machine: Machine) -> Non
 def test_a_gated_model_says_how_to_get_in(server: HubServer, machine: Machine) -> None:
     server.repos["org/name"] = Repo({**CONFIG, **WEIGHTS}, gated=True)
     message = machine.refusal("org/name")
-    assert f"is gated: accept its conditions on {server.url}/org/name" in message
-    assert "hf auth login" in message
-    assert "HF_TOKEN" in message
+    conditions = f"is gated: accept its conditions on {server.url}/org/name"
+    assert all(words in message for words in (conditions, "hf auth login", "HF_TOKEN"))
 
 
 def test_a_token_opens_and_is_never_shown(server: HubServer, machine: Machine) -> None:
@@ -247,7 +232,7 @@ def test_a_token_opens_and_is_never_shown(server: HubServer, machine: Machine) -
 
 def test_no_password_of_the_endpoint_is_shown(server: HubServer, machine: Machine) -> None:
     url = server.url.replace("http://", "http://user:s3cret@")
-    assert "s3cret" not in machine.run(FETCH, "org/name", HF_ENDPOINT=url)
+    assert "s3cret" not in machine.run("org/name", HF_ENDPOINT=url)
     server.close()
     assert "s3cret" not in machine.refusal("org/other", HF_ENDPOINT=url)
 
@@ -303,7 +288,7 @@ def test_a_fetch_that_failed_goes_on_with_the_files_that_are_missing(server: Hub
     assert "incomplete" in message
     repo.broken.clear()
     server.requests.clear()
-    output = machine.run(FETCH, "org/name")
+    output = machine.run("org/name")
     assert "fetching 1 of 2 weights files" in output
     assert set(server.fetched()) == {"model-2.safetensors"}
     assert (_path(output) / "model-2.safetensors").read_bytes() == SHARDS["model-2.safetensors"]

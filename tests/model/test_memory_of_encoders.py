@@ -17,7 +17,7 @@ from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, M
 from kvpool.worker_service.model.memory.profile import MaximumBatches
 from kvpool.worker_service.model.memory.split import CrossNeeds
 from scripts.models.subjects import default_seq2seq_config
-from tests.model.paged_seq2seq import PagedSeq2Seq
+from tests.model.paged import PagedModel
 from tests.model.truth.encoders import make as make_subject
 from tests.model.truth.subject import NUM_NEW
 
@@ -137,10 +137,10 @@ def test_a_worker_plans_and_runs_with_its_own_plan(tmp_path: Path) -> None:
     kv_cache = subject.loaded.plan(settings).kv_cache
     assert kv_cache.cross is not None
     assert kv_cache.cross.num_blocks == 3 * 32 + 1
-    paged = PagedSeq2Seq(subject.loaded)
+    paged = PagedModel(subject.loaded)
     paged.runner = subject.loaded.runner(kv_cache)
     paged._free = list(range(1, 64))
     paged._free_cross = list(range(1, kv_cache.cross.num_blocks))
-    request = paged.request(subject.prompts[1], paged.encoder(subject.inputs[1]), NUM_NEW)
+    request = paged.request(subject.prompts[1], NUM_NEW, encoder=paged.encoder(subject.inputs[1]))
     paged.run([request])
     assert request.token_ids == subject.truths[1].tokens

@@ -11,8 +11,7 @@ from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart, Step
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
 from kvpool.worker_service.model.forward.layers import groups_of
-from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER
-from tests.model.paged_seq2seq import PagedSeq2Seq, Request
+from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER, PagedModel, Request
 from tests.model.truth.encoders import make
 from tests.model.truth.subject import NUM_NEW
 
@@ -27,14 +26,14 @@ def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
     backend = subject.loaded.attention_backend("torch", BLOCK_SIZE, lambda _: None)
     promise = subject.loaded.try_batch_invariance(backend).facts.batch_invariance
     assert promise.is_promised, promise.reason
-    found: list[list[list[float]]] = []
+    found = []
     for together in (False, True):
-        paged = PagedSeq2Seq(subject.loaded)
+        paged = PagedModel(subject.loaded)
         pairs = zip(subject.prompts, subject.inputs, strict=True)
-        requests = [paged.request(prompt, paged.encoder(given), NUM_NEW) for prompt, given in pairs]
+        requests = [paged.request(prompt, NUM_NEW, encoder=paged.encoder(given)) for prompt, given in pairs]
         for some in [requests] if together else [[request] for request in requests]:
             paged.run(some, chunk=5, stagger=1)
-        found.append([[token.logprobs.logprob for token in each.sampled if token.logprobs] for each in requests])
+        found.append([request.logprobs for request in requests])
     assert found[0] == found[1]
 
 
@@ -51,7 +50,7 @@ def test_windows_have_blocks_of_their_own_and_the_cross_group_comes_last(tmp_pat
     given, prompt = subject.inputs[2], subject.prompts[1]
     encoder = EncoderBlocks(list(range(30, 30 - 11, -1)), len(given), given)
     full, window = list(range(1, 13)), list(range(21, 33))
-    request = Request(prompt, full, encoder, NUM_NEW)
+    request = Request(prompt, full, NUM_NEW, computed=0)
     while len(request.sampled) < NUM_NEW:
         known, done = [*prompt, *request.token_ids], request.computed
         # What has left the window is gone.

@@ -16,9 +16,9 @@ from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, rep
 from kvpool.worker_service.model.load import LoadedModel
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
-from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, load
-from tests.model.paged_seq2seq import Oracle, PagedSeq2Seq
+from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, PagedModel, load
 from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth, Way
+from tests.tiny_models import Oracle
 
 LONGEST = 128
 INPUT_LENGTHS = (5, 19, 41, 26)
@@ -81,38 +81,38 @@ class Encoders(SharingSubject):
             assert float((other.logits[0] - truth.logits[0]).abs().max()) > 100 * self.tolerance
 
     def compute(self, way: Way) -> list[list[SampledToken]]:
-        paged = PagedSeq2Seq(self.loaded)
+        paged = PagedModel(self.loaded)
         pairs = zip(self.prompts, self.inputs, strict=True)
-        runs = way.runs([paged.request(prompt, paged.encoder(given), NUM_NEW) for prompt, given in pairs])
+        runs = way.runs([paged.request(prompt, NUM_NEW, encoder=paged.encoder(given)) for prompt, given in pairs])
         for together in runs:
             paged.run(together)
         return [request.sampled for together in runs for request in together]
 
     def hit(self) -> Hit:
         """Texts over one input that share the beginning, also with a bias by distance, which differs between them."""
-        paged = PagedSeq2Seq(self.loaded, min_shared_tokens=1, shapes=SHORT_SEGMENTS)
+        paged = PagedModel(self.loaded, min_shared_tokens=1, shapes=SHORT_SEGMENTS)
         prompt = [self.start, *tokens(23, 5)]
         prompts = [prompt, [*prompt, *tokens(4, 6)], [*prompt, *tokens(1, 7)]]
         encoder = paged.encoder(self.inputs[3])
-        first = paged.request(prompt, encoder, 1)
+        first = paged.request(prompt, 1, encoder=encoder)
         paged.run([first])
         sealed, computed = first.table[: len(prompt) // BLOCK_SIZE - 1], encoder._replace(token_ids=())
         before = paged.block_bytes(sealed, encoder)
-        requests = [paged.request(each, computed, NUM_NEW, shared=sealed) for each in prompts]
+        requests = [paged.request(each, NUM_NEW, sealed, encoder=computed) for each in prompts]
         paged.run(requests, chunk=3)
         truths = [self.answer(self.inputs[3], each) for each in prompts]
         return Hit([each.sampled for each in requests], truths, before, paged.block_bytes(sealed, encoder))
 
     def spoil(self) -> tuple[SampledToken, SampledToken]:
         """A block of the encoder's output changes."""
-        paged = PagedSeq2Seq(self.loaded)
+        paged = PagedModel(self.loaded)
         encoder = paged.encoder(self.inputs[1])
-        first = paged.request(self.prompts[1], encoder, 1)
+        first = paged.request(self.prompts[1], 1, encoder=encoder)
         paged.run([first])
         for layer in paged.runner.kv_cache.layers:
             if layer.is_cross:
                 layer.v_cache[encoder.table[-1]] += 3.0
-        second = paged.request(self.prompts[1], encoder._replace(token_ids=()), 1)
+        second = paged.request(self.prompts[1], 1, encoder=encoder._replace(token_ids=()))
         paged.run([second])
         return first.sampled[0], second.sampled[0]
 
