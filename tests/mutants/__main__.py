@@ -11,18 +11,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from tests.mutants import killers, left_out, patch, tree
 from tests.mutants.patch import Mutant, PatchError
+from tests.mutants.progress import in_parallel
 
 
 class Outcome(NamedTuple):
@@ -91,26 +90,14 @@ def _baseline(pristine: Path, mutants: list[Mutant], chosen: list[str], jobs: Th
     ]
 
 
-def _in_parallel(
-    mutants: list[Mutant], jobs: ThreadPoolExecutor, console: Console, work: Callable[[Mutant], Outcome]
-) -> list[Outcome]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    outcomes: list[Outcome] = []
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("mutants", total=len(mutants))
-        for outcome in jobs.map(work, mutants):
-            outcomes.append(outcome)
-            by = escape(outcome.killed_by) or f"[red]nothing[/] {escape(outcome.trouble)}"
-            progress.console.print(f"{outcome.mutant.name}: {by}", soft_wrap=True, highlight=False)
-            progress.advance(task)
-    return outcomes
+def _say(outcome: Outcome) -> str:
+    return escape(outcome.killed_by) or f"[red]nothing[/] {escape(outcome.trouble)}"
 
 
 def _table(outcomes: list[Outcome]) -> Table:
     table = Table("mutant", "mistake", Column("killed by", overflow="fold"), "seconds")
     for outcome in outcomes:
-        by = escape(outcome.killed_by) or f"[red]nothing[/] {escape(outcome.trouble)}"
-        table.add_row(outcome.mutant.name, escape(outcome.mutant.mistake), by, f"{outcome.seconds:.1f}")
+        table.add_row(outcome.mutant.name, escape(outcome.mutant.mistake), _say(outcome), f"{outcome.seconds:.1f}")
     return table
 
 
@@ -151,9 +138,12 @@ def main(arguments: list[str]) -> int:
                 "The code fails without any mistake, so nothing can be said of mutants:", *wrong, sep="\n", markup=False
             )
             return 2
-        outcomes = _in_parallel(
-            mutants, jobs, console, lambda mutant: _try(mutant, pristine, folder, chosen, options.every)
-        )
+        by_name = {mutant.name: mutant for mutant in mutants}
+
+        def tried(name: str) -> Outcome:
+            return _try(by_name[name], pristine, folder, chosen, options.every)
+
+        outcomes = in_parallel("mutants", list(by_name), jobs, console, tried, _say)
     console.print(_table(outcomes))
     living = [outcome.mutant.name for outcome in outcomes if not outcome.killed_by]
     console.print(

@@ -81,13 +81,11 @@ def imports(root: Path, paths: list[str]) -> None:
 
 
 def _simulation(mutant: Mutant | None, root: Path) -> str:
-    status, output = _run([sys.executable, "-m", "tests.mutants.simulation", str(SEEDS)], root)
-    return _of_program(status, output)
+    return _of_program(*_run([sys.executable, "-m", "tests.mutants.searches", "simulation", str(SEEDS)], root))
 
 
 def _search(mutant: Mutant | None, root: Path) -> str:
-    status, output = _run([sys.executable, "-m", "tests.mutants.exhaustive", str(MAX_STATES)], root)
-    return _of_program(status, output)
+    return _of_program(*_run([sys.executable, "-m", "tests.mutants.searches", "exhaustive", str(MAX_STATES)], root))
 
 
 def _of_program(status: int, output: str) -> str:

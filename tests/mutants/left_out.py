@@ -18,18 +18,17 @@ import json
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 
 from tests.mutants import killers, patch, tree
 from tests.mutants.patch import Hunk, Mutant, PatchError
-
-T = TypeVar("T")
+from tests.mutants.progress import in_parallel
 
 RECORDER = Path(__file__).parent / "recorder"
 ENOUGH_KILLERS = 2
@@ -254,20 +253,6 @@ def _test_files(arguments: list[str], root: Path) -> list[str]:
     return sorted(found)
 
 
-def _all(
-    what: str, names: list[str], jobs: int, console: Console, work: Callable[[str], T], say: Callable[[T], str]
-) -> list[T]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    found: list[T] = []
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
-        task = progress.add_task(what, total=len(names))
-        for name, one in zip(names, pool.map(work, names), strict=True):
-            found.append(one)
-            progress.console.print(f"{name}: {say(one)}", soft_wrap=True, highlight=False, markup=False)
-            progress.advance(task)
-    return found
-
-
 def main(arguments: list[str]) -> int:
     """The command line. Exit status 2 if it cannot begin."""
     parser = argparse.ArgumentParser(
@@ -293,28 +278,32 @@ def main(arguments: list[str]) -> int:
         return 2
     files = _test_files(options.tests, tree.ROOT)
     notes = Notes(options.notes / state_of(tree.ROOT))
-    with tempfile.TemporaryDirectory(prefix="kvpool-left-out-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-left-out-") as name,
+        ThreadPoolExecutor(options.jobs) as jobs,
+    ):
         folder = Path(name)
         pristine = folder / "pristine"
         tree.copy(tree.ROOT, pristine)
 
         def recorded_of(file: str) -> Recorded:
-            found = notes.recorded(file)
-            if found is None:
-                found = record(file, pristine)
-                notes.record(file, found)
-            return found
+            known = notes.recorded(file)
+            if known is None:
+                known = record(file, pristine)
+                notes.record(file, known)
+            return known
 
         def say(of: Recorded) -> str:
             return f"{of.seconds:.1f} s, {len(of.lines)} lines{f'; left out: {of.trouble}' if of.trouble else ''}"
 
-        recorded = dict(zip(files, _all("test files", files, options.jobs, console, recorded_of, say), strict=True))
+        found = in_parallel("test files", files, jobs, console, recorded_of, lambda of: escape(say(of)))
+        recorded = dict(zip(files, found, strict=True))
         by_name = {mutant.name: mutant for mutant in mutants}
 
         def tried(name: str) -> str:
             return _try(by_name[name], order(by_name[name], lines[name], recorded), notes, pristine, folder)
 
-        _all("mutants", list(by_name), options.jobs, console, tried, str)
+        in_parallel("mutants", list(by_name), jobs, console, tried, escape)
     rows = alone(recorded, notes.runs(), mutants)
     text = table(rows)
     (options.notes / "table.md").write_text(text, encoding="utf-8")

@@ -83,7 +83,6 @@ def test_what_two_files_do_neither_does_alone() -> None:
 
 
 def test_a_run_that_was_cut_off_is_continued(tmp_path: Path) -> None:
-    """Also where it was ended in the middle of a line."""
     notes = Notes(tmp_path)
     assert notes.recorded("tests/a.py") is None
     assert notes.runs() == {}
