@@ -22,13 +22,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Asks the kernel to end this process with the one that started it, whose id is the first argument, and runs Python with the others.
+# Asks the kernel to end this process with the one that started it, whose id is the first argument, and becomes the program that the
+# others name.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+os.execv(sys.argv[2], sys.argv[2:])
 """
 
 MANAGER_MODULE = "kvpool.cache_service"
@@ -102,6 +103,7 @@ class ForkServer:
                 "-c",
                 END_WITH_PARENT,
                 str(os.getpid()),
+                sys.executable,
                 "-m",
                 __name__,
                 *sorted(self._modules),

@@ -45,7 +45,7 @@ class Process:
             return
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *arguments],
+                [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

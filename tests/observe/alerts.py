@@ -10,8 +10,7 @@ import contextlib
 import inspect
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.cache_service.edge.peer import registration
 from tests.cluster.cluster import GATEWAY, MANAGER, TAKES_TIME
 from tests.cluster.models import make_endless_model
 from tests.observe.faults import FIRED_BY
-from tests.observe.observed_cluster import observe
+from tests.observe.observed_cluster import meanwhile, observe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -43,9 +42,8 @@ def short(number: int) -> list[int]:
     return [1 + (number * 37 + index) % 200 for index in range(9)]
 
 
-@asynccontextmanager
-async def repeated(what: Any, pause: float = 0.3) -> AsyncIterator[None]:
-    """Call and await it again and again."""
+def repeated(what: Any, pause: float = 0.3) -> AbstractAsyncContextManager[None]:
+    """Call and await it again and again meanwhile."""
 
     async def repeat() -> None:
         while True:
@@ -53,13 +51,7 @@ async def repeated(what: Any, pause: float = 0.3) -> AsyncIterator[None]:
                 await what()
             await asyncio.sleep(pause)
 
-    task = asyncio.create_task(repeat())
-    try:
-        yield
-    finally:
-        task.cancel()
-        for ended in await asyncio.gather(task, return_exceptions=True):
-            assert isinstance(ended, asyncio.CancelledError), ended
+    return meanwhile(repeat())
 
 
 async def test_alerts_name_a_manager_that_is_gone(tmp_path: Path, worker: dict[str, Any]) -> None:

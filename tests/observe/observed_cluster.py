@@ -8,12 +8,12 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from kvpool.client import Client, KvpoolError
+from kvpool.client import GenerateOptions, KvpoolError
 from tests.cluster.cluster import GATEWAY, HOST, MANAGER, Cluster, free_port
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
@@ -39,15 +39,11 @@ class ObservedCluster(Cluster):
         port = self._metrics_ports.setdefault(name, free_port())
         return super()._start(name, self._modules.get(name, module), {**settings, "metrics_port": port}, threads)
 
-    async def get(self, path: str) -> int:
-        """The status of the gateway's answer; 0 without one."""
-        return await asyncio.to_thread(self._ask, path, None)
-
     async def post(self, path: str, body: Mapping[str, Any]) -> int:
         """The status of the gateway's answer, read to its end; 0 without one."""
         return await asyncio.to_thread(self._ask, path, json.dumps(body).encode())
 
-    def _ask(self, path: str, body: bytes | None) -> int:
+    def _ask(self, path: str, body: bytes) -> int:
         request = urllib.request.Request(
             f"http://{self.address(GATEWAY)}{path}", body, {"Content-Type": "application/json"}
         )
@@ -69,6 +65,19 @@ class ObservedCluster(Cluster):
             "kvpool-worker": workers,
             "kvpool-gateway": [self.address(GATEWAY)] if GATEWAY in self.processes else [],
         }
+
+
+@asynccontextmanager
+async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """These run inside the context, and end only by being cancelled after it."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(ended, asyncio.CancelledError), ended
 
 
 class Observed:
@@ -123,39 +132,20 @@ class Observed:
         make_prompt: Callable[[int], Sequence[int]],
         *,
         max_tokens: int,
-        model: str | None = None,
     ) -> AsyncIterator[None]:
         """So many streams at any time; each begins anew when it has ended or failed."""
+        options: GenerateOptions = {"max_tokens": max_tokens, "ignore_eos": True, "timeout": 60}
         async with self.cluster.client() as client:
-            streams = [
-                asyncio.create_task(self._repeat(client, index, num_streams, make_prompt, max_tokens, model))
-                for index in range(num_streams)
-            ]
-            try:
-                yield
-            finally:
-                for stream in streams:
-                    stream.cancel()
-                for ended in await asyncio.gather(*streams, return_exceptions=True):
-                    assert isinstance(ended, asyncio.CancelledError), ended
 
-    async def _repeat(
-        self,
-        client: Client,
-        first: int,
-        step: int,
-        make_prompt: Callable[[int], Sequence[int]],
-        max_tokens: int,
-        model: str | None,
-    ) -> None:
-        number = first
-        while True:
-            with contextlib.suppress(KvpoolError):
-                await client.generate(
-                    make_prompt(number), max_tokens=max_tokens, model=model, ignore_eos=True, timeout=60
-                ).collect()
-            number += step
-            await asyncio.sleep(0.05)
+            async def repeat(number: int) -> None:
+                while True:
+                    with contextlib.suppress(KvpoolError):
+                        await client.generate(make_prompt(number), **options).collect()
+                    number += num_streams
+                    await asyncio.sleep(0.05)
+
+            async with meanwhile(*map(repeat, range(num_streams))):
+                yield
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from typing import Any, Final
 import yaml
 
 from tests.cluster.cluster import HOST, free_port
+from tests.cluster.fork_server import END_WITH_PARENT
 from tests.cluster.polling import eventually
 from tests.deploy.expressions import RULES_FILE, SCRAPES_FILE
 
@@ -30,14 +31,6 @@ _INTERVAL: Final = "1s"
 _INSTALL: Final = (
     "On Debian: apt-get install -y --no-install-recommends prometheus (and stop the service that it starts)."
 )
-# The kernel ends it with this process, whose id is the first argument.
-_END_WITH_PARENT: Final = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def missing() -> str | None:
@@ -162,7 +155,7 @@ def _start(folder: Path, targets: Mapping[str, Sequence[str]], port: int) -> sub
     ]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid()), binary, *flags],
+            [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), binary, *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

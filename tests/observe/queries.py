@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.deploy.expressions import DASHBOARD, RULES_FILE, alerts, metrics_in, queries
-from tests.observe.observed_cluster import Observed, ObservedCluster, observe
+from tests.observe.observed_cluster import Observed, ObservedCluster, meanwhile, observe
 from tests.observe.prometheus import concrete, promtool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,28 +27,12 @@ def conversation(number: int) -> list[int]:
     return [*range(1, 65), *(1 + (7 * number + index) % 200 for index in range(8 + number % 10))]
 
 
-@asynccontextmanager
-async def http_load(cluster: ObservedCluster) -> AsyncIterator[None]:
-    """Completions over the gateway, one after the other."""
-
-    async def ask() -> None:
-        model = (await cluster.describe())[0].model_name
-        for number in range(1 << 30):
-            body = {"model": model, "prompt": conversation(number), "max_tokens": 8, "stream": True}
-            await cluster.post("/v1/completions", body)
-
-    asking = asyncio.create_task(ask())
-    try:
-        yield
-    finally:
-        asking.cancel()
-        for ended in await asyncio.gather(asking, return_exceptions=True):
-            assert isinstance(ended, asyncio.CancelledError), ended
-
-
-async def missing_data(observed: Observed, expressions: dict[str, str]) -> list[str]:
-    """The names of those without data now."""
-    return [name for name, text in expressions.items() if not await observed.prometheus.has_data(concrete(text))]
+async def ask_over_http(cluster: ObservedCluster) -> None:
+    """Completions over the gateway, one after the other, without end."""
+    model = (await cluster.describe())[0].model_name
+    for number in itertools.count():
+        body = {"model": model, "prompt": conversation(number), "max_tokens": 8, "stream": True}
+        await cluster.post("/v1/completions", body)
 
 
 async def until_data(observed: Observed, expressions: dict[str, str]) -> None:
@@ -58,8 +40,9 @@ async def until_data(observed: Observed, expressions: dict[str, str]) -> None:
     left = dict(expressions)
 
     async def all_seen() -> bool:
-        for name in set(left) - set(await missing_data(observed, left)):
-            del left[name]
+        for name, text in list(left.items()):
+            if await observed.prometheus.has_data(concrete(text)):
+                del left[name]
         return not left
 
     try:
@@ -79,7 +62,7 @@ async def test_every_expression_has_data_under_load_and_no_alert_fires(tmp_path:
     asked = {name for rule in alerts().values() for name in metrics_in(rule["expr"])}
     async with observe(tmp_path, workers, gateway=True) as observed:
         await observed.cluster.audit()
-        async with observed.load(4, conversation, max_tokens=12), http_load(observed.cluster):
+        async with observed.load(4, conversation, max_tokens=12), meanwhile(ask_over_http(observed.cluster)):
             await until_data(observed, queries())
             await until_data(observed, chosen | {name: name for name in asked if not name.endswith("_bucket")})
             assert await observed.prometheus.firing() == {}
