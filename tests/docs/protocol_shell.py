@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from kvpool.cli.launch.cluster import free_port
 from tests.docs.blocks import ROOT, here
 
 DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
@@ -52,27 +46,3 @@ class ProtocolShell:
         found = [re.findall(r"^```sh\n(.*?)^```$", text, FENCED) for text in (shared, own)]
         (printed,) = re.findall(r"^```text\n(.*?)^```$", own, FENCED)
         return "".join(["set -e\n", *found[0], *found[1]]), printed
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[ProtocolShell]:
-    """The manager of the document, on a port of its own, and a shell for it."""
-    shell = ProtocolShell(free_port(), folder)
-    (command,) = [text for text in re.findall(r"^```sh\n(.*?)^```$", TEXT, FENCED) if "kvpool manager" in text]
-    process = subprocess.Popen(
-        ["bash", "-c", f"exec {shell.here(command)}"],
-        cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(folder)},
-    )  # fmt: skip
-    try:
-        end = time.monotonic() + 60
-        while True:
-            assert process.poll() is None, process.communicate()[1]
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", shell.port)) == 0:
-                    break
-            assert time.monotonic() < end, "the manager does not listen"
-            time.sleep(0.05)
-        yield shell
-    finally:
-        process.kill()
-        process.communicate()

@@ -255,7 +255,6 @@ def test_commands_and_files_named_in_the_text_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
-    """To files of the checkout, and to headings."""
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match("[a-z]+:", target):

@@ -104,6 +104,10 @@ RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
         f"{-(-50 // BLOCK) * BLOCK * LLAMA_3_8B // MIB} MiB, instead of 2,048 slots",
         f"of {2048 * LLAMA_3_8B // MIB} MiB, it used {50 * LLAMA_3_8B / MIB} MiB",
         f"used {50 / 2048:.1%} of them".replace("%", " %"),
+        f"{ {32: 'thirty-two'}[2048 // (4 * BLOCK)] } such requests fit where one did",
+        # n² / 2⁶⁵ for a million and a billion names
+        f"A million blocks: {1e6**2 / 2**65 * 1e8:.0f} in a hundred million. A billion, over the life of a cluster: "
+        f"{1e9**2 / 2**65 * 100:.0f} %",
         f"the last block, {4 * BLOCK - 50} slots here, {BLOCK - 1} at most",
         f"table[p ÷ {BLOCK}] × {BLOCK} + p mod {BLOCK}",
         f"position 49 is in block {[7, 2, 9, 4][49 // BLOCK]}, slot {[7, 2, 9, 4][49 // BLOCK] * BLOCK + 49 % BLOCK}",
@@ -131,18 +135,6 @@ RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
 )
 def test_a_figure_follows_from_its_formula(claim: str) -> None:
     assert claim in FLAT
-
-
-def test_thirty_two_requests_fit_where_one_did() -> None:
-    assert 2048 // (-(-50 // BLOCK) * BLOCK) == 32
-    assert "thirty-two such requests fit where one did" in FLAT
-
-
-def test_the_chances_of_a_collision() -> None:
-    """n² / 2⁶⁵ for a million and a billion names."""
-    assert round(1e6**2 / 2**65 * 1e8) == 3
-    assert round(1e9**2 / 2**65 * 100) == 3
-    assert "A million blocks: 3 in a hundred million. A billion, over the life of a cluster: 3 %" in FLAT
 
 
 def test_the_number_of_laws() -> None:

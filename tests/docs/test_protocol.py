@@ -294,11 +294,6 @@ def entries_of(desk: Desk) -> list[Any]:
     return [entry.entry for entry in desk.manager.keep_alive(session.number, 0, session.load, 0.0).entries]
 
 
-def states_of(desk: Desk) -> tuple[int, int, int, int]:
-    counts = desk.counts
-    return counts.free, counts.cached, counts.held, counts.reserved
-
-
 def test_only_keep_alive_renews_the_lease() -> None:
     desk = Desk(9)
     desk.grant("a", range(4))
@@ -308,22 +303,6 @@ def test_only_keep_alive_renews_the_lease() -> None:
         desk.manager.append(desk.uplink(), [])
         expired = desk.manager.tick(tick / 2)
     assert [session.number for session in expired] == [desk.number]
-
-
-def test_a_block_goes_through_its_states_as_the_table_says() -> None:
-    """A hit keeps its generation; a grant gives a larger one; what is sealed is cached, what is not is free."""
-    desk = Desk(9)
-    first = desk.grant("a", range(6))
-    desk.free("a", 6)
-    assert states_of(desk) == (7, 1, 0, 0)
-    again = desk.grant("b", range(6))
-    assert (again.blocks[0], again.generations[0]) == (first.blocks[0], first.generations[0])
-    assert again.num_cached_tokens == 4
-    assert again.generations[1] > first.generations[1]
-    desk.free("b")
-    everything = desk.grant("c", range(500, 532))
-    assert dict(zip(everything.blocks, everything.generations, strict=True))[first.blocks[0]] > first.generations[0]
-    assert desk.session.pools[0].num_evicted == 1
 
 
 # -- the shell commands
