@@ -35,13 +35,10 @@ TESTS = (
     "tests/model/test_batch_invariance_at_load.py",
     "tests/model/test_invariant.py",
     "tests/model/test_truth.py",
-    "tests/model/test_packed_linear.py",
-    "tests/model/test_self_check.py",
-    "tests/model/test_row_selector.py",
+    "tests/model/test_guard.py",
     "tests/model/test_runner.py",
     "tests/model/test_sampler.py",
-    "tests/model/test_sampling_adjustment.py",
-    "tests/model/test_sampling_truncation.py",
+    "tests/model/test_sampling_options.py",
 )
 """Tests that compute with tensors; others of attention and models concern files, memory and settings."""
 

@@ -105,10 +105,6 @@ def _why_no_compiler() -> str | None:
     return "there is no C compiler" if find_compiler() is None else None
 
 
-def _why_no_zig() -> str | None:
-    return "there is no Python package ziglang" if importlib.util.find_spec("ziglang") is None else None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What the tests import is left out of all garbage collections: torch and transformers are 600,000 objects."""
@@ -129,7 +125,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for mark, found_by, what in (
         ("native", _why_no_native_step, "tests of the native step were left out"),
         ("compiler", _why_no_compiler, "tests that compile were left out"),
-        ("zig", _why_no_zig, "tests of compiling for other CPUs were left out"),
+        (
+            "zig",
+            lambda: None if importlib.util.find_spec("ziglang") else "there is no Python package ziglang",
+            "tests of compiling for other CPUs were left out",
+        ),
     ):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (why := found_by()):

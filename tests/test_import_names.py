@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.python_program import run_python
 
 ROOT = Path(__file__).parents[1]
 COMPONENTS = ("cache_service", "worker_service", "client", "cli", "load", "walkthrough", "gateway")
@@ -61,12 +61,6 @@ def test_each_component_is_a_link_to_its_folder() -> None:
 def test_the_whole_of_kvpool_is_found_by_its_path() -> None:
     """Without an installed kvpool (-S leaves site-packages out)."""
     program = "import kvpool.process, kvpool.cache_service.core; print(kvpool.cache_service.core.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", program],
-        env={"PYTHONPATH": str(ROOT / "common")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-S", "-c", program, PYTHONPATH=str(ROOT / "common"))
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(ROOT / "common")

@@ -46,13 +46,19 @@ sys.meta_path.insert(0, Forbidden())
 """
 
 
-def run(*command: str | Path, cwd: Path | None = None, variables: dict[str, str] | None = None) -> str:
-    """Run a command to its good end; returns what it printed."""
+def run(*command: str | Path, cwd: Path | None = None, variables: dict[str, str] | None = None, status: int = 0) -> str:
+    """Run a command to this end; returns what it printed."""
     done = subprocess.run(
         command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
     return done.stdout
+
+
+def run_without_torch(site_packages: Path, program: str, status: int = 0) -> str:
+    """What a program prints that has nothing but what the wheel installs, where importing the tensor side fails."""
+    script = f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\n{program}"
+    return run(sys.executable, "-c", script, cwd=site_packages, status=status)
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +169,8 @@ def test_the_base_imports_without_torch(site_packages: Path) -> None:
         "kvpool.cli",
         "kvpool.cache_service.server",
     )
-    script = (
-        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nimport importlib\n"
-        f"for module in {modules!r}: print(importlib.import_module(module).__file__)"
-    )
-    places = run(sys.executable, "-c", script, cwd=site_packages).splitlines()
+    program = f"import importlib\nfor module in {modules!r}: print(importlib.import_module(module).__file__)"
+    places = run_without_torch(site_packages, program).splitlines()
     assert len(places) == len(modules)
     assert all(place.startswith(str(site_packages)) for place in places)
 
@@ -175,26 +178,18 @@ def test_the_base_imports_without_torch(site_packages: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
 def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Path, arguments: list[str]) -> None:
     """Not a traceback; the dry run, on which `kvpool up` relies, imports only some of it."""
-    script = (
-        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nimport runpy\nsys.argv = ['worker', *{arguments!r}]\n"
-        "runpy.run_module('kvpool.worker_service', run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=site_packages, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "pip install '.[worker]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    program = f"import runpy\nsys.argv = ['worker', *{arguments!r}]\n"
+    program += "runpy.run_module('kvpool.worker_service', run_name='__main__')"
+    printed = run_without_torch(site_packages, program, status=1)
+    assert "pip install '.[worker]'" in printed
+    assert "Traceback" not in printed
 
 
 def test_the_command_is_installed_and_knows_its_subcommands(site_packages: Path) -> None:
     """`kvpool --help` needs neither a cluster nor torch."""
     (entry_points,) = site_packages.glob("kvpool-*.dist-info/entry_points.txt")
     assert "kvpool = kvpool.command:main" in entry_points.read_text()
-    script = (
-        f"{FORBID}\nsys.path.insert(0, {str(site_packages)!r})\nsys.argv = ['kvpool', '--help']\n"
-        "from kvpool.command import main\nmain()"
-    )
-    printed = run(sys.executable, "-c", script, cwd=site_packages)
+    program = "sys.argv = ['kvpool', '--help']\nfrom kvpool.command import main\nmain()"
+    printed = run_without_torch(site_packages, program)
     for command in ("manager", "worker", "up", "generate", "chat", "status", "top", "blocks", "check"):
         assert command in printed

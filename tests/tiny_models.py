@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ NUM_NEW_TOKENS = 16
 MIN_MARGIN = 1e-3
 """Between the oracle's two best logits at every step."""
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -48,7 +49,7 @@ _COMMON: dict[str, Any] = {
 _NO_ATTENTION: dict[str, Any] = dict.fromkeys(
     ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 )
-# What differs from _COMMON; None takes a field away.
+# What differs from COMMON; None takes a field away.
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
@@ -234,6 +235,11 @@ def _until(text: list[int], ending_ids: Sequence[int]) -> list[int]:
     return text[:end]
 
 
+def edit_json(file: Path, **fields: Any) -> None:
+    """Set fields of an object in a file."""
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | fields))
+
+
 def make_tiny_model(
     architecture: str, folder: Path, *, tokenizer: bool = False, eos_token_id: int | None = None
 ) -> TinyModel:
@@ -254,20 +260,23 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 def build_model(architecture: str, seed: int, eos_token_id: int | None = None) -> PreTrainedModel:
     """The model with random weights of a standard deviation of 0.2 and more."""
-    fields = {**_COMMON, **(_ARCHITECTURES | _WITH_STATES)[architecture], "eos_token_id": eos_token_id}
+    fields = {**COMMON, **(_ARCHITECTURES | _WITH_STATES)[architecture], "eos_token_id": eos_token_id}
     config = AutoConfig.for_model(architecture, **{k: v for k, v in fields.items() if v is not None or "_id" in k})
     with torch.random.fork_rng(devices=[]):
         # Some models draw even vectors at random (the sinks of gpt_oss); those stay, so the draw must be the same each time.
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * _STD.get(architecture, 0.2)
-            # Norm weights (vectors) stay around what they were, so that they still let something through.
-            parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
+    draw_weights(model, torch.Generator().manual_seed(seed), _STD.get(architecture, 0.2))
     model.generation_config.eos_token_id = eos_token_id
     return model
+
+
+def draw_weights(model: PreTrainedModel, generator: torch.Generator | None, std: float = 0.2) -> None:
+    """Give a model random weights; those of norms (vectors) stay around what they were, so that they let something through."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * std
+            parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
 
 
 def find_seed(architecture: str, tries: int = 200) -> int:

@@ -15,8 +15,7 @@ from scripts.models.trial import save
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.tiny_models import MIN_MARGIN, Oracle
 
-# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")]
+pytestmark = pytest.mark.slow
 
 NUM_NEW = 40
 NUM_TEXTS = 3

@@ -12,9 +12,6 @@ from tests.cluster.truth import NUM_TOP, Truth, check_all
 from tests.lockstep import in_lockstep
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, make_tiny_model
 
-# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
-
 GRID = 64
 NUM_NEW = 8
 SETTINGS = {

@@ -73,25 +73,15 @@ def test_a_failure_costs_its_own_case_alone(children: Children, tmp_path: Path) 
     assert content["rows"][-1]["figures"]["answer"] == "nan"
 
 
-def test_what_is_refused_is_neither_a_pass_nor_a_failure(children: Children) -> None:
+def test_what_is_refused_is_neither_a_pass_nor_a_failure_and_nothing_is_not_good(children: Children) -> None:
     report = run(children, case(sample_cases.is_refused))
     assert report.is_good
     assert report.counts["passed"] == 0
     assert "refused: a kernel" in "\n".join(report.lines())
-
-
-def test_a_part_that_tries_nothing_is_not_good() -> None:
     assert not Report("part", {}, tiny=True).is_good
 
 
 def test_the_deadline_ends_what_runs_and_names_what_was_not_begun(children: Children) -> None:
-    begun: list[int] = []
-
-    def on_row(_: Case, row: Row) -> None:
-        rows.append(row)
-        if row.name == "begun":
-            begun.append(row.figures["process"])
-
     rows: list[Row] = []
     deadline = Deadline.within(LONG)
     ended: list[str] = []
@@ -101,10 +91,10 @@ def test_the_deadline_ends_what_runs_and_names_what_was_not_begun(children: Chil
 
         @property
         def left_s(self) -> float:
-            return 0.0 if begun else deadline.left_s
+            return 0.0 if rows else deadline.left_s
 
     cases = [case(sample_cases.hangs), case(sample_cases.passes, 1)]
-    children.run(cases, UntilBegun(0.0), 1, on_row, lambda done: ended.append(done.name))
+    children.run(cases, UntilBegun(0.0), 1, lambda _, row: rows.append(row), lambda done: ended.append(done.name))
     assert [(row.name, row.outcome) for row in rows] == [
         ("begun", Outcome.PASSED),
         ("hangs: the rest", Outcome.NO_TIME),
@@ -112,7 +102,7 @@ def test_the_deadline_ends_what_runs_and_names_what_was_not_begun(children: Chil
     ]
     assert ended == ["hangs", "passes"]
     with pytest.raises(ProcessLookupError):
-        os.kill(begun[0], 0)
+        os.kill(rows[0].figures["process"], 0)
 
 
 def test_without_any_time_nothing_is_begun_and_nothing_is_good(children: Children) -> None:

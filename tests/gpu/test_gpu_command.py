@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from packaging.utils import canonicalize_name
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from bench.floors import ModelSizes
 from scripts.gpu import cases
@@ -31,20 +30,17 @@ from scripts.gpu.project import ROOT, package_folders, requirements
 from scripts.gpu.setup import Setup
 from scripts.gpu.shapes import build, shapes
 from scripts.gpu.wheels import needed, pinned
+from tests.python_program import run_python
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class RowOfFile(_Strict):
+class RowOfFile(BaseModel, extra="forbid", strict=True):
     name: str
     outcome: Literal["passed", "failed", "refused", "no time left"]
     detail: str
     figures: dict[str, Any]
 
 
-class PartFile(_Strict):
+class PartFile(BaseModel, extra="forbid", strict=True):
     """What is in a file of results."""
 
     version: Literal[1]
@@ -148,8 +144,7 @@ def test_without_a_gpu_it_says_what_to_do_and_writes_nothing(
 
 def test_a_part_that_there_is_not_is_named() -> None:
     """By the program, whose status is that of the command."""
-    command = [sys.executable, "-m", "scripts.gpu", "fact", "--tiny"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-m", "scripts.gpu", "fact", "--tiny")
     assert done.returncode == 2
     assert "there is no part 'fact'; there are facts, check, step, serve" in done.stderr
 
@@ -167,9 +162,8 @@ def test_facts_find_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_tests_of_a_gpu_are_collected_with_pytest_and_what_a_worker_needs_alone() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.bare", "-m", "gpu", "--collect-only", "--quiet"]
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    arguments = ("-m", "pytest", "-p", "tests.gpu.bare", "-m", "gpu", "--collect-only", "--quiet")
+    done = run_python(*arguments, **{**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     expected = pytest.ExitCode.OK if torch.cuda.is_available() else pytest.ExitCode.NO_TESTS_COLLECTED
     assert done.returncode == expected, done.stdout + done.stderr
     assert re.search(r"(\d{3,}) (GPU tests were left out|tests collected)", done.stdout)
@@ -211,7 +205,7 @@ def test_wheels_are_installed_next_to_links_into_the_tree(tmp_path: Path) -> Non
         # Without this environment's own packages, in which kvpool is installed.
         f"print(subprocess.run([sys.executable, '-S', '-c', {child!r}], check=True, capture_output=True, text=True).stdout)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-c", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["42", str(site / "kvpool" / "process" / "version.py")] * 2
 
@@ -242,22 +236,23 @@ def test_make_takes_the_machines_own_python_where_wheels_are_given() -> None:
 # -- what a step costs at least
 
 
+def sizes_of(name: str) -> ModelSizes:
+    (shape,) = [shape for shape in shapes(is_tiny=False) if shape.name == name]
+    return ModelSizes.of(build(shape, torch.bfloat16, torch.device("meta")))
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "gigabytes"), [("1B", 1, 2.51), ("1B", 64, 4.62), ("8B", 1, 15.1), ("8B", 64, 23.6)]
 )
 def test_a_decode_moves_the_weights_once_and_the_kv_of_all(name: str, batch: int, gigabytes: float) -> None:
     """1B: 1.236 G numbers and 32 KiB a token; 8B: 7.5 G that are read, and 128 KiB a token; at 1,024 tokens."""
-    (shape,) = [shape for shape in shapes(is_tiny=False) if shape.name == name]
-    model = build(shape, torch.bfloat16, torch.device("meta"))
-    found = ModelSizes.of(model).cost(batch, num_new=1, num_before=1023)
+    found = sizes_of(name).cost(batch, num_new=1, num_before=1023)
     assert found.num_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def test_a_prefill_computes_two_operations_per_weight_and_token() -> None:
-    (shape,) = [shape for shape in shapes(is_tiny=False) if shape.name == "8B"]
-    model = build(shape, torch.bfloat16, torch.device("meta"))
     in_layers = 2 * 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     without_attention = 2048 * in_layers + 2 * 4096 * 128_256
     attention = 4 * 32 * 32 * 128 * (2048 * 2049 // 2)
-    found = ModelSizes.of(model).cost(1, num_new=2048, num_before=0)
+    found = sizes_of("8B").cost(1, num_new=2048, num_before=0)
     assert found.num_flop == pytest.approx(without_attention + attention, rel=1e-3)

@@ -51,11 +51,13 @@ def write_gguf(
     extra: Mapping[str, np.ndarray[Any, Any]] | None = None,
     quantization: QuantizationOf = lambda name: GGMLQuantizationType.F32,
 ) -> list[str]:
-    """Write the file; the names of all its tensors. more: keys in addition, or with other values; of None: without. leave_out: a
-    tensor that the file lacks. quantization: of matrices, by name."""
+    """Write the file; returns the names of all its tensors. more: other keys, or other values of them, with or without the
+    architecture's name before them; None takes a key away. leave_out: a tensor that the file lacks. quantization: of matrices."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, architecture)
-    for key, value in {**header(model, architecture), **(more or {})}.items():
+    own = ("tokenizer.", "split.", "general.", f"{architecture}.")
+    named = {key if key.startswith(own) else f"{architecture}.{key}": value for key, value in (more or {}).items()}
+    for key, value in {**header(model, architecture), **named}.items():
         _add(writer, key, value)
     _add_tokenizer(writer)
     tensors = {**_tensors(model, architecture), **(extra or {})}

@@ -106,16 +106,6 @@ def fresh_processes(folder: Path) -> Iterator[RunScript]:
         server.stop()
 
 
-@contextmanager
-def hub_server() -> Iterator[HubServer]:
-    """A running hub."""
-    server = HubServer()
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"

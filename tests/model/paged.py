@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,25 +76,17 @@ def quiet(_: str) -> None:
     """Progress that nobody wants to read."""
 
 
-def load(
-    folder: Path,
-    device: str = "cpu",
-    max_model_len: int | None = None,
-    runtime: RuntimeName = "torch",
-    cache_dir: Path | None = None,
-) -> LoadedModel:
-    """cache_dir: None: a folder in that of the model."""
-    settings = ModelSettings(
-        str(folder),
-        dtype="float32",
-        device=device,
-        max_model_len=max_model_len,
-        cache_dir=cache_dir or folder / "cache",
-        runtime=runtime,
-        block_size=BLOCK_SIZE,
-        num_threads=NUM_THREADS,
-    )
-    return load_model(settings, quiet)
+def load(folder: Path | str, say: Callable[[str], None] = quiet, **settings: Any) -> LoadedModel:
+    """In float32 on a CPU by torch unless `settings`, those of ModelSettings, say otherwise; its cache is in the model's folder."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "cache_dir": Path(folder) / "cache",
+        "runtime": "torch",
+        "block_size": BLOCK_SIZE,
+        "num_threads": NUM_THREADS,
+    }
+    return load_model(ModelSettings(str(folder), **{**defaults, **settings}), say)
 
 
 @dataclass

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvpool.worker_service.engine.step import SequencePart
-from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.load import LoadedModel
 from tests.model.paged import BLOCK_SIZE, NEEDS_PACKING, NEVER, PagedModel, load, quiet
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -166,7 +165,7 @@ def test_two_threads_change_no_bit(subject: Subject) -> None:
 @pytest.mark.slow
 def test_smollm2_has_the_same_bits_alone_packed_in_chunks_and_behind_a_shared_prefix() -> None:
     """Sizes at which sums and products go other ways than in tiny models. Converts it at the first run."""
-    loaded = load_model(ModelSettings("smollm2", dtype="float32", device="cpu", num_threads=1, runtime="torch"), quiet)
+    loaded = load("smollm2", cache_dir=None)
     require_promise(loaded)
     numbers = random.Random(2)
     shared_tokens = one_segment(PagedModel(loaded, NUM_BLOCKS)) + 8

@@ -19,8 +19,8 @@ from kvpool.worker_service.model.facts import BatchInvariance
 from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.guard import batch_invariance
-from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
+from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.settings import RuntimeName
 from kvpool.worker_service.server import log_batch_invariance
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
 from tests.cluster.in_process import in_process_cluster
@@ -124,7 +124,7 @@ def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> Non
 
 def of_bfloat16(folder: Path, runtime: RuntimeName) -> BatchInvariance:
     path = make_tiny_model("qwen3", folder).path
-    return found(load_model(ModelSettings(str(path), "bfloat16", "cpu", runtime=runtime, num_threads=1), quiet))
+    return found(load(path, dtype="bfloat16", runtime=runtime))
 
 
 @pytest.mark.native
@@ -150,7 +150,8 @@ def test_the_model_can_be_served_after_it_was_tried(loaded: LoadedModel) -> None
     assert torch.equal(rows(loaded, NUM_TOKENS), before)
 
 
-async def test_a_client_learns_it_from_get_model(tmp_path: Path) -> None:
+async def test_the_log_says_it_and_a_client_learns_it_from_get_model(tmp_path: Path) -> None:
+    """In float32 on a CPU the absence of the promise is a warning."""
     tiny = make_tiny_model("qwen3", tmp_path / "qwen3")
     async with (
         in_process_cluster(tiny.path, tmp_path) as cluster,
@@ -158,24 +159,17 @@ async def test_a_client_learns_it_from_get_model(tmp_path: Path) -> None:
     ):
         asked = worker_pb2.GetModelRequest(facts_only=True)
         (message,) = [message async for message in worker_pb2_grpc.WorkerServiceStub(channel).GetModel(asked)]
-        found = cluster.worker.facts.batch_invariance
-    assert message.facts.batch_invariance == encode_batch_invariance(found)
-    assert found.attention_partition > 0
-    assert found.reason
-
-
-@pytest.mark.parametrize("promised", [True, False])
-def test_the_log_and_get_model_say_what_was_found(promised: bool, loaded: LoadedModel) -> None:
-    """In float32 on a CPU the absence of the promise is a warning."""
-    said = BatchInvariance(promised, 192, "as it was found")
-    facts = replace(loaded.facts, batch_invariance=said)
-    with capture_logs() as logs:
-        log_batch_invariance(facts)
-    (entry,) = logs
-    assert entry["log_level"] == ("info" if promised else "warning")
-    assert "as it was found" in entry["event"]
-    message = encode_batch_invariance(said)
-    assert (message.promised, message.attention_partition, message.reason) == (promised, 192, "as it was found")
+        facts = cluster.worker.facts
+    said, sent = facts.batch_invariance, message.facts.batch_invariance
+    assert (sent.promised, sent.attention_partition) == (said.is_promised, said.attention_partition)
+    assert sent.reason == said.reason
+    assert said.attention_partition > 0
+    for promised, level in ((True, "info"), (False, "warning")):
+        with capture_logs() as logs:
+            log_batch_invariance(replace(facts, batch_invariance=BatchInvariance(promised, 192, "as it was found")))
+        (entry,) = logs
+        assert entry["log_level"] == level
+        assert "as it was found" in entry["event"]
 
 
 def test_nothing_is_promised_where_layers_are_recurrent(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,29 +15,32 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from kvpool.worker_service.model.checkpoint import load_whole, stored_spelling
 from kvpool.worker_service.model.errors import ModelError
 from tests.model.paged import load
-from tests.tiny_models import build_model, make_tiny_model
+from tests.tiny_models import build_model, edit_json, make_tiny_model
 
 Tensors = dict[str, torch.Tensor]
+Edit = Callable[[Tensors], Tensors]
 NUM_DRAWN = 3
-SIZES = {
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
     "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
     "vocab_size": 64,
     "max_position_embeddings": 32,
+    "bos_token_id": 0,
     "pad_token_id": 1,
     "eos_token_id": 2,
-    "bos_token_id": 0,
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }
 
 
-def edited(folder: Path, edit: Callable[[Tensors], Tensors]) -> Path:
+def without(part: str) -> Edit:
+    """Takes away the tensors with this in their names."""
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if part not in key}
+
+
+def edited(folder: Path, edit: Edit) -> Path:
     file = folder / "model.safetensors"
     save_file(edit(load_file(file)), file, metadata={"format": "pt"})
     return folder
@@ -59,47 +61,41 @@ def test_any_tensor_that_is_missing_is_named(architecture: str, tmp_path: Path) 
     """Also one expert of those that are merged at load in each way, a state's parameter, or a head that has another name in the
     file."""
     folder = make_tiny_model(architecture, tmp_path).path
-    complete = load_file(folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    complete = load_file(file)
     assert whole(folder).state_dict().keys() == build_model(architecture, 0).state_dict().keys()
     for name in random.Random(architecture).sample(sorted(complete), NUM_DRAWN):
-        edited(folder, lambda _, name=name: {key: complete[key] for key in complete.keys() - {name}})  # type: ignore[misc]
+        save_file({key: complete[key] for key in complete.keys() - {name}}, file, metadata={"format": "pt"})
         with pytest.raises(ModelError, match=f"is incomplete: the model needs {name}, which no file there has"):
             whole(folder)
 
 
-def test_a_worker_names_three_and_counts_the_rest(tmp_path: Path) -> None:
-    folder = make_tiny_model("llama", tmp_path).path
-    edited(folder, lambda tensors: {key: tensor for key, tensor in tensors.items() if ".layers.1." not in key})
-    with pytest.raises(
-        ModelError, match=r"needs model\.layers\.1\.\S+, \S+, \S+ and 6 more tensors, which no file there has"
-    ):
-        load(folder)
-
-
-def test_a_layer_too_many_in_the_config_is_refused(tmp_path: Path) -> None:
-    folder = make_tiny_model("llama", tmp_path).path
-    config = json.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ModelError, match=r"needs model\.layers\.2\.input_layernorm\.weight, "):
-        load(folder)
-
-
-def test_tensors_of_another_model_are_named_next_to_what_is_missing(tmp_path: Path) -> None:
-    folder = edited(
-        make_tiny_model("llama", tmp_path).path, lambda tensors: {f"net.{key}": t for key, t in tensors.items()}
-    )
-    with pytest.raises(
-        ModelError, match=r"and 18 more tensors, which no file there has\. It has net\.lm_head\.weight, "
-    ):
-        load(folder)
-
-
-def test_tensors_of_another_shape_are_named_with_both(tmp_path: Path) -> None:
-    folder = make_tiny_model("llama", tmp_path).path
-    edited(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(31)})
-    with pytest.raises(
-        ModelError, match=r"does not fit its config: model\.norm\.weight \(\[31\] instead of \[32\]\)\. "
-    ):
+@pytest.mark.parametrize(
+    ("fields", "edit", "says"),
+    [
+        (
+            {},
+            without(".layers.1."),
+            r"needs model\.layers\.1\.\S+, \S+, \S+ and 6 more tensors, which no file there has",
+        ),
+        ({"num_hidden_layers": 3}, without("nothing"), r"needs model\.layers\.2\.input_layernorm\.weight, "),
+        (
+            {},
+            lambda tensors: {f"net.{key}": tensor for key, tensor in tensors.items()},
+            r"and 18 more tensors, which no file there has\. It has net\.lm_head\.weight, ",
+        ),
+        (
+            {},
+            lambda tensors: tensors | {"model.norm.weight": torch.ones(31)},
+            r"does not fit its config: model\.norm\.weight \(\[31\] instead of \[32\]\)\. ",
+        ),
+    ],
+    ids=["a layer lacks", "a layer too many in the config", "names of another model", "another shape"],
+)
+def test_a_worker_names_what_does_not_fit(fields: dict[str, Any], edit: Edit, says: str, tmp_path: Path) -> None:
+    folder = edited(make_tiny_model("llama", tmp_path).path, edit)
+    edit_json(folder / "config.json", **fields)
+    with pytest.raises(ModelError, match=says):
         load(folder)
 
 
@@ -155,10 +151,9 @@ def test_a_checkpoint_of_the_bare_model_has_no_prefix(tmp_path: Path) -> None:
         return {key.removeprefix("transformer."): tensor for key, tensor in tensors.items() if key != "lm_head.weight"}
 
     build_model("gpt2", 0).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    edit_json(tmp_path / "config.json", tie_word_embeddings=True)
     whole(edited(tmp_path, bare))
-    edited(tmp_path, lambda tensors: {key: tensor for key, tensor in tensors.items() if key != "h.1.ln_2.weight"})
+    edited(tmp_path, without("h.1.ln_2.weight"))
     with pytest.raises(ModelError, match=r"needs transformer\.h\.1\.ln_2\.weight, which"):
         whole(tmp_path)
 
@@ -190,9 +185,9 @@ def test_a_table_that_the_model_computes_may_be_missing(kind: str, tmp_path: Pat
     saved = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **SIZES))
     saved.save_pretrained(tmp_path)
     positions = saved.model.encoder.embed_positions.weight
-    edited(tmp_path, lambda tensors: {key: t for key, t in tensors.items() if "embed_positions" not in key})
+    edited(tmp_path, without("embed_positions"))
     found = whole(tmp_path, AutoModelForSeq2SeqLM)
     assert torch.equal(found.model.encoder.embed_positions.weight, positions)
-    edited(tmp_path, lambda tensors: {key: t for key, t in tensors.items() if "encoder_attn.k_proj.bias" not in key})
+    edited(tmp_path, without("encoder_attn.k_proj.bias"))
     with pytest.raises(ModelError, match=r"needs model\.decoder\.layers\.0\.encoder_attn\.k_proj\.bias, which"):
         whole(tmp_path, AutoModelForSeq2SeqLM)

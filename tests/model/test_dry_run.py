@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+from contextlib import closing
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -16,18 +15,17 @@ from rich.console import Console
 
 from kvpool.worker_service.dry_run import dry_run
 from kvpool.worker_service.model.candidate import find_candidate
-from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError, UnsupportedModel
+from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.outline import outline_model
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native.cpu import cpu_info
 from kvpool.worker_service.settings import WorkerSettings
 from tests.model.gguf_files import write_gguf
-from tests.model.hub_server import fresh_processes, hub_server, repo_of
+from tests.model.hub_server import HubServer, fresh_processes, repo_of
 from tests.model.paged import load, quiet
+from tests.python_program import run_python
 from tests.tiny_models import MAX_MODEL_LEN, build_model, make_tiny_model
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -79,7 +77,6 @@ def rows(text: str) -> dict[str, str]:
 def test_the_runtime_that_a_start_is_expected_to_choose(
     changes: dict[str, Any], flag: str | None, expected: str, config_only: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without timing: a dry run reads no weights."""
     monkeypatch.setattr(cpu_info, "matrix_unit", lambda number_type: flag if number_type == "bfloat16" else None)
     wanted = WorkerSettings(
         model=str(config_only), device="cpu", cache_dir=config_only / "cache", **{"dtype": "bfloat16", **changes}
@@ -134,7 +131,6 @@ def test_the_plan_is_the_one_of_a_real_start(architecture: str, tmp_path: Path) 
 
 
 def test_a_gguf_is_not_converted(tmp_path: Path) -> None:
-    """Its head is enough."""
     file, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
     write_gguf(file, build_model("llama", seed=0), "llama")
     text = printed(settings(file, cache_dir=cache, num_blocks=101))
@@ -201,28 +197,14 @@ def test_too_many_blocks_are_refused_as_at_a_start(config_only: Path) -> None:
         printed(settings(config_only, num_blocks=1 << 40))
 
 
-def test_a_model_that_would_be_refused_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "whisper"}')
-    with pytest.raises(UnsupportedModel, match="whisper"):
+@pytest.mark.parametrize(
+    ("config", "says"), [('{"model_type": "whisper"}', "whisper"), (None, "neither")], ids=["refused", "nothing there"]
+)
+def test_a_model_that_would_be_refused_is_refused(config: str | None, says: str, tmp_path: Path) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=says):
         printed(settings(tmp_path))
-
-
-def test_a_folder_without_anything_says_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="neither"):
-        printed(settings(tmp_path))
-
-
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "common"))
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "COLUMNS": "120"} | environment,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> None:
@@ -235,7 +217,7 @@ from kvpool.worker_service.model.settings import ModelSettings
 print(find_candidate(ModelSettings("org/tiny", device="cpu"), lambda _: None).source.file)
 assert "torch" not in sys.modules
 """
-    with hub_server() as server, fresh_processes(tmp_path) as run:
+    with closing(HubServer()) as server, fresh_processes(tmp_path) as run:
         server.repos["org/tiny"] = repo_of(folder)
         done = run(
             script, PATH=os.environ["PATH"], HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT=server.url, HOME=str(tmp_path)
@@ -247,7 +229,6 @@ assert "torch" not in sys.modules
     assert rows(printed(settings(fetched, num_blocks=101)))["parameters"] == "32,416"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 @pytest.mark.parametrize("architecture", ["lfm2", "mamba2"])
 def test_the_states_of_recurrent_layers_are_in_the_plan_of_a_start(architecture: str, tmp_path: Path) -> None:
     """The same bytes as those of the loaded model, found without its weights."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFReader, GGUFWriter
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.model.errors import ModelError
@@ -20,8 +20,11 @@ from kvpool.worker_service.model.generation import (
     read_generation,
     read_generation_config,
 )
+from kvpool.worker_service.model.length import choose_max_model_len, plain_limit
+from kvpool.worker_service.model.placement import read_config
 from kvpool.worker_service.model.source.convert import ending_ids
 from scripts.models import document
+from tests.tiny_models import ARCHITECTURES
 
 VOCAB_SIZE = 100
 ASKS: dict[str, Any] = {
@@ -96,7 +99,6 @@ def test_what_has_no_effect_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_values_that_ask_for_nothing_are_taken_and_not_named(tmp_path: Path) -> None:
-    """As older versions of transformers wrote all of them into each file."""
     usual = GenerationConfig._get_default_generation_params()
     found = read(tmp_path, {name: value for name, value in usual.items() if name not in ("top_k", "max_length")})
     assert not any("without effect" in line for line in found.lines)
@@ -181,7 +183,6 @@ def test_ids_outside_the_vocabulary_are_left_out_of_rules(tmp_path: Path) -> Non
 
 
 def test_without_the_file_config_json_says_it(tmp_path: Path) -> None:
-    """As older encoder-decoder models have it."""
     found = read(tmp_path, None, {"num_beams": 4, "no_repeat_ngram_size": 3, "model_type": "bart"})
     assert (found.defaults.beam_search.num_beams, found.defaults.sampling.no_repeat_ngram_size) == (4, 3)
 
@@ -195,3 +196,58 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Path) -
 def test_the_document_has_the_table() -> None:
     """`make prove KIND=models` writes it; a change of the table alone is in docs/MODELS.md too."""
     assert document.generation() in document.PATH.read_text(encoding="utf-8")
+
+
+# -- the longest sequence by config.json alone: equal to what transformers makes of the file, or left to transformers
+
+
+LIMIT = 777
+
+
+def config_json(model_type: str, folder: Path) -> dict[str, Any]:
+    """The content of config.json that transformers writes, with its own name of the limit. The file is in the folder."""
+    AutoConfig.for_model(model_type, max_position_embeddings=LIMIT).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_bytes())
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, "gpt_bigcode", "gptj", "codegen", "openai-gpt"])
+def test_the_limit_of_a_text_model_is_the_one_of_transformers(model_type: str, tmp_path: Path) -> None:
+    assert plain_limit(config_json(model_type, tmp_path)) == LIMIT
+    config = read_config(tmp_path)
+    assert choose_max_model_len(config, LIMIT) == LIMIT
+    with pytest.raises(ModelError, match=f"--max-model-len {LIMIT + 1} is not within 2 … {LIMIT},"):
+        choose_max_model_len(config, LIMIT + 1)
+
+
+def test_the_limit_of_a_composite_model_is_the_one_of_its_text_config() -> None:
+    text = {"model_type": "mistral", "max_position_embeddings": LIMIT}
+    composite = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
+    assert plain_limit(composite) == LIMIT
+    config = AutoConfig.for_model(**composite)
+    assert choose_max_model_len(config, LIMIT) == LIMIT
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"model_type": "llama"},  # a default of the class
+        {"model_type": "gpt2", "n_positions": 5, "max_position_embeddings": 6},
+        {"model_type": "t5", "n_positions": 5},  # of relative positions, which have no limit
+        {"model_type": "llama", "max_position_embeddings": None},
+        {"model_type": "llama", "max_position_embeddings": "5"},
+        {"model_type": "llama", "max_position_embeddings": 5.5},
+        {"model_type": "llava", "max_position_embeddings": 5, "vision_config": {}},
+        {"model_type": "llava", "max_position_embeddings": 5, "text_config": {}},
+        {"model_type": "llava", "max_position_embeddings": 5, "text_config": {"max_position_embeddings": 6}},
+        {"text_config": {"max_position_embeddings": 5}, "vision_config": {"max_position_embeddings": 6}},
+        {"text_config": {}, "vision_config": {"max_position_embeddings": 6}},
+        {"text_config": {"max_position_embeddings": 5}, "decoder": {}},
+        {"encoder": {}, "decoder": {"max_position_embeddings": 5}},
+        {"thinker_config": {"text_config": {"max_position_embeddings": 5}}},
+    ],
+)
+def test_what_is_in_doubt_is_left_to_transformers(content: dict[str, Any]) -> None:
+    assert plain_limit(content) is None

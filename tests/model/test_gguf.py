@@ -14,31 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.placement import read_config
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.convert import convert_gguf, dtype_that_keeps
 from kvpool.worker_service.model.source.files import only_gguf
 from kvpool.worker_service.model.source.gguf_config import open_gguf
 from tests.model.gguf_files import write_gguf
-from tests.model.paged import PagedModel, quiet
-from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, Oracle, prompts
+from tests.model.paged import load, quiet
+from tests.tiny_models import COMMON, MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, draw_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 # model_type, fields of the config, keys of the header: much that transformers' own reader drops.
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
@@ -72,22 +59,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make(kind: str, **fields: Any) -> PreTrainedModel:
-    config = AutoConfig.for_model(kind, **{**COMMON, **fields})
+    config = AutoConfig.for_model(kind, **{**COMMON, "intermediate_size": 64, **fields})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
+    draw_weights(model, torch.Generator().manual_seed(0))
     return model
-
-
-def full(keys: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """The keys with the architecture's name before those that are its own."""
-    return {
-        key if key.startswith(("tokenizer.", "split.", "general.")) else f"{architecture}.{key}": value
-        for key, value in keys.items()
-    }
 
 
 def converted(path: Path) -> PreTrainedModel:
@@ -99,8 +74,7 @@ def converted(path: Path) -> PreTrainedModel:
 
 
 def served(path: Path) -> LoadedModel:
-    settings = ModelSettings(str(path), dtype="float32", device="cpu", cache_dir=path.parent / "cache", runtime="torch")
-    return load_model(settings, quiet)
+    return load(path, cache_dir=path.parent / "cache")
 
 
 def assert_equal(model: PreTrainedModel, other: PreTrainedModel, tolerance: float = 1e-5) -> None:
@@ -113,7 +87,7 @@ def assert_equal(model: PreTrainedModel, other: PreTrainedModel, tolerance: floa
 def test_a_file_is_the_model_that_it_was_written_from(architecture: str, tmp_path: Path) -> None:
     kind, fields, keys = KINDS[architecture]
     model = make(kind, **fields)
-    write_gguf(tmp_path / "m.gguf", model, architecture, full(keys, architecture))
+    write_gguf(tmp_path / "m.gguf", model, architecture, keys)
     assert_equal(model, converted(tmp_path / "m.gguf"))
 
 
@@ -122,12 +96,12 @@ def test_any_tensor_that_a_file_lacks_is_named_and_nothing_is_kept(architecture:
     """Of an expert's two merged matrices transformers would fill the missing one with zeros."""
     kind, fields, keys = KINDS[architecture]
     model, path = make(kind, **fields), tmp_path / "m.gguf"
-    names = write_gguf(path, model, architecture, full(keys, architecture))
+    names = write_gguf(path, model, architecture, keys)
     # Without output.weight the two are tied.
     drawn = random.Random(architecture).sample(sorted(set(names) - {"output.weight"}), 2)
     tried = [*drawn, *[name for name in names if name.endswith("0.ffn_up_exps.weight")]]
     for name in tried:
-        write_gguf(path, model, architecture, full(keys, architecture), leave_out=name)
+        write_gguf(path, model, architecture, keys, leave_out=name)
         with pytest.raises(ModelError, match=rf"m\.gguf is incomplete: the model needs {name}, which"):
             convert_gguf(path, tmp_path / "cache", quiet)
     assert [entry.suffix for entry in (tmp_path / "cache" / "models").iterdir()] == [".lock"] * len(tried)
@@ -154,14 +128,12 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_scaled_rope_is_taken_over(rope: str, tmp_path: Path) -> None:
     keys, parameters = ROPES[rope]
     model = make("llama", rope_parameters={"rope_theta": 10000.0, **parameters})
-    write_gguf(
-        tmp_path / "m.gguf", model, "llama", full({f"rope.{key}": value for key, value in keys.items()}, "llama")
-    )
+    write_gguf(tmp_path / "m.gguf", model, "llama", {f"rope.{key}": value for key, value in keys.items()})
     assert_equal(model, converted(tmp_path / "m.gguf"))
 
 
 def test_the_frequencies_of_llama_3_are_taken_over_from_their_tensor_and_served(tmp_path: Path) -> None:
-    """The header does not say how the factors were found; a worker's text is that of the config that has them."""
+    """The header does not say how the factors were found; the model is that of the config that has them."""
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     model = make("llama", rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, **llama3})
     plain = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
@@ -169,39 +141,21 @@ def test_the_frequencies_of_llama_3_are_taken_over_from_their_tensor_and_served(
     assert len(set(factors)) > 2
     write_gguf(tmp_path / "m.gguf", model, "llama", extra={"rope_freqs.weight": factors})
     assert_equal(model, converted(tmp_path / "m.gguf"), 1e-4)
-    loaded = served(tmp_path / "m.gguf")
-    assert loaded.facts.max_model_len == MAX_MODEL_LEN
-    paged, prompt = PagedModel(loaded), prompts()[2]
-    request = paged.request(prompt, 16)
-    paged.run([request])
-    assert request.token_ids == Oracle(model).logits(prompt, 16)[0]
+    assert served(tmp_path / "m.gguf").facts.max_model_len == MAX_MODEL_LEN
 
 
 def test_the_two_lists_of_longrope_are_taken_over(tmp_path: Path) -> None:
-    short, long = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 4.0, 5.0]
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": short,
-        "long_factor": long,
-        "attention_factor": 1.25,
-    }
-    model = make(
-        "phi3", rope_parameters=rope | {"original_max_position_embeddings": 128, "factor": 4.0}, sliding_window=None
-    )
-    extra = {
-        f"rope_factors_{kind}.weight": np.array(values, np.float32)
-        for kind, values in (("short", short), ("long", long))
-    }
-    keys = {
-        "rope.scaling.attn_factor": 1.25,
-        "rope.scaling.original_context_length": 128,
-        "tokenizer.ggml.padding_token_id": 0,
-    }
-    write_gguf(tmp_path / "m.gguf", model, "phi3", full(keys, "phi3"), extra=extra)
+    lists = {"short": [1.0, 1.1, 1.2, 1.3], "long": [2.0, 3.0, 4.0, 5.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "attention_factor": 1.25, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 128, **{f"{kind}_factor": values for kind, values in lists.items()}}
+    model = make("phi3", rope_parameters=rope, sliding_window=None)
+    extra = {f"rope_factors_{kind}.weight": np.array(values, np.float32) for kind, values in lists.items()}
+    keys = {"rope.scaling.attn_factor": 1.25, "rope.scaling.original_context_length": 128}
+    keys["tokenizer.ggml.padding_token_id"] = 0
+    write_gguf(tmp_path / "m.gguf", model, "phi3", keys, extra=extra)
     found = converted(tmp_path / "m.gguf")
     assert_equal(model, found)
-    assert found.config.rope_parameters["long_factor"] == long
+    assert found.config.rope_parameters["long_factor"] == lists["long"]
 
 
 def test_the_windows_of_gemma_3_rotate_by_a_base_of_their_own_and_come_by_a_period(tmp_path: Path) -> None:
@@ -214,7 +168,7 @@ def test_the_windows_of_gemma_3_rotate_by_a_base_of_their_own_and_come_by_a_peri
     fields = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": WINDOW, "tie_word_embeddings": True}
     model = make("gemma3_text", **fields, layer_types=types, rope_parameters=rope, query_pre_attn_scalar=256)
     keys = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 3, "rope.freq_base_swa": 500.0}
-    write_gguf(tmp_path / "m.gguf", model, "gemma3", full(keys, "gemma3"))
+    write_gguf(tmp_path / "m.gguf", model, "gemma3", keys)
     found = read_config(tmp_path, "m.gguf")
     assert found.layer_types == types
     assert {kind: one["rope_theta"] for kind, one in found.rope_parameters.items()} == {
@@ -226,7 +180,7 @@ def test_the_largest_gemma_scales_by_the_size_of_its_residual(tmp_path: Path) ->
     """No key of the header says so: hidden size / heads, where all others take the size of a head."""
     model = make("gemma2", head_dim=16, sliding_window=WINDOW, tie_word_embeddings=True)
     for layers, scalar in ((2, 256), (46, 8)):
-        write_gguf(tmp_path / "m.gguf", model, "gemma2", full({"block_count": layers}, "gemma2"))
+        write_gguf(tmp_path / "m.gguf", model, "gemma2", {"block_count": layers})
         assert read_config(tmp_path, "m.gguf").query_pre_attn_scalar == scalar
 
 
@@ -284,32 +238,31 @@ def test_keys_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> Non
     assert_equal(model, converted(tmp_path / "m.gguf"))
 
 
-def test_a_tensor_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
-    """A bias of llama's attention: without it the text is another one."""
-    write_gguf(tmp_path / "m.gguf", make("llama"), "llama", extra={"blk.0.attn_q.bias": np.ones(32, np.float32)})
-    with pytest.raises(ModelError, match=r"has blk\.0\.attn_q\.bias, which transformers does not read"):
-        convert_gguf(tmp_path / "m.gguf", tmp_path / "cache", quiet)
-
-
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "extra", "says"),
     [
         (
             {"split.no": 0, "split.count": 2},
-            r"one of 2 parts of a model \(split\.count\)\. Join them with `llama-gguf-split --merge`",
+            {},
+            r"one of 2 parts of a model \(split\.count\)\. Join them with `llama-gguf",
         ),
-        ({"split.count": 1, "split.tensors.count": 22}, r"has 21 of the 22 tensors of its model"),
-        ({"general.type": "adapter"}, "is no model by itself: its general.type is adapter"),
+        ({"split.count": 1, "split.tensors.count": 22}, {}, r"has 21 of the 22 tensors of its model"),
+        ({"general.type": "adapter"}, {}, "is no model by itself: its general.type is adapter"),
+        # a bias of llama's attention, without which the text is another one
+        (
+            {},
+            {"blk.0.attn_q.bias": np.ones(32, np.float32)},
+            r"has blk\.0\.attn_q\.bias, which transformers does not read",
+        ),
     ],
-    ids=str,
+    ids=["a part", "tensors are missing", "an adapter", "a tensor too many"],
 )
-def test_a_part_of_a_model_is_refused(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", make("llama"), "llama", keys)
+def test_what_is_no_whole_model_is_refused(
+    keys: dict[str, Any], extra: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", make("llama"), "llama", keys, extra=extra)
     with pytest.raises(ModelError, match=says):
         served(tmp_path / "m.gguf")
-
-
-def test_a_folder_with_the_parts_of_one_model_says_so() -> None:
     with pytest.raises(ModelError, match=r"the parts of one model.*llama-gguf-split --merge"):
         only_gguf("here", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"])
 
@@ -338,20 +291,17 @@ def test_the_type_of_a_conversion_keeps_every_matrix(kinds: tuple[Q, Q], dtype: 
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n", "is a pointer of git-lfs"),
         (b"", "is no GGUF file"),
         (b"GGUF\x03\x00\x00\x00", "is cut short or damaged: "),
+        (None, "is cut short or damaged: "),
     ],
 )
-def test_a_broken_file_is_named(content: bytes, says: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
+    """None: a sound one without its end."""
+    if content is None:
+        write_gguf(tmp_path / "m.gguf", make("llama"), "llama")
+        content = (tmp_path / "m.gguf").read_bytes()[:-4000]
     (tmp_path / "m.gguf").write_bytes(content)
     if not content.startswith(b"GGUF"):
         with pytest.raises(ModelError, match=says):
             find_candidate(ModelSettings(str(tmp_path), device="cpu"), quiet)
     with pytest.raises(ModelError, match=rf"m\.gguf {says}"):
         served(tmp_path / "m.gguf")
-
-
-def test_a_file_that_is_cut_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, make("llama"), "llama")
-    path.write_bytes(path.read_bytes()[:-4000])
-    with pytest.raises(ModelError, match=r"m\.gguf is cut short or damaged: "):
-        served(path)

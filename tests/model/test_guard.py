@@ -1,39 +1,27 @@
-"""Models that paged attention would compute wrongly are refused, and the message helps."""
+"""Models that paged attention would compute wrongly are refused, by config or by what they compute, and the message helps."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from kvpool.worker_service.attention.layer import LayerNeeds
+from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.forward.layers import AttentionLayer
-from kvpool.worker_service.model.guard.self_check import relative_difference
-from kvpool.worker_service.model.guard.support import check_config, check_layers
+from kvpool.worker_service.model.guard.self_check import random_sequences, relative_difference
+from kvpool.worker_service.model.guard.support import check_config, check_layers, guarded_layers
 from tests.model.paged import load
-from tests.tiny_models import build_model, make_tiny_model
-
-# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
-
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+from tests.tiny_models import COMMON, build_model, edit_json, make_tiny_model
 
 
 def config(kind: str, **fields: Any) -> Any:
-    return AutoConfig.for_model(kind, **{**TINY, **fields})
+    return AutoConfig.for_model(kind, **{**COMMON, "max_position_embeddings": 64, **fields})
 
 
 def rope(kind: str, **fields: Any) -> dict[str, Any]:
@@ -54,7 +42,6 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_refused_by_config(kind: str, fields: dict[str, Any], message: str) -> None:
-    """Before any weights are read."""
     with pytest.raises(UnsupportedModel, match=message):
         check_config(config(kind, **fields), max_model_len=64)
 
@@ -80,10 +67,7 @@ def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatc
 
 
 def layers(*windows: int | None) -> list[AttentionLayer]:
-    return [
-        AttentionLayer(f"layer{i}", torch.nn.Identity(), LayerNeeds(2, 2, 8, 8, window=window))
-        for i, window in enumerate(windows)
-    ]
+    return [AttentionLayer(f"layer{i}", torch.nn.Identity(), 2, 8, 8, window) for i, window in enumerate(windows)]
 
 
 def test_a_layer_that_does_not_reach_attention_is_missed() -> None:
@@ -103,8 +87,7 @@ def test_a_window_that_is_in_the_mask_only_is_refused() -> None:
 def test_a_window_of_one_token_is_refused_before_weights_are_read(kind: str, window: int, tmp_path: Path) -> None:
     """With a window of 0 the guard's own pass would divide by zero, which ends the process."""
     path = make_tiny_model(kind, tmp_path).path
-    content = json.loads((path / "config.json").read_bytes())
-    (path / "config.json").write_text(json.dumps(content | {"sliding_window": window}))
+    edit_json(path / "config.json", sliding_window=window)
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UnsupportedModel, match=rf"has a sliding window of {window} tokens; needed: 2 or more"):
         load(path)
@@ -123,3 +106,98 @@ def test_relative_difference_is_of_what_varies() -> None:
     ours = reference + torch.tensor([[0.0, 0.1, -0.1]])
     assert relative_difference(ours, reference) == pytest.approx(0.1, rel=1e-3)
     assert not relative_difference(ours * float("nan"), reference) <= 1.0
+
+
+# -- the probe sees whatever makes a token's logits depend on more than the tokens before it in its text
+
+
+LONGEST = 64
+WINDOW = 8
+_mlp: Callable[..., torch.Tensor] = LlamaMLP.forward
+_attention: Callable[..., Any] = LlamaAttention.forward
+
+
+def capacity_of_row(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """As experts that drop the tokens for which they have no room."""
+    result = _mlp(self, x)
+    result[:, 28:] = 0
+    return result
+
+
+def state_between_steps(self: Any, x: torch.Tensor) -> torch.Tensor:
+    state = getattr(self, "state", 0.0)
+    self.state = 0.9 * state + 0.1 * x[:, -1:]
+    return _mlp(self, x + state)
+
+
+MISTAKES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    # as token shifts and short convolutions do
+    "the token before": lambda self, x: _mlp(self, x + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]),
+    "the mean of the row": lambda self, x: _mlp(self, x - 0.1 * x.mean(dim=1, keepdim=True)),
+    "the length of the row": lambda self, x: _mlp(self, x * (1 + 0.001 * x.shape[1])),
+    # as positions counted with arange
+    "the place in the row": lambda self, x: _mlp(self, x * (1 + 0.001 * torch.arange(x.shape[1])[:, None])),
+    "the capacity of the row": capacity_of_row,
+    "a state between steps": state_between_steps,
+}
+
+
+@pytest.fixture
+def model() -> Any:
+    register()
+    model = build_model("llama", 0)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model.eval()
+
+
+def check(model: Any) -> None:
+    guarded_layers(model, model.config, torch.float32, torch.device("cpu"), LONGEST, is_thorough=True)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_depends_on_the_row_is_seen(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaMLP, "forward", MISTAKES[name])
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
+        check(model)
+
+
+def test_a_single_row_that_differs_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last layer, so that no later row shows it. Without it the model passes."""
+    check(model)
+    last = model.model.layers[-1].mlp
+
+    def second_of_row(x: torch.Tensor) -> torch.Tensor:
+        result = _mlp(last, x)
+        result[:, 1:2] *= 2
+        return result
+
+    monkeypatch.setattr(last, "forward", second_of_row)
+    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
+        check(model)
+
+
+@pytest.mark.parametrize("told", [WINDOW - 1, WINDOW, WINDOW + 1])
+def test_a_window_that_is_one_off_is_seen(model: Any, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model tells attention a window, and has one in its own mask."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        if self.config._attn_implementation == ATTENTION_NAME:
+            return _attention(self, hidden_states, **kwargs, sliding_window=told)
+        length = hidden_states.shape[1]
+        seen = torch.ones(length, length).tril().triu(1 - WINDOW)
+        kwargs["attention_mask"] = torch.zeros(length, length).masked_fill(seen == 0, float("-inf"))[None, None]
+        return _attention(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    if told == WINDOW:
+        check(model)
+    else:
+        with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
+            check(model)
+
+
+def test_what_a_config_gives_a_meaning_is_not_among_the_random_tokens(model: Any) -> None:
+    """Padding, say, may change positions."""
+    model.config.pad_token_id, model.config.eos_token_id = 5, [6, 7]
+    (drawn,) = random_sequences(model.config, [5000])
+    assert set(range(model.config.vocab_size)) - set(drawn) == {5, 6, 7}

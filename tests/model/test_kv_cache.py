@@ -25,11 +25,8 @@ def plan(num_blocks: int, block_size: int = 16) -> KVCachePlan:
     return KVCachePlan.one_group(num_blocks, block_size, kv_bytes_per_token(LAYERS, torch.bfloat16))
 
 
-def test_bytes_per_token_are_those_of_all_layers() -> None:
-    assert kv_bytes_per_token(LAYERS, torch.bfloat16) == (2 * 16 + 16) * 2
-
-
 def test_tensors_have_the_layout_and_the_null_block_stays_zero() -> None:
+    assert kv_bytes_per_token(LAYERS, torch.bfloat16) == (2 * 16 + 16) * 2
     cache = KVCache(plan(num_blocks=5, block_size=4), LAYERS, torch.bfloat16, CPU)
     assert [tuple(layer.k_cache.shape) for layer in cache.layers] == [(5, 4, 2, 8), (5, 4, 1, 12)]
     assert [tuple(layer.v_cache.shape) for layer in cache.layers] == [(5, 4, 2, 8), (5, 4, 1, 4)]

@@ -1,28 +1,35 @@
-"""How weights get to their device: straight, once, and in a thread that knows which device it is."""
+"""How weights get to their device: straight, once, and in a thread that knows which device it is; encoder-decoder models."""
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvpool.worker_service import server
+from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart, Step
 from kvpool.worker_service.model.device import enter_device
-from kvpool.worker_service.model.errors import ModelError
+from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
+from kvpool.worker_service.model.facts import EncoderFacts, read_encoder_facts
 from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears
+from kvpool.worker_service.model.guard.support import check_config, check_replica
+from kvpool.worker_service.model.guard.tiny_replica import replica_config
+from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.settings import WorkerSettings
-from tests.model.paged import NEEDS_PACKING, load
+from scripts.models.subjects import default_seq2seq_config
+from scripts.models.trial import save
+from tests.model.paged import GREEDY, NEEDS_PACKING, load, quiet
+from tests.python_program import run_python
 from tests.tiny_models import make_tiny_model
 
 # -- the device of the model's thread
@@ -122,8 +129,7 @@ def growth_mib(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     hides less of the second growth than the room that the bounds have."""
     devices = ("meta", "cpu")
     tiny = make_tiny_model("llama", tmp_path_factory.mktemp("tiny")).path
-    command = [sys.executable, "-c", _LOAD, str(tiny), str(large), *devices]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = run_python("-c", _LOAD, str(tiny), str(large), *devices)
     assert done.returncode == 0, done.stderr
     return dict(
         zip(devices, (int(kib) / 1024 for kib in re.findall(r"^growth (\d+)$", done.stdout, re.M)), strict=True)
@@ -131,15 +137,13 @@ def growth_mib(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process has of its own")
-def test_weights_do_not_pass_through_host_memory_on_their_way_to_a_device(growth_mib: dict[str, float]) -> None:
-    """The meta device stands for a GPU: whatever grows here grew in host memory. Narrower than the file, so they are converted."""
-    assert growth_mib["meta"] < 24
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process has of its own")
-def test_a_cpu_holds_converted_weights_once(growth_mib: dict[str, float]) -> None:
-    """64 MiB in bfloat16, laid out for oneDNN one after the other; and not the 64 MiB before that as well."""
-    assert growth_mib["cpu"] < 96
+@pytest.mark.parametrize(("device", "most"), [("meta", 24), ("cpu", 96)])
+def test_a_load_needs_no_more_host_memory_than_the_weights(
+    growth_mib: dict[str, float], device: str, most: int
+) -> None:
+    """Weights for a device do not pass through it; the meta device stands for a GPU. A CPU holds converted ones once, 64 MiB in
+    bfloat16, laid out for oneDNN one after the other; and not the 64 MiB before that as well."""
+    assert growth_mib[device] < most
 
 
 @NEEDS_PACKING
@@ -159,17 +163,117 @@ def test_an_unpacked_weight_goes_before_the_next_layer_is_packed(monkeypatch: py
 
     monkeypatch.setattr(packed_linear, "_pack", counting)
     assert pack_linears(model) == 2 * NUM_LAYERS
-    assert _falls(alive, by=2)
+    # With every layer of two, at the latest when the next but one is packed.
+    assert all(later <= sooner - 2 for sooner, later in zip(alive, alive[4:], strict=False))
     assert not [reference for reference in weights if reference() is not None]
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 2 * NUM_LAYERS
-
-
-def _falls(counts: Sequence[int], by: int) -> bool:
-    """With every layer of two, at the latest when the next but one is packed."""
-    return all(later <= sooner - by for sooner, later in zip(counts, counts[2 * by :: 1], strict=False))
 
 
 def test_a_model_that_was_loaded_with_a_device_map_has_no_hooks(tmp_path: Path) -> None:
     """Accelerate puts some around models that are spread over devices, which would cost time in every module."""
     model = modules_of(load(make_tiny_model("llama", tmp_path).path).runtime)
     assert not [name for name, module in model.named_modules() if "_hf_hook" in vars(module)]
+
+
+# -- encoder-decoder models
+
+
+def make(kind: str, folder: Path) -> Path:
+    save(replica_config(default_seq2seq_config(kind), 1 << 20), folder)
+    return folder
+
+
+def test_the_facts_say_that_the_prompt_feeds_an_encoder(tmp_path: Path) -> None:
+    lines: list[str] = []
+    facts = load(make("t5", tmp_path), lines.append, max_model_len=100, runtime="auto").facts
+    assert facts.encoder == EncoderFacts(512, 264, decoder_start_token_id=0, forced_bos_token_id=None)
+    assert facts.encoder.decoder_prompt == (0,)
+    assert facts.max_model_len == 100
+    assert "runtime: torch; not native: it computes no encoder-decoder models" in lines
+    shorter = load(tmp_path, lines.append, max_encoder_tokens=40, runtime="auto").facts.encoder
+    assert shorter is not None
+    assert shorter.max_tokens == 40
+
+
+def test_decoders_begin_as_transformers_begins_them() -> None:
+    config = AutoConfig.for_model("bart", decoder_start_token_id=5, bos_token_id=6, forced_bos_token_id=None)
+    generation = GenerationConfig(decoder_start_token_id=7, forced_bos_token_id=9)
+    assert read_encoder_facts(None, config, 10, 20) == EncoderFacts(10, 20, 5, None)
+    found = read_encoder_facts(generation, config, 10, 20)
+    assert found == EncoderFacts(10, 20, 7, 9)
+    assert found.decoder_prompt == (7, 9)
+    assert read_encoder_facts(GenerationConfig(bos_token_id=3), AutoConfig.for_model("t5"), 1, 1).decoder_prompt == (3,)
+    with pytest.raises(ModelError, match="has a decoder_start_token_id"):
+        read_encoder_facts(None, AutoConfig.for_model("t5"), 10, 20)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"runtime": "native"}, "--runtime native cannot serve this model here: it computes no encoder-decoder models"),
+        ({"quantize": "int8"}, "--quantize int8 needs the native step"),
+        ({"max_encoder_tokens": 129}, "--max-encoder-tokens 129 is not within 1 … 128"),
+    ],
+)
+def test_what_an_encoder_decoder_model_cannot_have_is_refused(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(make("bart", tmp_path), **{"runtime": "auto", **more})
+
+
+def test_a_limit_of_the_encoder_needs_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match="has no encoder: leave out --max-encoder-tokens"):
+        load(tmp_path, max_encoder_tokens=5)
+
+
+@pytest.mark.parametrize("kind", ["t5", "t5gemma", "m2m_100"])
+def test_a_model_in_bfloat16_passes_its_check_and_runs(kind: str, tmp_path: Path) -> None:
+    loaded = load(make(kind, tmp_path), dtype="bfloat16")
+    backend = loaded.attention_backend("auto", 4, quiet)
+    assert loaded.facts.encoder is not None
+    runner = loaded.runner(loaded.plan(MemorySettings(4, num_blocks=20, max_num_seqs=2)).kv_cache, backend)
+    runner.kv_cache.fill(float("nan"))
+    encoder = EncoderBlocks([3, 1], 7, [20, 30, 40, 50, 60, 70, 80])
+    tables = tuple([2 + index, 9, 8] for index in range(len(runner.kv_cache.plan.groups)))
+    for start, given in ((0, [*loaded.facts.encoder.decoder_prompt, 33, 44]), (3, [55])):
+        part = SequencePart(given, start, tables, GREEDY, encoder=encoder)
+        (result,) = runner.execute(Step([part]))
+        assert result.bad_logits is None
+        assert result.token is not None
+        encoder = encoder._replace(token_ids=())
+
+
+def test_an_encoder_that_changes_with_its_inputs_is_refused() -> None:
+    """After a short input it attends to everything for good, and then answers long ones in another way."""
+    config = default_seq2seq_config("bigbird_pegasus")
+    check_config(config, 4096)
+    with pytest.raises(UnsupportedModel, match="another way after it has seen a shorter one") as refusal:
+        check_replica(config, 4096)
+    assert "--max-model-len" not in str(refusal.value)
+    config.attention_type = "original_full"
+    check_replica(config, 4096)
+
+
+def test_attention_in_code_of_its_own_is_refused_by_the_config() -> None:
+    with pytest.raises(UnsupportedModel, match="its own code"):
+        check_config(default_seq2seq_config("led"), 1024)
+
+
+def test_a_step_leaves_the_attention_of_the_encoder_as_it_was(tmp_path: Path) -> None:
+    """Encoder and decoder of BART have one config: the encoder's own attention must not become the decoder's."""
+    loaded = load(make("bart", tmp_path))
+    runner = loaded.runner(loaded.plan(MemorySettings(4, num_blocks=20, max_num_seqs=1)).kv_cache)
+    part = SequencePart([2, 7], 0, ([1],), GREEDY, encoder=EncoderBlocks([1], 3, [5, 6, 7]))
+    before = loaded.runtime.config._attn_implementation
+    first = runner.execute(Step([part]))
+    assert loaded.runtime.config._attn_implementation == before == "kvpool"
+    again = runner.execute(Step([part._replace(encoder=EncoderBlocks([1], 3))]))
+    assert first == again
+    with pytest.raises(IndexError):
+        runner.execute(Step([part._replace(encoder=EncoderBlocks([1], 3, [5, 9999, 7]))]))
+    assert loaded.runtime.config._attn_implementation == "kvpool"
+    assert runner.execute(Step([part])) == first
+    assert torch.isfinite(torch.tensor([first[0].token.logprobs.logprob])).all()  # type: ignore[union-attr]

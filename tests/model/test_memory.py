@@ -75,13 +75,24 @@ def fits(facts: MemoryFacts, settings: MemorySettings) -> bool:
 # -- the formula
 
 
-def test_a_cpu_gives_a_fifth_of_what_is_free() -> None:
-    assert plan_memory(CPU, SETTINGS).kv_cache.total_bytes == pytest.approx(0.2 * 10 * GIB, rel=1e-3)
+BUSY = replace(CPU, activation_bytes=9 * GIB)
+ROOM = (80 - 2 - 16 - 3) * GIB
 
 
-def test_a_cpu_gives_less_where_a_maximum_batch_needs_nearly_everything() -> None:
-    facts = replace(CPU, activation_bytes=9 * GIB)
-    assert plan_memory(facts, SETTINGS).kv_cache.total_bytes == GIB
+@pytest.mark.parametrize(
+    ("facts", "wish", "num_bytes"),
+    [
+        pytest.param(CPU, {}, GIB * 2, id="a CPU gives a fifth of what is free"),
+        pytest.param(BUSY, {}, GIB, id="and less where a maximum batch needs nearly everything"),
+        pytest.param(CPU, {"num_blocks": 10}, 10 * 16 << 15, id="by number of blocks"),
+        pytest.param(CPU, {"kv_cache_memory": 7 * (16 << 15) + 100}, 7 * 16 << 15, id="by memory: whole blocks"),
+        pytest.param(GPU, {"num_blocks": ROOM // (16 << 17)}, ROOM, id="by name more than the share of a GPU"),
+    ],
+)
+def test_the_size_of_a_cache(facts: MemoryFacts, wish: dict[str, int], num_bytes: int) -> None:
+    plan = plan_memory(facts, replace(SETTINGS, **wish)).kv_cache
+    assert plan.total_bytes == pytest.approx(num_bytes, rel=1e-3 if facts is CPU and not wish else 0)
+    assert plan.capacity == plan.num_blocks - 1
 
 
 @given(FACTS, WISHES)
@@ -112,24 +123,6 @@ def test_no_cache_is_refused_that_would_fit(facts: MemoryFacts, settings: Memory
 
 
 # -- sizes that are asked for
-
-
-def test_by_number_of_blocks() -> None:
-    made = plan_memory(CPU, replace(SETTINGS, num_blocks=10)).kv_cache
-    assert (made.num_blocks, made.capacity, made.bytes_per_token) == (10, 9, CPU.bytes_per_token)
-    assert made.total_bytes == 10 * 16 * CPU.bytes_per_token
-
-
-def test_by_memory_takes_whole_blocks() -> None:
-    asked = replace(SETTINGS, kv_cache_memory=16 * CPU.bytes_per_token * 7 + 100)
-    assert plan_memory(CPU, asked).kv_cache.num_blocks == 7
-
-
-def test_a_size_goes_before_every_share() -> None:
-    """More than 90 % of a GPU may be asked for by name."""
-    most = (80 - 2 - 16 - 3) * GIB // (16 << 17)
-    plan = plan_memory(GPU, replace(SETTINGS, num_blocks=most)).kv_cache
-    assert plan.total_bytes > plan_memory(GPU, SETTINGS).kv_cache.total_bytes
 
 
 @given(FACTS, st.sampled_from([1, 16, 256]), st.integers(2, 1 << 40), st.booleans())
@@ -249,7 +242,6 @@ def test_the_budget_of_a_cpu_line_by_line() -> None:
 
 @given(FACTS, WISHES)
 def test_the_lines_add_up(facts: MemoryFacts, settings: MemorySettings) -> None:
-    """From the whole down to what is left over."""
     try:
         budget = plan_memory(facts, settings)
     except KVCacheTooLarge:
@@ -260,18 +252,11 @@ def test_the_lines_add_up(facts: MemoryFacts, settings: MemorySettings) -> None:
     assert total.num_bytes == sum(line.num_bytes for line in others)
 
 
-def test_the_line_for_the_log() -> None:
+def test_a_plan_is_a_line_for_the_log_and_counts_whole_blocks() -> None:
     plan = KVCachePlan.one_group(num_blocks=101, block_size=16, bytes_per_token=96)
     assert plan.describe(max_model_len=170) == (
         "KV cache: 151.50 KiB, 100 blocks of 16 tokens = 1,600 tokens; at 170 tokens per sequence 9.09 at once"
     )
-
-
-def test_concurrency_counts_whole_blocks() -> None:
-    plan = KVCachePlan.one_group(num_blocks=101, block_size=16, bytes_per_token=96)
     assert [plan.concurrency(tokens) for tokens in (1, 16, 17, 1600)] == [100, 100, 50, 1]
-
-
-def test_sizes_for_people() -> None:
     shown = [show_bytes(count) for count in (0, 1023, 1 << 10, 3 << 19, 5 << 30, -(1 << 20))]
     assert shown == ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "5.00 GiB", "-1.00 MiB"]

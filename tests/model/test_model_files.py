@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +26,9 @@ from kvpool.worker_service.model.settings import ModelSettings
 from tests.cluster.fork_server import WORKER_MODULE
 from tests.cluster.process import Process
 from tests.model.paged import load, quiet
-from tests.tiny_models import EOS_TOKEN_ID, make_tiny_model
+from tests.python_program import run_python
+from tests.tiny_models import EOS_TOKEN_ID, edit_json, make_tiny_model
 
-REPOSITORY = Path(__file__).parents[2]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n"
 SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
 WEIGHTS = "model.safetensors"
@@ -46,11 +43,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "m"))
-
-
-def edit(file: Path, **fields: Any) -> None:
-    content = json.loads(file.read_bytes())
-    file.write_text(json.dumps(content | fields))
 
 
 def as_folder(file: Path) -> None:
@@ -77,8 +69,11 @@ BREAKS: dict[str, Break] = {
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("name", [*SMALL, WEIGHTS])
 def test_a_broken_file_is_named(name: str, how: str, folder: Path) -> None:
-    """An empty or shorter template is a template."""
+    """Of a small one `kvpool up` hears before it starts workers. An empty or shorter template is a template."""
     BREAKS[how](folder / name)
+    if name.endswith("config.json"):
+        with pytest.raises(ModelError, match=name):
+            find_candidate(ModelSettings(str(folder), device="cpu"), quiet)
     if name == "chat_template.jinja" and how in ("empty", "cut"):
         load(folder)
         return
@@ -88,14 +83,6 @@ def test_a_broken_file_is_named(name: str, how: str, folder: Path) -> None:
     assert str(folder / name) in text or (name == WEIGHTS and how == "a dangling link"), text
     assert len(text.splitlines()) == 1
     assert text.endswith(".")
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("how", BREAKS)
-def test_kvpool_up_hears_of_a_broken_small_file_before_it_starts_workers(name: str, how: str, folder: Path) -> None:
-    BREAKS[how](folder / name)
-    with pytest.raises(ModelError, match=name):
-        find_candidate(ModelSettings(str(folder), device="cpu"), quiet)
 
 
 @pytest.mark.parametrize("content", ["[1]", "null", "7", '"text"', "{,}", "[" * 100_000])
@@ -123,24 +110,24 @@ def test_a_config_with_something_else_where_a_number_belongs_is_one_sentence_or_
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"eos_token_id": "2"}, "has text as eos_token_id; needed: an id or a list of ids, or null"),
+        ({"eos_token_id": "2"}, "eos_token_id; needed: an id or a list of ids, or null"),
         ({"eos_token_id": [1, None, {}]}, "has a list as eos_token_id"),
         ({"forced_bos_token_id": True}, "has true or false as forced_bos_token_id"),
         ({"temperature": "hot"}, "has text as temperature; needed: a number, or null"),
         ({"repetition_penalty": {}}, "has an object as repetition_penalty"),
+        *(
+            ({"chat_template": template}, "has a chat_template that is neither text nor a list of named ones")
+            for template in (7, {"default": "x"}, ["x"], [{"name": "default"}, 3])
+        ),
     ],
+    ids=str,
 )
-def test_what_is_no_number_in_the_generation_config_is_named(fields: dict[str, Any], says: str, folder: Path) -> None:
-    edit(folder / "generation_config.json", **fields)
-    with pytest.raises(ModelError, match=rf"generation_config\.json {says}"):
-        load(folder)
-
-
-@pytest.mark.parametrize("template", [7, {"default": "x"}, ["x"], [{"name": "default"}, 3]])
-def test_a_chat_template_of_another_kind_is_named(template: Any, folder: Path) -> None:
+def test_a_field_of_another_kind_is_named(fields: dict[str, Any], says: str, folder: Path) -> None:
+    """Of generation_config.json, and the template in tokenizer_config.json."""
     (folder / "chat_template.jinja").unlink()
-    edit(folder / "tokenizer_config.json", chat_template=template)
-    with pytest.raises(ModelError, match=r"chat_template that is neither text nor a list of named ones"):
+    name = "tokenizer_config.json" if "chat_template" in fields else "generation_config.json"
+    edit_json(folder / name, **fields)
+    with pytest.raises(ModelError, match=says):
         load(folder)
 
 
@@ -160,16 +147,20 @@ def test_an_index_that_leads_nowhere_is_named(content: dict[str, Any], says: str
         load(folder)
 
 
-def test_weights_with_more_or_less_than_their_header_says_are_named(folder: Path) -> None:
-    file = folder / WEIGHTS
-    whole = file.read_bytes()
-    for content, says in (
-        (whole[:-100], "is cut short: by its header it has"),
-        (whole + b"more", "is damaged: by its header"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(ModelError, match=rf"model\.safetensors {says}"):
-            load(folder)
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda whole: whole[:-100], "is cut short: by its header it has"),
+        (lambda whole: whole + b"more", "is damaged: by"),
+    ],
+    ids=["less", "more"],
+)
+def test_weights_of_another_length_than_their_header_says_are_named(
+    edit: Callable[[bytes], bytes], says: str, folder: Path
+) -> None:
+    (folder / WEIGHTS).write_bytes(edit((folder / WEIGHTS).read_bytes()))
+    with pytest.raises(ModelError, match=rf"model\.safetensors {says}"):
+        load(folder)
 
 
 # -- quantized
@@ -193,7 +184,7 @@ def test_a_quantized_checkpoint_is_refused_by_the_name_of_its_quantizer(
     fields: dict[str, Any], says: str, folder: Path
 ) -> None:
     """At once, also by `kvpool up`: no library of the quantizer is looked for."""
-    edit(folder / "config.json", **fields)
+    edit_json(folder / "config.json", **fields)
     with pytest.raises(ModelError, match=rf"is a quantized checkpoint{says}.*Give the model that was quantized"):
         find_candidate(ModelSettings(str(folder), device="cpu"), quiet)
     with pytest.raises(ModelError, match=says):
@@ -202,6 +193,8 @@ def test_a_quantized_checkpoint_is_refused_by_the_name_of_its_quantizer(
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
 def test_a_quantizer_that_wrote_a_file_of_its_own_is_found(name: str, folder: Path) -> None:
+    edit_json(folder / "config.json", quantization_config=None)
+    load(folder)  # an empty field is none
     (folder / name).write_text("{}")
     with pytest.raises(ModelError, match=rf"quantized checkpoint by \w+ \(it has {name}\)"):
         load(folder)
@@ -215,11 +208,6 @@ def test_packed_weights_without_a_word_about_them_are_refused(dtype: torch.dtype
     save_file(tensors | {name: tensors[name].to(dtype)}, folder / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=rf"quantized checkpoint \({name} has the type [FIU]\d"):
         load(folder)
-
-
-def test_an_empty_quantization_config_is_none(folder: Path) -> None:
-    edit(folder / "config.json", quantization_config=None)
-    load(folder)
 
 
 # -- errors of libraries that nobody has foreseen
@@ -267,16 +255,8 @@ def test_a_worker_ends_with_the_sentence_and_no_traceback(folder: Path, tmp_path
 
 def test_kvpool_up_ends_with_the_sentence_and_no_traceback(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_bytes(POINTER)
-    path = os.pathsep.join(str(REPOSITORY / part) for part in (".", "common"))
-    done = subprocess.run(
-        [sys.executable, "-m", "kvpool.cli", "up", "--model", str(folder), "--port", str(free_port())],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": path, "HOME": str(tmp_path), "NO_COLOR": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    flags = ["--model", str(folder), "--port", str(free_port())]
+    done = run_python("-m", "kvpool.cli", "up", *flags, HOME=str(tmp_path), NO_COLOR="1")
     assert done.returncode == 1, done.stderr
     assert f"{folder / 'config.json'} is a pointer of git-lfs, not the file itself." in done.stderr
     assert "Traceback" not in done.stderr

@@ -25,10 +25,10 @@ from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.guard.self_check import relative_difference
 from kvpool.worker_service.model.guard.tiny_replica import replica_config
-from kvpool.worker_service.model.load import LoadedModel, load_model
+from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
-from kvpool.worker_service.model.settings import DTypeName, ModelSettings, QuantizationName, RuntimeName
+from kvpool.worker_service.model.settings import DTypeName, QuantizationName
 from kvpool.worker_service.native.cpu import selection
 from kvpool.worker_service.native.cpu.weights import PackedModel
 from scripts.models.subjects import default_config
@@ -50,18 +50,6 @@ _REASONS = {
 }
 
 
-def open_model(
-    path: Path,
-    dtype: DTypeName,
-    runtime: RuntimeName = "native",
-    say: list[str] | None = None,
-    quantize: QuantizationName = "none",
-) -> LoadedModel:
-    lines = [] if say is None else say
-    settings = ModelSettings(str(path), dtype, "cpu", runtime=runtime, quantize=quantize, num_threads=1)
-    return load_model(settings, lines.append)
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path
@@ -76,23 +64,31 @@ def test_what_is_not_native_is_refused_with_the_reason_or_runs_on_torch(architec
         load(tiny.path, runtime="native")
 
 
-def test_auto_says_why_a_model_is_not_native_and_serves_it(tmp_path: Path) -> None:
+def served_by_torch(path: Path, why: str, **settings: Any) -> LoadedModel:
+    """`--runtime auto` says why it takes torch."""
     lines: list[str] = []
-    loaded = open_model(make_tiny_model("gpt_oss", tmp_path).path, "float32", "auto", lines)
+    loaded = load(path, lines.append, runtime="auto", **settings)
     assert isinstance(loaded.runtime, ModulesRuntime)
-    assert "runtime: torch; not native: it has attention sinks" in lines
+    assert any(line.startswith(f"runtime: torch; not native: {why}") for line in lines), lines
+    return loaded
+
+
+def test_auto_says_why_a_model_is_not_native_and_serves_it(tmp_path: Path) -> None:
+    served_by_torch(make_tiny_model("gpt_oss", tmp_path).path, "it has attention sinks")
+
+
+def token_after(loaded: LoadedModel) -> int:
+    """After a few tokens."""
+    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
+    (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, ([1],), GREEDY)]))
+    assert result.token is not None
+    return result.token.token_id
 
 
 def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are gone from the modules by then."""
     monkeypatch.setattr(check, "_TOLERANCE", {torch.float32: 1e-4, torch.bfloat16: 0.0})
-    lines: list[str] = []
-    loaded = open_model(llama, "bfloat16", "auto", lines)
-    assert isinstance(loaded.runtime, ModulesRuntime)
-    assert [line for line in lines if line.startswith("runtime: torch; not native: its logits differ")]
-    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
-    (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, ([1],), GREEDY)]))
-    assert result.token is not None
+    token_after(served_by_torch(llama, "its logits differ", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("num_calls", [1, 2], ids=["its replica", "itself"])
@@ -102,7 +98,7 @@ def test_a_model_that_surprises_is_served_by_torch(
     """Before it is packed, and after: its modules are empty by then."""
     packed: list[weakref.ref[PackedModel]] = []
     held: list[int] = []
-    load_weights = runtimes.RuntimeLoader._load_weights
+    load_weights = runtimes._load_weights
 
     def surprised(runtime: NativeRuntime, *rest: Any) -> None:
         packed.append(weakref.ref(runtime.packed))
@@ -115,19 +111,12 @@ def test_a_model_that_surprises_is_served_by_torch(
         return load_weights(*arguments)
 
     monkeypatch.setattr(native_load, "check", surprised)
-    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
-    lines: list[str] = []
-    loaded = open_model(llama, "float32", "auto", lines)
-    assert isinstance(loaded.runtime, ModulesRuntime)
-    assert "runtime: torch; not native: KeyError: 'inv_freq'" in lines
+    monkeypatch.setattr(runtimes, "_load_weights", loading)
+    loaded = served_by_torch(llama, "KeyError: 'inv_freq'")
     assert held == [0] * num_calls  # one model in memory at a time
-    (result,) = loaded.runner(KVCachePlan.one_group(3, 16, 1)).execute(
-        Step([SequencePart(TEXT[:5], 0, ([1],), GREEDY)])
-    )
-    assert result.token is not None
+    token_after(loaded)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 def test_the_text_model_of_a_composite_one_runs_natively(tmp_path: Path) -> None:
     """Its own config describes the text only, of which transformers can build no model."""
     save(replica_config(default_config("emu3"), 128), tmp_path)
@@ -138,20 +127,15 @@ def test_where_the_step_was_not_built_torch_serves_and_says_what_to_do(
     llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(selection, "BUILDS", tmp_path)
-    lines: list[str] = []
-    settings = ModelSettings(str(llama), "float32", "cpu", cache_dir=tmp_path, num_threads=1)
-    assert isinstance(load_model(settings, lines.append).runtime, ModulesRuntime)
-    assert (
-        "runtime: torch; not native: The native step was not built: install kvpool again, with a C compiler; in a clone, any "
-        "`make` command compiles it."
-    ) in lines
+    what_to_do = "install kvpool again, with a C compiler; in a clone, any `make` command compiles it."
+    served_by_torch(llama, f"The native step was not built: {what_to_do}", cache_dir=tmp_path)
 
 
 def test_weights_are_held_once(llama: Path) -> None:
     """In the native layout: the modules are empty, and nothing else has a copy."""
     lines: list[str] = []
-    native = open_model(llama, "float32", say=lines)
-    torch_bytes = open_model(llama, "float32", "torch").runtime.num_bytes()
+    native = load(llama, lines.append, runtime="native")
+    torch_bytes = load(llama).runtime.num_bytes()
     assert isinstance(native.runtime, NativeRuntime)
     # Vectors are filled up with zeros, and there are tables of cos and sin.
     tables = 2 * 512 * 4 * 4
@@ -172,7 +156,7 @@ def test_int8_is_the_model_with_rounded_weights_and_activations(architecture: st
     tokens = TEXT[:60]
     with torch.inference_mode():
         wanted, exact = (model(torch.tensor([tokens])).logits[0] for model in (rounded, _load(path)))
-    runner = open_model(path, "float32", quantize="int8").runner(KVCachePlan.one_group(5, 16, 1))
+    runner = load(path, runtime="native", quantize="int8").runner(KVCachePlan.one_group(5, 16, 1))
     found = runner.logits([SequencePart(tokens, 0, ([1, 2, 3, 4],), None)])
     assert relative_difference(found, wanted) < 0.2 * relative_difference(exact, wanted)
 
@@ -193,7 +177,8 @@ def _rounded_in_groups(inputs: torch.Tensor) -> torch.Tensor:
 def test_int8_halves_the_weights_and_is_another_model(llama: Path) -> None:
     """KV of both must never mix, so they have two fingerprints."""
     lines: list[str] = []
-    exact, rounded = open_model(llama, "bfloat16"), open_model(llama, "bfloat16", say=lines, quantize="int8")
+    how: dict[str, Any] = {"dtype": "bfloat16", "runtime": "native"}
+    exact, rounded = load(llama, **how), load(llama, lines.append, **how, quantize="int8")
     assert rounded.facts.fingerprint != exact.facts.fingerprint
     assert rounded.runtime.num_bytes() < 0.75 * exact.runtime.num_bytes()  # the embedding keeps its type
     assert [line for line in lines if line.startswith("runtime: native (") and "weights of int8" in line]
@@ -202,15 +187,15 @@ def test_int8_halves_the_weights_and_is_another_model(llama: Path) -> None:
 def test_int8_is_refused_where_the_native_step_cannot_run(tmp_path: Path) -> None:
     path = make_tiny_model("gpt_oss", tmp_path).path
     with pytest.raises(ModelError, match=r"--quantize int8 needs the native step, .* it has attention sinks. Leave"):
-        open_model(path, "float32", "auto", quantize="int8")
+        load(path, runtime="auto", quantize="int8")
     with pytest.raises(ModelError, match=r"--quantize int8 needs the native step, .* would compute float16 on cpu"):
-        open_model(path, "float16", "auto", quantize="int8")
+        load(path, dtype="float16", runtime="auto", quantize="int8")
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_a_row_without_numbers_ends_its_request_alone(llama: Path, quantize: QuantizationName) -> None:
     """NaN passes through the native step, and reaches no other request."""
-    runner = open_model(llama, "float32", quantize=quantize).runner(KVCachePlan.one_group(8, 16, 1))
+    runner = load(llama, runtime="native", quantize=quantize).runner(KVCachePlan.one_group(8, 16, 1))
     good = SequencePart(TEXT[:9], 0, ([1],), GREEDY)
     (expected,) = runner.execute(Step([good]))
     runner.execute(Step([SequencePart(TEXT[:9], 0, ([2],), None)]))
@@ -252,7 +237,7 @@ class Subject:
     """A model whose bits are tried."""
 
     def __init__(self, path: Path, dtype: DTypeName, quantize: QuantizationName) -> None:
-        loaded = open_model(path, dtype, quantize=quantize)
+        loaded = load(path, dtype=dtype, runtime="native", quantize=quantize)
         assert isinstance(loaded.runtime, NativeRuntime)
         self.loaded, self.runtime = loaded, loaded.runtime
         runner, tables = self.runner(Run(1, 16, [], [], 0, 0), 1)
@@ -269,7 +254,7 @@ class Subject:
         blocks = list(range(1, 1 + num_tables * each))
         random.Random(run.seed).shuffle(blocks)
         runtime = dataclasses.replace(self.runtime, num_threads=run.num_threads)
-        return ModelRunner(runtime, cache, None), [blocks[i * each : (i + 1) * each] for i in range(num_tables)]
+        return ModelRunner(runtime, cache, None, CPU), [blocks[i * each : (i + 1) * each] for i in range(num_tables)]
 
     def same(self, rows: torch.Tensor, first: int) -> bool:
         return torch.equal(rows, self.truth[first : first + len(rows)])

@@ -17,29 +17,15 @@ from kvpool.worker_service.model.native.recognition import describe
 from kvpool.worker_service.native.cpu.selection import load_step
 from kvpool.worker_service.native.description import Activation, ModelDescription
 from scripts.models.subjects import default_config
-
-# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+from tests.tiny_models import COMMON
 
 CPU = torch.device("cpu")
 LENGTH = 64
-TINY: dict[str, Any] = {
-    "vocab_size": 264,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 128}
 
 
 def tiny(kind: str, **fields: Any) -> Any:
-    return build_replica(AutoConfig.for_model(kind, **{**TINY, **fields}))
+    return build_replica(AutoConfig.for_model(kind, **{**COMMON, **SIZES, **fields}))
 
 
 def described(model: Any, dtype: torch.dtype = torch.float32) -> ModelDescription:
@@ -159,39 +145,28 @@ def test_arrangements() -> None:
     assert described(tiny("biogpt")).position_offset == 2
 
 
-def clamp_gate(model: Any) -> None:
-    """As gpt-oss has it in its experts."""
+def on_gates(model: Any, hook: Callable[..., Any]) -> None:
+    """As gpt-oss clamps them in its experts."""
     for layer in model.model.layers:
-        layer.mlp.act_fn.register_forward_pre_hook(lambda _, inputs: (inputs[0].clamp(max=30),))
+        layer.mlp.act_fn.register_forward_pre_hook(hook)
 
 
-def add_to_output(model: Any) -> None:
-    model.model.layers[0].register_forward_hook(lambda _, __, output: output + 0.01 * output.roll(1, -1))
+MLP = "its MLP is none of up, activation, down"
+RESIDUAL = "its layers do more to the residual than"
+CHANGES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda model: on_gates(model, lambda _, inputs: (inputs[0].clamp(max=30),)), MLP),
+    (lambda m: m.model.layers[0].register_forward_hook(lambda _, __, out: out + 0.01 * out.roll(1, -1)), RESIDUAL),
+    (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out * 0.9), RESIDUAL),
+    (lambda m: m.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)), "its head gets other numbers"),
+    (
+        lambda m: m.model.layers[1].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(3))),
+        "weights other than those of linear layers and norms, such as mlp.extra",
+    ),
+]
 
 
-def scale_last_layer(model: Any) -> None:
-    model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: output * 0.9)
-
-
-def scale_head_inputs(model: Any) -> None:
-    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
-
-
-def add_weights(model: Any) -> None:
-    model.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (clamp_gate, "its MLP is none of up, activation, down"),
-        (add_to_output, "its layers do more to the residual than"),
-        (scale_last_layer, "its layers do more to the residual than"),
-        (scale_head_inputs, "its head gets other numbers"),
-        (add_weights, "weights other than those of linear layers and norms, such as mlp.extra"),
-    ],
-)
-def test_what_the_step_does_not_know_is_refused(change: Callable[[Any], None], reason: str) -> None:
+@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=["gate", "output", "last layer", "head", "weights"])
+def test_what_the_step_does_not_know_is_refused(change: Callable[[Any], object], reason: str) -> None:
     model = tiny("llama")
     described(model)
     change(model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,15 @@ from transformers import PreTrainedTokenizerFast
 from kvpool.worker_service.model.device import choose_device
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.facts import TokenizerFiles
-from kvpool.worker_service.model.load import load_model
 from kvpool.worker_service.model.placement import choose_dtype, cpu_has_bfloat16
 from kvpool.worker_service.model.progress import heartbeat
-from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source import resolve
-from kvpool.worker_service.model.source.cache_dir import default_cache_dir, file_digest, locked
+from kvpool.worker_service.model.source.cache_dir import default_cache_dir, file_digest, locked, write_atomically
 from kvpool.worker_service.model.source.fingerprint import fingerprint
 from kvpool.worker_service.model.source.hub import parse_hub_id
 from kvpool.worker_service.model.source.resolve import resolve_model
 from tests.model.paged import load, quiet
-from tests.tiny_models import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, make_tiny_model
+from tests.tiny_models import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, edit_json, make_tiny_model
 
 
 @pytest.fixture
@@ -42,10 +40,6 @@ def touch(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).write_bytes(b"{}")
     return folder
-
-
-def test_a_folder_of_safetensors_is_taken_as_it_is(tiny: Path, tmp_path: Path) -> None:
-    assert resolve_model(str(tiny), tmp_path, quiet) == ("llama", tiny)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +65,8 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name: str, tmp_path: Path)
 def test_a_folder_comes_before_a_hub_id_of_its_name(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is asked of a hub: the folder is there."""
+    """It is taken as it is, and nothing is asked of a hub."""
+    assert resolve_model(str(tiny), tmp_path, quiet) == ("llama", tiny)
     monkeypatch.chdir(tmp_path.parent)
     name = f"{tmp_path.name}/{tiny.name}"
     assert parse_hub_id(name) is not None
@@ -92,16 +87,20 @@ def test_smollm2_without_its_package_says_how_to_install_it(tmp_path: Path, monk
 
 
 def test_models_with_code_of_their_own_are_refused(tiny: Path) -> None:
-    config = json.loads((tiny / "config.json").read_bytes())
-    config |= {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}
-    (tiny / "config.json").write_text(json.dumps(config))
+    edit_json(tiny / "config.json", model_type="unheard_of", auto_map={"AutoConfig": "code.Config"})
     (tiny / "code.py").write_text("raise SystemExit('their code ran')")
     with pytest.raises(ModelError, match="code are refused"):
         load(tiny)
 
 
 def test_the_facts_of_a_model(tiny: Path) -> None:
-    facts = load(tiny).facts
+    """Its longest text can be lowered, not raised."""
+    lines: list[str] = []
+    facts = load(tiny, lines.append).facts
+    assert lines[-1].startswith("loaded llama (float32 on cpu) in ")
+    assert load(tiny, max_model_len=100).facts.max_model_len == 100
+    with pytest.raises(ModelError, match=r"not within 2 … 512"):
+        load(tiny, max_model_len=513)
     assert (facts.name, facts.architecture, facts.dtype, facts.device) == ("llama", "llama", "float32", "cpu")
     assert (facts.vocab_size, facts.max_model_len, facts.eos_token_ids) == (VOCAB_SIZE, MAX_MODEL_LEN, (EOS_TOKEN_ID,))
     assert facts.tokenizer_json is not None
@@ -153,16 +152,10 @@ def test_templates_find_the_special_tokens_that_transformers_gives_them(
 def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     lines: list[str] = []
     folder = make_tiny_model("gpt2", tmp_path).path
-    facts = load_model(ModelSettings(str(folder), dtype="float32", device="cpu", runtime="torch"), lines.append).facts
+    facts = load(folder, lines.append).facts
     assert f"{folder} has no tokenizer.json: prompts and answers are token ids" in lines
     assert (facts.tokenizer_json, facts.chat_template) == (None, None)
     assert (facts.special_tokens, facts.eos_token_ids) == ({}, ())
-
-
-def test_max_model_len_can_be_lowered_not_raised(tiny: Path) -> None:
-    assert load(tiny, max_model_len=100).facts.max_model_len == 100
-    with pytest.raises(ModelError, match=r"not within 2 … 512"):
-        load(tiny, max_model_len=513)
 
 
 def test_the_fingerprint_names_what_shapes_the_kv(tiny: Path, tmp_path: Path) -> None:
@@ -171,17 +164,15 @@ def test_the_fingerprint_names_what_shapes_the_kv(tiny: Path, tmp_path: Path) ->
     def current(dtype: str = "float32") -> str:
         return fingerprint(tiny, dtype, tmp_path, quiet)
 
-    def edit(**fields: Any) -> None:
-        config = json.loads((tiny / "config.json").read_bytes())
-        (tiny / "config.json").write_text(json.dumps(config | fields))
-
     first = current()
     assert current("bfloat16") != first
-    edit(transformers_version="1.2.3", use_cache=False)
-    assert current() == first
-    edit(rms_norm_eps=1e-3)
-    assert current() != first
-    edit(rms_norm_eps=1e-6)
+    for fields, is_same in (
+        ({"transformers_version": "1.2.3", "use_cache": False}, True),
+        ({"rms_norm_eps": 1e-3}, False),
+        ({"rms_norm_eps": 1e-6}, True),
+    ):
+        edit_json(tiny / "config.json", **fields)
+        assert (current() == first) == is_same
     weights = tiny / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -207,7 +198,7 @@ def test_the_id_of_padding_is_part_of_the_fingerprint_where_positions_are_counte
     assert (current(0) != current(1)) == counts_from_padding
 
 
-def test_a_file_is_hashed_once_per_version(tmp_path: Path) -> None:
+def test_a_file_is_hashed_once_per_version_and_again_if_the_record_is_damaged(tmp_path: Path) -> None:
     """Known path, size and time: the file is not read again, so a change that hides behind them is not seen."""
     file = tmp_path / "weights"
     file.write_bytes(b"first")
@@ -216,16 +207,11 @@ def test_a_file_is_hashed_once_per_version(tmp_path: Path) -> None:
     os.utime(file, ns=(time_ns, time_ns))
     assert file_digest(file, tmp_path) == first
     os.utime(file, ns=(time_ns + 1, time_ns + 1))
-    assert file_digest(file, tmp_path) != first
-
-
-def test_a_damaged_record_is_made_again(tmp_path: Path) -> None:
-    file = tmp_path / "weights"
-    file.write_bytes(b"first")
-    first = file_digest(file, tmp_path)
+    changed = file_digest(file, tmp_path)
+    assert changed != first
     for record in (tmp_path / "digests").iterdir():
         record.write_text("{")
-    assert file_digest(file, tmp_path) == first
+    assert file_digest(file, tmp_path) == changed
 
 
 def test_the_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
@@ -238,12 +224,23 @@ def test_the_lock_lets_one_in_at_a_time(tmp_path: Path) -> None:
             time.sleep(0.01)
             inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(5) as pool:
+        for _ in range(5):
+            pool.submit(work)
     assert max(most) == 1
+
+
+def test_writers_with_the_same_process_number_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Workers in containers that share a volume: each is process 7 of its own container. Threads share a number too."""
+    path = tmp_path / "shared" / "record.json"
+
+    def write(number: int) -> None:
+        write_atomically(path, b"%d" % number * 1000)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(400)))
+    assert path.read_bytes() in {b"%d" % number * 1000 for number in range(400)}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -283,12 +280,6 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "generation_config.json"} <= {
         path.name for path in by_name.iterdir()
     }
-
-
-def test_progress_is_told(tiny: Path) -> None:
-    lines: list[str] = []
-    load_model(ModelSettings(str(tiny), dtype="float32", device="cpu"), lines.append)
-    assert lines[-1].startswith("loaded llama (float32 on cpu) in ")
 
 
 def test_a_long_step_says_that_it_is_still_at_work() -> None:

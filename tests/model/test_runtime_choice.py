@@ -29,6 +29,8 @@ from kvpool.worker_service.native.cpu.weights import PackedModel
 from tests.model.paged import GREEDY
 from tests.tiny_models import build_model, make_tiny_model
 
+pytestmark = pytest.mark.native
+
 WORKLOAD = TimedWorkload(8, 409, 102)
 """Within the 512 tokens of a tiny model."""
 SLOW = StepSeconds(prefill=0.4, decode=0.01)
@@ -62,12 +64,16 @@ class Worker:
         self.lines = []
         return load_model(replace(self.settings, **changes), self.lines.append, measure)
 
-    def restart(self) -> LoadedModel:
-        """Nothing may be timed."""
-        stopwatch = Stopwatch(SLOW, SLOW)
-        loaded = self.start(stopwatch)
-        assert stopwatch.timed == []
+    def chooses(self, kind: type[Runtime], stopwatch: Stopwatch, *timed: str, **changes: Any) -> LoadedModel:
+        """A start with this runtime, for which these were timed."""
+        loaded = self.start(stopwatch, **changes)
+        assert isinstance(loaded.runtime, kind)
+        assert stopwatch.timed == list(timed)
         return loaded
+
+    def restart(self, kind: type[Any]) -> LoadedModel:
+        """Nothing may be timed."""
+        return self.chooses(kind, Stopwatch(SLOW, SLOW))
 
     def line(self, beginning: str) -> str:
         (found,) = [line for line in self.lines if line.startswith(beginning)]
@@ -101,7 +107,6 @@ def have_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_load, "_library", lambda *rest: replace(select(*rest), has_tiles=has_tiles))
 
 
-@pytest.mark.native
 @pytest.mark.parametrize(
     ("native", "kind", "shown"),
     [
@@ -127,10 +132,7 @@ def test_the_faster_runtime_serves_and_a_restart_makes_the_same_choice(
 ) -> None:
     """Both are timed once, natively first. A load never holds two models."""
     models = loaded_models(monkeypatch)
-    stopwatch = Stopwatch(native, FAST_PREFILL)
-    first = worker.start(stopwatch)
-    assert isinstance(first.runtime, kind)
-    assert stopwatch.timed == ["native", "torch"]
+    first = worker.chooses(kind, Stopwatch(native, FAST_PREFILL), "native", "torch")
     (file,) = worker.kept
     assert worker.line(shown) == f"{shown}timed now, kept in {file}"
     assert worker.line("runtime: this CPU has amx_bf16, which torch uses and the native step does not")
@@ -138,8 +140,7 @@ def test_the_faster_runtime_serves_and_a_restart_makes_the_same_choice(
     answer = token(first)
     del first
     models.clear()
-    again = worker.restart()
-    assert isinstance(again.runtime, kind)
+    again = worker.restart(kind)
     assert worker.line(shown) == f"{shown}kept in {file}"
     assert len(models) == 1
     assert token(again) == answer
@@ -178,25 +179,17 @@ def token(loaded: LoadedModel) -> int:
     return result.token.token_id
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("changes", [{"num_threads": 2}, {"max_num_seqs": 8, "model": "another"}], ids=str)
 def test_what_the_choice_depends_on_is_timed_again(changes: dict[str, Any], worker: Worker, tmp_path: Path) -> None:
     worker.start(Stopwatch(SLOW, FAST_PREFILL))
     if "model" in changes:
         build_model("llama", 1234).save_pretrained(tmp_path / "another")
         changes = {**changes, "model": str(tmp_path / "another")}
-    stopwatch = Stopwatch(MIDDLE, FAST_PREFILL)
-    threads = torch.get_num_threads()
-    try:
-        assert isinstance(worker.start(stopwatch, **changes).runtime, NativeRuntime)
-    finally:
-        torch.set_num_threads(threads)
-    assert stopwatch.timed == ["native", "torch"]
+    worker.chooses(NativeRuntime, Stopwatch(MIDDLE, FAST_PREFILL), "native", "torch", **changes)
     assert len(worker.kept) == 2
-    assert isinstance(worker.restart().runtime, ModulesRuntime)
+    worker.restart(ModulesRuntime)
 
 
-@pytest.mark.native
 @pytest.mark.parametrize(
     ("changes", "flag", "has_tiles"),
     [
@@ -215,23 +208,17 @@ def test_nothing_is_timed_where_there_is_nothing_to_choose(
     have_matrix_unit(flag, monkeypatch)
     have_tiles(has_tiles, monkeypatch)
     models = loaded_models(monkeypatch)
-    stopwatch = Stopwatch(SLOW, FAST_PREFILL)
-    loaded = worker.start(stopwatch, **changes)
-    assert isinstance(loaded.runtime, ModulesRuntime if changes.get("runtime") == "torch" else NativeRuntime)
-    assert stopwatch.timed == []
+    kind = ModulesRuntime if changes.get("runtime") == "torch" else NativeRuntime
+    worker.chooses(kind, Stopwatch(SLOW, FAST_PREFILL), **changes)
     assert worker.kept == []
     assert len(models) == 1
 
 
-@pytest.mark.native
 def test_a_model_that_is_not_native_is_not_timed(worker: Worker, tmp_path: Path) -> None:
-    stopwatch = Stopwatch(SLOW, FAST_PREFILL)
     path = make_tiny_model("gpt_oss", tmp_path / "gpt_oss").path
-    assert isinstance(worker.start(stopwatch, model=str(path)).runtime, ModulesRuntime)
-    assert stopwatch.timed == []
+    worker.chooses(ModulesRuntime, Stopwatch(SLOW, FAST_PREFILL), model=str(path))
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("fails", ["native", "torch"])
 def test_a_runtime_that_cannot_be_timed_leaves_the_native_one(
     fails: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
@@ -253,7 +240,6 @@ def test_a_runtime_that_cannot_be_timed_leaves_the_native_one(
     assert len(models) == (1 if fails == "native" else 3)
 
 
-@pytest.mark.native
 def test_a_model_that_torch_cannot_serve_is_native(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(*_: Any) -> Any:
         raise ModelError("its logits differ")
@@ -265,21 +251,17 @@ def test_a_model_that_torch_cannot_serve_is_native(worker: Worker, monkeypatch: 
     assert worker.kept == []
 
 
-@pytest.mark.native
 def test_a_choice_that_cannot_be_kept_is_made_at_each_start(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(path: Path, content: bytes) -> None:
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(comparison, "write_atomically", failing)
     for native, kind in ((SLOW, ModulesRuntime), (MIDDLE, NativeRuntime)):
-        stopwatch = Stopwatch(native, FAST_PREFILL)
-        assert isinstance(worker.start(stopwatch).runtime, kind)
-        assert stopwatch.timed == ["native", "torch"]
+        worker.chooses(kind, Stopwatch(native, FAST_PREFILL), "native", "torch")
         (line,) = [line for line in worker.lines if "timed at each start, not kept" in line]
         assert line.endswith(" cannot be written: Read-only file system. Give another --cache-dir, or mend this one")
 
 
-@pytest.mark.native
 def test_a_choice_that_another_worker_has_kept_meanwhile_comes_first(worker: Worker, tmp_path: Path) -> None:
     """Workers that start together make one choice, so that each makes it again after a restart."""
     other = Worker(Path(worker.settings.model), worker.settings.cache_dir)  # type: ignore[arg-type]
@@ -294,12 +276,9 @@ def test_a_choice_that_another_worker_has_kept_meanwhile_comes_first(worker: Wor
     assert worker.line("runtime: native; not torch: ").endswith(f"another worker's choice, kept in {worker.kept[0]}")
 
 
-@pytest.mark.native
 def test_a_real_choice_is_kept(worker: Worker) -> None:
     """Timed by the clock, so either runtime may be the faster one here."""
     first = worker.start(measure_runtime)
     assert len(worker.kept) == 1
     assert [line for line in worker.lines if "timed now, kept in" in line]
-    again = worker.restart()
-    assert type(again.runtime) is type(first.runtime)
-    assert token(again) == token(first)
+    assert token(worker.restart(type(first.runtime))) == token(first)

@@ -75,8 +75,11 @@ def tokens_of(logits: torch.Tensor, rows: list[Row]) -> list[int]:
 
 
 def test_equals_the_oracle_in_one_batch_and_alone() -> None:
+    """The logits stay as they were: others may want their log-probabilities."""
     rows, logits = random_rows(400), random_logits(400)
+    before = logits.clone()
     together = tokens_of(logits, rows)
+    assert torch.equal(logits, before)
     assert together == [sampling_oracle.sampled(values.tolist(), row) for values, row in zip(logits, rows, strict=True)]
     assert together == [tokens_of(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
 
@@ -101,31 +104,12 @@ def test_exact_sums_equal_the_oracle(
     assert tokens == [sampling_oracle.sampled(values.tolist(), row) for values, row in zip(logits, rows, strict=True)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_neighbours_and_order_change_nothing(seed: int) -> None:
-    """The logits stay as they were, too: others may want their log-probabilities."""
-    rows, logits = random_rows(60, seed), random_logits(60)
-    before = logits.clone()
-    together = tokens_of(logits, rows)
-    assert torch.equal(logits, before)
-    numbers = random.Random(seed)
-    for size in (60, 17, 2):
-        some = numbers.sample(range(60), size)
-        assert tokens_of(logits[some], [rows[index] for index in some]) == [together[index] for index in some]
-
-
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.8, seed=11),
-        SamplingParams(temperature=0.8, seed=11, top_k=3),
-        SamplingParams(temperature=0.8, seed=11, top_p=0.8),
-        SamplingParams(temperature=0.8, seed=11, min_p=0.2),
-        SamplingParams(temperature=0.8, seed=11, logit_bias={0: -1.0, 2: 1.5}),
-    ],
+    "options", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"logit_bias": {0: -1.0, 2: 1.5}}], ids=str
 )
-def test_frequencies_are_those_of_the_softmax(params: SamplingParams) -> None:
+def test_frequencies_are_those_of_the_softmax(options: dict[str, Any]) -> None:
     """A χ² test with fixed draws: far above the 99.99 % quantile only if the draw is wrong."""
+    params = SamplingParams(temperature=0.8, seed=11, **options)
     count, logits = 6000, torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
     draws = [Draw(params, position) for position in range(count)]
     tokens = torch.tensor([token.token_id for token in good(logits.expand(count, -1), draws)])
@@ -144,7 +128,6 @@ LAST_WORD = 2**64 - 1
 @example([(LAST_WORD, LAST_WORD - 1)] * 3)
 @example([(seed, position) for seed in (0, 1, 2**32, 2**63, LAST_WORD) for position in range(100)])
 def test_the_numbers_of_a_batch_are_those_of_numpys_generator(rows: list[tuple[int, int]]) -> None:
-    """Each by its own seed and position, to the last bit."""
     assert uniforms(*zip(*rows, strict=True)) == [uniform(seed, position) for seed, position in rows]
 
 
@@ -163,20 +146,13 @@ def test_a_seed_that_is_no_word_is_refused(seed: int, position: int) -> None:
 def test_rows_of_a_large_vocabulary_are_drawn_as_alone() -> None:
     """More numbers than are computed at once, with and without truncation, and rows that keep more than the first candidates."""
     logits = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(4)) * 2
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"top_p": 0.95},
-        {"top_k": 50},
-        {"min_p": 0.1},
-        {"top_k": 300, "top_p": 0.9},
-        {"top_p": 0.2, "min_p": 0.01},
-    ]
-    draws = [Draw(SamplingParams(temperature=0.7, seed=seed, **kind), 9) for seed, kind in enumerate(kinds)]
-    together = sample(logits, draws)
-    assert together == [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
-    same = [replace(draw.sampling, top_k=0, top_p=1.0, min_p=0.0) for draw in draws]
-    without = [Draw(sampling, 9) for sampling in same]
-    assert sample(logits, without) == [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(without)]
+    truncated: list[dict[str, Any]] = [{}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.1}]
+    truncated += [{"top_k": 300, "top_p": 0.9}, {"top_p": 0.2, "min_p": 0.01}]
+    plain: list[dict[str, Any]] = [{}] * 6
+    for kinds in (truncated, plain):
+        draws = [Draw(SamplingParams(temperature=0.7, seed=seed, **kind), 9) for seed, kind in enumerate(kinds)]
+        alone = [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
+        assert sample(logits, draws) == alone
 
 
 class LargeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -194,20 +170,15 @@ class LargeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def test_a_greedy_batch_without_options_costs_one_search_of_the_logits() -> None:
+def test_greedy_rows_cost_one_search_of_the_logits_also_next_to_a_row_with_options() -> None:
+    """Such a row is taken out."""
     logits = random_logits(8)
-    with LargeOperations(logits.numel()) as operations:
-        sample(logits, [Draw(SamplingParams(), 0)] * 8)
-    assert operations.seen == []
-
-
-def test_a_row_with_options_costs_its_neighbours_nothing() -> None:
-    logits = random_logits(8)
-    rows = [Row()] * 7 + [Row(SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0), [1], [2])]
-    draws = [row.draw() for row in rows]
-    with LargeOperations(logits.numel()) as operations:
-        sample(logits, draws)
-    assert operations.seen == ["aten.index_select.default"]  # the row is taken out
+    drawn = Row(SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0), [1], [2])
+    for last, expected in ((Row(), []), (drawn, ["aten.index_select.default"])):
+        draws = [row.draw() for row in [*[Row()] * 7, last]]
+        with LargeOperations(logits.numel()) as operations:
+            sample(logits, draws)
+        assert operations.seen == expected
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

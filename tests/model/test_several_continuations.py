@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import BlockCopy, PartResult, SequencePart, Step
+from kvpool.worker_service.engine.step import BeamCandidates, BlockCopy, PartResult, SequencePart, Step
 from kvpool.worker_service.engine.token_counts import TokenCounts
 from kvpool.worker_service.model.load import LoadedModel
 from tests.model.paged import GREEDY, PLACES, PagedModel, Place, load
@@ -34,6 +34,18 @@ def alone(paged: PagedModel, tokens: list[int], blocks: list[int], **part: Any) 
     return result
 
 
+def drawn(result: PartResult) -> tuple[int, float]:
+    """Id and log-probability."""
+    assert result.token is not None
+    assert result.token.logprobs is not None
+    return result.token.token_id, result.token.logprobs.logprob
+
+
+def candidates(result: PartResult) -> BeamCandidates:
+    assert result.candidates is not None
+    return result.candidates
+
+
 def test_a_fork_goes_on_as_if_it_had_computed_its_text_itself(loaded: LoadedModel) -> None:
     """Full blocks are shared, the tail is copied before its parent writes on into it, in the same step."""
     paged = PagedModel(loaded)
@@ -42,13 +54,7 @@ def test_a_fork_goes_on_as_if_it_had_computed_its_text_itself(loaded: LoadedMode
     fork = SequencePart([30], len(PROMPT), ([1, 2, 4],), GREEDY)
     results = paged.runner.execute(Step([parent, fork], copies=[BlockCopy(0, source=3, target=4)]))
     for result, token, blocks in zip(results, (20, 30), ([5, 6, 7], [8, 9, 10]), strict=True):
-        expected = alone(paged, [*PROMPT, token], blocks).token
-        assert result.token is not None
-        assert expected is not None
-        assert result.token.token_id == expected.token_id
-        assert result.token.logprobs is not None
-        assert expected.logprobs is not None
-        assert result.token.logprobs.logprob == pytest.approx(expected.logprobs.logprob, abs=1e-5)
+        assert drawn(result) == pytest.approx(drawn(alone(paged, [*PROMPT, token], blocks)), abs=1e-5)
 
 
 def test_a_copy_of_a_copy_has_what_the_first_one_had(loaded: LoadedModel) -> None:
@@ -96,13 +102,11 @@ def test_candidates_are_the_best_adjusted_log_probabilities(loaded: LoadedModel)
         num_candidates=8,
     )
     assert found.token is None
-    assert found.candidates is not None
-    best = scores.topk(8)
-    assert [one.token_id for one in found.candidates.best] == best.indices.tolist()
-    assert [one.score for one in found.candidates.best] == pytest.approx(best.values.tolist(), abs=1e-5)
-    own = raw[best.indices].tolist()
-    assert [one.logprob for one in found.candidates.best] == pytest.approx(own, abs=1e-5)
-    assert [token_id for token_id, _ in found.candidates.top] == raw.topk(3).indices.tolist()
+    best, ours = scores.topk(8), candidates(found).best
+    assert [one.token_id for one in ours] == best.indices.tolist()
+    assert [one.score for one in ours] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert [one.logprob for one in ours] == pytest.approx(raw[best.indices].tolist(), abs=1e-5)
+    assert [token_id for token_id, _ in candidates(found).top] == raw.topk(3).indices.tolist()
 
 
 def test_a_step_has_samples_candidates_and_chunks_side_by_side(loaded: LoadedModel) -> None:
@@ -112,14 +116,12 @@ def test_a_step_has_samples_candidates_and_chunks_side_by_side(loaded: LoadedMod
     chunk = SequencePart([5, 6], 0, ([7],), None)
     together = paged.runner.execute(Step([chunk, beam, fork]))
     assert together[0] == PartResult(None, [])
-    assert together[1].candidates is not None
-    best = together[1].candidates.best
+    best = candidates(together[1]).best
     assert len(best) == 3
-    assert best[0].token_id == alone(paged, PROMPT, [8, 9, 10]).token.token_id  # type: ignore[union-attr]
+    assert best[0].token_id == drawn(alone(paged, PROMPT, [8, 9, 10]))[0]
     assert together[2].token == together[2].forks[0]
 
 
 def test_all_tokens_are_candidates_of_a_small_vocabulary(loaded: LoadedModel) -> None:
-    found = alone(PagedModel(loaded), PROMPT, PROMPT_BLOCKS, num_candidates=1000)
-    assert found.candidates is not None
-    assert len({one.token_id for one in found.candidates.best}) == len(found.candidates.best) == 264
+    best = candidates(alone(PagedModel(loaded), PROMPT, PROMPT_BLOCKS, num_candidates=1000)).best
+    assert len({one.token_id for one in best}) == len(best) == 264

@@ -1,18 +1,20 @@
-"""What `--runtime auto` times, and in what units."""
+"""What `--runtime auto` times, in what units, and the file that keeps which runtime is faster: whole, and for its key, or none."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.worker_service.engine.step import PartResult, Step
 from kvpool.worker_service.model.forward.runner import ModelRunner
-from kvpool.worker_service.model.load import load_model
+from kvpool.worker_service.model.native.kept_choice import Choice, ChoiceFile, NotKept
 from kvpool.worker_service.model.native.timing import StepSeconds, TimedWorkload, measure_runtime
-from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
-from tests.model.paged import quiet
+from kvpool.worker_service.model.settings import RuntimeName
+from tests.model.paged import load
 from tests.tiny_models import make_tiny_model
 
 
@@ -62,10 +64,7 @@ def test_the_fastest_run_of_each_step_counts(
     runtime: RuntimeName, block_size: int, prompt_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first run of a step prepares it, and others may be disturbed. Each step is one of the workload's."""
-    settings = ModelSettings(
-        str(make_tiny_model("llama", tmp_path).path), "bfloat16", "cpu", runtime=runtime, num_threads=1
-    )
-    loaded = load_model(settings, quiet)
+    loaded = load(make_tiny_model("llama", tmp_path).path, dtype="bfloat16", runtime=runtime)
     steps = recorded_steps(monkeypatch)
     for _ in range(2):  # the model is free again after the first time
         clock = ScriptedClock([9, 3, 8, 7, 2, 6, 5])
@@ -90,3 +89,61 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]
 
     monkeypatch.setattr(ModelRunner, "execute", recording)
     return steps
+
+
+# -- the file
+
+
+KEY: dict[str, str | int] = {"fingerprint": "f", "native_threads": 2}
+CHOICE = Choice("torch", StepSeconds(1.5, 0.25), StepSeconds(0.5, 0.5))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ChoiceFile:
+    kept = ChoiceFile(tmp_path, KEY)
+    kept.keep(CHOICE)
+    return kept
+
+
+def test_a_choice_is_kept_for_its_key(file: ChoiceFile) -> None:
+    assert file.read() == CHOICE
+    assert list(file.path.parent.iterdir()) == [file.path]
+    assert ChoiceFile(file.cache_dir, {**KEY, "native_threads": 3}).read() is None
+
+
+def test_a_torn_choice_and_what_is_no_object_are_none(file: ChoiceFile) -> None:
+    content = file.path.read_bytes().rstrip()
+    torn = [content[:length] for length in range(len(content))]
+    for other in (*torn, b"[]", b"null", b"\xff", b"[" * 100_000):
+        file.path.write_bytes(other)
+        assert file.read() is None
+    file.keep(CHOICE)
+    assert file.read() == CHOICE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runtime": "other"},
+        {"runtime": ["torch"]},
+        {"native": None},
+        {"native": {"prefill": 1.0}},
+        {"torch": {"prefill": 1.0, "decode": "fast"}},
+        {"torch": {"prefill": 1.0, "decode": -1.0}},
+        {"torch": {"prefill": float("nan"), "decode": 1.0}},
+        {"key": {**KEY, "fingerprint": "g"}},
+        {"key": None},
+    ],
+    ids=str,
+)
+def test_a_choice_with_other_fields_is_none(change: dict[str, Any], file: ChoiceFile) -> None:
+    file.path.write_text(json.dumps({**json.loads(file.path.read_bytes()), **change}))
+    assert file.read() is None
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "runtimes").symlink_to("/proc/self/task")  # not even root can write there
+    file = ChoiceFile(tmp_path, KEY)
+    with pytest.raises(NotKept, match=rf"{file.path} cannot be written: "):
+        file.keep(CHOICE)
+    assert file.read() is None

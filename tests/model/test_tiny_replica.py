@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.guard.support import check_replica, guarded_modules
+from kvpool.worker_service.model.guard.support import check_replica, guarded_layers
 from kvpool.worker_service.model.guard.tiny_replica import (
     THRESHOLD,
     UNREACHED,
@@ -20,16 +20,12 @@ from kvpool.worker_service.model.guard.tiny_replica import (
     replica_config,
     replica_length,
 )
-from kvpool.worker_service.model.length import fix_longrope
-from kvpool.worker_service.model.load import LoadedModel, load_model
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.model.rope import fix_longrope
 from scripts.models.published import published_config
 from scripts.models.subjects import default_config
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
-
-# transformers' own modules, imported by these models, annotate in a way that torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
 CPU = torch.device("cpu")
 ORIGINAL = 32
@@ -190,14 +186,16 @@ def rope_model(kind: str, rope_type: str, length: int, head_dim: int = 16) -> An
 
 @pytest.mark.parametrize(("kind", "rope_type"), [("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope")])
 def test_a_neighbour_at_the_last_position_tells_rope_that_depends_on_the_row(kind: str, rope_type: str) -> None:
-    """By behaviour alone, on the model itself, and without any text that long."""
+    """By behaviour alone, on the model itself, and without any text that long. A replica of heads of 12 has more factors than they
+    have."""
+    check_replica(rope_model(kind, "longrope", ORIGINAL, head_dim=12), ORIGINAL)
     length = ORIGINAL if rope_type == "dynamic" else 2 * ORIGINAL
     changing = rope_model(kind, rope_type, length)
     register()
     model = build_replica(changing)
-    guarded_modules(model, changing, torch.float32, CPU, ORIGINAL)
+    guarded_layers(model, changing, torch.float32, CPU, ORIGINAL)
     with pytest.raises(UnsupportedModel, match=r"with a neighbour at position 63.*smaller --max-model-len"):
-        guarded_modules(model, changing, torch.float32, CPU, 2 * ORIGINAL)
+        guarded_layers(model, changing, torch.float32, CPU, 2 * ORIGINAL)
 
 
 @pytest.fixture
@@ -219,27 +217,17 @@ def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
     oracle = Oracle.of(longrope)
     short_text, long_text = list(range(20, 32)), list(range(40, 40 + ORIGINAL + 8))
     short_truth, long_truth = (oracle.logits(tuple(text), 8)[0] for text in (short_text, long_text))
-    endless = load(longrope, max_model_len=4 * ORIGINAL)
+    said: list[str] = []
+    endless = load(longrope, said.append, max_model_len=4 * ORIGINAL)
+    assert any(f"differ from those of transformers; --max-model-len {ORIGINAL}" in line for line in said), said
     assert greedy(endless, short_text, long_text)[1] == greedy(endless, long_text)[0] == long_truth
     assert greedy(endless, short_text, long_text)[0] == greedy(endless, short_text)[0]
-    for brief in (load(longrope, max_model_len=ORIGINAL), load(longrope)):
+    lines: list[str] = []
+    for brief in (load(longrope, max_model_len=ORIGINAL), load(longrope, lines.append)):
         assert brief.facts.max_model_len == ORIGINAL, "by default only texts that are exact"
         assert greedy(brief, short_text, short_text[:5])[0] == short_truth
     assert greedy(endless, short_text)[0] != short_truth
-
-
-@pytest.mark.parametrize(
-    ("length", "words"),
-    [
-        (None, f"at most {ORIGINAL} tokens, equal to those of transformers"),
-        (2 * ORIGINAL, f"differ from those of transformers; --max-model-len {ORIGINAL}"),
-    ],
-)
-def test_the_log_says_which_factors_serve(longrope: Path, length: int | None, words: str) -> None:
-    """And whether short texts equal those of transformers."""
-    lines: list[str] = []
-    load_model(ModelSettings(str(longrope), "float32", "cpu", length), lines.append)
-    assert any(words in line for line in lines), lines
+    assert any(f"at most {ORIGINAL} tokens, equal to those of transformers" in line for line in lines), lines
 
 
 def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_replica() -> None:
@@ -249,12 +237,6 @@ def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_replica(
     with pytest.raises(UnsupportedModel, match=r"computes other logits[^G]*Give --max-model-len 4096 or less"):
         check_replica(moe, 8192)
     check_replica(moe, 4096)
-
-
-def test_lists_of_factors_for_small_heads_are_long_enough_for_the_replica() -> None:
-    """Heads of 12 have 6 factors, heads of the replica more."""
-    for kind in ("llama", "phi3"):
-        check_replica(rope_model(kind, "longrope", ORIGINAL, head_dim=12), ORIGINAL)
 
 
 def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:
@@ -285,9 +267,8 @@ def test_a_module_may_attend_several_times(tmp_path: Path) -> None:
 
 
 def test_the_model_is_as_it_was_after_the_check() -> None:
-    """Bound to nothing, and back on our attention."""
     model = AutoModelForCausalLM.from_config(replica_config(config("llama"), 2048), attn_implementation=ATTENTION_NAME)
-    guarded_modules(model.eval(), model.config, torch.float32, CPU, 64)
+    guarded_layers(model.eval(), model.config, torch.float32, CPU, 64)
     assert model.config._attn_implementation == ATTENTION_NAME
     with pytest.raises(Exception, match="was not bound at load"):
         model(torch.tensor([[1, 2]]), use_cache=False)

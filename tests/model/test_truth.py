@@ -1,7 +1,6 @@
 """Paged computation in float32 equals transformers' generate, token by token: each kind of KV, computed in each way.
 
-A new kind adds its subjects, not tests. What only one kind has is in test_state_truth.py, test_window_groups.py and
-test_seq2seq_truth.py.
+A new kind adds its subjects, not tests. What only one kind has is in test_kinds_of_kv.py.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ import torch
 from tests.model.paged import NEVER
 from tests.model.truth import dense, encoders, states, windows
 from tests.model.truth.subject import Models, SharingSubject, Subject, Way
-
-# transformers' own modules, imported by some models, annotate in a way that torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
 SHARING = [*dense.subjects(), *states.subjects(), *encoders.subjects()]
 """Each with its own marks, pytest.mark.gpu among them."""

@@ -23,26 +23,12 @@ from tests.attention import paged_reference
 from tests.model.paged import SHORT_SEGMENTS
 from tests.model.ring_cache import RingCache
 from tests.model.truth.subject import NUM_NEW, Models, Subject, Truth, Way
-from tests.tiny_models import VOCAB_SIZE, WINDOW, make_tiny_model
+from tests.tiny_models import COMMON, VOCAB_SIZE, WINDOW, draw_weights, make_tiny_model
 
 LONG = 400
 """More than a partition of keys, several windows, and many blocks."""
 TEXT = random.Random(5).choices(range(VOCAB_SIZE), k=LONG)
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "query_pre_attn_scalar": 16,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+_SMALL = COMMON | {"num_hidden_layers": 5, "head_dim": 16, "query_pre_attn_scalar": 16}
 _LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -61,10 +47,7 @@ def save(config: Any, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = torch.randn(parameter.shape) * 0.2
-                parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
+        draw_weights(model, None)
     model.save_pretrained(folder)
     return folder
 
