@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.worker_service.model.control_groups import cpu_quota
+from kvpool.worker_service.model.control_groups import cpu_quota, read_cpu_memory
 from kvpool.worker_service.model.errors import ModelError
-from kvpool.worker_service.model.memory.cpu import read_cpu_memory
 
 MIB = 1 << 20
 

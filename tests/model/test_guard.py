@@ -12,10 +12,11 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
+from kvpool.worker_service.attention.layer import LayerNeeds
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.guard.self_check import random_sequences, relative_difference
-from kvpool.worker_service.model.guard.support import check_config, check_layers, guarded_layers
+from kvpool.worker_service.model.guard.support import check_config, check_layers, guarded_modules
 from tests.model.paged import load
 from tests.tiny_models import COMMON, build_model, edit_json, make_tiny_model
 
@@ -67,7 +68,10 @@ def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatc
 
 
 def layers(*windows: int | None) -> list[AttentionLayer]:
-    return [AttentionLayer(f"layer{i}", torch.nn.Identity(), 2, 8, 8, window) for i, window in enumerate(windows)]
+    return [
+        AttentionLayer(f"layer{i}", torch.nn.Identity(), LayerNeeds(2, 2, 8, 8, window=window))
+        for i, window in enumerate(windows)
+    ]
 
 
 def test_a_layer_that_does_not_reach_attention_is_missed() -> None:
@@ -151,7 +155,7 @@ def model() -> Any:
 
 
 def check(model: Any) -> None:
-    guarded_layers(model, model.config, torch.float32, torch.device("cpu"), LONGEST, is_thorough=True)
+    guarded_modules(model, model.config, torch.float32, torch.device("cpu"), LONGEST, is_thorough=True)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from kvpool.worker_service.attention.layout import PackingError
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.engine.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
-from kvpool.worker_service.model.forward.kv_groups import groups_of
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
+from kvpool.worker_service.model.forward.layers import groups_of
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
@@ -43,9 +43,9 @@ def test_the_groups_are_those_of_the_layers(architecture: str, tmp_path: Path) -
     groups = groups_of(layers)
     windows = [group.window for group in groups]
     kept = [layer for layer in layers if layer.source is None]
-    assert windows == ([WINDOW] if all(layer.window for layer in kept) else [None, WINDOW])
+    assert windows == ([WINDOW] if all(layer.needs.window for layer in kept) else [None, WINDOW])
     for group in groups:
-        assert all(layers[index].window == group.window for index in group.layers)
+        assert all(layers[index].needs.window == group.window for index in group.layers)
     assert sorted(index for group in groups for index in group.layers) == [
         index for index, layer in enumerate(layers) if layer.source is None
     ]

@@ -15,10 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvpool.worker_service import server
+from kvpool.worker_service.engine.prompt import EncoderSettings
 from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart, Step
 from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
-from kvpool.worker_service.model.facts import EncoderFacts, read_encoder_facts
+from kvpool.worker_service.model.facts import read_encoder_settings
 from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears
@@ -93,6 +94,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _LOAD = """
 import sys, threading
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.placement import read_config
@@ -106,15 +108,18 @@ def watch():
     while not over.wait(0.002):
         most = max(most, own_kib())
 
-tiny, large, dtype = Path(sys.argv[1]), Path(sys.argv[2]), torch.bfloat16
+def load(folder):
+    prepared = SimpleNamespace(dtype=torch.bfloat16, device=device)
+    return runtimes.RuntimeLoader(folder, read_config(folder), prepared, None, folder, print)._load_weights()
+
+tiny, large = Path(sys.argv[1]), Path(sys.argv[2])
 for device in map(torch.device, sys.argv[3:]):
-    runtimes._load_weights(tiny, read_config(tiny), dtype, device)  # what the first load brings along
-    config = read_config(large)
+    load(tiny)  # what the first load brings along
     before, over = own_kib(), threading.Event()
     most = before
     thread = threading.Thread(target=watch)
     thread.start()
-    model = runtimes._load_weights(large, config, dtype, device)
+    model = load(large)
     over.set()
     thread.join()
     assert {parameter.device.type for parameter in model.parameters()} == {device.type}
@@ -186,8 +191,7 @@ def make(kind: str, folder: Path) -> Path:
 def test_the_facts_say_that_the_prompt_feeds_an_encoder(tmp_path: Path) -> None:
     lines: list[str] = []
     facts = load(make("t5", tmp_path), lines.append, max_model_len=100, runtime="auto").facts
-    assert facts.encoder == EncoderFacts(512, 264, decoder_start_token_id=0, forced_bos_token_id=None)
-    assert facts.encoder.decoder_prompt == (0,)
+    assert facts.encoder == EncoderSettings(512, 264, (0,))
     assert facts.max_model_len == 100
     assert "runtime: torch; not native: it computes no encoder-decoder models" in lines
     shorter = load(tmp_path, lines.append, max_encoder_tokens=40, runtime="auto").facts.encoder
@@ -198,13 +202,14 @@ def test_the_facts_say_that_the_prompt_feeds_an_encoder(tmp_path: Path) -> None:
 def test_decoders_begin_as_transformers_begins_them() -> None:
     config = AutoConfig.for_model("bart", decoder_start_token_id=5, bos_token_id=6, forced_bos_token_id=None)
     generation = GenerationConfig(decoder_start_token_id=7, forced_bos_token_id=9)
-    assert read_encoder_facts(None, config, 10, 20) == EncoderFacts(10, 20, 5, None)
-    found = read_encoder_facts(generation, config, 10, 20)
-    assert found == EncoderFacts(10, 20, 7, 9)
-    assert found.decoder_prompt == (7, 9)
-    assert read_encoder_facts(GenerationConfig(bos_token_id=3), AutoConfig.for_model("t5"), 1, 1).decoder_prompt == (3,)
+    assert read_encoder_settings(None, config, 10, 20) == EncoderSettings(10, 20, (5,))
+    found = read_encoder_settings(generation, config, 10, 20)
+    assert found == EncoderSettings(10, 20, (7, 9))
+    assert read_encoder_settings(GenerationConfig(bos_token_id=3), AutoConfig.for_model("t5"), 1, 1).decoder_prompt == (
+        3,
+    )
     with pytest.raises(ModelError, match="has a decoder_start_token_id"):
-        read_encoder_facts(None, AutoConfig.for_model("t5"), 10, 20)
+        read_encoder_settings(None, AutoConfig.for_model("t5"), 10, 20)
 
 
 @pytest.mark.parametrize(

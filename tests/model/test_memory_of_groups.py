@@ -14,12 +14,11 @@ from kvpool.worker_service.cache.groups.window import ring_blocks, span
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.length import choose_max_encoder_tokens, choose_max_model_len
-from kvpool.worker_service.model.memory.cross import CrossNeeds
 from kvpool.worker_service.model.memory.facts import cross_needs, group_needs, kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, MemorySettings, plan_memory
 from kvpool.worker_service.model.memory.profile import MaximumBatches
-from kvpool.worker_service.model.memory.split import GroupNeeds, Split
+from kvpool.worker_service.model.memory.split import CrossNeeds, GroupNeeds, Split
 from scripts.models.subjects import default_seq2seq_config
 from tests.model.truth.encoders import make as make_subject
 

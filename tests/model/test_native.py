@@ -98,7 +98,7 @@ def test_a_model_that_surprises_is_served_by_torch(
     """Before it is packed, and after: its modules are empty by then."""
     packed: list[weakref.ref[PackedModel]] = []
     held: list[int] = []
-    load_weights = runtimes._load_weights
+    load_weights = runtimes.RuntimeLoader._load_weights
 
     def surprised(runtime: NativeRuntime, *rest: Any) -> None:
         packed.append(weakref.ref(runtime.packed))
@@ -111,7 +111,7 @@ def test_a_model_that_surprises_is_served_by_torch(
         return load_weights(*arguments)
 
     monkeypatch.setattr(native_load, "check", surprised)
-    monkeypatch.setattr(runtimes, "_load_weights", loading)
+    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
     loaded = served_by_torch(llama, "KeyError: 'inv_freq'")
     assert held == [0] * num_calls  # one model in memory at a time
     token_after(loaded)
@@ -254,7 +254,7 @@ class Subject:
         blocks = list(range(1, 1 + num_tables * each))
         random.Random(run.seed).shuffle(blocks)
         runtime = dataclasses.replace(self.runtime, num_threads=run.num_threads)
-        return ModelRunner(runtime, cache, None, CPU), [blocks[i * each : (i + 1) * each] for i in range(num_tables)]
+        return ModelRunner(runtime, cache, None), [blocks[i * each : (i + 1) * each] for i in range(num_tables)]
 
     def same(self, rows: torch.Tensor, first: int) -> bool:
         return torch.equal(rows, self.truth[first : first + len(rows)])

@@ -16,8 +16,7 @@ from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import PartResult, PromptRows, SequencePart, Step
 from kvpool.worker_service.engine.token_counts import TokenCounts
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.forward.modules import modules_of
-from kvpool.worker_service.model.forward.row_selector import RowSelector
+from kvpool.worker_service.model.forward.modules import RowSelector, modules_of
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.sampling.draw import Draw
 from kvpool.worker_service.model.sampling.sampler import sample

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model import runtimes

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.worker_service.engine.step import PartResult, Step
 from kvpool.worker_service.model.forward.runner import ModelRunner
-from kvpool.worker_service.model.native.kept_choice import Choice, ChoiceFile, NotKept
+from kvpool.worker_service.model.native.comparison import Choice, ChoiceFile, NotKept
 from kvpool.worker_service.model.native.timing import StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import RuntimeName
 from tests.model.paged import load

@@ -14,7 +14,7 @@ from typing import Final
 
 _THE_REST: Final = (
     *("asyncio", "concurrent.futures.thread", "filelock", "httpcore2", "httpx2", "structlog", "tqdm.auto"),
-    *("tqdm.contrib.concurrent", "yaml", "kvpool.worker_service.model.source.weights"),
+    *("tqdm.contrib.concurrent", "yaml", "kvpool.worker_service.model.source.files"),
 )
 """What the client and what calls it import."""
 for _name in _THE_REST:
