@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.cache_service.core.messages import Boundary, SequenceKey
-from kvpool.v1 import common_pb2
-from kvpool.worker_service.cache import boundaries, report
+from kvpool.worker_service.cache import boundaries
 from kvpool.worker_service.cache.sequence import SequenceState
-from tests.cache_service.core.kinds import windows
 from tests.worker_service.windowed import Worker, ring_of
 
 SIZE, WINDOW, SPAN = 4, 8, 2
@@ -93,15 +90,6 @@ def test_the_end_of_a_text_is_no_boundary_and_needs_no_reserve() -> None:
     assert boundaries.num_lacking(sequence, ring_of(sequence), one.cache.settings) == 0
 
 
-def tell(one: Worker, sequence_id: str, num_tokens: int, round_: int = 0) -> None:
-    """The next heartbeat brings this boundary."""
-    (session,) = one.manager.sessions
-    session.downlink.push(Boundary(SequenceKey(sequence_id, 1, round_), num_tokens))
-    request = one.cache.keep_alive(common_pb2.WorkerLoad())
-    assert request is not None
-    one.cache.on_keep_alive(session.number, one.execute(request))
-
-
 @pytest.mark.parametrize(("boundary", "named"), [(12, []), (16, [2, 3]), (20, [3, 4]), (24, [4, 5])])
 def test_a_boundary_told_in_time_is_named_and_one_told_too_late_is_not(boundary: int, named: list[int]) -> None:
     """Sixteen tokens are computed: the window before them is whole, that before twelve may be written again by the next step."""
@@ -110,7 +98,7 @@ def test_a_boundary_told_in_time_is_named_and_one_told_too_late_is_not(boundary:
     one.step(sequence)
     one.step(sequence)
     assert sequence.num_computed_tokens == 16
-    tell(one, "a", boundary)
+    one.tell("a", boundary)
     one.call()
     one.step(sequence)
     assert sorted(ring_of(sequence).named) == named
@@ -124,7 +112,7 @@ def test_a_window_that_another_prompt_waits_for_is_stated_at_once() -> None:
     one.step(sequence)
     one.step(sequence)
     assert one.cache.next_call(list, one.now) is None
-    tell(one, "a", 16)
+    one.tell("a", 16)
     call = one.cache.next_call(list, one.now)
     assert call is not None
     assert type(call.request).__name__ == "AppendRequest"
@@ -134,9 +122,9 @@ def test_a_boundary_told_during_a_step_is_named_after_it() -> None:
     one = worker()
     sequence = one.begin("a", range(41))
     one.launch(sequence)
-    tell(one, "a", 4)
-    tell(one, "a", 8, round_=1)
-    tell(one, "b", 8)
+    one.tell("a", 4)
+    one.tell("a", 8, round_=1)
+    one.tell("b", 8)
     one.call()
     one.finish(sequence)
     assert sorted(ring_of(sequence).named) == [0]
@@ -156,43 +144,6 @@ def test_a_boundary_that_is_told_with_the_grant_is_kept() -> None:
     one.check()
 
 
-def test_what_is_released_may_be_granted_at_once() -> None:
-    """The call that states it may bring the same blocks back: this worker has stopped using them before it is sent."""
-    one = worker(window_blocks=1 + 5 + 2)
-    for number in range(6):
-        sequence = one.begin(f"s{number}", range(100 * number, 100 * number + 22), 20)
-        while len(sequence.tokens) < 42:
-            one.step(sequence)
-        one.end(sequence)
-        one.check()
-    assert one.cache.session == one.manager.sessions[0].number, "the session was given up"
-
-
-def test_a_worker_that_registers_again_reports_its_windows() -> None:
-    """With holes, scratch and the boundaries to come; then it goes on, and what was named is still a hit."""
-    one = worker()
-    sequence = one.begin("a", range(41), 10)
-    one.step(sequence)
-    tell(one, "a", 12)
-    one.call()
-    one.step(sequence)
-    assert sorted(ring_of(sequence).named) == [1, 2]
-    one.cache.lose("the manager has gone")
-    one.register()
-    session = one.manager.sessions[0]
-    (known,) = session.sequences.values()
-    window = windows(known)[1]
-    assert window is not None
-    assert sorted(window.entries) == [1, 2]
-    assert sorted(window.scratch) == sorted(one_.block for one_ in ring_of(sequence).scratch())
-    assert known.boundaries == (10,)
-    while len(sequence.tokens) < 51:
-        one.step(sequence)
-    one.end(sequence)
-    assert one.begin("b", [*range(12), 77, 76]).num_cached_tokens == 12
-    one.check()
-
-
 def test_a_boundary_that_is_reached_but_not_named_is_not_reported_as_still_to_come() -> None:
     """The reserve cannot replace the window's blocks: it is tried again after the next step, of which the manager need not know."""
     one = worker(window_blocks=1 + 5 + 2)
@@ -200,41 +151,9 @@ def test_a_boundary_that_is_reached_but_not_named_is_not_reported_as_still_to_co
     sequence = one.begin("a", range(41))
     one.step(sequence)
     one.step(sequence)
-    tell(one, "a", sequence.num_computed_tokens)
+    one.tell("a", sequence.num_computed_tokens)
     assert sequence.boundaries == (16, 40)
     one.cache.lose("the manager has gone")
     one.register()
     assert one.manager.sessions[0].sequences["a", 1].boundaries == (10,)
-    one.check()
-
-
-def test_a_window_that_is_named_during_a_report_is_stated_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report is of one moment: what is scratch in one of its parts holds nothing in another."""
-    monkeypatch.setattr(report, "_MAX_CONTENTS", 1)
-    one = worker()
-    sequence = one.begin("a", range(41))
-    one.step(sequence)
-    one.step(sequence)
-    tell(one, "a", 20)
-    one.call()
-    one.launch(sequence)
-    one.cache.lose("the manager has gone")
-    one.begin_report()
-    one.finish(sequence)
-    assert sorted(ring_of(sequence).named) == [3, 4]
-    (known,) = one.manager.sessions[0].sequences.values()
-    window = windows(known)[1]
-    assert window is not None
-    assert sorted(window.entries) == [3, 4]
-    one.check()
-
-
-def test_a_preempted_sequence_goes_on_from_its_last_window() -> None:
-    one = worker()
-    sequence = one.begin("a", range(18), 10)
-    for _ in range(6):
-        one.step(sequence)
-    again = one.cache.preempt(sequence)
-    one.call(again)
-    assert (again.state, again.num_cached_tokens) == (SequenceState.LIVE, 20)
     one.check()

@@ -94,27 +94,6 @@ def test_a_ring_is_as_large_as_a_step_needs_and_no_larger(window: int, chunk: in
     assert most_missing(size - 1) == 1
 
 
-def test_a_named_block_is_never_written_again() -> None:
-    """It is released when its tokens have left the window, and is stated until a call is executed."""
-    ring = Ring(2, SIZE, [], blocks(1, 5))
-    ring.advance(0, 2 * SIZE)
-    named = ring.name(2)
-    assert [entry.table_index for entry in named] == [0, 1]
-    statement, dropped = ring.state()
-    assert list(statement.bound) == named
-    assert (statement.released, dropped) == ((), [])
-    ring.acknowledge(statement)
-    assert not ring.has_news
-    ring.advance(2 * SIZE, 3 * SIZE)
-    ring.advance(3 * SIZE, 4 * SIZE)
-    statement, dropped = ring.state()
-    assert list(statement.released) == named[:1]
-    assert dropped == [named[0].block]
-    # Lost: it is stated again, but this worker has stopped using it.
-    assert ring.state() == (statement, [])
-    assert named[0].block not in {one.block for one in ring.scratch()}
-
-
 def test_a_block_that_is_copied_is_released_after_the_copy() -> None:
     """Another sequence could be granted it in the answer to the call that says so, and write to it."""
     ring = Ring(1, SIZE, [], blocks(1, 4))
@@ -146,26 +125,6 @@ def test_what_was_named_is_not_stated_as_scratch_any_more() -> None:
     assert [one.block for one in statement.bound] == [2, 50]
     ring.acknowledge(statement)
     assert ring.num_unstated == 0
-
-
-def test_a_report_states_the_present() -> None:
-    """After it nothing is news, and what was released is not used any more."""
-    ring = Ring(1, SIZE, [], blocks(1, 3))
-    ring.advance(0, SIZE)
-    ring.name(1)
-    ring.advance(SIZE, 2 * SIZE)
-    ring.advance(2 * SIZE, 3 * SIZE)
-    ring.settle(0)
-    released = [entry.block for entry in ring.state()[0].released]
-    ring = Ring(1, SIZE, [], blocks(1, 3))
-    ring.advance(0, SIZE)
-    ring.name(1)
-    ring.advance(SIZE, 2 * SIZE)
-    ring.advance(2 * SIZE, 3 * SIZE)
-    ring.settle(0)
-    assert ring.acknowledge_all() == released
-    assert not ring.has_news
-    assert ring.acknowledge_all() == []
 
 
 def test_chunks_are_about_a_window_long() -> None:

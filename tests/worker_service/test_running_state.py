@@ -1,21 +1,15 @@
-"""A running state that only its sequence writes, and snapshots of it where others can go on.
+"""Where snapshots of a running state are kept, so that others can go on from there.
 
-`Worker` keeps, for each block of the state, the tokens that it was computed from, and asserts in every step that the state before
-it is that of exactly the tokens before it.
+That each step begins with the right state, and each snapshot is the one that it is named for, is in test_cache_stories.py.
 """
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from collections.abc import Iterator
 
-from kvpool.cache_service.core.messages import Boundary, SequenceKey
-from kvpool.v1 import common_pb2
-from kvpool.worker_service.cache.entry import Entry
-from kvpool.worker_service.cache.groups.group import StateUse
-from kvpool.worker_service.cache.groups.state import RunningState
-from kvpool.worker_service.cache.reserve import SpareBlock
+import pytest
+
+from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.worker_service.windowed import Worker, state_of
 
@@ -35,18 +29,23 @@ def compute_all(one: Worker, sequence: CacheSequence) -> None:
             return
 
 
+def snapshots(one: Worker) -> dict[int, int]:
+    """What the manager has as snapshots: by block, the number of tokens before it."""
+    pool = one.manager.sessions[0].pools[-1]
+    nodes = {block: node for block in range(1, pool.num_blocks) if (node := pool.node(block)) is not None}
+    return {block: SIZE * sum(1 for _ in path_of(node)) for block, node in nodes.items()}
+
+
+def path_of(node: Node | None) -> Iterator[Node]:
+    """It and those before it, without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
 def snapshot_lengths(one: Worker) -> list[int]:
-    """Tokens before each snapshot that the manager has."""
-    return sorted(map(len, one.snapshots().values()))
-
-
-def tell(one: Worker, sequence_id: str, num_tokens: int) -> None:
-    """The next heartbeat brings this boundary."""
-    (session,) = one.manager.sessions
-    session.downlink.push(Boundary(SequenceKey(sequence_id, 1, 0), num_tokens))
-    request = one.cache.keep_alive(common_pb2.WorkerLoad())
-    assert request is not None
-    one.cache.on_keep_alive(session.number, one.execute(request))
+    """Tokens before each of them."""
+    return sorted(snapshots(one).values())
 
 
 # -- chunks
@@ -91,29 +90,14 @@ def test_a_prompt_and_a_text_are_kept_where_they_end_on_the_grid() -> None:
 def test_a_hit_is_read_once_and_released_when_the_sequence_has_gone_on() -> None:
     one = worker()
     one.end(one.generate("a", range(30), [7]))
-    (snapshot,) = one.snapshots()
+    (snapshot,) = snapshots(one)
     sequence = one.begin("b", [*range(30), 5])
     assert sequence.state_use(25).source == snapshot  # type: ignore[union-attr]
     one.step(sequence)
     assert state_of(sequence).named == {} or 5 in state_of(sequence).named
     one.step(sequence)
     pool = one.manager.sessions[0].pools[1]
-    assert (pool.ref_count(snapshot), snapshot in one.snapshots()) == (0, True)
-    one.check()
-
-
-def test_two_prompts_go_on_from_one_snapshot_at_the_same_time() -> None:
-    """Neither sees what the other has made of it."""
-    one = worker()
-    one.end(one.generate("a", range(30), [7]))
-    left, right = one.begin("b", [*range(30), 5, 5]), one.begin("c", [*range(30), 6, 6, 6])
-    assert (left.num_cached_tokens, right.num_cached_tokens) == (24, 24)
-    one.launch(left)
-    one.launch(right)
-    one.finish(left)
-    one.finish(right)
-    for sequence in (left, right):
-        one.end(sequence)
+    assert (pool.ref_count(snapshot), snapshot in snapshots(one)) == (0, True)
     one.check()
 
 
@@ -122,20 +106,6 @@ def test_a_text_is_kept_every_interval_rounded_up_to_the_grid() -> None:
     sequence = one.generate("a", range(6), [7] * 60)
     assert snapshot_lengths(one) == [16, 32, 48, 64]
     one.end(sequence)
-    one.check()
-
-
-def test_a_new_round_begins_with_no_state_or_with_a_snapshot() -> None:
-    """A block that had another state is no beginning."""
-    one = worker(state_blocks=4)
-    sequence = one.begin("a", range(7), 3)
-    one.step(sequence)
-    again = one.cache.preempt(sequence)
-    one.call()
-    one.call(again)
-    assert again.state_use(7) == StateUse(0, state_of(again).running.block, 0)
-    one.step(again)
-    one.end(again)
     one.check()
 
 
@@ -170,7 +140,7 @@ def test_a_place_told_in_time_is_kept_and_one_told_too_late_is_not(boundary: int
     sequence = one.begin("a", range(42))
     one.step(sequence)
     assert sequence.num_computed_tokens == 16
-    tell(one, "a", boundary)
+    one.tell("a", boundary)
     compute_all(one, sequence)
     one.call()
     assert snapshot_lengths(one) == kept
@@ -181,90 +151,9 @@ def test_a_place_told_while_the_step_to_it_runs_is_kept_after_the_step() -> None
     one = worker()
     sequence = one.begin("a", range(42))
     one.launch(sequence)
-    tell(one, "a", 16)
+    one.tell("a", 16)
     one.call()
-    assert one.snapshots() == {}
+    assert snapshots(one) == {}
     one.finish(sequence)
     assert snapshot_lengths(one) == [16]
     one.check()
-
-
-def test_a_place_told_while_the_step_after_it_runs_is_too_late_if_its_copy_is_replaced() -> None:
-    one = worker()
-    sequence = one.begin("a", range(42))
-    one.step(sequence)
-    one.launch(sequence)
-    tell(one, "a", 16)
-    one.finish(sequence)
-    compute_all(one, sequence)
-    assert snapshot_lengths(one) == [40]
-    one.check()
-
-
-# -- faults
-
-
-def test_the_copy_of_a_step_that_failed_is_not_named() -> None:
-    """It may hold anything."""
-    one = worker()
-    sequence = one.begin("a", range(42))
-    one.launch(sequence)
-    one.cache.fail_step([sequence])
-    one.end(sequence)
-    assert one.snapshots() == {}
-    one.check()
-
-
-def test_all_is_there_after_the_manager_has_lost_it() -> None:
-    """The running state, its copy, a hit that is being read, and snapshots."""
-    one = worker()
-    one.end(one.generate("a", range(30), [7]))
-    reader, writer = one.begin("b", [*range(30), 5, 5], 20), one.begin("c", range(100, 120), 20)
-    one.step(writer)
-    one.cache.lose("the manager was restarted")
-    one.manager = type(one.manager)(2)
-    one.register()
-    one.check()
-    for sequence in (reader, writer):
-        while len(sequence.tokens) < sequence.max_tokens:
-            one.step(sequence)
-        one.end(sequence)
-    assert one.begin("d", [*range(30), 5, 5, 1]).num_cached_tokens == 32 or one.snapshots()
-    one.check()
-
-
-def blocks(first: int, count: int) -> list[SpareBlock]:
-    return [SpareBlock(block, 1) for block in range(first, first + count)]
-
-
-@given(num_hits=st.integers(0, 3), scratch=st.integers(1, 3), draw=st.data())
-def test_no_block_is_in_two_places_and_a_copy_is_what_it_is_named_for(
-    num_hits: int, scratch: int, draw: st.DataObject
-) -> None:
-    """Whatever the chunks, and whatever is named."""
-    hits = [Entry(2 * num_hits - 1, 900, 1)] if num_hits else []
-    state = RunningState(2, SIZE, hits, blocks(1, scratch))
-    computed = num_hits * GRID
-    in_block: dict[int, int] = {900: computed}
-    next_block = 100
-    for _ in range(draw.draw(st.integers(1, 10))):
-        end = computed + draw.draw(st.integers(1, 2 * GRID))
-        count = min(state.num_useful(computed, end), draw.draw(st.integers(0, 1)))
-        state.advance(computed, end, blocks(next_block, count))
-        next_block += count
-        use = state.state_use(computed, end)
-        assert (in_block.get(use.source) == computed) if use.source else computed == 0
-        named = {one.block for one in state.named.values()}
-        assert use.running not in named | {use.snapshot}
-        assert use.snapshot not in named
-        in_block[use.running] = end
-        if use.snapshot:
-            in_block[use.snapshot] = end
-        held = [*(one.block for one in state.named.values()), *(one.block for one in state.scratch())]
-        assert len(held) == len(set(held))
-        computed = end
-        boundary = computed // SIZE
-        if computed % GRID == 0 and state.has_window(boundary) and draw.draw(st.booleans()):
-            assert state.num_to_replace(boundary, 100, is_prompt_done=False) == 0
-            for entry in state.name(boundary):
-                assert in_block[entry.block] == (entry.table_index + 1) * SIZE == computed

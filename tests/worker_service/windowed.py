@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import Limits
-from kvpool.cache_service.core.prefix_tree import Node
-from kvpool.cache_service.core.session import Session
+from kvpool.cache_service.core.messages import Boundary, Limits, SequenceKey
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
-from kvpool.worker_service.cache.groups.state import RunningState, StateGroup
+from kvpool.worker_service.cache.groups.state import RunningState
 from kvpool.worker_service.cache.groups.window import Ring
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
@@ -45,8 +42,6 @@ class Worker:
             retention_interval=retention_interval,
         )
         self.cache = EngineCache(settings)
-        self.states: dict[int, tuple[int, ...]] = {}
-        """By block: the tokens that the state in it was computed from."""
         self.manager = CacheManager(1, limits=limits)
         self.methods: list[str] = []
         """Of all calls that the manager has executed."""
@@ -86,6 +81,17 @@ class Worker:
         while (call := self.cache.next_call(lambda: waiting, self.now)) is not None:
             self.cache.on_reply(call, self.execute(call.request), self.now)
 
+    def heartbeat(self) -> None:
+        """One heartbeat and its answer."""
+        request = self.cache.keep_alive(common_pb2.WorkerLoad())
+        assert request is not None
+        self.cache.on_keep_alive(self.manager.sessions[-1].number, self.execute(request))
+
+    def tell(self, sequence_id: str, num_tokens: int, round_: int = 0) -> None:
+        """A heartbeat brings a boundary of a sequence."""
+        self.manager.sessions[-1].downlink.push(Boundary(SequenceKey(sequence_id, 1, round_), num_tokens))
+        self.heartbeat()
+
     def execute(self, request: Any) -> Any:
         """The manager's answer."""
         method = type(request).__name__.removesuffix("Request")
@@ -120,29 +126,13 @@ class Worker:
         self.finish(sequence, token)
 
     def launch(self, sequence: CacheSequence) -> None:
-        """Begin a step, with the copies of forks."""
-        for copying in self.cache._state.copies_due:
-            for group, source, target in copying.copies:
-                if isinstance(self.cache.settings.groups[group], StateGroup):
-                    self.states[target] = self.states[source]
-        end = self._end(sequence)
-        assert self.cache.extend(sequence, end)
-        use = sequence.state_use(end)
-        if use is not None:
-            before = tuple(sequence.tokens[: sequence.num_computed_tokens])
-            assert self.states.get(use.source, ()) == before, "the step begins with another state"
-            assert bool(use.source) == bool(before), "the step begins with whatever a block holds"
-            for block in (use.running, use.snapshot):
-                assert self.cache._state.ledgers[-1].content(block) is None, "a snapshot is written again"
+        """Begin a step."""
+        assert self.cache.extend(sequence, self._end(sequence))
         self.cache.begin_step([sequence])
 
     def finish(self, sequence: CacheSequence, token: int = 1) -> None:
         """End it, and make the calls that are due then."""
         end = self._end(sequence)
-        use = sequence.state_use(end)
-        for block in (use.running, use.snapshot) if use is not None else ():
-            if block:
-                self.states[block] = tuple(sequence.tokens[:end])
         self.cache.end_step([Computed(sequence, end, token if end == len(sequence.tokens) else None)], self.now)
         self.call()
 
@@ -169,26 +159,8 @@ class Worker:
         return tuple(counts.held + counts.reserved for counts in self.manager.sessions[0].counts())
 
     def check(self) -> None:
-        """Every law of the manager holds, and every snapshot is the state after the tokens that it is named for."""
+        """Every law of the manager holds."""
         assert self.manager.check().violations == []
-        if self.cache.settings.grid_tokens:
-            for session in self.manager.sessions:
-                for block, tokens in self.snapshots(session).items():
-                    assert self.states[block] == tokens
-
-    def snapshots(self, session: Session | None = None) -> dict[int, tuple[int, ...]]:
-        """What the manager has as snapshots: by block, the tokens before it."""
-        pool = (session or self.manager.sessions[0]).pools[-1]
-        found: dict[int, tuple[int, ...]] = {}
-        for block in range(1, pool.num_blocks):
-            node: Node | None = pool.node(block)
-            if node is not None:
-                path: list[int] = []
-                while node is not None and node.parent is not None:
-                    path[:0] = array("I", node.tokens)
-                    node = node.parent
-                found[block] = tuple(path)
-        return found
 
 
 def ring_of(sequence: CacheSequence, group: int = 1) -> Ring:
