@@ -1,17 +1,62 @@
-"""The block tables on the device are the engine's, and only what changed was written."""
+"""Block tables of one group and of several, and what a step makes of them: what it may read is what the cache gave, whatever became
+of the entries before a window, only what changed is written, and nothing outside a sequence's blocks is read or written."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kvpool.worker_service.attention.block_tables import BlockTables
-from kvpool.worker_service.attention.layout import PackingError
-from kvpool.worker_service.attention.packing import Packer, Staging, StepSizes, pack
-from tests.attention.packed import BLOCK_SIZE, CPU, GROUPS, NUM_BLOCKS, check
+from kvpool.worker_service.attention.layout import BlockGroup, PackingError
+from kvpool.worker_service.attention.packing import Packer, Packing, Staging, StepSizes, pack
 from tests.attention.part import Part
 
+CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+SIZE = 4
+ONE = (BlockGroup(200),)
+RING = (BlockGroup(20), BlockGroup(20, 5))
+SEVERAL = (BlockGroup(300), BlockGroup(80, 9), BlockGroup(40, 5))
+
+
+def check(packing: Packing, parts: list[Part], groups: tuple[BlockGroup, ...] = ONE) -> None:
+    """What a step reads of the device and on the host, from the first block that it may read."""
+    ends = [part.start + len(part.token_ids) for part in parts]
+    width = -(-max(ends) // SIZE)
+    for index, group in enumerate(groups):
+        gathered = packing.gather_tables(width, index).tolist()
+        slots: list[int] = []
+        for number, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            table, first = part.block_tables[index][: -(-end // SIZE)], group.first_block(part.start, SIZE)
+            assert gathered[number][first : len(table)] == table[first:]
+            assert not any(gathered[number][:first])
+            seen = 0 if group.window is None else max(0, part.start + 1 - group.window)
+            wanted = [table[position // SIZE] * SIZE + position % SIZE for position in range(seen, end)]
+            assert packing.slots(number, seen, end, index).tolist() == wanted
+            slots += wanted[part.start - seen :]
+            if group.window is None:
+                assert packing.layout.groups[index].arrays[number].tolist() == table
+        assert packing.groups[index].slot_mapping.tolist() == slots
+    assert packing.tables() == [part.block_tables[0][: -(-end // SIZE)] for part, end in zip(parts, ends, strict=True)]
+    positions = [range(part.start, end) for part, end in zip(parts, ends, strict=True)]
+    assert packing.position_ids[0].tolist() == [position for each in positions for position in each]
+    assert packing.input_ids[0].tolist() == [token for part in parts for token in part.token_ids]
+    assert packing.on_device.starts.tolist() == [part.start for part in parts]
+    assert packing.on_device.query_lens.tolist() == [len(part.token_ids) for part in parts]
+    assert list(packing.context_lens) == ends
+    assert list(packing.offsets)[: len(parts)] == [sum(map(len, positions[:number])) for number in range(len(parts))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_on_every_device(device: str) -> None:
+    parts = [Part([11, 12, 13], 3, ([5, 2, 9],)), Part([21], 0, ([1],))]
+    check(pack(parts, SIZE, ONE, torch.device(device)), parts)
+
+
+# -- only what changed is written
 
 
 def changes(tables: BlockTables, table: list[int], key: int, first: int = 0) -> list[tuple[int, int]]:
@@ -50,15 +95,7 @@ def test_what_a_row_held_for_another_sequence_is_not_written_again() -> None:
     assert [value for _, value in changes(tables, [1, 2, 4], key=2)] == [4]
 
 
-def test_nothing_is_taken_for_granted_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's copy is of what was sent; if sending fails, it may be wrong."""
-    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(2, 1, 4))
-    part = Part([1], 0, ([7],))
-    with monkeypatch.context() as broken:
-        broken.setattr(Staging, "send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            packer.pack([part])
-    check(packer.pack([part]), [part])
+# -- steps that keep their layout
 
 
 def decodes(*tables: list[int], start: int) -> list[Part]:
@@ -67,7 +104,7 @@ def decodes(*tables: list[int], start: int) -> list[Part]:
 
 def test_decodes_of_the_same_sequences_keep_their_layout() -> None:
     """Also when a table grows; and tables of which only the last block differs in length are not compared with those of others."""
-    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(4, 16, 8))
+    packer = Packer(SIZE, ONE, CPU, StepSizes(4, 16, 8))
     one, other = [1, 2], [3, 4]
     first = packer.pack(decodes(one, other, start=6)).layout
     assert packer.pack(decodes(one, other, start=7)).layout is first
@@ -87,7 +124,7 @@ def test_decodes_of_the_same_sequences_keep_their_layout() -> None:
     ],
 )  # fmt: skip
 def test_no_other_step_keeps_the_layout(change: str) -> None:
-    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(4, 16, 3))
+    packer = Packer(SIZE, ONE, CPU, StepSizes(4, 16, 3))
     one, other, third = [1, 2, 11], [3, 4, 12], [7, 8]
     layout = packer.pack(decodes(one, other, start=6)).layout
     parts = decodes(one, other, start=7)
@@ -121,37 +158,61 @@ def test_no_other_step_keeps_the_layout(change: str) -> None:
     check(packing, parts)
 
 
-@pytest.mark.parametrize(("block", "message"), [(0, "outside"), (NUM_BLOCKS, "outside"), (4, "same slot")])
-def test_a_block_that_a_decode_must_not_write_is_refused_and_changes_nothing(block: int, message: str) -> None:
-    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(4, 16, 8))
-    one, other = [1, 2], [3, 4]
-    packer.pack([Part([7], 7, (one,)), Part([5], 5, (other,))])
-    before = packer.block_tables[0].tensor.clone()
-    one.append(block)
-    with pytest.raises(PackingError, match=message):
-        packer.pack([Part([8], 8, (one,)), Part([6], 6, (other,))])
-    assert torch.equal(packer.block_tables[0].tensor, before)
-    one[-1] = 9
-    parts = [Part([8], 8, (one,)), Part([6], 6, (other,))]
-    check(packer.pack(parts), parts)
+def ring(*, holes: bool) -> tuple[Packer, list[int], list[int], Callable[[int], Packing]]:
+    """A sequence in a full group and in one with a window of 5, whose table has turned once; and its decodes."""
+    full, window = [1, 2, 3, 4], [0 if holes else 3, 2, 4, 3]
+    packer = Packer(SIZE, RING, CPU, StepSizes(4, 16, 16))
+
+    def decode(start: int) -> Packing:
+        return packer.pack([Part([start], start, (full, window))])
+
+    return packer, full, window, decode
 
 
-def test_a_failure_while_a_layout_is_kept_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(2, 1, 4))
-    table = [7]
-    packer.pack([Part([1], 3, (table,))])
-    table.append(8)
-    with monkeypatch.context() as broken:
-        broken.setattr(Staging, "send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            packer.pack([Part([1], 4, (table,))])
-    packer.block_tables[0].tensor.zero_()
-    check(packer.pack([Part([1], 4, (table,))]), [Part([1], 4, (table,))])
+@pytest.mark.parametrize("holes", [True, False])
+def test_decodes_keep_their_layout_while_a_ring_turns(holes: bool) -> None:
+    _, full, window, decode = ring(holes=holes)
+    layout = decode(13).layout
+    assert decode(14).layout is layout
+    full.append(7)
+    window[1] = 0 if holes else window[1]
+    window.append(2)  # the block of entry 1, which is gone, comes back
+    packing = decode(16)
+    assert packing.layout is layout
+    assert packing.groups[1].slot_mapping.tolist() == [2 * SIZE]
+    assert packing.groups[0].slot_mapping.tolist() == [7 * SIZE]
+    assert packing.slots(0, 12, 17, 1).tolist() == [12, 13, 14, 15, 8]
+    assert packing.gather_tables(5, 1).tolist() == [[0, 0, 0, 3, 2]]
+
+
+def test_a_block_within_the_window_that_changes_ends_the_layout() -> None:
+    _, _, window, decode = ring(holes=True)
+    layout = decode(13).layout
+    window[2] = 9
+    packing = decode(14)
+    assert packing.layout is not layout
+    assert packing.slots(0, 10, 15, 1).tolist() == [38, 39, 12, 13, 14]
+
+
+@pytest.mark.parametrize("lays_out_again", [True, False])
+def test_going_back_to_an_earlier_token_checks_and_reads_what_that_one_sees(lays_out_again: bool) -> None:
+    """The earlier token sees a block that the later one does not, and that was neither checked nor sent for the later one."""
+    full, window = [1, 2, 3, 4], [0, 0, 5, 6]
+    packer = Packer(SIZE, (BlockGroup(20), BlockGroup(20, 6)), CPU, StepSizes(4, 16, 16))
+    late, early = Part([1], 15, (full, window)), Part([1] * (2 if lays_out_again else 1), 12, (full, window))
+    packer.pack([late])  # sees 10 … 15: entries 2 and 3
+    with pytest.raises(PackingError, match="outside 1 … 19"):
+        packer.pack([early])  # sees 7 … 12
+    packer.pack([late])
+    window[1] = 7
+    packing = packer.pack([early])
+    assert packing.slots(0, 7, 13, 1).tolist() == [31, 20, 21, 22, 23, 24]
+    assert packing.gather_tables(4, 1).tolist() == [[0, 7, 5, 6]]
 
 
 def test_buffers_are_used_again() -> None:
     """Steps that are no larger than the packer was made for lie in the same memory."""
-    packer = Packer(BLOCK_SIZE, GROUPS, CPU, StepSizes(2, 16, 4))
+    packer = Packer(SIZE, ONE, CPU, StepSizes(2, 16, 4))
     packings = [packer.pack([Part(list(range(length)), 0, ([1, 2, 3],))]) for length in (10, 1, 12, 1)]
     for alike in (packings[::2], packings[1::2]):
         for name in ("input_ids", "position_ids"):
@@ -160,7 +221,153 @@ def test_buffers_are_used_again() -> None:
     assert len({packing.groups[0].block_tables.data_ptr() for packing in packings}) == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_on_every_device(device: str) -> None:
-    parts = [Part([11, 12, 13], 3, ([5, 2, 9],)), Part([21], 0, ([1],))]
-    check(pack(parts, BLOCK_SIZE, GROUPS, torch.device(device)), parts)
+def test_groups_with_a_window_share_no_prefix() -> None:
+    """Holes at the beginning of two tables are no blocks that both have."""
+    full = ([1, 2, 3, 4], [1, 2, 3, 5])
+    parts = [Part([1], 13, (full[0], [0, 0, 3, 4])), Part([1], 13, (full[1], [0, 0, 3, 5]))]
+    packing = pack(parts, SIZE, RING, CPU)
+    (found,) = packing.shared_prefixes(1, 8, 0)
+    assert found.num_blocks == 3
+    assert packing.shared_prefixes(1, 8, 1) == []
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([Part([], 0, ([1],))], "0 tokens"),
+        ([Part([1], -1, ([1],))], "position -1"),
+        ([Part([1] * 5, 0, ([1],))], "needs 2 blocks of 4 tokens, its table has 1"),
+        ([Part([1], 0, ([0],))], "outside 1 … 199"),
+        ([Part([1], 0, ([200],))], "outside 1 … 199"),
+        ([Part([1], 4, ([-3, 2],))], "outside 1 … 199"),
+        ([Part([1], 4, ([1, 2],)), Part([1], 4, ([3, 2],))], "same slot"),
+    ],
+)
+def test_refuses(parts: list[Part], message: str) -> None:
+    with pytest.raises(PackingError, match=message):
+        pack(parts, SIZE, ONE, CPU)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([([1, 2, 3, 4],)], "part 0 has 1 block tables, the model has 2 groups"),
+        ([([1, 2, 3, 4], [1, 2, 3, 4], [1])], "part 0 has 3 block tables"),
+        ([([0, 2, 3, 4], [1, 2, 3, 4])], "outside 1 … 19: "),  # full attention keeps all
+        ([([1, 2, 3, 4], [0, 0, 0, 4])], "outside 1 … 19: "),  # within the window of position 13
+        ([([1, 2, 3, 4], [0, 0, 3, 20])], "outside 1 … 19: "),
+        ([([1, 2, 3, 4], [0, 0, 3])], "needs 4 blocks of 4 tokens, its table has 3"),
+        ([([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 6, 7, 8], [5, 6, 7, 4])], "same slot"),
+    ],
+)
+def test_refuses_in_each_group(tables: list[tuple[list[int], ...]], message: str) -> None:
+    with pytest.raises(PackingError, match=message):
+        pack([Part([1], 13, each) for each in tables], SIZE, RING, CPU)
+
+
+@pytest.mark.parametrize("lays_out_again", [False, True])
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize(("block", "message"), [(0, "outside"), (20, "outside"), (12, "same slot")])
+def test_a_refused_step_changes_no_group(lays_out_again: bool, group: int, block: int, message: str) -> None:
+    """Two sequences decode; the next block of the first is one that it must not write."""
+    packer = Packer(SIZE, RING, CPU, StepSizes(4, 16, 16))
+    one, other = ([1, 2], [1, 2]), ([11, 12], [11, 12])
+    packer.pack([Part([7], 7, one), Part([5], 5, other)])
+    before = [tables.tensor.clone() for tables in packer.block_tables]
+    one[group].append(block)
+    one[1 - group].append(9)
+    parts = [Part([8], 8, one), Part([6], 6, other)]
+    with pytest.raises(PackingError, match=message):
+        packer.pack(parts[::-1] if lays_out_again else parts)
+    assert all(torch.equal(tables.tensor, old) for tables, old in zip(packer.block_tables, before, strict=True))
+    one[group][-1] = 9
+    check(packer.pack(parts), parts, RING)
+
+
+@pytest.mark.parametrize("keeps_its_layout", [True, False])
+def test_nothing_is_taken_for_granted_after_a_failure(keeps_its_layout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's copy is of what was sent; if sending fails, it may be wrong."""
+    packer, full, window, decode = ring(holes=True)
+    if keeps_its_layout:
+        decode(15)
+    full.append(8)
+    window.append(9)
+    with monkeypatch.context() as broken:
+        broken.setattr(Staging, "send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            decode(16)
+    for tables in packer.block_tables:
+        tables.tensor.zero_()
+    check(decode(16), [Part([16], 16, (full, window))], RING)
+
+
+# -- everything
+
+
+class Sequence:
+    """As the cache holds one: a table in each group, whose blocks leave with the window and may come back at its end."""
+
+    def __init__(self, free: list[list[int]], dice: random.Random) -> None:
+        self.tables: tuple[list[int], ...] = tuple([] for _ in SEVERAL)
+        self.num_gone = [0] * len(SEVERAL)
+        self.computed = 0
+        self._free, self._dice = free, dice
+
+    def part(self, length: int) -> Part:
+        start = self.computed
+        for index, group in enumerate(SEVERAL):
+            self._let_go(index, group.first_block(start, SIZE))
+            while len(self.tables[index]) * SIZE < start + length:
+                self.tables[index].append(self._free[index].pop())
+        self.computed += length
+        tokens = [self._dice.randrange(1000) for _ in range(length)]
+        return Part(tokens, start, self.tables)
+
+    def _let_go(self, index: int, first: int) -> None:
+        table, gone = self.tables[index], self.num_gone[index]
+        for entry in range(gone, min(first, len(table))):
+            self._free[index].append(table[entry])
+            if self._dice.random() < 0.7:  # the others keep the block that was there
+                table[entry] = 0
+        self.num_gone[index] = max(gone, min(first, len(table)))
+
+    def end(self) -> None:
+        for index, table in enumerate(self.tables):
+            self._free[index] += table[self.num_gone[index] :]
+
+
+@pytest.mark.parametrize("host_writes", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_histories(seed: int, host_writes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences come, are computed in chunks, decode together, and go; there are more of them than rows. Also where the host cannot
+    write the tables itself, as on a GPU."""
+    dice = random.Random(seed)
+    free = [list(range(1, group.num_blocks)) for group in SEVERAL]
+    for each in free:
+        dice.shuffle(each)
+    packer = Packer(SIZE, SEVERAL, CPU, StepSizes(dice.randrange(1, 4), max_blocks_per_seq=dice.randrange(1, 8)))
+    if not host_writes:
+        for tables in packer.block_tables:
+            monkeypatch.setattr(tables, "_shared", None)
+    running: list[Sequence] = []
+    num_kept = 0
+    for _ in range(60):
+        if len(running) < 4 and dice.random() < 0.4:
+            running.append(Sequence(free, dice))
+        if running and dice.random() < 0.08:
+            running.pop(dice.randrange(len(running))).end()
+        chosen = dice.sample(running, dice.randint(0, len(running)))
+        length = dice.choice([1, 1, 3, 11])
+        for _ in range(dice.randrange(1, 12) if length == 1 else 1):
+            if not chosen or any(sequence.computed > 130 for sequence in chosen):
+                break
+            parts = [sequence.part(length) for sequence in chosen]
+            before = packer._layout
+            packing = packer.pack(parts)
+            num_kept += packing.layout is before
+            check(packing, parts, SEVERAL)
+            check(pack(parts, SIZE, SEVERAL, CPU), parts, SEVERAL)
+    assert num_kept > 10
