@@ -1,9 +1,7 @@
-"""Cross attention over the blocks of encoders' outputs, and scores with a bias by distance: the torch backend against plain
-loops."""
+"""Cross attention over the blocks of encoders' outputs: the torch backend against plain loops."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,17 +11,15 @@ import torch
 
 from kvpool.worker_service.attention.encoder_tables import EncoderTables, slots_of
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
-from kvpool.worker_service.attention.layer import AttentionCall, KVLayer
+from kvpool.worker_service.attention.layer import AttentionCall
 from kvpool.worker_service.attention.layout import BlockGroup, PackingError
 from kvpool.worker_service.attention.packing import one_group, pack
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
-from kvpool.worker_service.attention.torch_plan import PlanShapes
+from kvpool.worker_service.attention.torch_plan import PlanShapes, Sight, build_view
 from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart
+from tests.attention.scene import BLOCK_SIZE, CPU, NEVER, Shape, nan_layer, one_query, shuffled_blocks
 
-CPU = torch.device("cpu")
-SIZE = 4
 HEADS, KV_HEADS, DIM = 6, 2, 8
-NEVER = 1 << 60
 SHORT = FIXED_SHAPES[0]._replace(partition=16, key_multiple=16)
 SHAPES = pytest.mark.parametrize(
     "shapes", [FREE_SHAPES, FIXED_SHAPES[0], SHORT, OWN_SUMS], ids=["free", "fixed", "short", "own"]
@@ -44,27 +40,21 @@ class CrossScene:
     def __init__(self, lengths: Sequence[int], texts: Sequence[Text]) -> None:
         torch.manual_seed(0)
         self.lengths, self.texts = lengths, texts
-        counts = [-(-length // SIZE) for length in lengths]
+        counts = [-(-length // BLOCK_SIZE) for length in lengths]
         self.num_blocks = 1 + sum(counts)
-        shape = (self.num_blocks, SIZE, KV_HEADS, DIM)
-        caches = [torch.full(shape, float("nan")) for _ in range(2)]
-        for cache in caches:
-            cache[0] = 0
-        self.layer = KVLayer(1, None, caches[0], caches[1], is_cross=True)
-        free = list(range(1, self.num_blocks))
-        random.Random(0).shuffle(free)
+        self.layer, free = nan_layer(self.num_blocks, Shape(), is_cross=True), shuffled_blocks(self.num_blocks)
         self.tables = [[free.pop() for _ in range(count)] for count in counts]
         self.keys = [torch.randn(length, KV_HEADS, DIM) for length in lengths]
         self.values = [torch.randn(length, KV_HEADS, DIM) for length in lengths]
         for table, key, value in zip(self.tables, self.keys, self.values, strict=True):
-            slots = torch.from_numpy(slots_of(table, 0, len(key), SIZE))
+            slots = torch.from_numpy(slots_of(table, 0, len(key), BLOCK_SIZE))
             self.layer.write(slots, key.transpose(0, 1)[None], value.transpose(0, 1)[None])
         self.query = torch.randn(1, HEADS, sum(text.num_new for text in texts), DIM)
 
     def parts(self) -> list[SequencePart]:
         first, parts = 1, []
         for text in self.texts:
-            count = -(-(text.start + text.num_new) // SIZE)
+            count = -(-(text.start + text.num_new) // BLOCK_SIZE)
             encoder = EncoderBlocks(self.tables[text.encoder], self.lengths[text.encoder])
             own = list(range(first, first + count))
             parts.append(SequencePart([0] * text.num_new, text.start, (own,), None, encoder=encoder))
@@ -73,14 +63,13 @@ class CrossScene:
 
     def paged(self, shapes: PlanShapes) -> torch.Tensor:
         parts = self.parts()
-        packing = pack(parts, SIZE, one_group(10_000), CPU)
-        packing = replace(packing, encoders=EncoderTables.of(parts, BlockGroup(self.num_blocks), SIZE))
+        packing = pack(parts, BLOCK_SIZE, one_group(10_000), CPU)
+        packing = replace(packing, encoders=EncoderTables.of(parts, BlockGroup(self.num_blocks), BLOCK_SIZE))
         backend = TorchAttention(torch.float32, NEVER, shapes)
         backend.begin(packing)
         before = self.layer.k_cache.clone()
-        row = torch.full(
-            (1, KV_HEADS, 1, DIM), float("nan")
-        )  # what the decoder projects in service: it must be ignored
+        # What the decoder projects in service: it must be ignored.
+        row = torch.full((1, KV_HEADS, 1, DIM), float("nan"))
         out = backend.attend(self.layer, self.query, row, row, AttentionCall(0.3))
         assert torch.equal(before, self.layer.k_cache) or torch.equal(before.isnan(), self.layer.k_cache.isnan())
         return out
@@ -88,14 +77,9 @@ class CrossScene:
     def oracle(self) -> torch.Tensor:
         rows, index = [], 0
         for text in self.texts:
-            key, value = self.keys[text.encoder].double(), self.values[text.encoder].double()
             for _ in range(text.num_new):
-                heads = []
-                for head in range(HEADS):
-                    kv_head = head // (HEADS // KV_HEADS)
-                    weights = (key[:, kv_head] @ self.query[0, head, index].double() * 0.3).softmax(0)
-                    heads.append((weights @ value[:, kv_head]).float())
-                rows.append(torch.stack(heads))
+                query, key = self.query[0, :, index], self.keys[text.encoder]
+                rows.append(one_query(query, key, self.values[text.encoder], AttentionCall(0.3)))
                 index += 1
         return torch.stack(rows)[None]
 
@@ -131,83 +115,12 @@ def test_a_row_has_the_same_bits_alone_and_with_others_over_its_encoder(shapes: 
 
 def test_an_encoder_that_several_texts_share_is_read_once() -> None:
     scene = CrossScene((30,), [Text(0, 3, 0), Text(5, 1, 0), Text(9, 2, 0)])
-    from kvpool.worker_service.attention.torch_plan import Sight, build_view
-
     parts = scene.parts()
-    packing = replace(pack(parts, SIZE, one_group(100), CPU), encoders=EncoderTables.of(parts, BlockGroup(50), SIZE))
+    packing = replace(
+        pack(parts, BLOCK_SIZE, one_group(100), CPU), encoders=EncoderTables.of(parts, BlockGroup(50), BLOCK_SIZE)
+    )
     view = build_view(packing, Sight(1, None, is_cross=True), torch.float32, NEVER, FREE_SHAPES)
     assert [len(batch.kv_slots) for batch in view.batches] == [30]
-
-
-class Biased:
-    """Sequences whose KV is in a paged cache, and a bias by distance."""
-
-    def __init__(self, lengths: Sequence[tuple[int, int]], shared: int, window: int | None) -> None:
-        """lengths: (tokens in the cache, new tokens) of each; all have the same first `shared` tokens."""
-        torch.manual_seed(1)
-        self.lengths, self.window = lengths, window
-        longest = max(start + new for start, new in lengths)
-        num_blocks = 1 + sum(-(-(start + new) // SIZE) for start, new in lengths)
-        self.num_blocks = num_blocks
-        self.bias = torch.randn(HEADS, longest) * 2
-        shape = (num_blocks, SIZE, KV_HEADS, DIM)
-        caches = [torch.full(shape, float("nan")) for _ in range(2)]
-        for cache in caches:
-            cache[0] = 0
-        self.layer = KVLayer(0, window, caches[0], caches[1], distance_bias=self.bias)
-        common = torch.randn(2, shared, KV_HEADS, DIM)
-        free = list(range(1, num_blocks))
-        random.Random(1).shuffle(free)
-        first = [free.pop() for _ in range(shared // SIZE)]
-        self.kv, self.parts = [], []
-        for start, new in lengths:
-            kv = torch.cat([common, torch.randn(2, start + new - shared, KV_HEADS, DIM)], dim=1)
-            table = [*first, *(free.pop() for _ in range(-(-(start + new) // SIZE) - len(first)))]
-            slots = torch.from_numpy(slots_of(table, 0, start, SIZE))
-            self.layer.write(slots, kv[0, :start].transpose(0, 1)[None], kv[1, :start].transpose(0, 1)[None])
-            self.kv.append(kv)
-            self.parts.append(SequencePart([0] * new, start, (table,), None))
-        self.query = torch.randn(1, HEADS, sum(new for _, new in lengths), DIM)
-
-    def paged(self, shapes: PlanShapes, min_shared_tokens: int) -> torch.Tensor:
-        backend = TorchAttention(torch.float32, min_shared_tokens, shapes)
-        backend.begin(pack(self.parts, SIZE, (BlockGroup(self.num_blocks, self.window),), CPU))
-        new = torch.cat([kv[:, start:] for kv, (start, _) in zip(self.kv, self.lengths, strict=True)], dim=1)
-        key, value = (each.transpose(0, 1)[None] for each in new)
-        return backend.attend(self.layer, self.query, key, value, AttentionCall(0.3, self.window))
-
-    def oracle(self) -> torch.Tensor:
-        rows, index = [], 0
-        for kv, (start, new) in zip(self.kv, self.lengths, strict=True):
-            key, value = kv.double()
-            for position in range(start, start + new):
-                first = 0 if self.window is None else max(0, position + 1 - self.window)
-                distances = position - torch.arange(first, position + 1)
-                heads = []
-                for head in range(HEADS):
-                    kv_head = head // (HEADS // KV_HEADS)
-                    scores = key[first : position + 1, kv_head] @ self.query[0, head, index].double() * 0.3
-                    weights = (scores + self.bias[head, distances].double()).softmax(0)
-                    heads.append((weights @ value[first : position + 1, kv_head]).float())
-                rows.append(torch.stack(heads))
-                index += 1
-        return torch.stack(rows)[None]
-
-
-@SHAPES
-@pytest.mark.parametrize("min_shared_tokens", [NEVER, 1], ids=["gathered", "attended_once"])
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize(
-    "lengths",
-    [[(40, 1), (33, 1), (65, 1)], [(36, 7), (70, 1), (32, 20), (45, 3)], [(32, 300), (400, 1)]],
-    ids=["decodes", "mixed", "long"],
-)
-def test_the_bias_is_that_of_the_distance_between_positions(
-    lengths: list[tuple[int, int]], window: int | None, min_shared_tokens: int, shapes: PlanShapes
-) -> None:
-    """Also for keys in blocks that several texts share, at different distances."""
-    scene = Biased(lengths, 32, window)
-    torch.testing.assert_close(scene.paged(shapes, min_shared_tokens), scene.oracle(), atol=2e-5, rtol=1e-4)
 
 
 def part(encoder: EncoderBlocks | None) -> SequencePart:
@@ -228,10 +141,10 @@ def part(encoder: EncoderBlocks | None) -> SequencePart:
 )
 def test_a_bad_input_of_the_encoder_is_refused(encoders: list[EncoderBlocks | None], message: str) -> None:
     with pytest.raises(PackingError, match=message):
-        EncoderTables.of([part(encoder) for encoder in encoders], BlockGroup(9), SIZE)
+        EncoderTables.of([part(encoder) for encoder in encoders], BlockGroup(9), BLOCK_SIZE)
 
 
 def test_a_table_may_be_longer_than_its_input_and_shared_if_nothing_is_written() -> None:
     long, same = EncoderBlocks([3, 1, 2], 5, [7] * 5), EncoderBlocks([3, 1], 5)
-    tables = EncoderTables.of([part(long), part(same)], BlockGroup(9), SIZE)
+    tables = EncoderTables.of([part(long), part(same)], BlockGroup(9), BLOCK_SIZE)
     assert tables == ([(3, 1), (3, 1)], [5, 5])

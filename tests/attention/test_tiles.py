@@ -11,7 +11,7 @@ import torch
 from kvpool.worker_service.attention.packing import Packing, one_group, pack
 from kvpool.worker_service.attention.tiles import Tile, TileKind, make_tiles
 from tests.attention.part import Part
-from tests.attention.test_torch_attention import BLOCK_SIZE
+from tests.attention.scene import BLOCK_SIZE
 
 Met = dict[tuple[int, int], list[tuple[int, int]]]
 """(part, position) → the segments that it meets, cut to what it may see."""

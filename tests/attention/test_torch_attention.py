@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from functools import cache
-
 import pytest
 import torch
 
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
-from kvpool.worker_service.attention.layer import AttentionCall, KVLayer
-from kvpool.worker_service.attention.packing import one_group, pack
+from kvpool.worker_service.attention.layer import AttentionCall
+from kvpool.worker_service.attention.merge import AttentionPiece, merge
 from kvpool.worker_service.attention.softmax import (
     KeyRange,
     PartialAttention,
@@ -20,12 +16,10 @@ from kvpool.worker_service.attention.softmax import (
     attend_publicly,
     fused_cpu_attention_works,
 )
-from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, AttentionPiece, TorchAttention, merge
+from kvpool.worker_service.attention.torch_backend import FREE_SHAPES
 from kvpool.worker_service.attention.torch_plan import PlanShapes
-from tests.attention.part import Part
+from tests.attention.scene import BLOCK_SIZE, NEVER, Scene, Shape, truth
 
-BLOCK_SIZE = 4
-NEVER = 1 << 60
 SHORT_SHAPES = PlanShapes(partition=12, row_multiple=4, key_multiple=4, value_multiple=4)
 """Many segments, of which blocks share none with others."""
 EACH_SHAPES = pytest.mark.parametrize(
@@ -33,93 +27,6 @@ EACH_SHAPES = pytest.mark.parametrize(
     [FIXED_SHAPES[0], SHORT_SHAPES, FREE_SHAPES, OWN_SUMS],
     ids=["256", "short", "free", "own_sums"],
 )
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int = 6
-    kv_heads: int = 2
-    k_dim: int = 8
-    v_dim: int = 8
-
-
-class Scene:
-    """Sequences with random K and V, of which all but the last few positions lie in a NaN-filled paged cache."""
-
-    def __init__(
-        self, lengths: list[tuple[int, int]], shape: Shape, window: int | None, shared_tokens: int = 0
-    ) -> None:
-        """lengths: (tokens in the cache, new tokens) per sequence; all share the KV of the first shared_tokens."""
-        assert shared_tokens % BLOCK_SIZE == 0
-        torch.manual_seed(0)
-        self.lengths, self.shape = lengths, shape
-        num_blocks = 1 + sum(-(-(start + new) // BLOCK_SIZE) for start, new in lengths)
-        self.num_blocks = num_blocks
-        cache_shape = (num_blocks, BLOCK_SIZE, shape.kv_heads)
-        self.layer = KVLayer(
-            0,
-            window,
-            torch.full((*cache_shape, shape.k_dim), float("nan")),
-            torch.full((*cache_shape, shape.v_dim), float("nan")),
-        )
-        self.layer.k_cache[0] = self.layer.v_cache[0] = 0
-        free = list(range(1, num_blocks))
-        random.Random(1).shuffle(free)
-        common_k = torch.randn(shared_tokens, shape.kv_heads, shape.k_dim)
-        common_v = torch.randn(shared_tokens, shape.kv_heads, shape.v_dim)
-        common = [free.pop() for _ in range(shared_tokens // BLOCK_SIZE)]
-        self.keys, self.values, self.parts = [], [], []
-        for start, new in lengths:
-            shared = shared_tokens if start >= shared_tokens else 0
-            own = start + new - shared
-            key = torch.cat([common_k[:shared], torch.randn(own, shape.kv_heads, shape.k_dim)])
-            value = torch.cat([common_v[:shared], torch.randn(own, shape.kv_heads, shape.v_dim)])
-            table = [*common[: shared // BLOCK_SIZE], *(free.pop() for _ in range(-(-own // BLOCK_SIZE)))]
-            for position in range(start):
-                block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
-                self.layer.k_cache[block, offset] = key[position]
-                self.layer.v_cache[block, offset] = value[position]
-            self.keys.append(key)
-            self.values.append(value)
-            self.parts.append(Part([0] * new, start, (table,)))
-        self.query = torch.randn(1, shape.heads, sum(new for _, new in lengths), shape.k_dim)
-
-    def paged(self, call: AttentionCall, min_shared_tokens: int, shapes: PlanShapes = FIXED_SHAPES[0]) -> torch.Tensor:
-        backend = TorchAttention(torch.float32, min_shared_tokens, shapes)
-        backend.begin(pack(self.parts, BLOCK_SIZE, one_group(self.num_blocks), torch.device("cpu")))
-        new_k = torch.cat([key[start:] for key, (start, _) in zip(self.keys, self.lengths, strict=True)])
-        new_v = torch.cat([value[start:] for value, (start, _) in zip(self.values, self.lengths, strict=True)])
-        return backend.attend(self.layer, self.query, new_k.transpose(0, 1)[None], new_v.transpose(0, 1)[None], call)
-
-    def oracle(self, call: AttentionCall) -> torch.Tensor:
-        rows, index = [], 0
-        for key, value, (start, new) in zip(self.keys, self.values, self.lengths, strict=True):
-            for position in range(start, start + new):
-                first = 0 if call.window is None else max(0, position + 1 - call.window)
-                seen = slice(first, position + 1)
-                rows.append(self._one_query(self.query[0, :, index], key[seen], value[seen], call))
-                index += 1
-        return torch.stack(rows)[None]
-
-    def _one_query(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        kv_heads = [head // (self.shape.heads // self.shape.kv_heads) for head in range(self.shape.heads)]
-        scores = (key[:, kv_heads].double() * query.double()).sum(-1) * call.scaling
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        if call.sinks is not None:
-            scores = torch.cat([scores, call.sinks[None].double()])
-        weights = scores.softmax(0)[: len(key)]
-        return (weights[..., None] * value[:, kv_heads].double()).sum(0).float()
-
-
-@cache
-def truth(
-    lengths: tuple[tuple[int, int], ...], shape: Shape, call: AttentionCall, shared_tokens: int = 0
-) -> torch.Tensor:
-    """The oracle's output for such a scene, which is the same every time."""
-    return Scene([*lengths], shape, call.window, shared_tokens).oracle(call)
 
 
 DECODES = [(7, 1), (30, 1), (3, 1), (64, 1), (29, 1)]
@@ -142,8 +49,22 @@ LONG = [(600, 1), (250, 270), (5, 1), (0, 300)]
         (Shape(), AttentionCall(1.0, window=6, softcap=2.0)),
         (Shape(), AttentionCall(0.5, sinks=torch.linspace(-1, 3, 6))),
         (Shape(), AttentionCall(0.5, window=270, sinks=torch.linspace(-1, 3, 6))),
+        (Shape(has_bias=True), AttentionCall(0.3)),
+        (Shape(has_bias=True), AttentionCall(0.3, window=9)),
     ],
-    ids=["gqa", "mha", "mqa_other_v", "window", "window_1", "softcap", "softcap_window", "sinks", "sinks_window"],
+    ids=[
+        "gqa",
+        "mha",
+        "mqa_other_v",
+        "window",
+        "window_1",
+        "softcap",
+        "softcap_window",
+        "sinks",
+        "sinks_window",
+        "bias",
+        "bias_window",
+    ],
 )
 def test_equals_the_oracle(
     lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: PlanShapes
@@ -164,13 +85,15 @@ def test_equals_the_oracle(
         (Shape(), AttentionCall(1.0, softcap=2.0)),
         (Shape(), AttentionCall(0.5, sinks=torch.linspace(-1, 3, 6))),
         (Shape(), AttentionCall(0.5, window=9)),
+        (Shape(has_bias=True), AttentionCall(0.3)),
     ],
-    ids=["gqa", "other_v", "softcap", "sinks", "window"],
+    ids=["gqa", "other_v", "softcap", "sinks", "window", "bias"],
 )
 def test_a_prefix_attended_once_equals_the_oracle(
     lengths: list[tuple[int, int]], shape: Shape, call: AttentionCall, shapes: PlanShapes
 ) -> None:
-    """Merging by log-sum-exp is exact in float32, also beside sequences that share nothing."""
+    """Merging by log-sum-exp is exact in float32, also beside sequences that share nothing, and with a bias of other
+    distances for each."""
     scene = Scene(lengths, shape, call.window, shared_tokens=16)
     expected = truth(tuple(lengths), shape, call, shared_tokens=16)
     torch.testing.assert_close(scene.paged(call, 1, shapes), expected, rtol=1e-5, atol=1e-5)
