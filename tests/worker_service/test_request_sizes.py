@@ -11,8 +11,8 @@ from tokenizers import normalizers
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.text_bound import TextBound, text_bound
 from kvpool.v1 import worker_pb2
-from kvpool.worker_service.servicer import max_prompt_bytes
-from tests.worker_service.test_detokenizer_kinds import byte_level
+from kvpool.worker_service.request_sizes import max_prompt_bytes
+from tests.worker_service.test_detokenizer import byte_level
 
 MAX_MODEL_LEN = 1000
 VOCAB_SIZE = 50_000
