@@ -13,7 +13,6 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
 from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_text
@@ -103,38 +102,6 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
             assert (await failed(leader)).error.kind is ErrorKind.SUPERSEDED
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_a_bad_wire_changes_no_text_and_leaks_nothing(seed: int) -> None:
-    """Lost requests, lost replies and late duplicates: the state goes out again, and nothing is done twice."""
-    rng = random.Random(100 + seed)
-    wire = Wire(CacheManager(1), seed)
-    wire.lose_request, wire.lose_reply, wire.repeat_later = 0.15, 0.15, 0.3
-    world = World(num_blocks=40, block_size=4, max_num_seqs=6, max_num_batched_tokens=32, wire=wire)
-    async with world.running():
-        prompts = prompts_with_shared_beginnings(rng, 16, 30)
-        requests = [world.submit(prompt, 10) for prompt in prompts]
-        for request in rng.sample(requests, 4):
-            await asyncio.sleep(rng.random() * 0.05)
-            world.engine.abort(request)
-            request.stream.fail(EngineError(ErrorKind.INTERNAL, "gone"))
-        for request, prompt in zip(requests, prompts, strict=True):
-            try:
-                assert await read(request) == expected_text(prompt, 10)
-            except EngineError as error:
-                assert error.message == "gone"  # noqa: PT017 - most of these requests do not fail
-
-
-async def test_a_failed_step_ends_its_streams_and_no_others() -> None:
-    """The model raises: its batch gets INTERNAL, the blocks come back, later requests are served."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
-        world.model.fail_next = True
-        with pytest.raises(EngineError) as caught:
-            await world.generate([1, 2, 3], 4)
-        assert caught.value.kind is ErrorKind.INTERNAL
-        assert await world.generate([1, 2, 3], 4) == expected_text([1, 2, 3], 4)
-
-
 @pytest.mark.parametrize(
     ("prompt", "count", "field", "words"),
     [
@@ -177,32 +144,6 @@ async def test_one_stream_per_attempt_and_a_bounded_queue() -> None:
             assert error.kind in (ErrorKind.SUPERSEDED, ErrorKind.REFUSED)  # noqa: PT017
 
 
-async def test_a_leader_without_progress_is_not_waited_for_for_ever() -> None:
-    """After the bound the waiting request computes the prefix itself. The leader is out of each step: a better level fills them."""
-    world = World(
-        num_blocks=2000,
-        block_size=4,
-        max_num_seqs=3,
-        max_num_batched_tokens=8,
-        scheduling_policy=SchedulingPolicy.priority,
-        prefix_wait_seconds=0.05,
-    )
-    async with world.running():
-        better = world.submit([1] * 4000, 1, priority=-1)
-        await until(lambda: better.sequence.in_step, pause=0)
-        first = world.submit(list(range(40)), 2)
-        second = world.submit([*range(40), 7], 2)
-        await until(lambda: first.sequence.state is SequenceState.LIVE, pause=0)
-        while second.sequence.state is not SequenceState.LIVE:
-            if better.num_uncomputed_tokens < 1000:
-                world.engine.abort(better)
-                better = world.submit([1] * 4000, 1, priority=-1)
-            await asyncio.sleep(0.001)
-        assert second.sequence.num_cached_tokens == 0, "it waited for the prefix"
-        world.engine.abort(better)
-        await read_right(first, second)
-
-
 async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_pool_is_exhausted() -> None:
     """The manager holds blocks for a sequence that this worker takes for waiting; nobody else can use or free them."""
     world = World(num_blocks=34, block_size=1)
@@ -219,20 +160,6 @@ async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_po
         world.wire.is_cut = False
         assert await read(first) == expected_text(list(range(10)), 20)
         assert await read(second) == expected_text(list(range(100, 120)), 2)
-
-
-async def test_never_more_sequences_in_the_batch_than_allowed_even_while_a_step_runs() -> None:
-    """Grants that arrive during a long step count: they join the batch when it has completed."""
-    world = World(num_blocks=400, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
-    gate = world.model.gate = threading.Event()
-    async with world.running():
-        requests = [world.submit([i, *range(9)], 3) for i in range(20)]
-        await until(lambda: requests[0].sequence.in_step, pause=0)
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-            assert sum(request.sequence.state is SequenceState.LIVE for request in requests) <= 4
-        gate.set()
-        await read_right(*requests)
 
 
 async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
@@ -256,29 +183,6 @@ async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
         assert caught.value.kind in (ErrorKind.REFUSED, ErrorKind.SUPERSEDED)
         await world.until_idle()
         assert world.manager.worker("w0").pools[0].counts().held == 0
-
-
-async def test_the_end_of_a_request_does_not_touch_a_later_one_of_the_same_name() -> None:
-    """The first reader lets go late; by then its (sequence, attempt) belongs to another request."""
-    world = World(num_blocks=40, block_size=4)
-    async with world.running():
-        first = world.submit([1, 2, 3], 2, sequence_id="a")
-        await read(first)
-        gate = world.model.gate = threading.Event()
-        second = world.submit([4, 5, 6], 6, sequence_id="a")
-        world.engine.abort(first)
-        gate.set()
-        assert await read(second) == expected_text([4, 5, 6], 6)
-
-
-async def test_what_goes_wrong_with_one_text_ends_that_request_only() -> None:
-    """A decoder that raises must not end the engine, and with it the worker."""
-    world = World(num_blocks=40, block_size=4)
-    async with world.running():
-        bad, good = world.submit([1, 2, 3], 6), world.submit([4, 5, 6], 6)
-        bad._decoder = object()  # type: ignore[assignment]
-        assert (await failed(bad)).error.kind is ErrorKind.INTERNAL
-        assert await read(good) == expected_text([4, 5, 6], 6)
 
 
 async def test_a_call_never_outgrows_a_message() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 
 import pytest
@@ -11,13 +10,11 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import TOKEN_BYTES
 from kvpool.cache_service.core.restored import Case
-from kvpool.cache_service.core.session import SessionEnd
 from kvpool.worker_service.cache import report as report_module
 from kvpool.worker_service.engine.errors import ErrorKind
 from tests.tracer import expected_text
 from tests.until import until
-from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import Wire, World, failed, read, read_right
+from tests.worker_service.world import World, failed, read, read_right
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -64,44 +61,6 @@ async def test_the_cache_survives_a_restart_of_the_manager() -> None:
             assert await read(request) == expected_text(prompt, 5)
             assert request.num_cached_tokens == 20
         assert world.model.num_forwarded - forwarded == 4 * (24 - 20 + 4)
-
-
-@pytest.mark.parametrize("seed", range(6))
-async def test_restarts_at_any_moment_on_a_bad_wire_change_no_text(seed: int) -> None:
-    """Small pool, preemption, prefixes in flight, lost and repeated messages; the manager dies again and again, with a report
-    half-way too."""
-    rng = random.Random(seed)
-    wire = Wire(CacheManager(1), seed=seed)
-    wire.lose_request = wire.lose_reply = 0.05
-    wire.repeat_later = 0.1
-    world = World(num_blocks=40, block_size=4, wire=wire, max_num_seqs=6, max_num_batched_tokens=16)
-    async with world.running():
-        prompts = prompts_with_shared_beginnings(rng, 30, 24)
-        requests = [world.submit(prompt, 20) for prompt in prompts]
-        reading = asyncio.create_task(read_right(*requests))
-        for _ in range(6):
-            await asyncio.sleep(rng.random() * 0.05)
-            restart(world)
-            assert world.manager.check().violations == []
-        await reading
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_a_session_that_the_manager_ends_is_followed_by_a_report(seed: int) -> None:
-    """As when the process was frozen for longer than its lease: the same manager takes in what it had forgotten."""
-    rng = random.Random(seed)
-    world = World(num_blocks=40, block_size=4, max_num_seqs=6)
-    async with world.running():
-        prompts = prompts_with_shared_beginnings(rng, 12, 24)
-        requests = [world.submit(prompt, 30) for prompt in prompts]
-        reading = asyncio.create_task(read_right(*requests))
-        for _ in range(4):
-            await asyncio.sleep(0.03)
-            for session in world.manager.sessions:
-                world.manager.end_session(session.number, SessionEnd.EXPIRED)
-            while world.manager.sweep():
-                pass
-        await reading
 
 
 async def test_while_the_manager_is_away_decoding_goes_on_from_the_reserve() -> None:
@@ -169,23 +128,6 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
         await until(world.cache.is_ready)
         assert await world.generate(list(range(20)), 8) == expected_text(list(range(20)), 8)
         assert world.manager.worker("w0").num_cached_tokens == 0
-
-
-async def test_a_sequence_that_moved_on_is_stopped_when_its_worker_reports_it() -> None:
-    """Attempt 1 was cut off from the manager; attempt 2 lives on another worker by the time it is back."""
-    wire = Wire(CacheManager(1))
-    left, right = (World(num_blocks=60, block_size=4, worker_id=name, wire=wire) for name in ("left", "right"))
-    prompt = list(range(20))
-    for world in (left, right):
-        world.model.step_seconds = 0.003
-    async with right.running(), left.running():
-        old = left.submit(prompt, 150, sequence_id="moving")
-        await until(lambda: old.num_generated > 4)
-        wire.manager.end_session(wire.manager.worker("left").number, SessionEnd.EXPIRED)
-        new = right.submit(prompt, 30, sequence_id="moving", attempt=2)
-        await until(lambda: new.num_generated > 1)
-        assert (await failed(old)).error.kind is ErrorKind.SUPERSEDED
-        assert await read(new) == expected_text(prompt, 30)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

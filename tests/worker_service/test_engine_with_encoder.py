@@ -16,13 +16,12 @@ from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.sampling_params import SamplingParams
 from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_answer, expected_text
 from tests.tracer_beams import expected_beams
 from tests.until import until
-from tests.worker_service.test_forks_over_core import read_all
-from tests.worker_service.world import Wire, World, failed, read
+from tests.worker_service.test_forks_over_core import SEED, read_all, several
+from tests.worker_service.world import World, failed, read
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -221,16 +220,6 @@ async def test_units_survive_a_restart_of_the_manager() -> None:
         assert world.model.num_encoded == 70
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_every_text_is_right_over_a_bad_wire(seed: int) -> None:
-    wire = Wire(CacheManager(1), seed)
-    world = world_with(wire=wire, num_unit_blocks=31, num_blocks=41, max_num_seqs=6, prefix_wait_seconds=0.2)
-    async with world.running():
-        wire.lose_request = wire.lose_reply = wire.repeat_later = 0.15
-        prompts = inputs(seed, 10, most=40)
-        await asyncio.gather(*(answered(world, prompt, 10) for prompt in prompts))
-
-
 # -- what is refused
 
 
@@ -320,26 +309,15 @@ def test_as_many_ids_are_read_as_a_request_may_state() -> None:
 BEAMS: Final[dict[str, Any]] = {"num_answers": 2, "beams": BeamParams(3), "ignore_eos": True}
 
 
-def several(count: int) -> dict[str, Any]:
-    """Options of a request for that many answers."""
-    return {"num_answers": count, "sampling": SamplingParams(temperature=1.0, seed=40)}
-
-
 def right_answers(prompt: list[int], num_tokens: int, count: int) -> list[list[int]]:
     """Each is the text of a request of its own, with the next seed."""
-    return [expected_text([START], num_tokens, seed=40 + index, encoder_tokens=prompt) for index in range(count)]
+    return [expected_text([START], num_tokens, seed=SEED + index, encoder_tokens=prompt) for index in range(count)]
 
 
-async def test_several_answers_run_the_encoder_once() -> None:
-    world = world_with()
-    prompt = list(range(1, 40))
-    async with world.running():
-        assert await read_all(ask(world, prompt, 12, **several(4))) == right_answers(prompt, 12, 4)
-        assert world.model.num_encoded == len(prompt)
-
-
-async def test_answers_that_do_not_fit_together_share_their_unit_all_the_same() -> None:
-    world = world_with(num_blocks=8, num_unit_blocks=11)
+@pytest.mark.parametrize(("num_blocks", "num_unit_blocks"), [(400, 400), (8, 11)], ids=["at once", "one after another"])
+async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_blocks: int) -> None:
+    """Also where they do not fit together."""
+    world = world_with(num_blocks=num_blocks, num_unit_blocks=num_unit_blocks)
     prompt = list(range(1, 40))
     async with world.running():
         assert await read_all(ask(world, prompt, 20, **several(4))) == right_answers(prompt, 20, 4)

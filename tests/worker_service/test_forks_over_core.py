@@ -253,17 +253,6 @@ async def test_no_step_of_beams_waits_for_a_call() -> None:
         assert world.cache.num_reserve_waits == 0
 
 
-async def test_a_reader_that_leaves_ends_all_answers() -> None:
-    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
-    async with world.running():
-        for options in (several(4), searching(4, 4)):
-            request = world.submit(list(range(10)), 60, **options)
-            await until(partial(has_generated, request, 4))
-            world.engine.abort(request)
-            await world.until_idle()
-        assert world.engine.stats.ended["cancelled"] == 2
-
-
 async def test_a_stream_lives_as_long_as_one_of_its_answers() -> None:
     """Else the answers of a second stream of that name would take the place of the first one's, which no step would end."""
     world = World(num_blocks=200, block_size=4, max_num_seqs=8)

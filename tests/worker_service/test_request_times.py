@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -14,60 +15,41 @@ from tests.worker_service.test_engine_over_core import prompts_with_shared_begin
 from tests.worker_service.world import World
 
 
-def request(*, arrived_at: float = 10.0, granted_at: float = 11.0) -> RequestTimes:
-    """One that has blocks and no token."""
+@pytest.mark.parametrize(
+    ("events", "totals"),
+    [
+        pytest.param(
+            [("token", 13), ("preempted", 40, 20), ("computed", 39, 24), ("computed", 41, 25), ("computed", 42, 26), ("token", 30)],
+            EngineTimes(waiting=1.0, prefill=2.0, decode=12.0, preempted=5.0),
+            id="until it is as far as before: a step that computes only a part of what was lost does not end it",
+        ),
+        pytest.param(
+            [("preempted", 40, 12), ("computed", 40, 15), ("token", 16)],
+            EngineTimes(waiting=1.0, prefill=2.0, decode=0.0, preempted=3.0),
+            id="before the first token: no prefill",
+        ),
+        pytest.param(
+            [("token", 12), ("preempted", 40, 20), ("computed", 8, 21), ("preempted", 8, 22), ("computed", 16, 23),
+             ("computed", 40, 24), ("token", 30)],
+            EngineTimes(waiting=1.0, prefill=1.0, decode=14.0, preempted=4.0),
+            id="twice: the second time it has less to lose, and still needs what it had first",
+        ),
+        pytest.param(
+            [("token", 12), ("preempted", 40, 12), ("computed", 40, 15)],
+            EngineTimes(waiting=1.0, prefill=1.0, decode=0.0, preempted=0.0),
+            id="after the last token: no part of the time, as the request ends before it has another one",
+        ),
+        pytest.param([], None, id="without a token there is nothing to say"),
+    ],
+)  # fmt: skip
+def test_the_time_of_a_preemption_is_counted_once(events: list[Any], totals: EngineTimes | None) -> None:
+    """It arrived at 10 s, and had blocks at 11."""
     times = RequestTimes()
-    times.arrived_at, times.granted_at = arrived_at, granted_at
-    return times
-
-
-def test_a_preemption_counts_until_the_request_is_as_far_as_before() -> None:
-    """A step that computes only a part of what was lost does not end it."""
-    times = request()
-    times.on_token(13.0)
-    times.on_preempted(40, 20.0)
-    times.on_computed(39, 24.0)
-    times.on_computed(41, 25.0)
-    times.on_computed(42, 26.0)
-    times.on_token(30.0)
-    assert times.totals() == EngineTimes(waiting=1.0, prefill=2.0, decode=12.0, preempted=5.0)
-
-
-def test_a_preemption_before_the_first_token_is_no_prefill() -> None:
-    """Each part of the time is counted once."""
-    times = request()
-    times.on_preempted(40, 12.0)
-    times.on_computed(40, 15.0)
-    times.on_token(16.0)
-    assert times.totals() == EngineTimes(waiting=1.0, prefill=2.0, decode=0.0, preempted=3.0)
-
-
-def test_a_request_that_is_preempted_on_its_way_back_goes_on_waiting_for_the_same_place() -> None:
-    """The second time it has less to lose, and still needs what it had first."""
-    times = request()
-    times.on_token(12.0)
-    times.on_preempted(40, 20.0)
-    times.on_computed(8, 21.0)
-    times.on_preempted(8, 22.0)
-    times.on_computed(16, 23.0)
-    times.on_computed(40, 24.0)
-    times.on_token(30.0)
-    assert times.totals() == EngineTimes(waiting=1.0, prefill=1.0, decode=14.0, preempted=4.0)
-
-
-def test_a_preemption_after_the_last_token_is_no_part_of_the_time() -> None:
-    """The request ends before it has another token: cancelled, or at its deadline."""
-    times = request()
-    times.on_token(12.0)
-    times.on_preempted(40, 12.0)
-    times.on_computed(40, 15.0)
-    assert times.totals() == EngineTimes(waiting=1.0, prefill=1.0, decode=0.0, preempted=0.0)
-
-
-def test_without_a_token_there_is_nothing_to_say() -> None:
-    """Neither before it nor without blocks."""
+    times.arrived_at, times.granted_at = 10.0, 11.0
+    for what, *arguments in events:
+        getattr(times, f"on_{what}")(*arguments)
+    assert times.totals() == totals
     assert RequestTimes().totals() is None
-    assert request().totals() is None
 
 
 def test_milliseconds_are_rounded_down() -> None:

@@ -11,7 +11,6 @@ from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, EndReason, RequestUsage, StreamChunk, TokenStream
 from tests.tracer import expected_text
-from tests.until import until
 from tests.worker_service.world import World, read_right
 
 
@@ -35,20 +34,6 @@ async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
         assert tokens == expected_text([1, 2, 3], 60)
         assert all(size >= 10 for size in sizes[:-1])
         assert len(sizes) <= 7
-
-
-async def test_a_reader_that_comes_at_the_end_gets_one_chunk() -> None:
-    world = World(num_blocks=100, block_size=4)
-    async with world.running():
-        request = world.submit([1, 2, 3], 20)
-        await until(lambda: request.finish_reason is not None, pause=0)
-        chunk = await request.stream.get()
-        assert chunk is not None
-        assert [token.token_id for token in chunk.tokens] == expected_text([1, 2, 3], 20)
-        assert chunk.finish_reason is EndReason.LENGTH
-        assert chunk.usage is not None
-        assert chunk.usage.num_generated_tokens == 20
-        assert await request.stream.get() is None
 
 
 async def test_what_came_before_an_error_is_read_before_it() -> None:
