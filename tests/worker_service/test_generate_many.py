@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -229,12 +229,15 @@ class FakeRequest:
 class Caller:
     """Begins requests without an engine, and the messages of their caller."""
 
+    made: ClassVar[list[Caller]] = []
+
     def __init__(self, max_requests: int = 4096) -> None:
         self.begun: list[FakeRequest] = []
         self.aborted: list[Any] = []
         self.messages: asyncio.Queue[worker_pb2.GenerateManyRequest] = asyncio.Queue()
         self.group = RequestGroup(self._begin, self.aborted.append, max_requests)
         self.group.read(self._messages())
+        self.made.append(self)
 
     async def _begin(self, message: worker_pb2.GenerateRequest) -> Request:
         if message.stop.max_tokens == 0:
@@ -246,9 +249,35 @@ class Caller:
         while True:
             yield await self.messages.get()
 
+    async def answers(self) -> list[worker_pb2.Answer]:
+        """Those of the next message."""
+        message = await self.group.next_message()
+        assert message is not None
+        return list(message.answers)
+
+    @classmethod
+    async def of(cls, *numbers: int, max_requests: int = 4096) -> Caller:
+        """One whose requests have begun."""
+        caller = cls(max_requests)
+        caller.start(*numbers)
+        await caller.has_begun(len(numbers))
+        return caller
+
+    async def has_begun(self, count: int) -> None:
+        """Wait until so many requests have begun."""
+        await until(lambda: len(self.begun) == count)
+
     def start(self, *numbers: int, max_tokens: int = 9) -> None:
         for number in numbers:
             self.messages.put_nowait(start(number, max_tokens))
+
+
+@pytest.fixture(autouse=True)
+def callers_leave() -> Iterator[None]:
+    """With the test."""
+    yield
+    while Caller.made:
+        Caller.made.pop().group.end()
 
 
 LAST = StreamChunk(0, finish_reason=EndReason.STOP)
@@ -258,42 +287,34 @@ async def test_no_more_is_read_than_there_is_room_for() -> None:
     """Neither while requests run, nor while refusals wait for the caller to take them."""
     caller = Caller(max_requests=2)
     caller.start(1, 2, 3, 4)
-    await until(lambda: len(caller.begun) == 2)
+    await caller.has_begun(2)
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(caller.begun) == 2
     caller.begun[0].stream.put(LAST)
-    message = await caller.group.next_message()
-    assert message is not None
-    assert [answer.number for answer in message.answers] == [1]
-    await until(lambda: len(caller.begun) == 3)
+    assert [answer.number for answer in await caller.answers()] == [1]
+    await caller.has_begun(3)
     caller.start(*range(5, 10), max_tokens=0)
     caller.begun[1].stream.put(LAST)
     caller.begun[2].stream.put(LAST)
-    await caller.group.next_message()
+    await caller.answers()
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(caller.begun) == 4
     assert caller.messages.qsize() == 3
-    caller.group.end()
 
 
 async def test_a_cancel_makes_room() -> None:
-    caller = Caller(max_requests=1)
-    caller.start(1)
-    await until(lambda: caller.begun)
+    caller = await Caller.of(1, max_requests=1)
     caller.messages.put_nowait(cancel(1))
     caller.start(2)
-    await until(lambda: len(caller.begun) == 2)
+    await caller.has_begun(2)
     assert caller.aborted == caller.begun[:1]
-    caller.group.end()
 
 
 async def test_much_is_sent_in_several_messages_and_every_request_gets_its_turn() -> None:
     """One with a long prompt's log-probabilities has many times as much as a message holds."""
-    caller = Caller()
-    caller.start(1, 2)
-    await until(lambda: len(caller.begun) == 2)
+    caller = await Caller.of(1, 2)
     best = [(token, -1.5) for token in range(20)]
     caller.begun[0].stream.put(StreamChunk(0, prompt_logprobs=[RowLogprobs(-1.0, best)] * 5000))
     caller.begun[0].stream.put(LAST)
@@ -311,20 +332,14 @@ async def test_much_is_sent_in_several_messages_and_every_request_gets_its_turn(
             break
     assert num_logprobs == 5000
     assert sorted(order) == [1, 2]
-    caller.group.end()
 
 
 async def test_all_chunks_that_wait_are_sent_without_another_event() -> None:
     """A reader that was away finds several: a chunk has at most 256 tokens."""
-    caller = Caller()
-    caller.start(1)
-    await until(lambda: caller.begun)
+    caller = await Caller.of(1)
     for first in (0, 200):
         caller.begun[0].stream.put(StreamChunk(first, tokens=[SampledToken(5, None)] * 200))
-    message = await caller.group.next_message()
-    assert message is not None
-    assert [len(answer.response.token_ids) for answer in message.answers] == [200, 200]
-    caller.group.end()
+    assert [len(answer.response.token_ids) for answer in await caller.answers()] == [200, 200]
 
 
 async def test_a_request_that_is_cancelled_while_it_is_tokenised_never_begins() -> None:
@@ -342,37 +357,27 @@ async def test_a_request_that_is_cancelled_while_it_is_tokenised_never_begins() 
     await until(lambda: caller.messages.empty())
     await asyncio.sleep(0)
     may_begin.set()
-    await until(lambda: caller.begun)
+    await caller.has_begun(1)
     caller.begun[0].stream.put(LAST)
-    message = await caller.group.next_message()
-    assert message is not None
-    assert [answer.number for answer in message.answers] == [2]
+    assert [answer.number for answer in await caller.answers()] == [2]
     assert len(caller.begun) == 1
-    caller.group.end()
 
 
 async def test_a_refusal_that_was_taken_makes_room() -> None:
     caller = Caller(max_requests=1)
     caller.start(1, max_tokens=0)
     caller.start(2)
-    message = await caller.group.next_message()
-    assert message is not None
-    assert [(answer.number, answer.HasField("status")) for answer in message.answers] == [(1, True)]
-    await until(lambda: caller.begun)
-    caller.group.end()
+    assert [(answer.number, answer.HasField("status")) for answer in await caller.answers()] == [(1, True)]
+    await caller.has_begun(1)
 
 
 async def test_what_came_before_an_error_is_sent_with_it() -> None:
-    caller = Caller()
-    caller.start(1)
-    await until(lambda: caller.begun)
+    caller = await Caller.of(1)
     caller.begun[0].stream.put(StreamChunk(0, tokens=[SampledToken(5, None)]))
     caller.begun[0].stream.fail(EngineError(ErrorKind.BUSY, "lost"))
-    message = await caller.group.next_message()
-    assert message is not None
-    assert [list(answer.response.token_ids) for answer in message.answers] == [[5], []]
-    assert message.answers[1].status.message == "lost"
-    caller.group.end()
+    first, second = await caller.answers()
+    assert (list(first.response.token_ids), list(second.response.token_ids)) == ([5], [])
+    assert second.status.message == "lost"
 
 
 async def test_a_request_for_several_answers_ends_with_the_last_of_them() -> None:
@@ -381,30 +386,23 @@ async def test_a_request_for_several_answers_ends_with_the_last_of_them() -> Non
     request.start.n = 2
     caller.messages.put_nowait(request)
     caller.start(2)
-    await until(lambda: caller.begun)
+    await caller.has_begun(1)
     for index in (1, 0):
         caller.begun[0].stream.put(StreamChunk(0, finish_reason=EndReason.STOP, index=index))
-        message = await caller.group.next_message()
-        assert message is not None
-        assert [(answer.number, answer.response.index) for answer in message.answers] == [(1, index)]
+        assert [(answer.number, answer.response.index) for answer in await caller.answers()] == [(1, index)]
         assert len(caller.aborted) == (index == 0), "its blocks are given back when no answer needs them"
-    await until(lambda: len(caller.begun) == 2)
-    caller.group.end()
+    await caller.has_begun(2)
 
 
 async def test_what_a_stream_says_after_its_last_answer_is_not_passed_on() -> None:
     """A reader may be given up when its last chunk is already on the way."""
-    caller = Caller()
-    caller.start(1)
-    await until(lambda: caller.begun)
+    caller = await Caller.of(1)
     caller.begun[0].stream.put(LAST)
-    await caller.group.next_message()
+    await caller.answers()
     caller.begun[0].stream.give_up(EngineError(ErrorKind.SLOW_READER, "slow"))
     caller.start(2)
-    await until(lambda: len(caller.begun) == 2)
+    await caller.has_begun(2)
     caller.begun[1].stream.put(LAST)
-    message = await caller.group.next_message()
-    assert message is not None
-    assert [answer.number for answer in message.answers] == [2]
+    assert [answer.number for answer in await caller.answers()] == [2]
     caller.group.end()
     assert caller.aborted == caller.begun
