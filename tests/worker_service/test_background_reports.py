@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import report as report_module
-from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
-from kvpool.worker_service.cache.groups.dense import DenseGroup
+from kvpool.worker_service.cache.engine_cache import Computed
 from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, MutatingCall
 from kvpool.worker_service.cache.report import Report
 from kvpool.worker_service.cache.reserve import SpareBlock
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from kvpool.worker_service.cache.settings import CacheSettings
+from tests.worker_service.windowed import Worker
 
 _ROOT = common_pb2.Root(model_fingerprint="m")
 _OLD, _NEW = 5, 9
@@ -133,131 +130,107 @@ def test_blocks_of_the_reserve_hold_nothing_in_a_report() -> None:
     assert _blocks(parts) == [0, 0, 4]
 
 
-class _Worker:
-    """A cache with complete idle blocks and a live sequence, that has lost its manager and found the next one."""
-
-    def __init__(self) -> None:
-        self.cache = EngineCache(CacheSettings(block_size=1, groups=(DenseGroup(64),), report_seconds=0.0))
-        self.cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=1))
-        self.sequence = CacheSequence("s", 1, _ROOT, [1, 2, 3], max_new_tokens=20)
-        granted = cache_pb2.AllocateResponse()
-        grant = granted.downlink.entries.add(number=1).grant
-        grant.block_ids[:], grant.generations[:] = range(10, 30), [1] * 20
-        granted.results.add().granted.tables.add(block_ids=[1, 2, 3], generations=[1] * 3)
-        self.reply(self.call(self.sequence), granted)
-        other = CacheSequence("other", 1, _ROOT, [7, 8, 9], max_new_tokens=1)
-        granted = cache_pb2.AllocateResponse()
-        granted.results.add().granted.tables.add(block_ids=[4, 5, 6], generations=[2] * 3)
-        self.reply(self.call(other), granted)
-        self.step(other, 3)
-        self.cache.free(other)
-        while (call := self.cache.next_call(list, 0.0)) is not None:
-            if isinstance(call.request, cache_pb2.FreeRequest):
-                self.reply(call, cache_pb2.FreeResponse())
-            else:
-                answer = cache_pb2.AppendResponse()
-                for _ in call.stated:
-                    answer.results.add()
-                self.reply(call, answer)
-        self.cache.lose("the manager is gone")
-        self.cache.on_registered(cache_pb2.RegisterResponse(epoch=2, session=2, report_wanted=True))
-
-    def call(self, *candidates: CacheSequence, now: float = 0.0) -> MutatingCall:
-        """The next one, which must be there."""
-        call = self.cache.next_call(lambda: list(candidates), now)
-        assert call is not None
-        return call
-
-    def reply(self, call: MutatingCall, response: Any) -> None:
-        self.cache.on_reply(call, response, 0.0)
-
-    def step(self, sequence: CacheSequence, num_tokens: int) -> None:
-        """One step of the engine computes so many tokens of one sequence."""
-        assert self.cache.extend(sequence, sequence.num_computed_tokens + num_tokens)
-        self.cache.begin_step([sequence])
-        self.cache.end_step([Computed(sequence, sequence.num_computed_tokens + num_tokens, None)], 0.0)
-
-    def until_live(self) -> None:
-        """Answer the parts with what is in use."""
-        assert not self.cache.is_ready()
-        while not self.cache.is_ready():
-            call = self.call()
-            assert isinstance(call.request, cache_pb2.ReportRequest)
-            assert not call.request.contents
-            self.reply(call, cache_pb2.ReportResponse())
+def _next(worker: Worker) -> MutatingCall:
+    """The next call, which must be there."""
+    call = worker.cache.next_call(list, worker.now)
+    assert call is not None
+    return call
 
 
-def kind(call: MutatingCall) -> str:
-    """Its method."""
+def _answer(worker: Worker, call: MutatingCall) -> None:
+    worker.cache.on_reply(call, worker.execute(call.request), worker.now)
+
+
+def _kind(call: MutatingCall) -> str:
     return type(call.request).__name__.removesuffix("Request")
+
+
+def _step(worker: Worker, sequence: CacheSequence) -> None:
+    """A step of all its tokens, which have to be reported then."""
+    worker.launch(sequence)
+    worker.cache.end_step([Computed(sequence, len(sequence.tokens), 7)], worker.now)
+    worker.now += 1.0
+
+
+def _registered() -> tuple[Worker, CacheSequence]:
+    """A worker with complete idle blocks 1, 2, 3 and a live sequence, that has lost its session and begun another one."""
+    worker = Worker((64,), (), block_size=1, chunk=8)
+    worker.end(worker.generate("other", [7, 8, 9], [1]))
+    sequence = worker.begin("s", [1, 2, 3], 20)
+    worker.cache._state.rate.tokens_per_second = 1000.0  # so that the reserve has all blocks to come
+    worker.call()
+    worker.cache.lose("the manager is gone")
+    worker.begin_report()
+    return worker, sequence
+
+
+def _served() -> tuple[Worker, CacheSequence]:
+    """The same; what is in use is reported."""
+    worker, sequence = _registered()
+    assert not worker.cache.is_ready()
+    while not worker.cache.is_ready():
+        call = _next(worker)
+        assert isinstance(call.request, cache_pb2.ReportRequest)
+        assert not call.request.contents
+        _answer(worker, call)
+    return worker, sequence
 
 
 def test_the_worker_works_as_soon_as_what_is_in_use_is_known() -> None:
     """Its cache follows after some other calls each, although more are due."""
-    worker = _Worker()
-    worker.until_live()
-    worker.step(worker.sequence, 3)
-    kinds = []
-    for number in range(12):
-        call = worker.call()
-        kinds.append(kind(call))
-        downlink = cache_pb2.Downlink()
-        downlink.entries.add(number=number + 1).grant.MergeFrom(
-            common_pb2.BlockRun(block_ids=[40 + number], generations=[3])
-        )
-        if isinstance(call.request, cache_pb2.ReportRequest):
-            worker.reply(call, cache_pb2.ReportResponse(downlink=downlink))
-        else:
-            results = [cache_pb2.AppendResult() for _ in call.stated]
-            worker.reply(call, cache_pb2.AppendResponse(downlink=downlink, results=results))
-        worker.cache.add_token(worker.sequence, number)
-        worker.step(worker.sequence, 1)
-        if kinds.count("Report") == 3:
-            break
+    worker, sequence = _served()
+    kinds: list[str] = []
+    while kinds.count("Report") < 3:
+        _step(worker, sequence)
+        call = _next(worker)
+        kinds.append(_kind(call))
+        _answer(worker, call)
     work = ["Append"] * Report.MOST_CALLS_SINCE
     assert kinds == [*work, "Report", *work, "Report", *work, "Report"]
-    assert worker.cache.next_call(list, 0.0) is not None
 
 
 def test_without_work_the_cache_follows_at_once() -> None:
-    worker = _Worker()
-    worker.until_live()
+    worker, _ = _served()
     found = []
-    while (call := worker.cache.next_call(list, 0.0)) is not None:
+    while (call := worker.cache.next_call(list, worker.now)) is not None:
         assert isinstance(call.request, cache_pb2.ReportRequest)
-        assert worker.cache.next_call_at(0.0) is None
+        assert worker.cache.next_call_at(worker.now) is None
         found.append(call.request)
-        worker.reply(call, cache_pb2.ReportResponse())
-    assert _blocks(found) == [4, 5, 6]
+        _answer(worker, call)
+    assert _blocks(found) == [1, 2, 3]
     assert found[-1].last
 
 
 def test_a_manager_that_is_busy_with_the_caches_of_others_delays_only_this_cache() -> None:
     """Before the worker is served, it is a reason to wait with all calls."""
-    worker = _Worker()
-    worker.until_live()
-    report = worker.call()
-    assert kind(report) == "Report"
-    worker.cache.on_failure(report, "RECOVERING", 0.0)
-    worker.step(worker.sequence, 3)
-    append = worker.call()
-    assert kind(append) == "Append"
-    worker.reply(append, cache_pb2.AppendResponse(results=[cache_pb2.AppendResult()]))
-    assert worker.cache.next_call(list, 0.0) is None
-    assert worker.cache.next_call_at(0.0) == BACKOFF_MOST_SECONDS
-    again = worker.call(now=BACKOFF_MOST_SECONDS)
+    worker, sequence = _served()
+    report = _next(worker)
+    assert _kind(report) == "Report"
+    worker.cache.on_failure(report, "RECOVERING", worker.now)
+    retry_at = worker.now + BACKOFF_MOST_SECONDS
+    worker.launch(sequence)
+    worker.cache.end_step([Computed(sequence, 3, 7)], worker.now)
+    worker.now += 0.1
+    append = _next(worker)
+    assert _kind(append) == "Append"
+    _answer(worker, append)
+    assert worker.cache.next_call(list, worker.now) is None
+    assert worker.cache.next_call_at(worker.now) == retry_at
+    worker.now = retry_at
+    again = _next(worker)
     assert isinstance(again.request, cache_pb2.ReportRequest)
-    assert _blocks([again.request]) == [4, 5, 6]
-    early = _Worker()
-    early.cache.on_failure(early.call(), "RECOVERING", 0.0)
-    assert early.cache.next_call(list, 0.0) is None
-    assert early.cache.next_call(list, BACKOFF_MOST_SECONDS) is not None
+    assert _blocks([again.request]) == [1, 2, 3]
+    early, _ = _registered()
+    early.cache.on_failure(_next(early), "RECOVERING", early.now)
+    assert early.cache.next_call(list, early.now) is None
+    early.now += BACKOFF_MOST_SECONDS
+    assert _kind(_next(early)) == "Report"
 
 
 def test_a_manager_that_does_not_answer_a_part_of_the_cache_is_away_for_all_calls() -> None:
-    worker = _Worker()
-    worker.until_live()
-    worker.step(worker.sequence, 3)
-    worker.cache.on_failure(worker.call(), "", 0.0)
-    assert worker.cache.next_call(list, 0.0) is None
-    assert worker.sequence.state is SequenceState.LIVE
+    worker, sequence = _served()
+    worker.launch(sequence)
+    worker.cache.end_step([Computed(sequence, 3, 7)], worker.now)
+    worker.cache.on_failure(_next(worker), "", worker.now)
+    assert worker.cache.next_call(list, worker.now) is None
+    assert sequence.state is SequenceState.LIVE

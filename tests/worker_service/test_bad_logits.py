@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 
 import grpc
 import pytest
 
-from kvpool.client.errors import from_rpc_error
 from kvpool.client.failover import another_may_begin, another_may_go_on
-from kvpool.worker_service.cache.sequence import SequenceState
+from kvpool.client.errors import from_rpc_error
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.step import BadLogits
 from kvpool.worker_service.status import of_error
 from tests.tracer import expected_text
-from tests.until import until
 from tests.worker_service.world import World, failed, read, read_right, rpc_error
 
 NAN = BadLogits(0, math.nan)
@@ -77,22 +74,6 @@ async def test_a_chunk_that_samples_nothing_is_nobodys_hit_either() -> None:
         again = world.submit(prompt[:30], 4)
         assert await read(again) == expected_text(prompt[:30], 4)
         assert again.num_cached_tokens == 16
-
-
-async def test_those_who_wait_for_its_prefix_go_on() -> None:
-    """The leader's last token is bad, and the prefix that the others wait for is computed in the same step."""
-    system = list(range(100))
-    world = World(num_blocks=600, block_size=16)
-    world.model.bad_behind[1000] = NAN
-    gate = world.model.gate = threading.Event()
-    async with world.running():
-        leader = world.submit([*system, 1000], 3)
-        await until(lambda: leader.sequence.state is SequenceState.LIVE, pause=0)
-        others = [world.submit([*system, 1000 + i], 3) for i in range(1, 5)]
-        await until(lambda: all(request.sequence.state is SequenceState.PARKED for request in others), pause=0)
-        gate.set()
-        await failed(leader)
-        await read_right(*others)
 
 
 @pytest.mark.parametrize(

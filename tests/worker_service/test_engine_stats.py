@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -45,14 +44,19 @@ async def test_times_of_a_request_are_told_from_its_arrival() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])
-async def test_tokens_add_up(num_blocks: int) -> None:
-    """What the model has forwarded is what was prefilled and decoded; without preemptions nothing is computed twice."""
+async def test_tokens_and_times_add_up(num_blocks: int) -> None:
+    """What the model has forwarded is what was prefilled and decoded; without preemptions nothing is computed twice. The
+    parts of each request's time add up to that from its arrival to its last token; only the preempted have lost time to that."""
     prompts = prompts_with_shared_beginnings(random.Random(num_blocks), 20, 24)
     world = World(num_blocks=num_blocks, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
     async with world.running():
+        requests = []
         for _ in range(2):
+            requests += [world.submit(prompt, 20) for prompt in prompts]
             async with in_lockstep(world.engine, len(prompts)):
-                await asyncio.gather(*(world.generate(prompt, 20) for prompt in prompts))
+                for one in requests[-len(prompts) :]:
+                    while (chunk := await one.stream.get()) is not None:
+                        assert chunk.usage is None or (chunk.usage.times is None) == (chunk.finish_reason is None)
     stats = world.engine.stats
     num_requests = 2 * len(prompts)
     assert stats.ended == {"length": num_requests}
@@ -65,6 +69,12 @@ async def test_tokens_add_up(num_blocks: int) -> None:
     assert stats.first_token_seconds.count == stats.queue_seconds.count == stats.request_seconds.count == num_requests
     assert stats.inter_token_seconds.count == 19 * num_requests
     assert stats.request_generated_tokens.sum == stats.num_generated_tokens
+    for one in requests:
+        found = one.times.totals()
+        assert found is not None
+        assert min(found) >= 0
+        assert sum(found) == pytest.approx(one.times.last_token_at - one.times.arrived_at)
+        assert (found.preempted > 0) == (one.num_preemptions > 0)
     prefilled = stats.num_forwarded_tokens - stats.num_decoded_tokens
     if num_blocks == 400:
         assert world.engine.scheduler.num_preemptions == 0

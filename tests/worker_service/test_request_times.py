@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,9 +9,6 @@ import pytest
 from kvpool.worker_service.codec import encode_usage
 from kvpool.worker_service.engine.request_times import EngineTimes, RequestTimes
 from kvpool.worker_service.engine.stream import RequestUsage
-from tests.lockstep import in_lockstep
-from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import World
 
 
 @pytest.mark.parametrize(
@@ -58,23 +54,3 @@ def test_milliseconds_are_rounded_down() -> None:
     times = message.times
     assert (times.waiting_ms, times.prefill_ms, times.decode_ms, times.preempted_ms) == (1, 2, 3, 4)
     assert not encode_usage(RequestUsage(3, 0, 1, 0)).HasField("times")
-
-
-@pytest.mark.parametrize("num_blocks", [400, 14], ids=["roomy", "preempting"])
-async def test_the_parts_add_up_to_the_time_from_arrival_to_the_last_token(num_blocks: int) -> None:
-    """With preemptions or without, and only the preempted have lost time to that."""
-    prompts = prompts_with_shared_beginnings(random.Random(num_blocks), 20, 24)
-    world = World(num_blocks=num_blocks, block_size=4, max_num_seqs=6, max_num_batched_tokens=16)
-    async with world.running():
-        requests = [world.submit(prompt, 20) for prompt in prompts]
-        async with in_lockstep(world.engine, len(requests)):
-            for one in requests:
-                while (chunk := await one.stream.get()) is not None:
-                    assert chunk.usage is None or (chunk.usage.times is None) == (chunk.finish_reason is None)
-    for one in requests:
-        found = one.times.totals()
-        assert found is not None
-        assert min(found) >= 0
-        assert sum(found) == pytest.approx(one.times.last_token_at - one.times.arrived_at)
-        assert (found.preempted > 0) == (one.num_preemptions > 0)
-    assert any(one.num_preemptions for one in requests) == (num_blocks == 14)
