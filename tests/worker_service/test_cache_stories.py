@@ -31,13 +31,13 @@ from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.ledger import Content
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from tests import tracer
-from tests.worker_service.windowed import ROOT, Worker
+from tests.worker_service.windowed import Worker
 
 SIZE, CHUNK, GRID = 4, 8, 8
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense": {"num_blocks": (22,), "windows": ()},
     "window": {"num_blocks": (36, 22), "windows": (0, 9)},
-    "windows alone": {"num_blocks": (24, 22), "windows": (6, 9)},
+    "windows alone": {"num_blocks": (32, 32), "windows": (6, 9)},
     "state": {"num_blocks": (36, 12), "windows": (), "grid": GRID},
     "window and state": {"num_blocks": (36, 36, 12), "windows": (0, 9, 0), "grid": GRID},
     "unit": {"num_blocks": (30, 10), "windows": (), "cross_group": 1},
@@ -62,9 +62,13 @@ class Part(NamedTuple):
     start: int
     end: int
     tables: list[list[int]]
-    generations: list[list[int]]
     use: StateUse | None
     to_encode: bool
+
+    def blocks(self) -> set[tuple[int, int]]:
+        """All blocks that it names, with their groups."""
+        tables = self.tables if self.use is None else [*self.tables[:-1], list(self.use)]
+        return {(group, block) for group, table in enumerate(tables) for block in table if block}
 
 
 class Story(Worker):
@@ -107,20 +111,15 @@ class Story(Worker):
         draw = self.draw
         begin = draw.choice([0, 0, 3, 3, 3]) * 100
         prompt = [*range(begin, begin + draw.choice([1, 8, 16, 17, 24, 25])), *draw.choice([(), (77,), (78, 79)])]
-        root = (
-            common_pb2.Root(model_fingerprint="m", input_digest=self.draw.choice([*INPUTS])) if self.has_unit else ROOT
-        )
-        sequence = self.sequence(
-            str(len(self.all)), prompt, draw.randint(1, 14), kept=draw.choice([(), (GRID,)]), root=root,
-            num_encoder_tokens=len(INPUTS[root.input_digest]) if self.has_unit else 0, no_wait=draw.random() < 0.2,
-        )  # fmt: skip
+        options: dict[str, Any] = {"kept": draw.choice([(), (GRID,)]), "no_wait": draw.random() < 0.2}
+        if self.cache.settings.encoder_capacity:
+            digest, encoder = draw.choice(list(INPUTS.items()))
+            options["root"] = common_pb2.Root(model_fingerprint="m", input_digest=digest)
+            options["num_encoder_tokens"] = len(encoder)
+        sequence = self.sequence(str(len(self.all)), prompt, draw.randint(1, 14), **options)
         sequence.num_forks_to_come = draw.choice([0, 0, 1, 2])
         self.all.append(sequence)
         self.waiting.append(sequence)
-
-    @property
-    def has_unit(self) -> bool:
-        return self.cache.settings.encoder_capacity > 0
 
     def fork_one(self) -> None:
         parents = [
@@ -171,53 +170,41 @@ class Story(Worker):
             end = start + self.cache.chunk(one, most if self.draw.random() < 0.3 else CHUNK)
             if self.draw.random() < 0.8 and end > start and self.cache.extend(one, end):
                 tables = [list(table) for table in one.tables]
-                use = one.state_use(end)
-                parts.append(
-                    Part(one, start, end, tables, self.generations(tables, use), use, one.num_tokens_to_encode > 0)
-                )
+                parts.append(Part(one, start, end, tables, one.state_use(end), one.num_tokens_to_encode > 0))
         if parts:
             self.cache.begin_step([part.sequence for part in parts])
-            self.step_parts = parts
-            copying = self.cache._state.copies_made
-            self.copies = [copy for one in copying for copy in one.copies]
-            self.copied = [one.fork for one in copying]
-            self.copied_generations = [self.generation(copy) for copy in self.copies]
+            self.step_parts, self.copying = parts, list(self.cache._state.copies_made)
+            self.blocks = {pair for part in parts for pair in part.blocks()}
+            for copy in self.copies():
+                self.blocks |= {(copy.group, copy.source), (copy.group, copy.target)}
+            self.generations = self.generations_in_use()
 
-    def generation(self, copy: BlockCopy) -> tuple[int, int]:
-        """Of both blocks of a copy, which are in use."""
-        ledger = self.cache._state.ledgers[copy.group]
-        assert ledger._num_users[copy.source], "what is copied is given back"
-        assert ledger._num_users[copy.target] == 1
-        return ledger._generation[copy.source], ledger._generation[copy.target]
+    def copies(self) -> list[BlockCopy]:
+        """Those of the running step."""
+        return [copy for one in self.copying for copy in one.copies]
 
-    def generations(self, tables: list[list[int]], use: StateUse | None) -> list[list[int]]:
-        """Of all blocks of a part, which are in use."""
+    def generations_in_use(self) -> list[int]:
+        """Of all blocks that the running step names."""
         ledgers = self.cache._state.ledgers
-        tables = [*tables[:-1], list(use)] if use is not None else tables
-        for ledger, table in zip(ledgers, tables, strict=True):
-            assert all(ledger._num_users[block] for block in table if block), "a block of a step is given back"
-        return [[ledger._generation[one] for one in table] for ledger, table in zip(ledgers, tables, strict=True)]
+        assert all(ledgers[group]._num_users[block] for group, block in self.blocks), "a block of a step is given back"
+        return [ledgers[group]._generation[block] for group, block in self.blocks]
 
     def end_step(self) -> None:
         """The running step ends: well, with bad logits of one sequence, or not at all."""
         parts, self.step_parts = self.step_parts, None
         if parts is None:
             return
-        for part in parts:
-            assert self.generations(part.tables, part.use) == part.generations, (
-                "a block of a running step is granted again"
-            )
-        assert [self.generation(copy) for copy in self.copies] == self.copied_generations
+        assert self.generations_in_use() == self.generations, "a block of a running step is granted again"
         how = self.draw.choices(["well", "bad", "failed"], [18, 1, 1])[0]
         self.happened[how] += 1
-        for copy in self.copies if how != "failed" else ():
+        for copy in self.copies() if how != "failed" else ():
             self.slots[copy.group].copy(copy.source, copy.target)
         bad = self.draw.choice(parts) if how == "bad" else None
         for part in parts:
             self.compute(part, is_good=part is not bad and how != "failed")
         gone = [bad.sequence] if bad is not None else []
         if how == "failed":
-            gone = [*(part.sequence for part in parts), *self.copied]
+            gone = [*(part.sequence for part in parts), *(one.fork for one in self.copying)]
             self.cache.fail_step([part.sequence for part in parts])
         else:
             self.cache.end_step([self.result(part, part is not bad) for part in parts], self.now)
