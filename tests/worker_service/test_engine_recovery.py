@@ -9,8 +9,6 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import TOKEN_BYTES
-from kvpool.cache_service.core.restored import Case
-from kvpool.worker_service.cache import report as report_module
 from kvpool.worker_service.engine.errors import ErrorKind
 from tests.tracer import expected_text
 from tests.until import until
@@ -82,32 +80,6 @@ async def test_while_the_manager_is_away_decoding_goes_on_from_the_reserve() -> 
         restart(world)
         await read_right(*requests)
         assert world.model.num_forwarded == sum(len(prompt) + 79 for prompt in prompts)
-
-
-async def test_a_report_in_many_parts_is_taken_in_whatever_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "_MAX_CONTENTS", 2)
-    monkeypatch.setattr(report_module, "_MAX_BACKGROUND_CONTENTS", 2)
-    monkeypatch.setattr(report_module, "_MAX_BLOCKS", 3)
-    world = World(num_blocks=120, block_size=4)
-    world.model.step_seconds = 0.003
-    async with world.running():
-        prompts = [[i % 3] * 5 + [i, *range(20)] for i in range(6)]
-        for prompt in [*prompts[:3], [7] * 9]:
-            await world.generate(prompt, 4)
-        requests = [world.submit(prompt, 40) for prompt in prompts]
-        reading = asyncio.create_task(read_right(*requests))
-        await until(lambda: all(request.num_generated > 3 for request in requests))
-        gate = world.model.gate = threading.Event()  # the device is slow: nobody ends before the report is told
-        world.wire.lose_request = world.wire.lose_reply = 0.3
-        restart(world)
-        cases = world.manager.reconciled
-        await until(lambda: world.manager.num_reports)
-        gate.set()
-        await reading
-        assert world.wire.num_calls["Report"] > 15
-        assert cases[Case.LIVE] == 6
-        for case in (Case.CACHED, Case.HELD_SEALED, Case.SHARED, Case.HELD_FILLING, Case.RESERVED):
-            assert cases[case], case
 
 
 async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_again() -> None:

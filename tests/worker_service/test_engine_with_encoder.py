@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from typing import Any, Final
 
 import pytest
@@ -192,19 +191,6 @@ async def test_a_step_that_fails_leaves_no_unit_behind() -> None:
         assert request.num_cached_tokens == 0
 
 
-async def test_those_who_wait_go_on_when_their_leader_is_cancelled() -> None:
-    world = world_with(max_num_seqs=8)
-    gate = world.model.gate = threading.Event()
-    async with world.running():
-        prompt = list(range(80))
-        leader, *others = [ask(world, prompt, 4) for _ in range(4)]
-        await until(lambda: leader.has_begun)
-        world.engine.abort(leader)
-        gate.set()
-        texts = await asyncio.gather(*map(read, others))
-        assert texts == [expected_answer(prompt, [START], 4)] * 3
-
-
 async def test_units_survive_a_restart_of_the_manager() -> None:
     world = world_with()
     async with world.running():
@@ -322,16 +308,6 @@ async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_bl
     async with world.running():
         assert await read_all(ask(world, prompt, 20, **several(4))) == right_answers(prompt, 20, 4)
         assert world.model.num_encoded == len(prompt)
-
-
-async def test_answers_over_a_unit_that_is_a_second_one_of_its_input() -> None:
-    """Who may not wait has a unit of its own; forks share it, and it is given back when the last of them ends."""
-    world = world_with(prefix_caching=False)
-    prompt = list(range(1, 40))
-    async with world.running():
-        requests = [ask(world, prompt, 12, **several(3)) for _ in range(2)]
-        for answers in await asyncio.gather(*map(read_all, requests)):
-            assert answers == right_answers(prompt, 12, 3)
 
 
 @pytest.mark.parametrize("num_blocks", [400, 12])

@@ -239,3 +239,16 @@ def test_forks_that_were_not_stated_are_stopped_with_their_superseded_parent(is_
     worker.cache.free(child)
     worker.end(grandchild)
     assert worker.held() == (0,)
+
+
+def test_what_has_ended_while_there_was_no_session_is_not_reported() -> None:
+    worker = _worker()
+    parent = _decoding(worker, "p", 12)
+    child, _ = _fork(worker, parent, "c")
+    worker.call()
+    worker.cache.lose("the test says so")
+    worker.cache.free(parent)
+    worker.methods.clear()
+    worker.register()
+    assert set(worker.methods) == {"Report"}
+    assert list(worker.manager.sessions[0].sequences) == [child.id]

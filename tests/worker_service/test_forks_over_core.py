@@ -19,7 +19,6 @@ from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
 from tests import tracer
-from tests.lockstep import in_lockstep
 from tests.tracer import expected_text
 from tests.tracer_beams import expected_beams
 from tests.until import until
@@ -103,25 +102,6 @@ async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -
     assert world.model.num_forwarded == len(prompt) + n * (count - 1)
     num_full, num_all = len(prompt) // 4, -(-(len(prompt) + count - 1) // 4)
     assert most_used <= num_full + n * (num_all - num_full)
-
-
-async def test_more_answers_than_the_batch_has_places_are_all_there() -> None:
-    world = World(num_blocks=100, block_size=4, max_num_seqs=3)
-    prompt = list(range(21))
-    async with world.running():
-        beside = world.submit([7, 8, 9], 12)
-        request = world.submit(prompt, 6, **several(8))
-        assert await read_all(request) == expected_texts(prompt, 6, 8)
-        assert await read_all(beside) == [expected_text([7, 8, 9], 12)]
-        assert world.engine.scheduler.num_preemptions == 0
-
-
-async def test_answers_that_do_not_fit_together_are_computed_one_after_the_other() -> None:
-    """Each fits by itself, so none is refused, and none is lost."""
-    world = World(num_blocks=13, block_size=4, max_num_seqs=8)
-    prompt = list(range(18))
-    async with world.running():
-        assert await read_all(world.submit(prompt, 20, **several(4))) == expected_texts(prompt, 20, 4)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -210,18 +190,6 @@ async def test_beams_find_what_a_search_that_shares_nothing_finds(
         for request in requests:
             assert await read_all(request) == right_texts(request)
         assert await read_all(beside) == right_texts(beside)
-
-
-async def test_a_group_of_beams_is_preempted_and_resumed_as_one() -> None:
-    """A better request takes the blocks; the beams are computed again from their texts, their common beginning once."""
-    world = World(num_blocks=31, block_size=4, max_num_seqs=8)
-    async with world.running():
-        better = [world.submit(list(range(30)), 60), world.submit(list(range(100, 120)), 60)]
-        group = world.submit([5, 6, 7, 8, 9], 24, **searching(4, 4))
-        async with in_lockstep(world.engine, 3):
-            found = await asyncio.gather(*map(read_all, [group, *better]))
-        assert found == [right_texts(group), *map(right_texts, better)]
-        assert group.num_preemptions > 0
 
 
 async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:

@@ -28,36 +28,28 @@ LEASE_SECONDS = 0.2
 # -- patience
 
 
-def test_it_asks_often_and_gives_up_after_three_times_the_longest_wait() -> None:
-    """Every second, since the other process may leave before its lease ends."""
-    patience = Patience()
-    pauses = [patience.pause(6.0, float(second)) for second in range(18)]
-    assert pauses == [POLL_SECONDS] * 18
-    assert patience.pause(6.0, 18.0) is None
-
-
-def test_a_short_wait_is_kept_and_none_is_a_busy_loop() -> None:
-    patience = Patience()
-    assert [patience.pause(wait, 0.0) for wait in (0.5, 0.0, 2.0)] == [0.5, 0.2, POLL_SECONDS]
-
-
-def test_a_longer_wait_is_more_patience() -> None:
-    """The other process is newer: first its lease has to end, then a lease after that."""
-    patience = Patience()
-    assert patience.pause(1.0, 0.0) is not None
-    assert patience.pause(12.0, 2.9) is not None
-    assert patience.pause(5.0, 35.9) is not None
-    assert patience.pause(5.0, 36.0) is None
-
-
-def test_another_answer_in_between_begins_it_anew() -> None:
+@pytest.mark.parametrize(
+    ("asked", "last"),
+    [
+        ([(6.0, float(second), POLL_SECONDS) for second in range(18)], (6.0, 18.0)),
+        ([(0.5, 0.0, 0.5), (0.0, 0.0, 0.2), (2.0, 0.0, POLL_SECONDS)], (2.0, 6.0)),
+        ([(1.0, 0.0, POLL_SECONDS), (12.0, 2.9, POLL_SECONDS), (5.0, 35.9, POLL_SECONDS)], (5.0, 36.0)),
+    ],
+    ids=["often, since the other may leave early", "a short wait is kept", "a longer wait is more patience"],
+)
+def test_it_asks_until_three_times_the_longest_wait_is_over(
+    asked: list[tuple[float, float, float]], last: tuple[float, float]
+) -> None:
+    """What it is told to wait, when, and how long it waits. Another answer in between begins it anew."""
     patience = Patience()
     assert not patience.is_waiting
-    patience.pause(6.0, 0.0)
+    for wait, now, pause in asked:
+        assert patience.pause(wait, now) == pause
     assert patience.is_waiting
+    assert patience.pause(*last) is None
     patience.restore()
     assert not patience.is_waiting
-    assert patience.pause(6.0, 100.0) is not None
+    assert patience.pause(*last) is not None
 
 
 # -- over the manager's core
@@ -85,18 +77,6 @@ async def with_another_process(world: World, *, is_alive: bool, incarnation: int
     finally:
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
-
-
-@pytest.mark.parametrize("incarnation", [1, (1 << 64) - 1])
-async def test_a_worker_is_taken_when_the_other_process_has_ended(incarnation: int) -> None:
-    """An older one, whose lease has to end, or a newer one, made up or from before the clock was set back."""
-    world = World(num_blocks=20, block_size=4)
-    world.link._registration.introduction.incarnation = 7
-    async with with_another_process(world, is_alive=False, incarnation=incarnation) as session, world.running():
-        assert world.cache.session > session
-        assert await world.generate([1, 2, 3], 4) == expected_text([1, 2, 3], 4)
-        # From here on it renews its own lease, which the manager counts in tenths of a second.
-        assert world.wire.num_calls["Register"] > 1
 
 
 @pytest.mark.parametrize("incarnation", [1, 9])
