@@ -73,23 +73,45 @@ def test_plain_torch_passes_its_own_test(dtype: torch.dtype) -> None:
 # -- backends that are wrong, each in its own way
 
 
-class Wrong(PagedAttention):
-    """A paged backend whose kernel is right but sees changed arguments."""
+Seen = tuple[PagedStep, AttentionCall, KVLayer]
 
-    def __init__(self, change: Callable[[PagedStep, AttentionCall, KVLayer], tuple[PagedStep, AttentionCall, KVLayer]]):
+
+class Wrong(PagedAttention):
+    """A paged backend that is right but for what its kernel sees, what it returns, or what it writes as well."""
+
+    def __init__(
+        self,
+        see: Callable[[PagedStep, AttentionCall, KVLayer], Seen] = lambda *seen: seen,
+        *,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda out: out,
+        write: Callable[[KVLayer, torch.Tensor, torch.Tensor], object] = lambda *_: None,
+    ) -> None:
+        """`write`: to layer, slots and key."""
         right = FlashKernel(paged_reference.flash_attn_varlen_func)
 
         def kernel(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
-            step, call, layer = change(step, call, layer)
+            step, call, layer = see(step, call, layer)
             return right(query, layer, step, call)
 
         super().__init__(kernel)
+        self._change, self._write = change, write
+
+    def begin(self, packing: Packing) -> None:
+        super().begin(packing)
+        self._slots = packing.groups[0].slot_mapping
+
+    def attend(
+        self, layer: KVLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        out = super().attend(layer, query, key, value, call)
+        self._write(layer, self._slots, key[0].transpose(0, 1))
+        return self._change(out)
 
 
 def context_by(shift: int) -> Wrong:
     """Each part of a step has so many keys more; those behind the sequence were never written."""
 
-    def change(step: PagedStep, call: AttentionCall, layer: KVLayer) -> tuple[PagedStep, AttentionCall, KVLayer]:
+    def change(step: PagedStep, call: AttentionCall, layer: KVLayer) -> Seen:
         lens = (step.context_lens + shift).clamp(min=1)
         ends = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
         return step._replace(context_lens=lens, context_ends=ends, max_context_len=int(lens.max())), call, layer
@@ -98,7 +120,7 @@ def context_by(shift: int) -> Wrong:
 
 
 def with_window(window: Callable[[int], int | None]) -> Wrong:
-    def change(step: PagedStep, call: AttentionCall, layer: KVLayer) -> tuple[PagedStep, AttentionCall, KVLayer]:
+    def change(step: PagedStep, call: AttentionCall, layer: KVLayer) -> Seen:
         changed = None if layer.window is None else window(layer.window)
         return step, call, KVLayer(0, changed, layer.k_cache, layer.v_cache)
 
@@ -113,39 +135,14 @@ def with_tables(change: Callable[[torch.Tensor], torch.Tensor]) -> Wrong:
     return Wrong(lambda step, call, layer: (step._replace(block_tables=change(step.block_tables)), call, layer))
 
 
-class Writer(TorchAttention):
-    """Plain torch that also writes to layer, slots and key in a way of its own."""
-
-    def __init__(self, write: Callable[[KVLayer, torch.Tensor, torch.Tensor], object]) -> None:
-        super().__init__(torch.float32)
-        self._write = write
-        self._slots: torch.Tensor = torch.empty(0)
-
-    def begin(self, packing: Packing) -> None:
-        super().begin(packing)
-        self._slots = packing.groups[0].slot_mapping
-
-    def attend(
-        self, layer: KVLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        out = super().attend(layer, query, key, value, call)
-        self._write(layer, self._slots, key[0].transpose(0, 1))
-        return out
-
-
-class Mangled(PagedAttention):
-    """The right output, changed."""
-
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(FlashKernel(paged_reference.flash_attn_varlen_func))
-        self._change = change
-
-    def attend(self, *arguments: Any) -> torch.Tensor:
-        return self._change(super().attend(*arguments))
-
-
 def raises(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
     raise RuntimeError("Paged KV cache block size must be divisible by 256")
+
+
+def lets_unwritten_slots_in(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
+    """Weight 0 times NaN is NaN."""
+    out = FlashKernel(paged_reference.flash_attn_varlen_func)(query, layer, step, call)
+    return out + 0 * layer.v_cache[step.block_tables[:, -1].long()].sum().to(out.dtype)
 
 
 WRONG: dict[str, AttentionBackend] = {
@@ -159,15 +156,18 @@ WRONG: dict[str, AttentionBackend] = {
     "rows of tables mixed up": with_tables(lambda tables: tables.roll(1, 0)),
     "blocks mixed up": with_tables(lambda tables: tables.flip(1)),
     "null block only": with_tables(torch.zeros_like),
-    "writes one slot too many": Writer(lambda layer, slots, key: layer.v_cache.flatten(0, 1)[slots.max() + 1].zero_()),
-    "writes the null block": Writer(lambda layer, slots, key: layer.k_cache[0].add_(1)),
-    "writes K to V": Writer(lambda layer, slots, key: layer.v_cache.flatten(0, 1).index_copy_(0, slots, key)),
-    "heads mixed up": Mangled(lambda out: out.roll(1, 2)),
-    "tokens mixed up": Mangled(lambda out: out.roll(1, 1)),
-    "one row is NaN": Mangled(lambda out: out.index_fill(1, torch.tensor([0]), float("nan"))),
-    "not contiguous": Mangled(lambda out: out.transpose(1, 2).contiguous().transpose(1, 2)),
-    "another shape": Mangled(lambda out: out[0]),
+    "writes one slot too many": Wrong(
+        write=lambda layer, slots, key: layer.v_cache.flatten(0, 1)[slots.max() + 1].zero_()
+    ),
+    "writes the null block": Wrong(write=lambda layer, slots, key: layer.k_cache[0].add_(1)),
+    "writes K to V": Wrong(write=lambda layer, slots, key: layer.v_cache.flatten(0, 1).index_copy_(0, slots, key)),
+    "heads mixed up": Wrong(change=lambda out: out.roll(1, 2)),
+    "tokens mixed up": Wrong(change=lambda out: out.roll(1, 1)),
+    "one row is NaN": Wrong(change=lambda out: out.index_fill(1, torch.tensor([0]), float("nan"))),
+    "not contiguous": Wrong(change=lambda out: out.transpose(1, 2).contiguous().transpose(1, 2)),
+    "another shape": Wrong(change=lambda out: out[0]),
     "raises": PagedAttention(raises),
+    "lets unwritten slots in": PagedAttention(lets_unwritten_slots_in),
 }
 
 
@@ -175,28 +175,13 @@ WRONG: dict[str, AttentionBackend] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_backends_are_refused(name: str, dtype: torch.dtype) -> None:
     """Also in the narrow format, where more is rounding."""
-    backend = WRONG[name]
-    if isinstance(backend, Writer):
-        dtype = torch.float32
     with pytest.raises(SelfTestFailed):
-        self_test(backend, ALL, dtype)
+        self_test(WRONG[name], ALL, dtype)
 
 
 def test_a_backend_without_sinks_is_refused_where_there_are_some() -> None:
     with pytest.raises(SelfTestFailed, match="outputs differ from plain torch by"):
         self_test(flash_like(), (SINKS,))
-
-
-def test_a_kernel_that_lets_unwritten_slots_in_is_refused() -> None:
-    """Weight 0 times NaN is NaN."""
-
-    def kernel(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
-        out = FlashKernel(paged_reference.flash_attn_varlen_func)(query, layer, step, call)
-        last = step.block_tables[:, -1].long()
-        return out + 0 * layer.v_cache[last].sum().to(out.dtype)
-
-    with pytest.raises(SelfTestFailed):
-        self_test(PagedAttention(kernel), (PLAIN,))
 
 
 # -- choosing
@@ -248,14 +233,11 @@ def test_auto_says_why_the_others_do_not_serve() -> None:
     )
 
 
-def test_on_a_cpu_nothing_is_said_of_what_needs_a_gpu() -> None:
-    backend, line = choose("auto", *CANDIDATES)
-    assert isinstance(backend, TorchAttention)
-    assert line == "attention: torch"
-
-
-def test_torch_is_taken_at_its_word() -> None:
-    backend, line = choose("torch", candidate("flash"))
+@pytest.mark.parametrize(("name", "candidates"), [("auto", CANDIDATES), ("torch", [candidate("flash")])])
+def test_torch_is_taken_at_its_word_and_nothing_is_said_of_what_needs_a_gpu(
+    name: selection.BackendName, candidates: list[BackendCandidate]
+) -> None:
+    backend, line = choose(name, *candidates)
     assert isinstance(backend, TorchAttention)
     assert line == "attention: torch"
 

@@ -7,10 +7,8 @@ import torch
 
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
 from kvpool.worker_service.attention.layer import AttentionCall
-from kvpool.worker_service.attention.merge import AttentionPiece, merge
 from kvpool.worker_service.attention.softmax import (
     KeyRange,
-    PartialAttention,
     attend,
     attend_plainly,
     attend_publicly,
@@ -131,24 +129,6 @@ def test_all_ways_to_attend_agree(masked: bool, v_dim: int) -> None:
     torch.testing.assert_close(chosen.out, plain.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(public.out, plain.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(chosen.lse, plain.lse, rtol=1e-5, atol=1e-5)
-
-
-def test_halves_merge_to_the_whole() -> None:
-    """Any cut of the keys, merged, is attention over all of them."""
-    torch.manual_seed(2)
-    query, key, value = torch.randn(1, 6, 3, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
-    first, second = (
-        attend(query, KeyRange(key[:, :, cut], value[:, :, cut]), 0.4) for cut in (slice(13), slice(13, 40))
-    )
-    whole = attend(query, KeyRange(key, value), 0.4)
-    halves = merge([AttentionPiece(None, by_row(first), True), AttentionPiece(None, by_row(second), False)], 3)
-    torch.testing.assert_close(halves, by_row(whole).out, rtol=1e-5, atol=1e-5)
-
-
-def by_row(attended: PartialAttention) -> PartialAttention:
-    """[1, H, T, …] → [T, H, …]."""
-    assert attended.lse is not None
-    return PartialAttention(attended.out[0].transpose(0, 1), attended.lse[0].transpose(0, 1))
 
 
 def test_this_torch_has_the_fused_cpu_kernel() -> None:
