@@ -367,6 +367,12 @@ class SchedulerWorld:
         self.land()
         return batch
 
+    def turns(self, count: int = 1) -> None:
+        """An answered Allocate and a whole step, so many times."""
+        for _ in range(count):
+            self.talk()
+            self.step()
+
     def run_dry(self) -> None:
         """Until all requests have ended: somebody always gets on."""
         self.cache.is_away = False

@@ -6,13 +6,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
 import pytest
-import pytest_asyncio
 from google.rpc import code_pb2
 
 from kvpool.process.call_status import details_of
@@ -26,9 +24,7 @@ from kvpool.worker_service.engine.stream import EndReason, StreamChunk, TokenStr
 from kvpool.worker_service.generate_many import MESSAGE_BYTES, RequestGroup
 from kvpool.worker_service.servicer import SERVICE
 from tests import http2
-from tests.cluster.cluster import TAKES_TIME
-from tests.cluster.in_process import InProcessCluster, in_process_cluster
-from tests.cluster.models import make_endless_model
+from tests.cluster.in_process import InProcessCluster
 from tests.until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,25 +32,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 GENERATE_MANY = f"/{SERVICE}/GenerateMany"
 PROMPT_IDS = [1, 2, 3, 4, 5]
 LONG = 1000
-READER_SECONDS = 1.0
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[InProcessCluster]:
-    model = make_endless_model(tmp_path_factory.mktemp("model") / "endless")
-    settings = {"max_model_len": 2048, "num_blocks": 2049, "reader_seconds": READER_SECONDS}
-    folder: Path = tmp_path_factory.mktemp("cluster")
-    async with in_process_cluster(model.path, folder, **TAKES_TIME, **settings) as cluster:
-        yield cluster
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def cluster(shared: InProcessCluster) -> AsyncIterator[InProcessCluster]:
-    """After each test all blocks are back and every law holds."""
-    shared.worker.engine.stats.ended.clear()
-    yield shared
-    await shared.until_idle()
-    assert shared.manager.manager.check().violations == []
+SETTINGS = {"max_model_len": 2048, "num_blocks": 2049, "reader_seconds": 1.0}
 
 
 @asynccontextmanager

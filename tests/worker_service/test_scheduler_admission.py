@@ -193,8 +193,7 @@ def test_a_running_request_that_has_more_to_compute_after_a_pause_pays_like_othe
     accounts were closed meanwhile, because no tenant lacked anything."""
     world = SchedulerWorld(num_blocks=40, policy=SchedulingPolicy.priority)
     request = world.submit(9, 8, tenant="a", priority=1)
-    world.talk()
-    world.step()
+    world.turns()
     world.step()
     assert len(request.sequence.tokens) - request.sequence.num_computed_tokens == 1
     request.sequence.num_computed_tokens -= 3

@@ -13,9 +13,7 @@ def test_a_group_that_is_preempted_between_its_beams_forgets_what_some_of_them_h
     world = SchedulerWorld(num_blocks=24, block_size=1, max_num_seqs=6)
     group = world.submit(2, 5, n=3, num_beams=3)
     worse = world.submit(2, 12)
-    for _ in range(3):
-        world.talk()
-        world.step()
+    world.turns(3)
     assert len(group.sequences) == 3
     assert worse in world.scheduler._running
     kept, world.cache.blocks = world.cache.blocks[2:], world.cache.blocks[:2]
@@ -34,9 +32,7 @@ def test_a_request_alone_gives_back_what_only_its_end_can_bring_back(is_refused:
     way."""
     world = SchedulerWorld(num_blocks=24, block_size=1, max_num_seqs=6)
     group = world.submit(2, 5, n=3, num_beams=3)
-    for _ in range(3):
-        world.talk()
-        world.step()
+    world.turns(3)
     assert len(group.sequences) == 3
     world.cache.settle()
     kept, world.cache.blocks = world.cache.blocks, []
@@ -53,9 +49,7 @@ def test_what_comes_back_with_the_last_preemption_is_used_at_once(monkeypatch: p
     first request was passed over by then, and no reply would wake the engine."""
     world = SchedulerWorld(num_blocks=24, block_size=1)
     first, *others = [world.submit(2, 9) for _ in range(3)]
-    for _ in range(3):
-        world.talk()
-        world.step()
+    world.turns(3)
     assert world.scheduler.num_running == 3
     world.cache.settle()
     world.cache.blocks = []
@@ -79,8 +73,7 @@ def test_answers_take_the_places_that_their_request_was_admitted_with(max_num_se
     """Those for which the batch has places share the prompt at once, the others wait."""
     world = SchedulerWorld(max_num_seqs=max_num_seqs, max_num_batched_tokens=40)
     request = world.submit(6, 9, n=6)
-    world.talk()
-    world.step()
+    world.turns()
     assert world.scheduler.num_running == min(6, max_num_seqs)
     assert world.scheduler.num_waiting == 6 - world.scheduler.num_running
     assert len(request.answers) == 6
@@ -93,9 +86,7 @@ def test_a_request_with_many_answers_is_not_overtaken() -> None:
     world.talk()
     several = world.submit(4, 6, n=4)
     single = world.submit(4, 6)
-    for _ in range(4):
-        world.talk()
-        world.step()
+    world.turns(4)
     assert first.num_generated > 1
     assert not several.has_begun
     assert not single.has_begun

@@ -41,30 +41,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
         )
 
-    @rule(num_prompt=st.integers(1, 20), num_new=st.integers(1, 9), tenant=TENANTS, priority=st.integers(-1, 1))
-    def submit(self, num_prompt: int, num_new: int, tenant: str, priority: int) -> None:
-        self.world.submit(num_prompt, num_new, tenant=tenant, priority=priority)
-
     @rule(
         num_prompt=st.integers(1, 20),
         num_new=st.integers(1, 9),
-        n=st.integers(2, 7),
+        n=st.sampled_from([1, 1, 1, 2, 4, 7]),
+        num_beams=st.sampled_from([1, 1, 1, 2, 3, 4]),
         tenant=TENANTS,
         priority=st.integers(-1, 1),
     )
-    def submit_several(self, num_prompt: int, num_new: int, n: int, tenant: str, priority: int) -> None:
-        self.world.submit(num_prompt, num_new, n=n, tenant=tenant, priority=priority)
-
-    @rule(
-        num_prompt=st.integers(1, 12),
-        num_new=st.integers(1, 9),
-        num_beams=st.integers(2, 4),
-        n=st.integers(1, 4),
-        tenant=TENANTS,
-    )
-    def submit_beams(self, num_prompt: int, num_new: int, num_beams: int, n: int, tenant: str) -> None:
+    def submit(self, num_prompt: int, num_new: int, n: int, num_beams: int, tenant: str, priority: int) -> None:
+        """For one answer, for several, or for a search."""
+        n = min(n, num_beams) if num_beams > 1 else n
         if self.world.fits(num_prompt, num_new, num_beams):
-            self.world.submit(num_prompt, num_new, n=min(n, num_beams), num_beams=num_beams, tenant=tenant)
+            self.world.submit(num_prompt, num_new, n=n, num_beams=num_beams, tenant=tenant, priority=priority)
 
     @rule(num_to_park=st.sampled_from([0, 0, 0, 1, 3]), num_cached_blocks=st.integers(0, 5))
     def talk(self, num_to_park: int, num_cached_blocks: int) -> None:
@@ -158,8 +147,7 @@ def test_nobody_starves_however_long_a_flood_lasts(
     num_at_once = num_waiting + num_served + 1 + world.scheduler.max_num_seqs
     bound = world.num_computed + 4 * ahead * num_at_once
     while one.params.sequence_id in world.open:
-        world.talk()
-        world.step()
+        world.turns()
         flood()
         assert world.num_computed < bound, "starved"
     assert one.params.sequence_id in world.finished
@@ -194,8 +182,7 @@ def test_a_flood_of_long_prompts_slows_those_that_decode_by_a_bounded_amount(
         policy=policy,
     )
     decoding = [world.submit(1, 60) for _ in range(num_decoding)]
-    world.talk()
-    world.step()
+    world.turns()
     for index in range(50):
         while world.scheduler.num_waiting < 3:
             world.submit(lengths[index % len(lengths)], 2, tenant=f"t{index}", priority=-1)
@@ -233,8 +220,7 @@ def test_tenants_that_always_ask_get_equal_shares(
             missing = depth - sum(request.params.tenant == tenant for request in world.scheduler.waiting)
             for _ in range(missing):
                 world.submit(*shape, tenant=tenant)
-        world.talk()
-        world.step()
+        world.turns()
         shares = [world.computed[tenant] for tenant in tenants]
         assert max(shares) - min(shares) <= bound, shares
 
@@ -268,16 +254,12 @@ def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
     world.submit(1, 400, tenant="back")
     for _ in range(80):
         world.submit(10, 2, tenant="busy")
-    for _ in range(30):
-        world.talk()
-        world.step()
+    world.turns(30)
     before = world.computed.copy()
     assert before["busy"] - before["back"] > 150
     for _ in range(30):
         world.submit(10, 2, tenant="back")
-    for _ in range(30):
-        world.talk()
-        world.step()
+    world.turns(30)
     shares = [world.computed[tenant] - before[tenant] for tenant in ("busy", "back")]
     assert min(shares) > 80
     assert abs(shares[0] - shares[1]) <= 40, shares
@@ -293,9 +275,7 @@ def test_using_what_nobody_wants_costs_nothing() -> None:
         world.submit(10, 2, tenant="alone")
         world.submit(10, 2, tenant="other")
     before = world.computed["alone"]
-    for _ in range(25):
-        world.talk()
-        world.step()
+    world.turns(25)
     assert abs(world.computed["alone"] - before - world.computed["other"]) <= 30
 
 
@@ -324,8 +304,7 @@ def test_prompts_next_to_a_decode_without_a_block_keep_its_pace() -> None:
     """A sequence that decodes and has no block just now may get one while the step runs: the step must stay as short."""
     world = SchedulerWorld(num_blocks=40, block_size=4, max_num_batched_tokens=32, max_mixed_prefill_tokens=8)
     decoding = world.submit(4, 8)
-    world.talk()
-    world.step()
+    world.turns()
     world.submit(30, 1)
     world.talk()
     world.cache.is_away = True
@@ -348,8 +327,7 @@ def test_a_tenant_that_decodes_in_a_step_has_had_that_much_of_it() -> None:
     """Two prompts of two tenants with equal accounts: the tenant that also decodes in this step comes second."""
     world = SchedulerWorld(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=64, max_mixed_prefill_tokens=4)
     world.submit(1, 50, tenant="a")
-    world.talk()
-    world.step()
+    world.turns()
     second = world.submit(40, 1, tenant="a")
     third = world.submit(40, 1, tenant="b")
     world.talk()

@@ -24,7 +24,6 @@ from tests.attacks import at_worker
 from tests.attacks.at_manager import NO_MESSAGE
 from tests.cluster.cluster import TAKES_TIME
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
-from tests.cluster.models import make_endless_model
 from tests.cluster.truth import Truth
 from tests.tiny_models import Oracle, TinyModel
 from tests.until import until
@@ -34,27 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 GENERATE = f"/{SERVICE}/Generate".encode()
 MAX_MODEL_LEN = 2048
 READER_SECONDS = 0.5
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_endless_model(tmp_path_factory.mktemp("model") / "endless", tokenizer=True)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[InProcessCluster]:
-    settings = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 1025, "reader_seconds": READER_SECONDS}
-    async with in_process_cluster(model.path, tmp_path_factory.mktemp("cluster"), **TAKES_TIME, **settings) as cluster:
-        yield cluster
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def cluster(shared: InProcessCluster) -> AsyncIterator[InProcessCluster]:
-    """After each test all blocks are back and every law holds."""
-    shared.worker.engine.stats.ended.clear()
-    yield shared
-    await shared.until_idle()
-    assert shared.manager.manager.check().violations == []
+SETTINGS = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 1025, "reader_seconds": READER_SECONDS}
 
 
 def request(sequence_id: str, max_tokens: int = 1000, **fields: Any) -> worker_pb2.GenerateRequest:
