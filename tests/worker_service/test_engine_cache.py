@@ -15,6 +15,7 @@ from kvpool.worker_service.cache.ledger import Content
 from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
+from tests.worker_service.windowed import Worker
 
 _STEP_SECONDS = 0.001
 _ROOT = common_pb2.Root(model_fingerprint="m")
@@ -97,46 +98,43 @@ def test_calls_grow_with_time_and_not_with_steps(report_seconds: float, steps_on
 
 def test_a_preempted_sequence_comes_back_in_its_next_round() -> None:
     """So that words about the round that ended never mean the one that lives."""
-    cache = _cache(block_size=1, num_blocks=8)
-    sequence = _live(cache, 3)
-    again = cache.preempt(sequence)
+    worker = Worker((8,), (), block_size=1)
+    sequence = worker.begin("s", [1], 3)
+    again = worker.cache.preempt(sequence)
     assert (again.id, again.round, again.state) == (sequence.id, sequence.round + 1, SequenceState.WAITING)
-    free = _call(cache, "Free", again)  # before the new round is asked for
-    assert [item.update.key.round for item in free.request.items] == [sequence.round]
-    cache.on_reply(free, cache_pb2.FreeResponse(), 0.0)
-    call = _call(cache, "Allocate", again)
-    assert [item.key.round for item in call.request.items] == [sequence.round + 1]
+    worker.methods.clear()
+    worker.call(again)
+    assert worker.methods[:2] == ["Free", "Allocate"]
+    assert worker.manager.sessions[0].sequences[again.id].key.round == again.round
 
 
 def test_what_a_lost_answer_may_have_granted_is_freed() -> None:
     """The Allocate was executed and its answer lost; then the request ends. The manager holds blocks that only a Free lets go."""
-    cache, sequence = _cache(block_size=1, num_blocks=8), _sequence("s", [1], 2)
-    cache.on_failure(_call(cache, "Allocate", sequence), "", 0.0)
-    cache.free(sequence)
-    free = _call(cache, "Free", now=10.0)
-    assert [item.update.key.sequence_id for item in free.request.items] == ["s"]
-    cache.on_reply(free, cache_pb2.FreeResponse(), 10.0)
+    worker = Worker((8,), (), block_size=1)
+    sequence = worker.sequence("s", [1], 2)
+    call = _call(worker.cache, "Allocate", sequence)
+    worker.execute(call.request)
+    worker.cache.on_failure(call, "", 0.0)
+    worker.end(sequence)
     assert sequence.state is SequenceState.ENDED
-    assert cache.is_idle
+    assert (worker.cache.is_idle, worker.held()) == (True, (0,))
 
 
 def test_one_call_speaks_for_all_sequences() -> None:
     """Allocate, Append and Free each name all that there is to say: calls must not grow with the batch."""
-    cache = _cache(block_size=1, num_blocks=32, report_seconds=0.0)
-    sequences = [_sequence(name, [1], 3) for name in "abc"]
-    call = _call(cache, "Allocate", *sequences)
-    assert [item.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
-    cache.on_reply(call, _grants([1, 2, 3], range(4, 10)), 0.0)
-    assert all(cache.extend(sequence, 1) for sequence in sequences)
-    cache.begin_step(sequences)
-    cache.end_step([Computed(sequence, 1, 7) for sequence in sequences], 0.0)
-    call = _call(cache, "Append")
-    assert [item.update.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
-    cache.on_reply(call, cache_pb2.AppendResponse(results=[cache_pb2.AppendResult()] * 3), 0.0)
+    worker = Worker((32,), (), block_size=1)
+    sequences = [worker.sequence(name, [ord(name)], 3) for name in "abc"]
+    worker.call(*sequences)
+    assert all(worker.cache.extend(sequence, 1) for sequence in sequences)
+    worker.cache.begin_step(sequences)
+    worker.cache.end_step([Computed(sequence, 1, 7) for sequence in sequences], worker.now)
+    worker.call()
     for sequence in sequences:
-        cache.free(sequence)
-    call = _call(cache, "Free")
-    assert [item.update.key.sequence_id for item in call.request.items] == ["a", "b", "c"]
+        worker.cache.free(sequence)
+    worker.call()
+    assert {sequence.state for sequence in sequences} == {SequenceState.ENDED}
+    assert [worker.methods.count(method) for method in ("Allocate", "Free")] == [1, 1]
+    assert worker.methods.count("Append") <= 2, "one of them for the reserve"
 
 
 def _wishes(cache: EngineCache, *candidates: CacheSequence) -> list[int]:

@@ -96,13 +96,6 @@ async def test_the_prompt_is_what_the_encoder_gets_and_what_usage_counts() -> No
         assert (world.manager.sessions[0].num_prompt_tokens, world.manager.sessions[0].num_cached_tokens) == (62, 30)
 
 
-async def test_sixteen_equal_prompts_run_the_encoder_once() -> None:
-    world = world_with(max_num_seqs=16)
-    async with world.running():
-        await asyncio.gather(*(answered(world, list(range(100)), 8) for _ in range(16)))
-        assert world.model.num_encoded == 100
-
-
 async def test_different_salts_share_no_encoder() -> None:
     world = world_with()
     async with world.running():
@@ -157,13 +150,6 @@ async def test_units_wait_for_room_and_nobody_starves() -> None:
     async with world.running():
         await asyncio.gather(*(answered(world, prompt, 6) for prompt in prompts))
         assert world.engine.scheduler.num_preemptions == 0
-
-
-async def test_an_encoder_longer_than_the_budget_of_a_step_runs_in_one() -> None:
-    world = world_with(max_num_seqs=4, max_num_batched_tokens=16, max_mixed_prefill_tokens=8)
-    async with world.running():
-        await asyncio.gather(*(answered(world, list(range(i, i + 200)), 10) for i in range(4)))
-        assert world.model.num_encoded == 800
 
 
 async def test_at_most_one_encoder_beyond_the_budget_is_in_a_step() -> None:

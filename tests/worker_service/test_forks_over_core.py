@@ -22,6 +22,7 @@ from tests import tracer
 from tests.tracer import expected_text
 from tests.tracer_beams import expected_beams
 from tests.until import until
+from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
 from tests.worker_service.world import Wire, World
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
@@ -58,20 +59,11 @@ def has_generated(request: Request, count: int) -> bool:
     return request.num_generated >= count
 
 
-def some_prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Of 1 to 40 tokens, many with a common beginning."""
-    trunk = [rng.randrange(1000) for _ in range(40)]
-    return [
-        [*trunk[: rng.choice([0, 16, 30])], *(rng.randrange(1000) for _ in range(rng.randint(1, 10)))]
-        for _ in range(count)
-    ]
-
-
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize(("block_size", "budget"), [(1, 16), (4, 8), (16, 64)])
 async def test_each_answer_is_that_of_a_request_alone(block_size: int, budget: int, prefix_caching: bool) -> None:
     """Beside others, in chunks, cold and warm."""
-    prompts = some_prompts(random.Random(block_size), 10)
+    prompts = prompts_with_shared_beginnings(random.Random(block_size), 10, 40)
     world = World(
         num_blocks=2000 // block_size,
         block_size=block_size,
@@ -127,7 +119,7 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
     )
     async with world.running():
         requests = []
-        for number, prompt in enumerate(some_prompts(rng, 14)):
+        for number, prompt in enumerate(prompts_with_shared_beginnings(rng, 14, 40)):
             num_beams = rng.randint(2, 4)
             options = searching(num_beams, rng.randint(1, num_beams)) if number % 3 == 0 else several(rng.randint(1, 6))
             options |= {"tenant": rng.choice("ab"), "priority": rng.randint(-1, 1)}
@@ -184,7 +176,7 @@ async def test_beams_find_what_a_search_that_shares_nothing_finds(
                 ),
                 stop_token_ids=rng.choice([frozenset(), FEW_ENDING]),
             )
-            for num, prompt in zip([2, 3, 4, 4, 6, 2], some_prompts(rng, 6), strict=True)
+            for num, prompt in zip([2, 3, 4, 4, 6, 2], prompts_with_shared_beginnings(rng, 6, 40), strict=True)
         ]
         beside = world.submit([1, 2, 3], 30, **several(3))
         for request in requests:

@@ -15,6 +15,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import WorkerLoad
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.v1 import cache_pb2
+from kvpool.worker_service.cache.link_state import BACKOFF_FIRST_SECONDS, BACKOFF_MOST_SECONDS, LinkState
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.manager_link import RegistrationRefused
 from kvpool.worker_service.registration import POLL_SECONDS, Patience
@@ -25,7 +26,7 @@ from tests.worker_service.world import Wire, World, failed
 LEASE_SECONDS = 0.2
 
 
-# -- patience
+# -- how long it waits
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,21 @@ def test_it_asks_until_three_times_the_longest_wait_is_over(
     patience.restore()
     assert not patience.is_waiting
     assert patience.pause(*last) is not None
+
+
+def test_the_pause_between_failed_calls_grows_up_to_a_bound() -> None:
+    """A manager that comes back after an hour is called within the bound; an answer starts over."""
+    link = LinkState(1)
+    pauses = []
+    for second in range(20):
+        link.failed(float(second))
+        pauses.append(round(link.retry_at - second, 6))
+    assert pauses[0] == BACKOFF_FIRST_SECONDS
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == max(pauses) == BACKOFF_MOST_SECONDS
+    link.succeeded()
+    link.failed(0.0)
+    assert link.retry_at == BACKOFF_FIRST_SECONDS
 
 
 # -- over the manager's core

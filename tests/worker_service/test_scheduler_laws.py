@@ -163,39 +163,6 @@ def test_a_search_that_lacks_blocks_for_a_fork_is_found(num_blocks: int, num_bea
     world.run_dry()
 
 
-@settings(max_examples=20)
-@given(
-    mixed=st.sampled_from([1, 7, 64]),
-    num_decoding=st.integers(1, 3),
-    lengths=st.lists(st.integers(100, 3000), min_size=1, max_size=6),
-    policy=POLICIES,
-)
-def test_a_flood_of_long_prompts_slows_those_that_decode_by_a_bounded_amount(
-    mixed: int, num_decoding: int, lengths: list[int], policy: SchedulingPolicy
-) -> None:
-    """Each gets a token in every step, and no step computes more than one token for each that decodes and `mixed` beside them."""
-    world = SchedulerWorld(
-        num_blocks=40_000,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        max_mixed_prefill_tokens=mixed,
-        policy=policy,
-    )
-    decoding = [world.submit(1, 60) for _ in range(num_decoding)]
-    world.turns()
-    for index in range(50):
-        while world.scheduler.num_waiting < 3:
-            world.submit(lengths[index % len(lengths)], 2, tenant=f"t{index}", priority=-1)
-        world.talk()
-        before = [request.num_generated for request in decoding]
-        batch = world.step()
-        assert [request.num_generated for request in decoding] == [count + 1 for count in before]
-        assert sum(part.num_tokens for part in batch) <= sum(part.num_tokens == 1 for part in batch) + mixed
-        # Nor is room left, unless all prompts that have a place in the batch are computed.
-        is_all_computed = all(request.num_uncomputed_tokens == 1 for request in world.scheduler._running)
-        assert is_all_computed or sum(part.num_tokens for part in batch) >= mixed
-
-
 @settings(max_examples=15)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=2, max_size=4),

@@ -11,7 +11,7 @@ from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, EndReason, RequestUsage, StreamChunk, TokenStream
 from tests.tracer import expected_text
-from tests.worker_service.world import World, read_right
+from tests.worker_service.world import World
 
 
 async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
@@ -47,17 +47,6 @@ async def test_what_came_before_an_error_is_read_before_it() -> None:
     assert chunk.usage == RequestUsage(1, 0, 0, 0)
     with pytest.raises(EngineError, match="gone"):
         await stream.get()
-
-
-async def test_calls_to_the_manager_go_by_blocks_not_by_tokens() -> None:
-    """A few hundred tokens are decoded with one call for some filled blocks each, at most."""
-    world = World(num_blocks=400, block_size=16)
-    async with world.running():
-        requests = [world.submit([i, 2, 3], 160) for i in range(4)]
-        await read_right(*requests)
-        num_calls = sum(world.wire.num_calls.get(name, 0) for name in ("Allocate", "Append", "Free"))
-        num_blocks = 4 * -(-163 // 16)
-        assert num_calls <= num_blocks + 8
 
 
 async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
