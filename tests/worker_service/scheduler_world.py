@@ -24,6 +24,7 @@ from kvpool.worker_service.engine.results import computed, next_tokens
 from kvpool.worker_service.engine.scheduler import ForkCopies, Scheduled, Scheduler
 from kvpool.worker_service.engine.step import BeamCandidate, BeamCandidates, PartResult, SampledToken
 from tests.cache_groups import groups_of
+from tests.tracer_beams import search_anew
 
 
 def token_at(sequence_id: str, position: int) -> int:
@@ -47,11 +48,8 @@ def expected_beams(request: Request) -> list[list[int]]:
     params = request.params
     assert params.beams is not None
     search = BeamSearch(params.beams, max_new_tokens=params.max_tokens, num_ending_ids=0)
-    while not search.is_over:
-        texts = [[] if node is None else [one.token_id for one in node.tokens()] for node in search.beams]
-        rows = [candidates_of([*params.token_ids, *text], search.num_candidates) for text in texts]
-        search.advance(rows, lambda *_: False)
-    return [[one.token_id for one in ended.node.tokens()] for ended in search.ended]
+    found = search_anew(search, lambda text, count: candidates_of([*params.token_ids, *text], count))
+    return [text for text, _ in found]
 
 
 class FakeCache:

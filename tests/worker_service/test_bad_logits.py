@@ -8,8 +8,8 @@ import math
 import grpc
 import pytest
 
-from kvpool.client.failover import another_may_begin, another_may_go_on
 from kvpool.client.errors import from_rpc_error
+from kvpool.client.failover import another_may_begin, another_may_go_on
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.step import BadLogits
 from kvpool.worker_service.status import of_error

@@ -78,16 +78,3 @@ def test_answers_take_the_places_that_their_request_was_admitted_with(max_num_se
     assert world.scheduler.num_waiting == 6 - world.scheduler.num_running
     assert len(request.answers) == 6
     world.run_dry()
-
-
-def test_a_request_with_many_answers_is_not_overtaken() -> None:
-    world = SchedulerWorld(max_num_seqs=4)
-    first = world.submit(4, 6)
-    world.talk()
-    several = world.submit(4, 6, n=4)
-    single = world.submit(4, 6)
-    world.turns(4)
-    assert first.num_generated > 1
-    assert not several.has_begun
-    assert not single.has_begun
-    world.run_dry()

@@ -9,14 +9,13 @@ import time
 from kvpool.worker_service.engine.sampling_params import RowLogprobs
 from kvpool.worker_service.engine.step import (
     BadLogits,
-    BeamCandidate,
-    BeamCandidates,
     PartResult,
     SampledToken,
     SequencePart,
     Step,
 )
 from tests import tracer
+from tests.tracer_beams import candidates_after
 
 
 class TracerModel:
@@ -120,9 +119,6 @@ def _end_of(part: SequencePart, slots: list[int]) -> PartResult:
     if part.sampling is None:
         return PartResult()
     if part.num_candidates:
-        best = tracer.best_tokens(slots, part.num_candidates)
-        return PartResult(
-            candidates=BeamCandidates([BeamCandidate(token_id, score, score) for token_id, score in best], [])
-        )
+        return PartResult(candidates=candidates_after(slots, part.num_candidates))
     token, *forks = (SampledToken(tracer.next_token(slots, way.seed)) for way in (part.sampling, *part.forks))
     return PartResult(token, forks=tuple(forks))
