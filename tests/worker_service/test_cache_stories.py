@@ -263,7 +263,7 @@ class Story(Worker):
             what = self.draw.choices(["answered", "request lost", "answer lost"], [6, 1, 1])[0]
             self.happened[f"{type(call.request).__name__} {what}"] += 1
             self.late += [call.request] * (self.draw.random() < 0.2)
-            answer = None if what == "request lost" else self.execute(call.request)
+            answer: Any = None if what == "request lost" else self.execute(call.request)
             if what == "answered":
                 self.cache.on_reply(call, answer, self.now)
             else:

@@ -58,21 +58,13 @@ def _grants(tables: Sequence[int], reserve: Sequence[int], generation: int = 1) 
     return answer
 
 
-def _live(cache: EngineCache, max_new_tokens: int) -> CacheSequence:
-    """A sequence of one prompt token with its table, and the reserve full of all the blocks that it can need."""
-    sequence = _sequence("s", [1], max_new_tokens)
-    num_blocks = -(-max_new_tokens // cache.settings.block_size)
-    cache.on_reply(_call(cache, "Allocate", sequence), _grants([1], range(2, 1 + num_blocks)), 0.0)
-    assert sequence.state is SequenceState.LIVE
-    return sequence
-
-
 @pytest.mark.parametrize("report_seconds", [0.01, 0.05])
 @pytest.mark.parametrize("steps_on_the_way", [0, 1, 5])
 def test_calls_grow_with_time_and_not_with_steps(report_seconds: float, steps_on_the_way: int) -> None:
     """Each step fills a block; those of `report_seconds` go out in one call, also where the answer takes longer than a step."""
     cache = _cache(block_size=1, num_blocks=256, report_seconds=report_seconds)
-    sequence = _live(cache, 200)
+    sequence = _sequence("s", [1], 200)
+    cache.on_reply(_call(cache, "Allocate", sequence), _grants([1], range(2, 201)), 0.0)
     num_calls, num_steps = 0, 180
     on_the_way: list[tuple[int, MutatingCall]] = []
     for step in range(num_steps):

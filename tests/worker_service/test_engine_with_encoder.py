@@ -281,18 +281,14 @@ def test_as_many_ids_are_read_as_a_request_may_state() -> None:
 BEAMS: Final[dict[str, Any]] = {"num_answers": 2, "beams": BeamParams(3), "ignore_eos": True}
 
 
-def right_answers(prompt: list[int], num_tokens: int, count: int) -> list[list[int]]:
-    """Each is the text of a request of its own, with the next seed."""
-    return [expected_text([START], num_tokens, seed=SEED + index, encoder_tokens=prompt) for index in range(count)]
-
-
 @pytest.mark.parametrize(("num_blocks", "num_unit_blocks"), [(400, 400), (8, 11)], ids=["at once", "one after another"])
 async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_blocks: int) -> None:
     """Also where they do not fit together."""
     world = world_with(num_blocks=num_blocks, num_unit_blocks=num_unit_blocks)
     prompt = list(range(1, 40))
     async with world.running():
-        assert await read_all(ask(world, prompt, 20, **several(4))) == right_answers(prompt, 20, 4)
+        answers = await read_all(ask(world, prompt, 20, **several(4)))
+        assert answers == [expected_text([START], 20, seed=SEED + n, encoder_tokens=prompt) for n in range(4)]
         assert world.model.num_encoded == len(prompt)
 
 

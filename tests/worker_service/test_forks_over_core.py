@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -52,11 +51,6 @@ async def read_all(request: Request) -> list[list[int]]:
             finished.add(chunk.index)
     assert len(finished) == len(texts)
     return texts
-
-
-def has_generated(request: Request, count: int) -> bool:
-    """So many tokens, or steps of a search."""
-    return request.num_generated >= count
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -255,7 +249,7 @@ async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
     async with world.running():
         for options in (several(4), searching(4, 4)):
             request = world.submit(list(range(10)), 50, **options)
-            await until(partial(has_generated, request, 1))
+            await until(lambda: request.num_generated >= 1)  # noqa: B023
             world.model.fail_next = True
             with pytest.raises(EngineError):
                 await read_all(request)
