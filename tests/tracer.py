@@ -80,11 +80,6 @@ def digest_of(slots: Sequence[int | None]) -> int:
     return hash((len(slots), *slots)) & _MASK
 
 
-def expected_answer(encoder_tokens: Sequence[int], decoder_prompt: Sequence[int], count: int) -> list[int]:
-    """The one right continuation of a decoder's prompt over an encoder's input."""
-    return expected_text(decoder_prompt, count, encoder_tokens=encoder_tokens)
-
-
 class Slots:
     """The KV slots of a device; None: not written yet."""
 

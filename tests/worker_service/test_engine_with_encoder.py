@@ -16,7 +16,7 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from tests.lockstep import in_lockstep
-from tests.tracer import VOCAB_SIZE, expected_answer, expected_text
+from tests.tracer import VOCAB_SIZE, expected_text
 from tests.tracer_beams import expected_beams
 from tests.until import until
 from tests.worker_service.test_forks_over_core import SEED, read_all, several
@@ -49,7 +49,7 @@ def ask(world: World, prompt: list[int], count: int, delivered: tuple[int, ...] 
 async def answered(world: World, prompt: list[int], count: int, **more: Any) -> Request:
     """The same, read to its end: the text must be the right one."""
     request = ask(world, prompt, count, **more)
-    assert await read(request) == expected_answer(prompt, request.params.token_ids, count)
+    assert await read(request) == expected_text(request.params.token_ids, count, encoder_tokens=prompt)
     return request
 
 
@@ -107,7 +107,7 @@ async def test_different_salts_share_no_encoder() -> None:
 async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> None:
     """As when a stream goes on on another worker, which has neither the encoder's output nor the text."""
     prompt = list(range(50))
-    whole = expected_answer(prompt, [START], 30)
+    whole = expected_text([START], 30, encoder_tokens=prompt)
     world = world_with()
     async with world.running():
         request = ask(world, prompt, 20, tuple(whole[:10]))
@@ -121,7 +121,7 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
 
 async def test_an_evicted_unit_is_computed_again_for_a_decoder_that_hits() -> None:
     prompt, other = list(range(40)), list(range(100, 140))
-    whole = expected_answer(prompt, [START], 30)
+    whole = expected_text([START], 30, encoder_tokens=prompt)
     world = world_with(num_unit_blocks=16)
     async with world.running():
         await answered(world, prompt, 30)
@@ -188,7 +188,7 @@ async def test_units_survive_a_restart_of_the_manager() -> None:
         request = await answered(world, list(range(30)), 3)
         assert request.num_cached_tokens == 30
         assert (await answered(world, list(range(50, 90)), 3)).num_cached_tokens == 40
-        assert await read(running) == expected_answer(list(range(50, 90)), [START], 400)
+        assert await read(running) == expected_text([START], 400, encoder_tokens=list(range(50, 90)))
         assert world.model.num_encoded == 70
 
 
