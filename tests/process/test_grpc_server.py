@@ -208,11 +208,13 @@ async def test_a_loop_that_is_not_known_is_reported(monkeypatch: pytest.MonkeyPa
 async def test_an_end_costs_neither_new_calls_nor_those_in_flight(
     mortal: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call in flight goes on to its end, on the connection that it is on, and new calls are served on the same port."""
+    """The call in flight goes on to its end, on the connection that it is on, and new calls are served on the same port. The
+    replaced server accepts nothing any more, and says so at once: its caller connects to the new one for its next call."""
     monkeypatch.setattr(grpc_server, "LAST_WORDS_SECONDS", 0.2)
     call = await mortal.begin_counting(5)
     async with await mortal.attack():
         assert await mortal.echo() == b"here"
+        assert await mortal.channel.unary_unary("/test/Echo")(b"next", wait_for_ready=True, timeout=20) == b"next"
         # Longer than a server that is stopped leaves its calls.
         await asyncio.sleep(2 * grpc_server.LAST_WORDS_SECONDS)
         for _ in range(4):
@@ -220,26 +222,7 @@ async def test_an_end_costs_neither_new_calls_nor_those_in_flight(
         assert [await call.read() for _ in range(4)] == [b"1", b"2", b"3", b"4"]
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
-        assert await mortal.channel.unary_unary("/test/Echo")(b"again", wait_for_ready=True) == b"again"
     assert mortal.server.port == mortal.port
-
-
-async def test_a_connection_with_a_call_in_flight_is_no_trap_for_the_next_call(mortal: Served) -> None:
-    """The replaced server accepts nothing any more, and says so at once: the caller connects to the new one for its next call."""
-    call = await mortal.begin_counting(2)
-    async with await mortal.attack():
-        async with asyncio.timeout(20):
-            assert await mortal.channel.unary_unary("/test/Echo")(b"next", wait_for_ready=True) == b"next"
-        mortal.counting.go_on.release()
-        assert await call.read() == b"1"
-        assert await call.read() is grpc.aio.EOF
-
-
-async def test_it_is_replaced_as_often_as_it_ends(mortal: Served) -> None:
-    for number in range(1, 5):
-        async with await mortal.attack():
-            assert await mortal.echo() == b"here"
-        assert mortal.server.num_rebuilds == number
 
 
 async def test_health_outlives_the_server(mortal: Served) -> None:
@@ -270,11 +253,12 @@ async def test_stop_ends_the_newest_server_and_the_calls_of_the_replaced_ones(mo
 
 
 async def test_one_line_tells_of_many_ends(mortal: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """gRPC's own lines and asyncio's are left out: a peer may do this ten times a second."""
+    """It is replaced as often as it ends. gRPC's own lines and asyncio's are left out: a peer may do this ten times a second."""
     with structlog.testing.capture_logs() as logged:
-        for _ in range(4):
+        for number in range(1, 5):
             async with await mortal.attack():
-                pass
+                assert await mortal.echo() == b"here"
+            assert mortal.server.num_rebuilds == number
     assert [line["event"] for line in logged] == ["the gRPC server ended by itself and was rebuilt"]
     assert "UnicodeDecodeError" in logged[0]["why"]
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
