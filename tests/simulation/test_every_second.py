@@ -7,8 +7,9 @@ the product's cache side. On the wire the kind has the place of cross attention,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,12 @@ from kvpool.cache_service import group_codec
 from kvpool.cache_service.core import groups
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.cache_service.core.every_second import EverySecondGroup, EverySecondSpec
+from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, registration
+from tests.cache_service.edge.peer import tokens as encoded
 from tests.simulation.process import Process
 from tests.simulation.world import World
 
 FINGERPRINT = "every second"
-BLOCK_SIZE = 4
 NUM_BLOCKS = (25, 12)
 """Of the group that sees everything, and of the one that sees every second block."""
 SEEDS = (0, 2, 3, 4, 5, 8)
@@ -58,17 +60,22 @@ class _Sequence:
                     yield group, block, generation, tuple(self.tokens[: (index + 1) * BLOCK_SIZE])
 
 
-class EverySecondWorker:
+class EverySecondWorker(Worker):
     """Serves prompts of its own, one call at a time, until the run ends. It remembers what it wrote into each block."""
 
     def __init__(self, process: Process, draw: random.Random) -> None:
+        introduction = registration(FINGERPRINT, model_fingerprint=FINGERPRINT)
+        introduction.ClearField("address")  # so that no client asks it
+        config = introduction.kv_cache_config
+        config.groups.add(group=1).cross_attention.SetInParent()
+        config.pools.add(group=1, tier=common_pb2.TIER_DEVICE)
+        for pool, num_blocks in zip(config.pools, NUM_BLOCKS, strict=True):
+            pool.num_blocks = num_blocks
+        super().__init__(cache_pb2_grpc.CacheServiceStub(process.world.manager_channel(process)), introduction)
         self._process = process
         self._draw = draw
-        self._stub: Any = cache_pb2_grpc.CacheServiceStub(process.world.manager_channel(process))
         self._base = [draw.randrange(9) for _ in range(24)]
-        self._num_registers = self._num_prompts = 0
-        self._answer = cache_pb2.RegisterResponse()
-        self._call_no = self._applied = 0
+        self._num_prompts = 0
         self.num_hits = 0
         self.num_sessions = 0
 
@@ -78,69 +85,38 @@ class EverySecondWorker:
 
     async def _run(self) -> None:
         while True:
-            await self._register()
-            try:
+            with contextlib.suppress(_SessionEnded):
+                # With nothing in its blocks.
+                self._written: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+                self._live: list[_Sequence] = []
+                await self._call(self.register)
+                self.num_sessions += 1
                 while True:
                     await self._turn()
                     await asyncio.sleep(self._draw.choice([0.01, 0.05, 0.3]))
-            except _SessionEnded:
-                continue
+            await asyncio.sleep(0.1)
 
-    async def _call(self, method: str, request: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Any]], *what: Any) -> Any:
         """The answer, asked for until it comes."""
         while True:
-            if hasattr(request, "uplink"):
-                self._call_no += 1
-                request.uplink.CopyFrom(
-                    cache_pb2.Uplink(
-                        session=self._answer.session, session_key=self._answer.session_key, call_no=self._call_no
-                    )
-                )
-                request.uplink.downlink_ack = self._applied
             try:
-                answer = await getattr(self._stub, method)(request, timeout=1.0)
+                async with asyncio.timeout(1.0):
+                    answer = await method(*what)
+            except TimeoutError:
+                continue
             except grpc.aio.AioRpcError as error:
-                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    await asyncio.sleep(0.05)
-                    continue
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise _SessionEnded from None
-                raise
-            self._applied = max([self._applied, *(one.number for one in answer.downlink.entries)])
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(0.05)
+                continue
+            if method != self.register:
+                self.downlink_ack = max([self.downlink_ack, *(one.number for one in answer.downlink.entries)])
             return answer
 
-    async def _register(self) -> None:
-        """With nothing in its blocks."""
-        self._written: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
-        self._live: list[_Sequence] = []
-        config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
-        config.groups.add(group=0).full_attention.SetInParent()
-        config.groups.add(group=1).cross_attention.SetInParent()
-        for group, num_blocks in enumerate(NUM_BLOCKS):
-            config.pools.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
-        while True:
-            self._num_registers += 1
-            request = cache_pb2.RegisterRequest(
-                worker_id=FINGERPRINT,
-                incarnation=1,
-                register_no=self._num_registers,
-                model_fingerprint=FINGERPRINT,
-                kv_cache_config=config,
-            )
-            try:
-                answer = await self._stub.Register(request, timeout=1.0)
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(0.1)
-                continue
-            self._answer, self._call_no, self._applied = answer, 0, 0
-            self.num_sessions += 1
-            return
-
     async def _turn(self) -> None:
-        heartbeat = cache_pb2.KeepAliveRequest(
-            session=self._answer.session, session_key=self._answer.session_key, downlink_ack=self._applied
-        )
-        await self._call("KeepAlive", heartbeat)
+        await self._call(self.keep_alive)
         if len(self._live) < 2:
             await self._ask()
         else:
@@ -151,13 +127,11 @@ class EverySecondWorker:
         tokens = self._base[: self._draw.choice([4, 11, 16, 24])] + [9 + self._num_prompts % 5] * self._draw.randint(
             1, 5
         )
-        key = common_pb2.SequenceKey(sequence_id=f"{self._num_registers}.{self._num_prompts}", attempt=1)
-        request = cache_pb2.AllocateRequest()
-        item = request.items.add(key=key, tokens=_encoded(tokens), max_new_tokens=1, no_wait=self._draw.random() < 0.5)
-        item.root.model_fingerprint = FINGERPRINT
-        (result,) = (await self._call("Allocate", request)).results
+        asked = item(f"{self.num_sessions}.{self._num_prompts}", encoded(*tokens), no_wait=self._draw.random() < 0.5)
+        asked.root.model_fingerprint = FINGERPRINT
+        (result,) = (await self._call(self.allocate, asked)).results
         if result.HasField("granted"):
-            sequence = _Sequence(key, tokens, result.granted)
+            sequence = _Sequence(asked.key, tokens, result.granted)
             self._live.append(sequence)
             self._require_right_hits(sequence)
         elif self._live:  # it is to wait, or there are no blocks
@@ -175,23 +149,16 @@ class EverySecondWorker:
         num_computed = min(sequence.num_computed + BLOCK_SIZE, len(sequence.tokens))
         if num_computed == sequence.num_computed:
             self._live.remove(sequence)
-            free = cache_pb2.FreeRequest()
-            free.items.add().update.key.CopyFrom(sequence.key)
-            await self._call("Free", free)
+            await self._call(self.free, cache_pb2.SequenceUpdate(key=sequence.key))
             return
         for group, block, generation, prefix in sequence.contents(
             sequence.num_computed // BLOCK_SIZE, num_computed // BLOCK_SIZE
         ):
             self._written[group, block] = generation, prefix
         sequence.num_computed = num_computed
-        append = cache_pb2.AppendRequest()
-        append.items.add().update.CopyFrom(cache_pb2.SequenceUpdate(key=sequence.key, num_computed_tokens=num_computed))
-        (result,) = (await self._call("Append", append)).results
+        update = cache_pb2.SequenceUpdate(key=sequence.key, num_computed_tokens=num_computed)
+        (result,) = (await self._call(self.append, update)).results
         assert not result.status.code, result.status.message
-
-
-def _encoded(tokens: list[int]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
