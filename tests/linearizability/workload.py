@@ -17,12 +17,13 @@ import grpc
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
+from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from tests.cache_service.edge.peer import FINGERPRINT, key, registration, run
 from tests.linearizability.history import Operation
 from tests.linearizability.proxy import Proxy, Weather
 from tests.linearizability.specification import Specification
 
-FINGERPRINT = "model-l"
 BLOCK_SIZE = 2
 NUM_BLOCKS = 7
 NUM_WORKERS = 3
@@ -30,11 +31,6 @@ NUM_SPEAKERS = 2
 """Tasks that speak for one worker at the same time."""
 SHARED_IDS = ("a", "b")
 """Sequences that every worker asks for, in attempts that fence each other."""
-
-
-def pack(tokens: list[int]) -> bytes:
-    """Token ids as they travel."""
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 class Known:
@@ -95,19 +91,9 @@ class Worker:
 
     async def _register(self) -> None:
         self.register_no += 1
-        config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
-        config.groups.add(group=0).full_attention.SetInParent()
-        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=NUM_BLOCKS)
-        response = await self.stub.Register(
-            cache_pb2.RegisterRequest(
-                worker_id=self.name,
-                incarnation=1,
-                register_no=self.register_no,
-                address="127.0.0.1:1",
-                model_fingerprint=FINGERPRINT,
-                kv_cache_config=config,
-            )
-        )
+        request = registration(self.name, num_blocks=NUM_BLOCKS, register_no=self.register_no)
+        request.kv_cache_config.block_size = BLOCK_SIZE
+        response = await self.stub.Register(request)
         if response.session > self.session:
             self.session, self.session_key = response.session, response.session_key
             self.call_no = self.applied = 0
@@ -144,7 +130,7 @@ class Worker:
             uplink.reserve_wishes.add(tier=common_pb2.TIER_DEVICE, num_blocks=self.random.randrange(3))
         if self.reserve and self.random.random() < 0.2:
             block, generation = self.reserve.pop()
-            uplink.returned.add(tier=common_pb2.TIER_DEVICE, block_ids=[block], generations=[generation])
+            uplink.returned.append(run(0, [block], [generation]))
         return uplink
 
     async def _allocate(self) -> None:
@@ -157,15 +143,12 @@ class Worker:
                 tokens[-1] = 9
             prompts.append(tokens)
             is_shared = self.random.random() < 0.25
-            key = common_pb2.SequenceKey(
-                sequence_id=self.random.choice(SHARED_IDS) if is_shared else f"{self.name}{self.random.randrange(4)}",
-                attempt=self.random.choice((1, 1, 2, 3)) if is_shared else 1,
-                round=self.random.choice((0, 0, 0, 0, 0, 1)),
-            )
+            name = self.random.choice(SHARED_IDS) if is_shared else f"{self.name}{self.random.randrange(4)}"
+            attempt = self.random.choice((1, 1, 2, 3)) if is_shared else 1
             request.items.add(
-                key=key,
+                key=key(name, attempt, self.random.choice((0, 0, 0, 0, 0, 1))),
                 root=common_pb2.Root(model_fingerprint=FINGERPRINT),
-                tokens=pack(tokens),
+                tokens=pack_tokens(tokens),
                 max_new_tokens=self.random.randrange(1, 4),
                 no_wait=self.random.random() < 0.5,
             )
@@ -187,16 +170,11 @@ class Worker:
         slots = known.num_entries * BLOCK_SIZE
         known.num_computed = max(known.num_computed, self.random.randrange(min(len(known.tokens), slots) + 1))
         update = cache_pb2.SequenceUpdate(
-            key=known.key, start=start, tokens=pack(known.tokens[start:]), num_computed_tokens=known.num_computed
+            key=known.key, start=start, tokens=pack_tokens(known.tokens[start:]), num_computed_tokens=known.num_computed
         )
         if self.reserve and slots < len(known.tokens):
             block, generation = self.reserve.pop(0)
-            update.bound.add(
-                tier=common_pb2.TIER_DEVICE,
-                start_index=known.num_entries,
-                block_ids=[block],
-                generations=[generation],
-            )
+            update.bound.append(run(known.num_entries, [block], [generation]))
             known.num_entries += 1
         return update
 
@@ -224,7 +202,7 @@ async def ask_for_routes(stub: cache_pb2_grpc.CacheServiceStub, count: int, seed
     """A client that never likes the answer."""
     dice = random.Random(seed)
     for _ in range(count):
-        request: Any = cache_pb2.RouteRequest(tokens=pack([1, 2, 3, 4, 5, 6, 7][: dice.randrange(1, 8)]))
+        request: Any = cache_pb2.RouteRequest(tokens=pack_tokens([1, 2, 3, 4, 5, 6, 7][: dice.randrange(1, 8)]))
         request.root.model_fingerprint = FINGERPRINT
         with contextlib.suppress(grpc.aio.AioRpcError):  # the answer was lost
             await stub.Route(request)
