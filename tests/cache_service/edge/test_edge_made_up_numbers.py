@@ -6,62 +6,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 
-from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
-from kvpool.cache_service.election.file import FileEpochs, encode
+from kvpool.cache_service.election.file import encode
 from kvpool.cache_service.foreign_epochs import MAX_RAISE
-from kvpool.cache_service.servicer import CacheServicer
 from kvpool.v1 import cache_pb2 as pb
+from tests.cache_service.edge.life import LEASE, Life
 from tests.cache_service.edge.peer import registration
-from tests.rich_status import detail
 from tests.simulation.rpc import Context
 
-LEASE = 6.0
 LARGEST = (1 << 64) - 1
-
-
-class Life:
-    """One life of the manager over a state directory, without a network; its clock is ours."""
-
-    def __init__(self, directory: Path) -> None:
-        self.now = 0.0
-        self.epochs = FileEpochs.open(directory)
-        self.manager = CacheManager(self.epochs.epoch, session_start=12345, lease_seconds=LEASE)
-        self.servicer = CacheServicer(self.manager, self.epochs, keep_alive_seconds=1.0, clock=lambda: self.now)
-
-    async def register(self, worker_id: str, *, seen: int = 0, last: int = 0, no: int = 1) -> pb.RegisterResponse | str:
-        """The answer, or the reason of the refusal."""
-        request = registration(worker_id, register_no=no)
-        request.highest_epoch_seen, request.last_session, request.holds_state = seen, last, True
-        context = Context()
-        response = await self.servicer.Register(request, context)  # type: ignore[arg-type]
-        if context.failure is None:
-            assert isinstance(response, pb.RegisterResponse)
-            return response
-        assert context.failure.trailing is not None
-        status = status_pb2.Status.FromString(context.failure.trailing)
-        info = detail(status, error_details_pb2.ErrorInfo)
-        if info.reason == "FOREIGN_EPOCH":
-            assert info.metadata["epoch"] == str(self.manager.epoch)
-            assert "drop all blocks" in status.message
-        return str(info.reason)
-
-    async def epoch_after(self, worker_id: str, seen: int) -> int | str:
-        """What a stranger is answered that has seen that epoch."""
-        answer = await self.register(worker_id, seen=seen)
-        return answer if isinstance(answer, str) else answer.epoch
-
-    async def former_lease_ms(self) -> int:
-        """How long a worker of the life before may still come back."""
-        answer: pb.DescribeResponse = await self.servicer.Describe(pb.DescribeRequest(), Context())  # type: ignore[arg-type]
-        return answer.former_lease_remaining_ms
-
-    @property
-    def on_disk(self) -> int:
-        """The epoch that the next life would continue."""
-        return int((self.epochs._directory / "epoch").read_bytes().split()[2])
 
 
 @pytest.fixture
