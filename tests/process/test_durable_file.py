@@ -15,26 +15,6 @@ from kvpool.process.durable_file import write_durably
 from tests.simulation import disk as simulated
 
 
-def test_the_content_is_on_the_disk_before_the_call_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, then rename, then directory; all bytes are written before the first fsync."""
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        done.append(f"fsync {path.name} {path.read_text() if path.is_file() else ''}".strip())
-        fsync(descriptor)
-
-    def note_replace(source: Path, target: Path) -> None:
-        done.append(f"rename {source.name} {target.name}")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    write_durably(tmp_path / "state", b"new")
-    assert done == ["fsync state.tmp new", "rename state.tmp state", f"fsync {tmp_path.name}"]
-
-
 def test_what_a_crash_has_left_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "state").write_bytes(b"old")
     (tmp_path / "state.tmp").write_bytes(b"a longer one that was never finished")
