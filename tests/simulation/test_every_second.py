@@ -79,7 +79,7 @@ class EverySecondWorker(Worker):
         self.num_hits = 0
         self.num_sessions = 0
 
-    def begin(self) -> None:
+    def begin_text(self) -> None:
         """It runs from now on."""
         self._process.spawn(self._run())
 
@@ -170,7 +170,7 @@ def test_a_kind_of_the_tests_own_runs_through_the_simulator(seed: int, monkeypat
     process = Process(world, FINGERPRINT, FINGERPRINT)
     world.add_process(process)
     worker = EverySecondWorker(process, random.Random(seed))
-    world.kernel.at(1.0, worker.begin)
+    world.kernel.at(1.0, worker.begin_text)
     result = world.run()
     assert result.violation is None
     assert result.laws["conservation"] > 100
