@@ -19,7 +19,6 @@ from kvpool.cache_service.core.messages import (
     AllocateItem,
     Appended,
     AppendItem,
-    DownlinkEntry,
     ForkItem,
     Granted,
     GroupSpec,
@@ -39,7 +38,7 @@ from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.explained import Prediction
 from tests.cache_service.core.kinds import tables, windows
-from tests.cache_service.core.model import Model, ModelPool, ModelSession, Prefix, Refused, token_ids
+from tests.cache_service.core.model import Model, ModelPool, ModelSession, Refused, token_ids
 
 T = TypeVar("T")
 
@@ -132,86 +131,51 @@ def path_of(node: Node) -> tuple[Root, int, tuple[int, ...]]:
     return *node.key, tuple(token_ids(b"".join(reversed(pieces))))
 
 
-class PoolSnapshot(NamedTuple):
-    """All that can be seen of a pool."""
-
-    free_list: tuple[int, ...]
-    demoted: tuple[int, ...]
-    states: tuple[int, ...]
-    ref_counts: tuple[int, ...]
-    generations: tuple[int, ...]
-    contents: tuple[Node | None, ...]
-    num_evicted: int
-    counts: tuple[int, ...]
-
-
-class SessionSnapshot(NamedTuple):
-    """All that can be seen of a session."""
-
-    number: int
-    last_call_no: int
-    lease_end: float
-    reserve_wishes: tuple[int, ...]
-    pending: tuple[DownlinkEntry, ...]
-    pools: tuple[PoolSnapshot, ...]
-    sequences: tuple[tuple[object, ...], ...]
-
-
 class Snapshot(NamedTuple):
     """All that can be seen of a manager: two equal ones mean that nothing has changed."""
 
     last_generation: int
     nodes: frozenset[tuple[object, ...]]
-    sessions: tuple[SessionSnapshot, ...]
+    sessions: tuple[tuple[int, object], ...]
+    """Number of the last call, and all the rest."""
 
 
-def pool_snapshot(pool: BlockPool) -> PoolSnapshot:
+def pool_snapshot(pool: BlockPool) -> tuple[object, ...]:
     """Free-list order, states, counts, generations and content."""
-    blocks = range(1, pool.num_blocks)
-    return PoolSnapshot(
+    of_blocks = pool.state, pool.ref_count, pool.generation, pool.node
+    return (
         tuple(pool.free_list()),
         tuple(pool.demoted()),
-        tuple(pool.state(block) for block in blocks),
-        tuple(pool.ref_count(block) for block in blocks),
-        tuple(pool.generation(block) for block in blocks),
-        tuple(pool.node(block) for block in blocks),
+        *(tuple(map(of, range(1, pool.num_blocks))) for of in of_blocks),
         pool.num_evicted,
         tuple(pool.counts()),
     )
 
 
-def session_snapshot(session: Session) -> SessionSnapshot:
-    """The session with its pool and its sequences."""
-    return SessionSnapshot(
-        session.number,
-        session.last_call_no,
-        session.lease_end,
-        tuple(session.reserve_wishes),
-        session.downlink.pending(),
-        tuple(map(pool_snapshot, session.pools)),
-        tuple(
-            (
-                key,
-                sequence.key,
-                bytes(sequence.tokens),
-                tuple(map(tuple, tables(sequence))),
-                tuple(
-                    None if window is None else (tuple(window.entries.items()), tuple(window.scratch))
-                    for window in windows(sequence)
-                ),
-                sequence.boundaries,
-                sequence.kept,
-                tuple(sequence.nodes),
-                sequence.num_sealed,
-                sequence.num_cached_tokens,
-                sequence.num_computed_tokens,
-                tuple(sequence.num_named),
-                sequence.fenced,
-                sequence.encoder_computed,
-            )
-            for key, sequence in session.sequences.items()
-        ),
+def session_snapshot(session: Session) -> tuple[int, object]:
+    """The session with its pools and its sequences."""
+    sequences = tuple(
+        (
+            key,
+            sequence.key,
+            bytes(sequence.tokens),
+            tuple(map(tuple, tables(sequence))),
+            tuple(window and (tuple(window.entries.items()), tuple(window.scratch)) for window in windows(sequence)),
+            sequence.boundaries,
+            sequence.kept,
+            tuple(sequence.nodes),
+            sequence.num_sealed,
+            sequence.num_cached_tokens,
+            sequence.num_computed_tokens,
+            tuple(sequence.num_named),
+            sequence.fenced,
+            sequence.encoder_computed,
+        )
+        for key, sequence in session.sequences.items()
     )
+    pools, wishes = tuple(map(pool_snapshot, session.pools)), tuple(session.reserve_wishes)
+    state = session.number, session.lease_end, wishes, session.downlink.pending(), pools, sequences
+    return session.last_call_no, state
 
 
 def snapshot(manager: CacheManager) -> Snapshot:
@@ -233,45 +197,6 @@ def snapshot(manager: CacheManager) -> Snapshot:
     return Snapshot(manager.last_generation, nodes, tuple(map(session_snapshot, manager.sessions)))
 
 
-class Memory:
-    """What the workers' blocks physically hold: per slot, the exact tokens, root included, whose KV was written there."""
-
-    def __init__(self) -> None:
-        self._slots: dict[tuple[str, int, int, int], Prefix] = {}
-
-    def write(self, worker_id: str, group: int, block: int, slot: int, content: Prefix) -> None:
-        """A worker has computed the KV of the last token of `content`."""
-        self._slots[worker_id, group, block, slot] = content
-
-    def read(self, worker_id: str, group: int, block: int, slot: int) -> Prefix | None:
-        """What a slot holds; None if it was never written."""
-        return self._slots.get((worker_id, group, block, slot))
-
-    def check_block(self, worker_id: str, group: int, block: int, block_size: int, content: Prefix) -> None:
-        """Rule 1, exact hits: the block holds the KV of exactly these tokens behind exactly this prefix."""
-        root, tokens = content
-        begin = len(tokens) - block_size
-        for slot in range(block_size):
-            expected = root, tokens[: begin + slot + 1]
-            found = self.read(worker_id, group, block, slot)
-            assert found == expected, (
-                f"block {block} of {worker_id}, group {group}, slot {slot} holds {found}, not {expected}"
-            )
-
-    def check_unit(self, worker_id: str, group: int, block: int, block_size: int, root: Root, index: int) -> None:
-        """The block holds the KV of that part of the input that a root names."""
-        for slot in range(block_size):
-            found = self.read(worker_id, group, block, slot)
-            assert found == unit_content(root, index), (
-                f"block {block} of {worker_id}, group {group}, slot {slot} holds {found}, not block {index} of {root}"
-            )
-
-
-def unit_content(root: Root, index: int) -> Prefix:
-    """What each slot of a block with an encoder's input holds, by its place in the unit."""
-    return root, (-1, index)
-
-
 class Lockstep:
     """One manager and one model. Every call goes to both; the answers and then the whole states must be equal."""
 
@@ -281,8 +206,6 @@ class Lockstep:
     def __init__(self, hash_function: HashFunction | None = None, limits: Limits | None = None) -> None:
         self.hash_function = hash_function or self.default_hash
         self.limits = limits or Limits()
-        self.memory: Memory | None = None
-        """Set where a simulated worker writes KV: then the content of every sealed block is checked too."""
         self.epoch = 0
         self.now = 0.0
         self.last_generation = 0
@@ -522,13 +445,9 @@ class Lockstep:
                 assert isinstance(node, RootNode)
                 assert node.key == (content[0], size)
                 assert node.input_blocks[session.holder] == tuple(modelled.unit(content[0]))
-                if self.memory is not None:
-                    self.memory.check_unit(worker_id, group, block, size, content[0], content[1][0])
             elif node is not None and content is not None:
                 assert path_of(node) == (content[0], size, content[1])
                 assert (pool.copy_of(node) == block) == (modelled.hit(content) == block)
-                if self.memory is not None:
-                    self.memory.check_block(worker_id, group, block, size, content)
 
 
 def key(sequence_id: str, attempt: int = 1, round: int = 0) -> SequenceKey:

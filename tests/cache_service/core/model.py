@@ -880,9 +880,10 @@ class Model:
         if len(update.bound) > len(session.pools):
             raise Refused(Reason.BAD_FIELD)
         for pool, table, bound in zip(session.pools, tables, update.bound, strict=False):
+            num_known = len(table)
             for index, block, generation in () if pool.span else bound:
                 right_stamp = pool.generation.get(block) == generation
-                if index < len(table):
+                if index < num_known:
                     if table[index] != block or not right_stamp:
                         raise Refused(Reason.STALE_GENERATION)
                 elif index == len(table) and block in pool.reserved and block not in table and right_stamp:
@@ -1046,9 +1047,8 @@ class Model:
                 self._end_sequence(session, sequence)
             for pool in session.pools:
                 stated = [(block, stamp) for _, block, stamp in _of(update.bound, pool)]
-                if session.window_pools:
-                    stated += _of(update.scratch, pool)
-                    stated += [(block, stamp) for _, block, stamp in _of(update.released, pool)]
+                stated += _of(update.scratch, pool)
+                stated += [(block, stamp) for _, block, stamp in _of(update.released, pool)]
                 for block, stamp in stated:
                     pool.unreserve(block, stamp)
         self.top_up(session, generation)

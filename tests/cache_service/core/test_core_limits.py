@@ -136,7 +136,7 @@ def item_refusal(worker: Desk, item: AllocateItem | AppendItem) -> Refusal:
     else:
         outcomes = [*worker.manager.append(worker.uplink(), [item])[0]]
     after = snapshot(worker.manager).sessions[0]
-    assert after._replace(last_call_no=before.last_call_no) == before
+    assert after[1] == before[1]
     worker.manager.check()
     (refusal,) = outcomes
     assert isinstance(refusal, Refusal), refusal
@@ -280,13 +280,6 @@ def test_a_late_append_of_an_earlier_round_is_refused() -> None:
     assert worker.table("s"), "nor its Free"
 
 
-def test_a_later_round_needs_a_free_first() -> None:
-    """Two rounds of a sequence never live at once."""
-    refusal = item_refusal(started(), GOOD._replace(key=key("s", round=1)))
-    assert refusal.reason is Reason.FREE_FIRST
-    assert "Free it" in refusal.message
-
-
 def test_one_sequence_id_is_one_prompt() -> None:
     """A live sequence asked for with other tokens is refused; with the beginning of its own it is granted as it stands."""
     worker = started()
@@ -341,39 +334,6 @@ def test_the_downlink_repeats_until_acknowledged_and_never_reorders() -> None:
     reply = worker.lockstep.keep_alive(worker.number, 0)
     assert not isinstance(reply, Refused)
     assert [entry.number for entry in reply.entries] == [2]
-
-
-def test_the_reserve_is_topped_up_to_the_wish_and_counts_what_is_on_its_way() -> None:
-    """The wish is a total: entries not yet acknowledged are not granted again, and a smaller wish takes nothing back."""
-    worker = Desk(num_blocks=9)
-    assert len(worker.refill(3)) == 3
-    assert len(worker.refill(3)) == 3
-    assert worker.counts.reserved == 3
-    worker.refill(1)
-    assert worker.counts.reserved == 3, "the manager never takes the reserve back by itself"
-    assert len(worker.refill(99)) == 8
-    assert worker.counts.reserved == 8
-
-
-def test_refilling_comes_before_admission() -> None:
-    """Running sequences go first: the reserve takes the last blocks, and the newcomer waits."""
-    worker = Desk(num_blocks=4)
-    result = worker.lockstep.allocate(worker.uplink(reserve_wish=2), worker.item("s", range(8)))
-    assert not isinstance(result, Refused)
-    assert result[0] == [Refused(Reason.NO_BLOCKS)]
-    assert worker.counts.reserved == 2
-
-
-def test_returned_blocks_are_taken_back_before_they_are_needed() -> None:
-    """Surplus goes back with the next call and can be granted in the same."""
-    worker = Desk(num_blocks=4)
-    reserve = worker.refill(3)
-    result = worker.lockstep.allocate(
-        worker.uplink(downlink_ack=1, reserve_wish=1, returned=reserve[:2]), worker.item("s", range(8))
-    )
-    assert not isinstance(result, Refused)
-    assert not isinstance(result[0][0], Refused)
-    assert worker.counts.reserved == 1
 
 
 def test_foreign_returns_are_ignored() -> None:

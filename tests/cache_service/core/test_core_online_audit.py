@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 
 import pytest
@@ -27,7 +28,7 @@ from kvpool.cache_service.core.prefix_tree import Fan, PrefixTree
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, registration, token_bytes
 from tests.cache_service.core.test_core_integrity import Break, Scene, each_law, leads_there
-from tests.cache_service.core.test_core_state_machine import LongHistory, ManagerMachine, explore
+from tests.cache_service.core.test_core_state_machine import TIGHT, ManagerMachine, explore
 
 
 def fine(manager: CacheManager) -> OnlineAudit:
@@ -163,8 +164,8 @@ class AuditedMachine(ManagerMachine):
     units = 3
     """Of work between two operations."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, draw: random.Random, limits: Limits) -> None:
+        super().__init__(draw, limits)
         self.num_audits = 0
         self._audited: CacheManager | None = None
         self._audit: OnlineAudit | None = None
@@ -211,9 +212,9 @@ def test_no_false_alarm_whatever_the_network_does(
 @pytest.mark.parametrize("seed", range(3))
 def test_no_false_alarm_in_a_long_history(seed: int, small_structures: None) -> None:
     """Many audits end in the course of it."""
-    machine = AuditedMachine()
+    machine = AuditedMachine(random.Random(seed), TIGHT)
     machine.units = [1, 8, 40][seed % 3]
-    LongHistory(machine, seed).run(250)
+    machine.run(200)
     assert machine.num_audits >= 2
 
 
