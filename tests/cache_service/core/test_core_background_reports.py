@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS, CacheManager
 from kvpool.cache_service.core.messages import (
-    AllocateItem,
-    AppendItem,
     ContentRun,
     Granted,
     Limits,
     ReportedBlocks,
     ReportedUnit,
     ReportPart,
-    ReservedBlock,
     Root,
     SequenceUpdate,
     TableEntry,
@@ -30,52 +28,42 @@ from kvpool.cache_service.core.report_turns import MOST_LEASES
 from kvpool.cache_service.core.restored import Case
 from tests.cache_service.core.contents_follower import ContentsFollower
 from tests.cache_service.core.kinds import unit_pool
-from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
-from tests.cache_service.core.reporter import BaseReporter
-from tests.cache_service.core.test_core_recovery import OLD, ROOT, SIZE, Reporter, run, sequence, states
+from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, token_bytes
+from tests.cache_service.core.reporter import OLD, ROOT, SIZE, Reporter, chain, reserved, run, sequence
+
+WINDOW = ((0, 0), (5, 2))
+"""The second group has a window of two blocks."""
 
 
-def live(worker: Reporter, *idle: int, **content: object) -> None:
-    """What is in use, in one part, and these blocks that are idle."""
-    worker.report(0, last=False, live=True, idle_blocks=(idle,), **content)
-
-
-def cached(worker: Reporter, num_tokens: int) -> int:
-    """Tokens of a prompt that counts from 0 which look-ups find."""
-    (routed,) = worker.manager.route(ROOT, token_bytes([*range(num_tokens), 99]))
-    return routed.num_cached_tokens
-
-
-def granted_since(worker: BaseReporter) -> int:
-    """Once the report is complete."""
+def granted_since(worker: Reporter) -> int:
+    """Contents that came after a grant of their blocks, once the report is complete."""
     return worker.manager.reconciled[Case.GRANTED_SINCE]
 
 
 def test_a_worker_is_served_before_its_cache_is_known() -> None:
     """Its sequence goes on, new ones get blocks, and its own blocks are hits; the idle ones become hits as they come."""
     worker = Reporter()
-    live(worker, 7, 5, sequences=(sequence("a", 9, 8, 1, 2, 3),), reserve=((ReservedBlock(4, OLD),),))
-    assert cached(worker, 16) == 8
+    worker.live(7, 5, sequences=(sequence("a", 9, 8, 1, 2, 3),), reserve=(reserved(4),))
+    assert worker.cached(*range(16)) == 8
     assert not worker.session.recovering
     worker.manager.append(worker.uplink(), [])
-    assert worker.allocate("b", [50, 51]).blocks == (6,)
+    assert worker.allocate("b", [50, 51]).tables[0].blocks == (6,)
     worker.report(1, last=False, contents=(run(1, 2, 5, 7),))
-    assert cached(worker, 16) == 16
-    assert states(worker, 1, 2, 5, 7) == [State.HELD] * 2 + [State.CACHED] * 2
+    assert worker.cached(*range(16)) == 16
+    assert worker.states(1, 2, 5, 7) == [State.HELD] * 2 + [State.CACHED] * 2
     worker.report(2, idle_blocks=((7, 5),))
-    assert worker.manager.reconciled[Case.CACHED] == 2
-    assert worker.manager.reconciled[Case.BLOCKLESS] == 0
+    assert (worker.manager.reconciled[Case.CACHED], worker.manager.reconciled[Case.BLOCKLESS]) == (2, 0)
 
 
 def test_the_cache_of_one_waits_for_what_others_have_in_use() -> None:
     """Their streams wait for it; but not for one that has registered and says nothing."""
     manager = CacheManager(3)
     first, second = Reporter(manager, "first"), Reporter(manager, "second")
-    live(first, 1)
+    first.live(1)
     refusal = refused(first.report, 1, contents=(run(1),))
     assert refusal.reason is Reason.RECOVERING
     assert "in use" in refusal.message
-    live(second, 1)
+    second.live(1)
     first.report(1, contents=(run(1),))
     third = Reporter(manager, "third")
     assert refused(second.report, 1, contents=(run(1),)).reason is Reason.RECOVERING
@@ -91,7 +79,7 @@ LEASE, LOOK = 6.0, 0.25
 def seconds_to_report(manager: CacheManager, others: Callable[[float], None], most: float) -> float:
     """How long the contents of a worker wait that is served at 0, while `others` do what they do every moment."""
     worker = Reporter(manager, "waiting")
-    live(worker, 1)
+    worker.live(1)
     for look in range(round(most / LOOK) + 1):
         now = look * LOOK
         for session in manager.sessions:
@@ -129,7 +117,7 @@ def test_no_cache_waits_for_reports_that_never_end(num_endless: int, pace: float
     parts = [0] * num_endless
     due = [0.0] * num_endless
     for worker in endless:
-        live(worker, 1)
+        worker.live(1)
 
     def go_on(now: float) -> None:
         for number, worker in enumerate(endless):
@@ -150,64 +138,69 @@ def test_a_report_that_lost_its_turn_goes_on_with_its_next() -> None:
     """What it has stated is kept."""
     manager = CacheManager(3, lease_seconds=LEASE, limits=Limits(max_reports_at_once=1))
     slow = Reporter(manager, "slow")
-    live(slow, 1, 2)
+    slow.live(1, 2)
     slow.report(1, last=False, contents=(run(1),))
     assert seconds_to_report(manager, lambda now: None, most=20.0) == LEASE + LOOK
     slow.report(2, contents=(run(2, parent=1, first=1),))
     assert manager.worker("slow").num_report_parts == 3
-    assert max(one.num_cached_tokens for one in manager.route(ROOT, token_bytes([*range(8), 99]))) == 8
+    assert slow.cached(*range(8)) == 8
+
+
+# -- grants while the report comes in
 
 
 def test_idle_blocks_are_granted_after_all_other_free_ones_and_the_least_recently_used_first() -> None:
     worker = Reporter(num_blocks=9)
-    live(worker, 6, 2, 4, reserve=((ReservedBlock(1, OLD),),))
+    worker.live(6, 2, 4, reserve=(reserved(1),))
     assert list(worker.session.pools[0].free_list()) == [3, 5, 7, 8, 6, 2, 4]
-    assert worker.allocate("a", list(range(50, 70))).blocks == (3, 5, 7, 8, 6)
+    assert worker.allocate("a", range(50, 70)).tables[0].blocks == (3, 5, 7, 8, 6)
     worker.report(1, last=False, contents=(run(2), run(4, first=7)))
     worker.report(2, idle_blocks=((4, 2),))
     assert list(worker.session.pools[0].free_list()) == [4, 2]
 
 
 def test_a_block_that_was_granted_before_its_content_came_does_not_get_it() -> None:
-    """Held, freed again, or in the reserve: the worker may have built the part before it heard of the grant."""
+    """Held or freed again: the worker may have built the part before it heard of the grant."""
     worker = Reporter(num_blocks=6)
-    live(worker, 1, 2, 3, 4, 5)
-    freed = worker.allocate("freed", [50])
-    held = worker.allocate("held", [51])
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("freed"))])
-    assert (freed.blocks, held.blocks) == ((1,), (2,))
+    worker.live(1, 2, 3, 4, 5)
+    freed, held = worker.allocate("freed", [50]), worker.allocate("held", [51])
+    worker.free("freed")
+    assert (freed.tables[0].blocks, held.tables[0].blocks) == ((1,), (2,))
     worker.report(1, contents=(run(1, 2, 3),))
     assert granted_since(worker) == 2
-    assert states(worker, 1, 2, 3) == [State.FREE, State.HELD, State.CACHED]
-    assert cached(worker, 12) == 0
+    assert worker.states(1, 2, 3) == [State.FREE, State.HELD, State.CACHED]
+    assert worker.cached(*range(12)) == 0
 
 
 def test_a_block_that_was_granted_is_not_expected_again_however_late_it_is_listed() -> None:
     """The worker has listed it before it heard of the grant, which has ended by then."""
     worker = Reporter(num_blocks=3)
-    live(worker, 1, 2)
-    assert worker.allocate("a", [50]).blocks == (1,)
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("a"))])
+    worker.live(1, 2)
+    assert worker.allocate("a", [50]).tables[0].blocks == (1,)
+    worker.free("a")
     worker.report(1, last=False, idle_blocks=((1, 2),))
     worker.report(2, contents=(run(1, 2),))
-    assert states(worker, 1, 2) == [State.FREE, State.CACHED]
-    assert cached(worker, 4) == 0
+    assert worker.states(1, 2) == [State.FREE, State.CACHED]
+    assert worker.cached(*range(4)) == 0
 
 
-def test_idle_blocks_may_be_listed_before_or_after_what_some_of_them_hold_or_who_has_them() -> None:
+@pytest.mark.parametrize("is_listed_first", [True, False])
+def test_idle_blocks_may_be_listed_before_or_after_what_some_of_them_hold_or_who_has_them(
+    is_listed_first: bool,
+) -> None:
     """Free blocks come before cached ones whatever the order; and a block of a table is no block that a content may come for."""
     worker = Reporter()
-    worker.report(0, last=False, contents=(run(1, first=5),), idle_blocks=((1, 2),))
-    assert list(worker.session.pools[0].free_list())[-1] == 1
+    worker.report(0, last=False, contents=() if is_listed_first else (run(1, first=5),), idle_blocks=((1, 2),))
+    assert list(worker.session.pools[0].free_list())[-1] == (2 if is_listed_first else 1)
     worker.report(1, last=False, idle_blocks=((3, 4),))
     worker.report(2, last=False, live=True, sequences=(sequence("a", 5, 4, 3, 4),))
     worker.report(3, contents=(run(3),))
-    assert states(worker, 1, 2, 3, 4) == [State.CACHED, State.FREE, State.HELD, State.HELD]
-    worker = Reporter()
-    worker.report(0, last=False, idle_blocks=((3, 4),))
-    worker.report(1, last=False, live=True, sequences=(sequence("a", 5, 4, 3, 4),))
-    worker.report(2, contents=(run(3),))
-    assert states(worker, 3, 4) == [State.HELD, State.HELD]
+    assert worker.states(1, 2, 3, 4) == [
+        State.FREE if is_listed_first else State.CACHED,
+        State.FREE,
+        State.HELD,
+        State.HELD,
+    ]
     assert granted_since(worker) == 0, "the table has said what the block holds"
 
 
@@ -215,23 +208,17 @@ def test_a_content_under_another_root_is_not_what_a_table_says_of_its_block() ->
     """Equal tokens of two tenants: what hangs from the one would become a hit for the other."""
     worker = Reporter()
     worker.report(0, last=False, sequences=(sequence("a", 5, 4, 1, 2),))
-    refusal = worker.refused(1, {"contents": (run(1, root=ROOT._replace(tenant_salt="another")),)})
-    assert refusal.reason is Reason.BAD_REPORT
-    assert "block 1 is reported twice" in refusal.message
+    said = worker.bad_report(1, contents=(run(1, root=ROOT._replace(tenant_salt="another")),))
+    assert "block 1 is reported twice" in said
 
 
 def test_a_window_that_the_worker_has_used_since_is_not_evicted_first() -> None:
     """A sequence has hit it and left it, so it went before the others; then the worker lists it as used last."""
-    introduction = registration("w", num_blocks=(9, 9), block_size=SIZE, windows=((0, 0), (5, 2)))
-    worker = BaseReporter(CacheManager(3), introduction)
-    worker.report(0, last=False, live=True, idle_blocks=((1, 2), (3, 4)))
-    worker.report(1, last=False, contents=(in_two_groups(0, (1, 3), (2, 4)),))
-    item = AllocateItem(key("a"), ROOT, token_bytes([*range(8), *[99] * 6]), no_wait=True)
-    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
-    assert isinstance(outcome, Granted)
-    assert outcome.num_cached_tokens == 8
-    update = SequenceUpdate(key("a"), num_computed_tokens=12, released=((), (TableEntry(1, 4, OLD),)))
-    worker.manager.append(worker.uplink(), [AppendItem(update)])
+    worker = Reporter(num_blocks=(9, 9), windows=WINDOW)
+    worker.live(idle_blocks=((1, 2), (3, 4)))
+    worker.report(1, last=False, contents=(chain((1, 2), (3, 4)),))
+    assert worker.allocate("a", [*range(8), *[99] * 6]).num_cached_tokens == 8
+    worker.append(SequenceUpdate(key("a"), num_computed_tokens=12, released=((), (TableEntry(1, 4, OLD),))))
     pool = worker.session.pools[1]
     assert pool.demoted() == [4]
     worker.report(2, idle_blocks=((), (3, 4)))
@@ -241,11 +228,9 @@ def test_a_window_that_the_worker_has_used_since_is_not_evicted_first() -> None:
 
 def test_expected_blocks_are_not_granted_in_place_of_new_ones_so_they_save_nothing_of_the_budget() -> None:
     """Four blocks are expected in the first group. The budget has room for three new ones, of which the second needs two."""
-    introduction = registration("w", num_blocks=(9, 9), block_size=SIZE, windows=((0, 0), (5, 2)))
-    worker = BaseReporter(CacheManager(3, limits=Limits(max_total_blocks=4 + 3)), introduction)
-    worker.report(0, last=False, live=True, idle_blocks=((1, 2, 3, 4),))
-    item = AllocateItem(key("a"), ROOT, token_bytes(range(8)), no_wait=True)
-    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
+    worker = Reporter(CacheManager(3, limits=Limits(max_total_blocks=4 + 3)), num_blocks=(9, 9), windows=WINDOW)
+    worker.live(1, 2, 3, 4)
+    outcome = worker.ask("a", range(8))
     assert isinstance(outcome, Refusal)
     assert outcome.reason is Reason.TOO_MANY_BLOCKS
     worker.check()
@@ -254,117 +239,77 @@ def test_expected_blocks_are_not_granted_in_place_of_new_ones_so_they_save_nothi
 def test_a_block_that_holds_something_new_keeps_it() -> None:
     """It was granted, computed and let go, and is a hit for other tokens now; then comes what it held before."""
     worker = Reporter(num_blocks=3)
-    live(worker, 1, 2)
+    worker.live(1, 2)
     worker.allocate("new", [*range(80, 84), 7])
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("new"), num_computed_tokens=4)])
+    worker.free("new", num_computed_tokens=4)
     worker.report(1, contents=(run(1, 2),))
     assert granted_since(worker) == 2
-    (routed,) = worker.manager.route(ROOT, token_bytes([*range(80, 84), 9]))
-    assert routed.num_cached_tokens == 4
-    assert cached(worker, 8) == 0
+    assert (worker.cached(*range(80, 84)), worker.cached(*range(8))) == (4, 0)
 
 
 def test_a_content_that_was_computed_again_meanwhile_has_one_block() -> None:
     worker = Reporter()
-    live(worker, 1, 2)
+    worker.live(1, 2)
     worker.allocate("again", [*range(4), 99])
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("again"), num_computed_tokens=4)])
+    worker.free("again", num_computed_tokens=4)
     worker.report(1, contents=(run(1, 2),))
     assert worker.manager.reconciled[Case.DUPLICATE] == 1
-    assert states(worker, 1, 2, 3) == [State.FREE, State.CACHED, State.CACHED]
-    assert cached(worker, 8) == 8
+    assert worker.states(1, 2, 3) == [State.FREE, State.CACHED, State.CACHED]
+    assert worker.cached(*range(8)) == 8
 
 
-def test_a_chain_goes_on_after_what_was_evicted_between_two_parts() -> None:
+@pytest.mark.parametrize("requests", [(15,), (8, 8)], ids=["all at once", "in turns"])
+def test_a_chain_goes_on_after_what_was_evicted_between_two_parts(requests: tuple[int, ...]) -> None:
     """Its first nodes have left the tree; they are made anew, and what is counted for them stays counted."""
     worker = Reporter(num_blocks=5)
-    live(worker, 1, 2, 3, 4)
+    worker.live(1, 2, 3, 4)
     worker.report(1, last=False, contents=(run(1, 2),))
-    taken = worker.allocate("all", list(range(50, 65)))
-    assert set(taken.blocks) == {1, 2, 3, 4}
-    assert worker.manager.num_prefix_nodes == 3
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("all"))])
+    for number, num_tokens in enumerate(requests):
+        worker.allocate(str(number), range(50 + 20 * number, 50 + 20 * number + num_tokens))
+    worker.free(*map(str, range(len(requests))))
     worker.report(2, contents=(run(3, 4, parent=2, first=2),))
-    assert worker.manager.num_prefix_nodes == 0
-    worker = Reporter(num_blocks=5)
-    live(worker, 1, 2, 3, 4)
-    worker.report(1, last=False, contents=(run(1, 2),))
-    worker.allocate("two", list(range(50, 58)))
-    assert worker.manager.num_prefix_nodes == 2 + 2
-    worker.allocate("two more", list(range(70, 78)))
-    assert worker.manager.num_prefix_nodes == 2 + 2
-    worker.report(2, contents=(run(3, 4, parent=2, first=2),))
-    assert granted_since(worker) == 2
-
-
-def test_a_parent_that_has_left_the_tree_is_made_again_for_a_child() -> None:
-    """The parent's block is evicted between the parts, the child's is not: it was not the next."""
-    worker = Reporter(num_blocks=5)
-    live(worker, 1, 3, 4)
-    worker.report(1, last=False, contents=(run(1),), idle_blocks=((1,),))
-    pool = worker.session.pools[0]
-    assert list(pool.free_list()) == [2, 3, 4, 1]
-    held = worker.allocate("head", list(range(50, 59)))
-    assert held.blocks == (2, 3, 4)
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("head"))])
-    again = worker.allocate("all", list(range(60, 76)))
-    assert 1 in again.blocks
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("all"))])
-    worker.report(2, contents=(run(3, parent=1, first=1),))
-    assert granted_since(worker) == 1
-    assert worker.manager.num_prefix_nodes == 0
+    assert (granted_since(worker), worker.manager.num_prefix_nodes) == (2, 0)
 
 
 def test_a_chain_whose_beginning_has_left_the_tree_is_made_anew() -> None:
     """Two groups with windows. The first evicts what it holds of a chain; then comes the rest of it, of which the other holds a
     block."""
-    introduction = registration("w", num_blocks=(4, 9), block_size=SIZE, windows=((5, 2), (5, 2)))
-    worker = BaseReporter(CacheManager(3), introduction)
-    worker.report(0, last=False, live=True, idle_blocks=((1,), (3,)))
-    worker.report(1, last=False, contents=(in_two_groups(0, (1, 0)),))
+    worker = Reporter(num_blocks=(4, 9), windows=((5, 2), (5, 2)))
+    worker.live(idle_blocks=((1,), (3,)))
+    worker.report(1, last=False, contents=(chain((1,), (0,)),))
     assert worker.manager.num_prefix_nodes == 1
-    items = [AllocateItem(key(name), ROOT, token_bytes([50]), no_wait=True) for name in "abc"]
-    outcomes, _ = worker.manager.allocate(worker.uplink(), items)
-    assert all(isinstance(outcome, Granted) for outcome in outcomes)
+    for name in "abc":
+        worker.allocate(name, [50])
     assert not worker.session.pools[0].is_cached(1)
     assert worker.manager.num_prefix_nodes == 0
-    rest = in_two_groups(1, (0, 3))._replace(parent=1, root=None)
-    worker.report(2, contents=(rest,))
+    worker.report(2, contents=(chain((0,), (3,), parent=1, first=1),))
     assert worker.session.pools[1].is_cached(3)
     worker.manager.deregister(worker.number)
-    while worker.manager.sweep():
-        pass
+    worker.check()
     assert worker.manager.num_prefix_nodes == 0
 
 
-def test_sequences_and_reserve_come_before_the_worker_is_served() -> None:
-    late: tuple[dict[str, object], ...] = (
-        {"sequences": (sequence("a", 5, 4, 1, 2),)},
-        {"reserve": ((ReservedBlock(3, OLD),),)},
-    )
-    for content in late:
-        worker = Reporter()
-        live(worker, 5)
-        refusal = worker.refused(1, content)
-        assert refusal.reason is Reason.BAD_REPORT
-        assert "before the worker is served" in refusal.message
-        assert worker.manager.sessions == ()
+@pytest.mark.parametrize("late", [{"sequences": (sequence("a", 5, 4, 1, 2),)}, {"reserve": (reserved(3),)}], ids=str)
+def test_sequences_and_reserve_come_before_the_worker_is_served(late: dict[str, Any]) -> None:
+    worker = Reporter()
+    worker.live(5)
+    assert "before the worker is served" in worker.bad_report(1, **late)
 
 
 def test_a_part_is_repeated_without_effect_after_a_grant() -> None:
     """Its answer was lost; the repeat arrives when the block belongs to somebody else."""
     worker = Reporter(num_blocks=3)
-    live(worker, 1, 2)
+    worker.live(1, 2)
     worker.report(1, last=False, contents=(run(1, 2),))
     worker.allocate("a", [50, 51])
     worker.report(1, last=False, contents=(run(1, 2),))
-    assert states(worker, 1, 2) == [State.HELD, State.CACHED]
+    assert worker.states(1, 2) == [State.HELD, State.CACHED]
     worker.report(2)
 
 
 def test_what_never_comes_is_free_in_the_end() -> None:
     worker = Reporter(num_blocks=5)
-    live(worker, 3, 4)
+    worker.live(3, 4)
     worker.report(1, contents=(run(4),))
     assert worker.session.pools[0].expected() == []
     assert list(worker.session.pools[0].free_list()) == [3, 1, 2, 4]
@@ -372,60 +317,34 @@ def test_what_never_comes_is_free_in_the_end() -> None:
 
 def test_without_room_in_the_budget_the_rest_of_the_cache_is_left_out_and_the_worker_is_served() -> None:
     """Contents without blocks count like blocks; the worker's sequences are worth more than its cache."""
-    manager = CacheManager(3, limits=Limits(max_total_blocks=6))
-    worker = Reporter(manager)
-    live(worker, 1, 2, 3, sequences=(sequence("a", 5, 4, 4, 5),))
+    worker = Reporter(CacheManager(3, limits=Limits(max_total_blocks=6)))
+    worker.live(1, 2, 3, sequences=(sequence("a", 5, 4, 4, 5),))
     worker.report(1, last=False, contents=(run(1, first=9),))
     worker.report(2, last=False, contents=(run(0, 0, 2, first=20),))
     assert worker.session.pools[0].expected() == [3], "what is left out is as free as any block"
     worker.report(3, contents=(run(3, parent=4, first=30),))
-    assert manager.reconciled[Case.NO_ROOM] == 2
-    assert states(worker, 1, 2, 3, 4) == [State.CACHED, State.FREE, State.FREE, State.HELD]
+    assert worker.manager.reconciled[Case.NO_ROOM] == 2
+    assert worker.states(1, 2, 3, 4) == [State.CACHED, State.FREE, State.FREE, State.HELD]
     assert worker.session.sequences
-
-
-def in_two_groups(first: int, *blocks: tuple[int, int]) -> ContentRun:
-    """A chain of contents in two groups, by content."""
-    tokens = token_bytes(range(first * SIZE, (first + len(blocks)) * SIZE))
-    by_group = tuple(
-        ReportedBlocks(
-            group, tuple(pair[group] for pair in blocks), tuple(OLD if pair[group] else 0 for pair in blocks)
-        )
-        for group in (0, 1)
-    )
-    return ContentRun(0, ROOT, tokens, len(blocks), by_group)
 
 
 def test_a_window_is_of_no_use_once_the_full_block_of_it_was_granted() -> None:
     """Both were idle when the report began; the group without a window has granted its block since."""
-    introduction = registration("w", num_blocks=(3, 9), block_size=SIZE, windows=((0, 0), (5, 2)))
-    worker = BaseReporter(CacheManager(3), introduction)
-    worker.report(0, last=False, live=True, idle_blocks=((1, 2), (3, 4)))
-    item = AllocateItem(key("a"), ROOT, token_bytes([50, 51]), no_wait=True)
-    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
-    assert isinstance(outcome, Granted)
-    assert outcome.tables[0].blocks == (1,)
-    worker.report(1, contents=(in_two_groups(0, (1, 3)), in_two_groups(7, (2, 4))))
-    assert worker.manager.reconciled[Case.DEPENDENT] == 1
-    assert worker.manager.reconciled[Case.CACHED] == 2
+    worker = Reporter(num_blocks=(3, 9), windows=WINDOW)
+    worker.live(idle_blocks=((1, 2), (3, 4)))
+    assert worker.allocate("a", [50, 51]).tables[0].blocks == (1,)
+    worker.report(1, contents=(chain((1,), (3,)), chain((2,), (4,), first=7)))
+    assert (worker.manager.reconciled[Case.DEPENDENT], worker.manager.reconciled[Case.CACHED]) == (1, 2)
     assert worker.session.pools[1].is_cached(4)
     assert worker.session.pools[1].is_free(3)
 
 
 def test_a_unit_of_which_a_block_was_granted_is_left_out() -> None:
-    introduction = registration("w", num_blocks=(9, 5), block_size=SIZE, max_encoder_tokens=16)
-    worker = BaseReporter(CacheManager(3), introduction)
-    worker.report(0, last=False, live=True, idle_blocks=((), (1, 2, 3, 4)))
-    roots = [Root(FINGERPRINT, input_digest=bytes([number]) * 32) for number in range(3)]
-    item = AllocateItem(key("a"), roots[2], token_bytes([50]), no_wait=True, num_encoder_tokens=4)
-    (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
-    assert isinstance(outcome, Granted)
-    assert outcome.tables[1].blocks == (1,)
-    units = tuple(
-        ReportedUnit(root, 1, tuple(ReservedBlock(block, OLD) for block in blocks))
-        for root, blocks in zip(roots, ((1, 2), (3, 4)), strict=False)
-    )
-    worker.report(1, units=units)
+    worker = Reporter(num_blocks=(9, 5), max_encoder_tokens=16)
+    worker.live(idle_blocks=((), (1, 2, 3, 4)))
+    first, second, third = (Root(FINGERPRINT, input_digest=bytes([number]) * 32) for number in range(3))
+    assert worker.allocate("a", [50], third, num_encoder_tokens=4).tables[1].blocks == (1,)
+    worker.report(1, units=(ReportedUnit(first, 1, reserved(1, 2)), ReportedUnit(second, 1, reserved(3, 4))))
     assert granted_since(worker) == 2
     pool = unit_pool(worker.session)
     assert pool is not None
@@ -462,8 +381,8 @@ def test_every_hit_is_what_the_worker_has_whatever_happens_between_the_parts(see
             number = len(parts)
             parent = numbers[tokens[: end - SIZE]]
             blocks = ReportedBlocks(0, (block if end == len(tokens) else 0,), (OLD if end == len(tokens) else 0,))
-            run = ContentRun(parent, None if parent else ROOT, token_bytes(tokens[end - SIZE : end]), 1, (blocks,))
-            parts.append(ReportPart(number, False, (run,)))
+            content = ContentRun(parent, None if parent else ROOT, token_bytes(tokens[end - SIZE : end]), 1, (blocks,))
+            parts.append(ReportPart(number, False, (content,)))
             numbers[tokens[:end]] = number
     parts.append(ReportPart(len(parts), True, idle_blocks=(tuple(truth.held),)))
     living: list[tuple[str, list[int]]] = []
@@ -477,8 +396,7 @@ def test_every_hit_is_what_the_worker_has_whatever_happens_between_the_parts(see
         elif parts and dice < 0.75 and not worker.session.recovering:
             prompt = [*rng.choice(list(numbers)), *(rng.randrange(2) for _ in range(rng.randint(1, 6)))]
             name = str(next(names))
-            item = AllocateItem(key(name), ROOT, token_bytes(prompt), no_wait=True)
-            (outcome,), _ = worker.manager.allocate(worker.uplink(), [item])
+            outcome = worker.ask(name, prompt)
             if isinstance(outcome, Granted):
                 living.append((name, prompt))
                 (table,) = outcome.tables

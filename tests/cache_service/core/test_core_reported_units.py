@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Any
 
 import pytest
 
 from kvpool.cache_service.core.block_pool import State
-from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import (
-    AllocateItem,
-    AppendItem,
-    ContentRun,
-    Granted,
-    ReportedBlocks,
-    ReportedSequence,
-    ReportedUnit,
-    ReportPart,
-    ReservedBlock,
-    Root,
-    SequenceUpdate,
-    TableEntry,
-    Uplink,
-    Wait,
-)
-from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.core.messages import ReportedSequence, ReportedUnit, Root, SequenceUpdate, Wait
 from kvpool.cache_service.core.restored import Case
 from tests.cache_service.core.kinds import unit_pool
-from tests.cache_service.core.lockstep import FINGERPRINT, key, refused, registration, token_bytes
-from tests.cache_service.core.reporter import BaseReporter
+from tests.cache_service.core.lockstep import FINGERPRINT, key, token_bytes
+from tests.cache_service.core.reporter import OLD, Reporter, chain, entries, reserved
 
-SIZE, CROSS, OLD = 4, 1, 5
+CROSS = 1
+"""The group with cross attention."""
 
 
 def root_of(text: str) -> Root:
@@ -41,26 +26,19 @@ def root_of(text: str) -> Root:
 INPUT, OTHER = root_of("an input"), root_of("another one")
 
 
-class Reporter(BaseReporter):
-    """A worker with an encoder that registers with state, and reports what a test says."""
+def reporter() -> Reporter:
+    """A worker with an encoder for inputs of up to 8 blocks."""
+    return Reporter(num_blocks=(17, 17), max_encoder_tokens=32)
 
-    def __init__(self, max_encoder_tokens: int = 32) -> None:
-        pools = registration(num_blocks=(17, 17), block_size=SIZE, max_encoder_tokens=max_encoder_tokens)
-        super().__init__(CacheManager(3), pools)
 
-    def allocate(self, name: str, root: Root = INPUT, count: int = 10, *, no_wait: bool = True) -> Granted | Wait:
-        item = AllocateItem(key(name), root, token_bytes([1]), no_wait=no_wait, num_encoder_tokens=count)
-        (outcome,), _ = self.manager.allocate(self.uplink(), [item])
-        assert isinstance(outcome, Granted | Wait), outcome
-        return outcome
-
-    def states(self, *blocks: int) -> list[State]:
-        return [self.session.pools[CROSS].state(block) for block in blocks]
+def is_cached(worker: Reporter, name: str, num_tokens: int = 10) -> bool:
+    """Whether a new sequence with the input gets its unit as a hit."""
+    return worker.allocate(name, [1], INPUT, num_encoder_tokens=num_tokens).encoder_cached
 
 
 def unit(*blocks: int, root: Root = INPUT, group: int = CROSS, generation: int = OLD) -> ReportedUnit:
     """A complete one."""
-    return ReportedUnit(root, group, tuple(ReservedBlock(block, generation) for block in blocks))
+    return ReportedUnit(root, group, tuple(one._replace(generation=generation) for one in reserved(*blocks)))
 
 
 def sequence(
@@ -68,33 +46,22 @@ def sequence(
 ) -> ReportedSequence:
     """One of six tokens, in blocks 1 and 2 of the decoder's group or, by its name, in others."""
     first = 1 + 2 * (ord(name) - ord("a"))
-    table = tuple(TableEntry(index, first + index, OLD) for index in range(2))
-    own = tuple(TableEntry(index, block, OLD) for index, block in enumerate(blocks))
-    return ReportedSequence(
-        key(name), root, token_bytes(range(6)), computed, cached, (table, own), encoder_computed=encoded
-    )
-
-
-CONTENT = ContentRun(0, INPUT, token_bytes(range(SIZE)), 1, (ReportedBlocks(CROSS, (1,), (OLD,)),))
-"""The tokens of a text in a block of the encoder's group."""
+    tables = entries(first, first + 1), entries(*blocks)
+    return ReportedSequence(key(name), root, token_bytes(range(6)), computed, cached, tables, encoder_computed=encoded)
 
 
 def test_a_unit_that_nobody_has_is_a_hit_after_the_report() -> None:
-    worker = Reporter()
+    worker = reporter()
     worker.report(units=(unit(3, 1, 2),))
-    assert worker.states(1, 2, 3) == [State.CACHED] * 3
-    grant = worker.allocate("a")
-    assert isinstance(grant, Granted)
-    assert (grant.tables[CROSS].blocks, grant.tables[CROSS].generations, grant.encoder_cached) == (
-        (3, 1, 2),
-        (OLD,) * 3,
-        True,
-    )
+    assert worker.states(1, 2, 3, group=CROSS) == [State.CACHED] * 3
+    grant = worker.allocate("a", [1], INPUT, num_encoder_tokens=10)
+    assert grant.encoder_cached
+    assert grant.tables[CROSS][:2] == ((3, 1, 2), (OLD,) * 3)
     assert worker.manager.reconciled[Case.CACHED] == 3
 
 
 def test_the_order_of_eviction_is_that_of_the_worker() -> None:
-    worker = Reporter()
+    worker = reporter()
     units = [unit(1, 2, root=root_of("a")), unit(3, 4, root=root_of("b")), unit(5, 6, root=root_of("c"))]
     worker.report(units=tuple(units), idle_blocks=((), (5, 6, 1, 2, 3, 4)))
     pool = unit_pool(worker.session)
@@ -104,7 +71,7 @@ def test_the_order_of_eviction_is_that_of_the_worker() -> None:
 
 
 def test_units_of_live_sequences_are_held_and_shared() -> None:
-    worker = Reporter()
+    worker = reporter()
     worker.report(units=(unit(1, 2),), sequences=(sequence("a", 1, 2, computed=6), sequence("b", 1, 2)))
     assert worker.session.counts()[CROSS].shared == 2
     cases = worker.manager.reconciled
@@ -113,49 +80,42 @@ def test_units_of_live_sequences_are_held_and_shared() -> None:
 
 
 def test_an_encoder_that_has_not_run_leads_the_root_as_before() -> None:
-    worker = Reporter()
+    worker = reporter()
     worker.report(sequences=(sequence("a", 4, 5, 6, encoded=False),))
-    assert worker.allocate("b", no_wait=False) == Wait(key("a"), 0)
-    update = SequenceUpdate(key("a"), num_computed_tokens=6, encoder_computed=True)
-    worker.manager.append(worker.uplink(), [AppendItem(update)])
-    worker.check()
-    assert worker.allocate("b", count=12).encoder_cached  # type: ignore[union-attr]
+    assert worker.ask("b", [1], INPUT, no_wait=False, num_encoder_tokens=10) == Wait(key("a"), 0)
+    worker.append(SequenceUpdate(key("a"), num_computed_tokens=6, encoder_computed=True))
+    assert is_cached(worker, "b", 12)
 
 
 def test_a_complete_unit_that_only_a_table_names_is_a_hit_too() -> None:
     """As with complete blocks of tables: the sequence says what they hold."""
-    worker = Reporter()
+    worker = reporter()
     worker.report(sequences=(sequence("a", 4, 5, 6),))
-    assert worker.allocate("b").encoder_cached  # type: ignore[union-attr]
+    assert is_cached(worker, "b")
 
 
 def test_a_second_unit_of_an_input_is_free_or_its_sequences_own() -> None:
-    worker = Reporter()
-    worker.report(
-        units=(unit(1, 2), unit(3, 4), unit(5, 6)),
-        sequences=(sequence("a", 3, 4), sequence("b", 1, 2)),
-    )
-    assert worker.states(1, 3, 5) == [State.HELD, State.HELD, State.FREE]
+    worker = reporter()
+    worker.report(units=(unit(1, 2), unit(3, 4), unit(5, 6)), sequences=(sequence("a", 3, 4), sequence("b", 1, 2)))
+    assert worker.states(1, 3, 5, group=CROSS) == [State.HELD, State.HELD, State.FREE]
     assert worker.manager.reconciled[Case.DUPLICATE] == 4
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("a"))])
-    worker.check()
-    assert worker.states(3, 4) == [State.FREE] * 2
+    worker.free("a")
+    assert worker.states(3, 4, group=CROSS) == [State.FREE] * 2
 
 
 def test_a_report_in_parts_is_one_report() -> None:
-    worker = Reporter()
+    worker = reporter()
     worker.report(0, last=False, units=(unit(1, 2),))
     worker.report(1, last=False, units=(unit(3, 4, root=OTHER),))
     worker.report(2, sequences=(sequence("a", 1, 2), sequence("b", 3, 4, root=OTHER)))
-    assert worker.states(1, 2, 3, 4) == [State.HELD] * 4
+    assert worker.states(1, 2, 3, 4, group=CROSS) == [State.HELD] * 4
 
 
 def test_forks_share_a_unit_that_serves_no_hits() -> None:
     """Their parent has computed it although there was one."""
-    worker = Reporter()
+    worker = reporter()
     worker.report(units=(unit(1, 2), unit(3, 4)), sequences=(sequence("a", 3, 4), sequence("b", 3, 4)))
-    assert worker.states(1, 2, 3, 4) == [State.CACHED, State.CACHED, State.HELD, State.HELD]
-    worker.check()
+    assert worker.states(1, 2, 3, 4, group=CROSS) == [State.CACHED, State.CACHED, State.HELD, State.HELD]
 
 
 @pytest.mark.parametrize(
@@ -184,37 +144,27 @@ def test_forks_share_a_unit_that_serves_no_hits() -> None:
             "not one that the report states",
         ),
         ({"sequences": (sequence("a", 4, 5), sequence("b", 4, 5, encoded=False))}, "reported twice"),
-        ({"units": (unit(1, 2),), "reserve": ((), (ReservedBlock(1, OLD),))}, "reported twice"),
-        ({"contents": (CONTENT,)}, "they come as units"),
+        ({"units": (unit(1, 2),), "reserve": ((), reserved(1))}, "reported twice"),
+        ({"contents": (chain((0,), (1,), root=INPUT),)}, "they come as units"),
     ],
 )
-def test_a_report_of_units_that_cannot_be_ends_the_session(content: dict[str, object], why: str) -> None:
-    worker = Reporter()
-    refusal = refused(worker.report, **content)
-    assert (refusal.reason, why in refusal.message) == (Reason.BAD_REPORT, True), refusal.message
-    worker.check()
-    assert not worker.manager.sessions
+def test_a_report_of_units_that_cannot_be_ends_the_session(content: dict[str, Any], why: str) -> None:
+    worker = reporter()
+    assert why in worker.bad_report(**content)
     assert worker.manager._tree.roots() == []
 
 
 def test_a_content_that_no_block_of_the_encoders_group_holds_is_taken() -> None:
     """Workers state a block of each group, 0 where there is none."""
-    worker = Reporter()
-    worker.report(
-        contents=(CONTENT._replace(blocks=(ReportedBlocks(0, (1,), (OLD,)), ReportedBlocks(CROSS, (0,), (0,)))),)
-    )
-    assert worker.session.pools[0].state(1) is State.CACHED
+    worker = reporter()
+    worker.report(contents=(chain((1,), (0,), root=INPUT),))
+    assert worker.states(1) == [State.CACHED]
 
 
-def test_a_worker_without_an_encoder_reports_no_units() -> None:
-    manager = CacheManager(3)
-    introduction = registration(num_blocks=17, block_size=SIZE)._replace(holds_state=True)
-    number = manager.register(introduction, 0.0).session
-    part = ReportPart(0, True, units=(unit(1, group=0),))
-    assert refused(manager.report, Uplink(number, 1), part).reason is Reason.BAD_REPORT
-    number = manager.register(introduction._replace(register_no=2), 0.0).session
-    encoded = sequence("a")._replace(tables=sequence("a").tables[:1])
-    assert (
-        refused(manager.report, Uplink(number, 1), ReportPart(0, True, sequences=(encoded,))).reason
-        is Reason.BAD_REPORT
-    )
+@pytest.mark.parametrize(
+    "content",
+    [{"units": (unit(1, group=0),)}, {"sequences": (sequence("a")._replace(tables=(entries(1, 2),)),)}],
+    ids=str,
+)
+def test_a_worker_without_an_encoder_reports_no_units(content: dict[str, Any]) -> None:
+    Reporter().bad_report(**content)
