@@ -3,7 +3,8 @@ which worker, and which block or sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, MutableSequence
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvpool.cache_service.core.block_pool import FREE, HELD, BlockPool
 from kvpool.cache_service.core.groups.window import WindowTable
 from kvpool.cache_service.core.integrity import Violation
 from kvpool.cache_service.core.messages import BlockCounts, SequenceKey
-from kvpool.cache_service.core.prefix_tree import Leaders
+from kvpool.cache_service.core.prefix_tree import Leaders, Node
 from kvpool.cache_service.core.sequence import Sequence
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
@@ -48,6 +49,11 @@ class Scene:
         """A live sequence."""
         return self.session.sequences[wanted.sequence_id, wanted.attempt]
 
+    def nodes(self, wanted: SequenceKey) -> list[Node]:
+        """The nodes of its blocks."""
+        nodes: list[Node] = self.sequence(wanted).nodes
+        return nodes
+
     def table(self, wanted: SequenceKey) -> list[int]:
         """Its block table."""
         table: list[int] = self.sequence(wanted).tables[0]
@@ -72,280 +78,169 @@ Break = Callable[[Scene], int | None]
 """Breaks a law; returns the block that is wrong, None if the law is not about one block."""
 
 
-def _count_one_free_block_more(scene: Scene) -> None:
-    scene.pool._num_free += 1
+def put(array: MutableSequence[Any] | MutableMapping[int, Any], block: int, value: object) -> int:
+    array[block] = value
+    return block
 
 
-def _count_one_shared_block_more(scene: Scene) -> None:
-    scene.pool._num_shared += 1
+def count(thing: object, name: str) -> None:
+    """One more of something than there is."""
+    setattr(thing, name, getattr(thing, name) + 1)
 
 
-def _lose_a_block(scene: Scene) -> int:
+def name_in_a_table(scene: Scene, block: int) -> int:
+    scene.table(C).append(block)
+    return block
+
+
+def lose_a_block(scene: Scene) -> int:
     block = scene.free
     scene.pool._unlink(block)
     scene.pool._num_free -= 1
     return block
 
 
-def _count_a_reference_that_is_none(scene: Scene) -> int:
-    scene.pool._ref_count[scene.table(A)[2]] += 1
-    return scene.table(A)[2]
-
-
-def _name_a_block_in_a_second_table(scene: Scene) -> int:
-    scene.table(C).append(scene.table(A)[3])
-    return scene.table(A)[3]
-
-
-def _break_a_back_link(scene: Scene) -> int:
-    scene.pool._previous[scene.free] = 0
-    return scene.free
-
-
-def _tie_the_list_into_a_knot(scene: Scene) -> int:
+def tie_the_list_into_a_knot(scene: Scene) -> int:
     blocks = list(scene.pool.free_list())
     scene.pool._next[blocks[3]] = blocks[1]
     return blocks[1]
 
 
-def _put_a_held_block_on_the_list(scene: Scene) -> int:
+def put_a_held_block_on_the_list(scene: Scene) -> int:
     scene.pool._push_tail(scene.table(A)[3])
     return scene.table(A)[3]
 
 
-def _hold_a_block_for_nobody(scene: Scene) -> int:
-    block = scene.free
-    scene.pool._state[block] = HELD
-    return block
-
-
-def _call_a_cached_block_free(scene: Scene) -> int:
-    block = scene.cached
-    scene.pool._state[block] = FREE
-    return block
-
-
-def _leave_a_stale_entry_for_a_recycled_block(scene: Scene) -> int:
-    block = scene.free
-    scene.pool._node[block] = scene.sequence(A).nodes[0]
-    return block
-
-
-def _grant_the_null_block(scene: Scene) -> int:
-    scene.pool._state[0] = HELD
-    return 0
-
-
-def _name_the_null_block(scene: Scene) -> int:
-    scene.table(C).append(0)
-    return 0
-
-
-def _stamp_from_the_future(scene: Scene) -> int:
-    block = scene.table(C)[1]
-    scene.pool._generation[block] = scene.manager.last_generation + 1000
-    return block
-
-
-def _no_stamp(scene: Scene) -> int:
-    block = scene.table(C)[1]
-    scene.pool._generation[block] = 0
-    return block
-
-
-def _forget_that_a_block_is_sealed(scene: Scene) -> int:
-    block = scene.table(B)[2]
-    scene.pool._node[block] = None
-    return block
-
-
-def _splice_another_block_into_a_prefix(scene: Scene) -> int:
-    scene.sequence(A).nodes[0].copy_blocks = scene.table(B)[2]
+def splice_another_block_into_a_prefix(scene: Scene) -> int:
+    scene.nodes(A)[0].copy_blocks = scene.table(B)[2]
     return scene.table(B)[2]
 
 
-def _hide_a_sealed_block_from_its_node(scene: Scene) -> int:
-    scene.sequence(A).nodes[2].set_copy(scene.session.holder, 0, 0)
-    return scene.table(A)[2]
+def hide_a_copy(scene: Scene, index: int) -> int:
+    scene.nodes(A)[index].set_copy(scene.session.holder, 0, 0)
+    return scene.table(A)[index]
 
 
-def _seal_before_it_is_computed(scene: Scene) -> int:
-    sequence = scene.sequence(C)
-    scene.tree.name(sequence.nodes[1])
-    block = scene.table(C)[1]
-    scene.pool.seal(block, sequence.nodes[1])
-    return block
+def seal_before_it_is_computed(scene: Scene) -> int:
+    scene.tree.name(scene.nodes(C)[1])
+    scene.pool.seal(scene.table(C)[1], scene.nodes(C)[1])
+    return scene.table(C)[1]
 
 
-def _count_a_sealed_block_more(scene: Scene) -> None:
-    scene.sequence(C).num_sealed += 1
-
-
-def _compute_more_than_is_known(scene: Scene) -> None:
-    scene.sequence(C).num_computed_tokens = 40
-
-
-def _share_an_unsealed_block(scene: Scene) -> int:
-    block = scene.table(A)[3]
-    scene.table(C).append(block)
+def share_an_unsealed_block(scene: Scene) -> int:
+    block = name_in_a_table(scene, scene.table(A)[3])
     scene.pool._ref_count[block] = 2
     scene.pool._num_shared += 1
     return block
 
 
-def _list_a_duplicate_that_is_none(scene: Scene) -> int:
-    block = scene.table(B)[2]
-    scene.pool._duplicates[scene.sequence(A).nodes[0]][block] = None
+def seal_a_scratch_block(scene: Scene) -> int:
+    (block,) = scene.window(A).scratch
+    scene.session.pools[1].seal(block, scene.nodes(A)[2])
     return block
 
 
-def _change_a_token(scene: Scene) -> None:
+def give_a_scratch_block_to_a_second_sequence(scene: Scene) -> int:
+    (block,) = scene.window(A).scratch
+    scene.window(C).scratch[block] = None
+    return put(scene.session.pools[1]._ref_count, block, 2)
+
+
+def move_a_window(scene: Scene) -> int:
+    entries = scene.window(A).entries
+    entries[0] = entries.pop(1)
+    return entries[0]
+
+
+def name_what_is_not_computed(scene: Scene) -> int:
+    window = scene.window(C)
+    window.entries[1], _ = window.scratch.popitem()
+    return window.entries[1]
+
+
+def change_a_token(scene: Scene) -> None:
     scene.sequence(A).tokens[0] ^= 1
 
 
-def _stand_on_another_prefix(scene: Scene) -> None:
-    nodes = scene.sequence(A).nodes
+def stand_on_another_prefix(scene: Scene) -> None:
+    nodes = scene.nodes(A)
     nodes[0], nodes[1] = nodes[1], nodes[0]
 
 
-def _count_a_sequence_more(scene: Scene) -> None:
-    scene.sequence(A).nodes[-1].num_sequences += 1
-
-
-def _cut_a_child_off(scene: Scene) -> None:
-    scene.sequence(A).nodes[2].depth = 7
-
-
-def _drop_a_node_that_a_block_holds(scene: Scene) -> int:
-    block = scene.cached
-    node = scene.pool.node(block)
+def drop_a_node_that_a_block_holds(scene: Scene) -> int:
+    node = scene.pool.node(scene.cached)
     assert node is not None
     node.set_copy(scene.session.holder, 0, 0)
     scene.tree.prune(node)
-    return block
+    return scene.cached
 
 
-def _forget_a_leader(scene: Scene) -> None:
-    sequence = scene.sequence(C)
-    sequence.nodes[1].drop_leader(sequence)
-
-
-def _lead_after_the_end(scene: Scene) -> None:
+def lead_after_the_end(scene: Scene) -> None:
     sequence = scene.sequence(C)
     scene.desk.free("c")
-    scene.sequence(A).nodes[0].add_leader(sequence)
+    scene.nodes(A)[0].add_leader(sequence)
 
 
-def _forget_to_prune(scene: Scene) -> None:
-    scene.tree.extend([], scene.sequence(A).root, b"\5" * 8, 2, 1)
-
-
-def _forget_an_attempt(scene: Scene) -> None:
-    scene.manager._attempts.drop(scene.sequence(A))
-
-
-def _remember_an_attempt_that_ended(scene: Scene) -> None:
+def remember_an_attempt_that_ended(scene: Scene) -> None:
     sequence = scene.sequence(C)
     scene.desk.free("c")
     scene.manager._attempts.add(sequence)
 
 
-def _keep_an_attempt_under_another_key(scene: Scene) -> None:
-    scene.sequence(B).key = key("b", attempt=2)
-
-
-def _count_one_block_less(scene: Scene) -> None:
-    scene.session.account.add_blocks(-1)
-
-
-def _grant_a_block_that_is_not_counted(scene: Scene) -> int:
+def grant_a_block_that_is_not_counted(scene: Scene) -> int:
     block = scene.pool.last_granted
     scene.pool.last_granted -= 1
     scene.session.account.add_blocks(-1)
     return block
 
 
-def _keep_the_tokens_of_a_sequence_that_ended(scene: Scene) -> None:
-    scene.session.account.add_tokens(4)
-
-
-def _seal_a_scratch_block(scene: Scene) -> int:
-    (block,) = scene.window(A).scratch
-    scene.session.pools[1].seal(block, scene.sequence(A).nodes[2])
-    return block
-
-
-def _give_a_scratch_block_to_a_second_sequence(scene: Scene) -> int:
-    (block,) = scene.window(A).scratch
-    scene.window(C).scratch[block] = None
-    scene.session.pools[1]._ref_count[block] = 2
-    return block
-
-
-def _move_a_window(scene: Scene) -> int:
-    entries = scene.window(A).entries
-    entries[0] = entries.pop(1)
-    return entries[0]
-
-
-def _name_what_is_not_computed(scene: Scene) -> int:
-    window = scene.window(C)
-    window.entries[1], _ = window.scratch.popitem()
-    return window.entries[1]
-
-
-def _keep_a_window_whose_prefix_has_gone(scene: Scene) -> int:
-    scene.sequence(A).nodes[1].set_copy(scene.session.holder, 0, 0)
-    return scene.window(A).entries[1]
-
-
 CASES: list[tuple[str, Break, SequenceKey | None]] = [
-    ("conservation", _count_one_free_block_more, None),
-    ("conservation", _count_one_shared_block_more, None),
-    ("free list", _lose_a_block, None),
-    ("references", _count_a_reference_that_is_none, A),
-    ("references", _name_a_block_in_a_second_table, A),
-    ("free list", _break_a_back_link, None),
-    ("free list", _tie_the_list_into_a_knot, None),
-    ("free list", _put_a_held_block_on_the_list, A),
-    ("state", _hold_a_block_for_nobody, None),
-    ("state", _call_a_cached_block_free, None),
-    ("state", _leave_a_stale_entry_for_a_recycled_block, None),
-    ("null block", _grant_the_null_block, None),
-    ("null block", _name_the_null_block, C),
-    ("generation", _stamp_from_the_future, C),
-    ("generation", _no_stamp, C),
-    ("sealing", _forget_that_a_block_is_sealed, B),
-    ("sealing", _splice_another_block_into_a_prefix, None),
-    ("sealing", _hide_a_sealed_block_from_its_node, A),
-    ("sealing", _seal_before_it_is_computed, C),
-    ("sealing", _count_a_sealed_block_more, C),
-    ("sealing", _compute_more_than_is_known, C),
-    ("fork", _share_an_unsealed_block, A),
-    ("sealing", _list_a_duplicate_that_is_none, B),
-    ("scratch", _seal_a_scratch_block, A),
-    ("scratch", _give_a_scratch_block_to_a_second_sequence, A),
-    ("window", _move_a_window, A),
-    ("window", _name_what_is_not_computed, C),
-    ("dependents", _keep_a_window_whose_prefix_has_gone, A),
-    ("chain", _change_a_token, A),
-    ("chain", _stand_on_another_prefix, A),
-    ("tree", _count_a_sequence_more, A),
-    ("tree", _cut_a_child_off, A),
-    ("tree", _drop_a_node_that_a_block_holds, None),
-    ("tree", _forget_a_leader, C),
-    ("tree", _lead_after_the_end, C),
-    ("attempts", _forget_an_attempt, A),
-    ("attempts", _remember_an_attempt_that_ended, C),
-    ("attempts", _keep_an_attempt_under_another_key, key("b", attempt=2)),
-    ("budget", _count_one_block_less, None),
-    ("budget", _grant_a_block_that_is_not_counted, None),
-    ("budget", _keep_the_tokens_of_a_sequence_that_ended, None),
+    ("conservation", lambda s: count(s.pool, "_num_free"), None),
+    ("conservation", lambda s: count(s.pool, "_num_shared"), None),
+    ("free list", lose_a_block, None),
+    ("free list", lambda s: put(s.pool._previous, s.free, 0), None),
+    ("free list", tie_the_list_into_a_knot, None),
+    ("free list", put_a_held_block_on_the_list, A),
+    ("references", lambda s: put(s.pool._ref_count, s.table(A)[2], 3), A),
+    ("references", lambda s: name_in_a_table(s, s.table(A)[3]), A),
+    ("state", lambda s: put(s.pool._state, s.free, HELD), None),
+    ("state", lambda s: put(s.pool._state, s.cached, FREE), None),
+    ("state", lambda s: put(s.pool._node, s.free, s.nodes(A)[0]), None),
+    ("null block", lambda s: put(s.pool._state, 0, HELD), None),
+    ("null block", lambda s: name_in_a_table(s, 0), C),
+    ("generation", lambda s: put(s.pool._generation, s.table(C)[1], s.manager.last_generation + 1000), C),
+    ("generation", lambda s: put(s.pool._generation, s.table(C)[1], 0), C),
+    ("sealing", lambda s: put(s.pool._node, s.table(B)[2], None), B),
+    ("sealing", splice_another_block_into_a_prefix, None),
+    ("sealing", lambda s: hide_a_copy(s, 2), A),
+    ("sealing", seal_before_it_is_computed, C),
+    ("sealing", lambda s: count(s.sequence(C), "num_sealed"), C),
+    ("sealing", lambda s: setattr(s.sequence(C), "num_computed_tokens", 40), C),
+    ("sealing", lambda s: put(s.pool._duplicates[s.nodes(A)[0]], s.table(B)[2], None), B),
+    ("fork", share_an_unsealed_block, A),
+    ("scratch", seal_a_scratch_block, A),
+    ("scratch", give_a_scratch_block_to_a_second_sequence, A),
+    ("window", move_a_window, A),
+    ("window", name_what_is_not_computed, C),
+    ("dependents", lambda s: hide_a_copy(s, 1) and s.window(A).entries[1], A),
+    ("chain", change_a_token, A),
+    ("chain", stand_on_another_prefix, A),
+    ("tree", lambda s: count(s.nodes(A)[-1], "num_sequences"), A),
+    ("tree", lambda s: setattr(s.nodes(A)[2], "depth", 7), A),
+    ("tree", drop_a_node_that_a_block_holds, None),
+    ("tree", lambda s: s.nodes(C)[1].drop_leader(s.sequence(C)), C),
+    ("tree", lead_after_the_end, C),
+    ("attempts", lambda s: s.manager._attempts.drop(s.sequence(A)), A),
+    ("attempts", remember_an_attempt_that_ended, C),
+    ("attempts", lambda s: setattr(s.sequence(B), "key", key("b", attempt=2)), key("b", attempt=2)),
+    ("budget", lambda s: s.session.account.add_blocks(-1), None),
+    ("budget", grant_a_block_that_is_not_counted, None),
+    ("budget", lambda s: s.session.account.add_tokens(4), None),
 ]
 
 
 each_law = pytest.mark.parametrize(
-    ("law", "break_it", "sequence"), CASES, ids=lambda value: getattr(value, "__name__", None)
+    ("law", "break_it", "sequence"), CASES, ids=[f"{number} {law}" for number, (law, _, _) in enumerate(CASES)]
 )
 
 
@@ -374,7 +269,7 @@ def test_check_names_law_worker_block_and_sequence(law: str, break_it: Break, se
 def test_check_sees_nodes_that_nothing_keeps() -> None:
     """A node without copy, child or sequence is a leak, even with no worker to name."""
     scene = Scene()
-    _forget_to_prune(scene)
+    scene.tree.extend([], scene.sequence(A).root, b"\5" * 8, 2, 1)
     assert any(v.law == "tree" and "no copy, child or sequence" in v.message for v in scene.manager.check().violations)
 
 

@@ -15,6 +15,7 @@ from kvpool.cache_service.core.sequence import Sequence
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.kinds import unit_pool
 from tests.cache_service.core.lockstep import key
+from tests.cache_service.core.test_core_integrity import put
 
 A, B, C = key("a"), key("b"), key("c")
 
@@ -48,6 +49,10 @@ class Scene:
         table: list[int] = self.sequence(wanted).tables[1]
         return table
 
+    def unit(self, number: int) -> tuple[int, ...]:
+        """The blocks that a root has as its unit."""
+        return self.root(number).input_blocks[self.session.holder]
+
     def root(self, number: int) -> RootNode:
         """The node of a root."""
         root = self.manager._tree.find_root(self.roots[number], 2)
@@ -55,111 +60,63 @@ class Scene:
         return root
 
 
-Break = Callable[[Scene], int | None]
-"""Breaks the law; returns the block that is wrong, None if it is not about one block."""
+def let_go_of_half_a_unit(scene: Scene) -> int:
+    return put(scene.pool._state, scene.unit(0)[2], HELD)
 
 
-def _empty_one_block(scene: Scene) -> int:
-    block = scene.table(A)[1]
-    scene.pool._node[block] = None
-    return block
+def name_a_block_twice(scene: Scene) -> None:
+    scene.root(0).input_blocks[scene.session.holder] = (*scene.unit(0)[:2], scene.unit(0)[0])
 
 
-def _give_a_block_another_root(scene: Scene) -> int:
-    block = scene.table(A)[1]
-    scene.pool._node[block] = scene.root(0)
-    return block
-
-
-def _let_go_of_half_a_unit(scene: Scene) -> int:
-    block = scene.root(0).input_blocks[scene.session.holder][2]
-    scene.pool._state[block] = HELD
-    return block
-
-
-def _cache_one_block_of_a_held_unit(scene: Scene) -> int:
-    block = scene.table(A)[2]
-    scene.pool._state[block] = CACHED
-    return block
-
-
-def _count_one_block_once_more(scene: Scene) -> int:
-    block = scene.table(A)[2]
-    scene.pool._ref_count[block] += 1
-    return block
-
-
-def _name_a_block_twice(scene: Scene) -> None:
-    blocks = scene.root(0).input_blocks[scene.session.holder]
-    scene.root(0).input_blocks[scene.session.holder] = (*blocks[:2], blocks[0])
-
-
-def _forget_the_unit(scene: Scene) -> int:
+def forget_the_unit(scene: Scene) -> int:
     del scene.root(1).input_blocks[scene.session.holder]
     return scene.table(A)[0]
 
 
-def _forget_the_last_block(scene: Scene) -> int:
+def forget_the_last_block(scene: Scene) -> int:
     scene.root(1).input_blocks[scene.session.holder] = tuple(scene.table(A)[:2])
     return scene.table(A)[2]
 
 
-def _forget_that_it_may_go(scene: Scene) -> int:
+def forget_that_it_may_go(scene: Scene) -> int:
     scene.pool._cached_units.clear()
-    return scene.root(0).input_blocks[scene.session.holder][0]
+    return scene.unit(0)[0]
 
 
-def _let_a_held_unit_go(scene: Scene) -> int:
-    scene.pool._cached_units[scene.root(1)] = None
-    return scene.table(A)[0]
+def let_a_unit_go(scene: Scene, number: int) -> int | None:
+    scene.pool._cached_units[scene.root(number)] = None
+    return scene.table(A)[0] if number == 1 else None
 
 
-def _let_a_unit_go_that_is_none(scene: Scene) -> None:
-    scene.pool._cached_units[scene.root(2)] = None
-
-
-def _share_what_is_not_computed(scene: Scene) -> None:
+def share_what_is_not_computed(scene: Scene) -> None:
     scene.table(B)[0] = scene.table(C)[0]
 
 
-def _seal_before_the_encoder_has_run(scene: Scene) -> None:
-    scene.pool.seal_unit(scene.table(C), scene.sequence(C).root)
-
-
-def _compute_without_the_encoder(scene: Scene) -> None:
-    scene.sequence(C).num_computed_tokens = 1
-
-
-def _forget_the_leader(scene: Scene) -> None:
-    scene.sequence(C).root.drop_leader(scene.sequence(C))
-
-
-def _lose_a_table(scene: Scene) -> None:
-    scene.table(C).clear()
-
-
-CASES: list[tuple[Break, SequenceKey | None]] = [
-    (_empty_one_block, A),
-    (_give_a_block_another_root, None),
-    (_let_go_of_half_a_unit, None),
-    (_cache_one_block_of_a_held_unit, None),
-    (_count_one_block_once_more, None),
-    (_name_a_block_twice, None),
-    (_forget_the_unit, A),
-    (_forget_the_last_block, None),
-    (_forget_that_it_may_go, None),
-    (_let_a_held_unit_go, None),
-    (_let_a_unit_go_that_is_none, None),
-    (_share_what_is_not_computed, B),
-    (_seal_before_the_encoder_has_run, C),
-    (_compute_without_the_encoder, C),
-    (_forget_the_leader, C),
-    (_lose_a_table, C),
+CASES: list[tuple[Callable[[Scene], int | None], SequenceKey | None]] = [
+    (lambda s: put(s.pool._node, s.table(A)[1], None), A),
+    (lambda s: put(s.pool._node, s.table(A)[1], s.root(0)), None),
+    (let_go_of_half_a_unit, None),
+    (lambda s: put(s.pool._state, s.table(A)[2], CACHED), None),
+    (lambda s: put(s.pool._ref_count, s.table(A)[2], 3), None),
+    (name_a_block_twice, None),
+    (forget_the_unit, A),
+    (forget_the_last_block, None),
+    (forget_that_it_may_go, None),
+    (lambda s: let_a_unit_go(s, 1), None),
+    (lambda s: let_a_unit_go(s, 2), None),
+    (share_what_is_not_computed, B),
+    (lambda s: s.pool.seal_unit(s.table(C), s.sequence(C).root), C),
+    (lambda s: setattr(s.sequence(C), "num_computed_tokens", 1), C),
+    (lambda s: s.sequence(C).root.drop_leader(s.sequence(C)), C),
+    (lambda s: s.table(C).clear(), C),
 ]
+"""Each breaks the law, and returns the block that is wrong, None if it is not about one block; and the sequence that is named."""
 
 
-@pytest.mark.parametrize(("break_it", "sequence"), CASES, ids=lambda value: getattr(value, "__name__", None))
-def test_check_names_the_unit_that_is_not_whole(break_it: Break, sequence: SequenceKey | None) -> None:
+@pytest.mark.parametrize(("break_it", "sequence"), CASES)
+def test_check_names_the_unit_that_is_not_whole(
+    break_it: Callable[[Scene], int | None], sequence: SequenceKey | None
+) -> None:
     scene = Scene()
     block = break_it(scene)
     found = [one for one in scene.manager.check().violations if one.law == "unit"]
