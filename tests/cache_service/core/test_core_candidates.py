@@ -105,12 +105,12 @@ class Cluster:
 
 
 @pytest.mark.parametrize("with_encoder", [False, True], ids=["decoders", "encoder-decoders"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_best_are_the_best_of_all(monkeypatch: pytest.MonkeyPatch, seed: int, with_encoder: bool) -> None:
-    """In clusters that count as large: some hold beginnings of the prompt, most, or none, load comes and goes, and some workers
-    are too small for the text."""
+    """In clusters that count as large or as small: some hold beginnings of the prompt, most, or none, load comes and goes, and some
+    workers are too small for the text."""
     rng = random.Random(seed)
-    monkeypatch.setattr(routing, "FEW", rng.choice([0, 2, 5]))
+    monkeypatch.setattr(routing, "FEW", rng.choice([0, 2, 5, 99]))
     monkeypatch.setattr(routing, "NEIGHBOURS", rng.choice([1, 3]))
     cluster = Cluster(rng, with_encoder=with_encoder)
     for _ in range(60):
@@ -184,6 +184,9 @@ def test_equal_cold_prompts_meet_and_different_ones_spread_over_many_idle_worker
     assert max(chosen.values()) < 3 * 20
     for number in range(50):
         assert first_choice(manager, [number, 1, 2, 3, 9]) == first_choice(manager, [number, 1, 2, 3])
+    inputs = [ROOT._replace(input_digest=bytes([number]) * 32) for number in range(50)]
+    chosen_for = {manager.route(root, token_bytes([1]), 1)[0].session.worker_id for root in inputs}
+    assert len(chosen_for) > 25, "an encoder's input counts too"
 
 
 def test_a_worker_that_comes_or_goes_moves_few_prompts() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache_service.core.block_pool import BlockPool, State
+from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.budget import Account, Budget
 from kvpool.cache_service.core.hashing import xxh64
 from kvpool.cache_service.core.manager import SWEEP_SLICE_NODES, CacheManager
@@ -33,7 +33,6 @@ from tests.cache_service.core.lockstep import (
     key,
     pool_snapshot,
     registration,
-    snapshot,
     token_bytes,
 )
 from tests.cache_service.core.model import Refused
@@ -64,16 +63,6 @@ def lines_of(operation: Callable[[], object]) -> int:
 # -- content
 
 
-def test_a_block_is_no_hit_before_its_kv_is_computed() -> None:
-    """Hash registered before the KV is computed: a granted block serves nobody until its worker reports it computed."""
-    worker = Desk()
-    worker.grant("first", range(9))
-    granted = worker.grant("second", range(9), no_wait=True)
-    assert granted.num_cached_tokens == 0
-    worker.report("first", 7)
-    assert worker.grant("third", range(9), no_wait=True).num_cached_tokens == 4
-
-
 def test_a_recycled_block_has_no_stale_entry() -> None:
     """Stale hash entry for a recycled block: once a block is granted again, its former content is a miss."""
     worker = Desk(num_blocks=3)
@@ -84,31 +73,6 @@ def test_a_recycled_block_has_no_stale_entry() -> None:
     worker.free("new")
     assert worker.manager.num_prefix_nodes == 0
     assert worker.grant("old again", old).num_cached_tokens == 0
-
-
-def test_look_up_and_pin_are_one_step() -> None:
-    """A hit leaves the free list in the call that finds it: the rest of the same batch, under pressure, cannot evict it."""
-    worker = Desk(num_blocks=5)
-    prefix = list(range(8))
-    worker.serve("first", [*prefix, 0])
-    hit, starving = worker.allocate_batch(worker.item("hit", [*prefix, 1]), worker.item("starving", range(50, 58)))
-    assert isinstance(hit, Granted)
-    assert hit.num_cached_tokens == 8
-    assert starving == Refused(Reason.NO_BLOCKS)
-    assert all(worker.session.pools[0].state(block) is State.HELD for block in hit.tables[0].blocks)
-
-
-def test_an_allocation_that_needs_its_own_hits_as_free_blocks_is_refused() -> None:
-    """Admission counts exactly: a cached block that is hit is not also there to be granted."""
-    worker = Desk(num_blocks=5)
-    worker.serve("first", range(12))
-    worker.grant("holds", [99])
-    before = pool_snapshot(worker.session.pools[0])
-    assert (worker.counts.cached, worker.counts.free) == (3, 0)
-    assert worker.allocate("second", range(13)) == Refused(Reason.NO_BLOCKS)
-    assert pool_snapshot(worker.session.pools[0]) == before
-    worker.free("holds")
-    assert worker.grant("second", range(13)).num_cached_tokens == 12
 
 
 def test_an_allocation_that_fails_evicts_nothing() -> None:
@@ -168,20 +132,6 @@ def test_different_encoder_inputs_share_no_decoder_prefix() -> None:
     assert worker.serve("one again", range(9), root=one) == 8
 
 
-def test_sharers_keep_what_a_preempted_owner_had_computed() -> None:
-    """A sharer resumes before the owner has recomputed the shared blocks: sealed blocks outlive their owner's preemption."""
-    worker = Desk(num_blocks=9)
-    worker.grant("owner", range(9))
-    worker.report("owner", 8)
-    shared = worker.grant("sharer", [*range(8), 50]).blocks[:2]
-    worker.free("owner", 8)
-    pool = worker.session.pools[0]
-    assert [pool.ref_count(block) for block in shared] == [1, 1]
-    again = worker.grant(key("owner", round=1), range(9))
-    assert again.blocks[:2] == shared
-    assert again.num_cached_tokens == 8
-
-
 # -- leaks, retries and late messages
 
 
@@ -205,38 +155,6 @@ def test_an_abort_at_any_moment_leaks_nothing(computed: int, name_the_bound: boo
     assert worker.manager.num_prefix_nodes == 0
 
 
-def test_a_late_allocate_after_its_free_is_granted_never() -> None:
-    """A retried or delayed Allocate that arrives after its Free: a smaller call_no does nothing, and nothing is left behind."""
-    worker = Desk()
-    item = worker.item("s", range(9))
-    late = worker.uplink()
-    worker.free("s")
-    before = snapshot(worker.manager)
-    assert worker.lockstep.allocate(late, item) == Refused(Reason.STALE_CALL)
-    assert snapshot(worker.manager) == before
-    assert worker.counts.held == 0
-
-
-def test_a_retry_gets_the_same_table_and_holds_nothing_twice() -> None:
-    """The reply was lost: the state goes out again in a larger call, and the table comes back as it stands."""
-    worker = Desk()
-    first = worker.grant("s", range(9))
-    held = worker.counts.held
-    assert worker.grant("s", range(9)) == first
-    assert worker.counts.held == held
-
-
-def test_freeing_twice_frees_once() -> None:
-    """Free is idempotent also when its blocks have gone to somebody else in between."""
-    worker = Desk(num_blocks=4)
-    worker.grant("s", range(9))
-    worker.free("s")
-    other = worker.grant("other", range(20, 29))
-    worker.free("s")
-    assert worker.table("other") == list(other.blocks)
-    assert worker.counts.held == 3
-
-
 def test_a_named_block_of_an_older_grant_is_ignored_by_free_and_refused_by_append() -> None:
     """One writer: after a block went back and was granted again, words about its former grant mean nothing."""
     worker = Desk(num_blocks=4)
@@ -253,23 +171,6 @@ def test_a_named_block_of_an_older_grant_is_ignored_by_free_and_refused_by_appen
     assert pool.is_reserved(old.block, pool.generation(old.block))
 
 
-def test_a_restarted_manager_takes_no_live_memory_for_empty_space() -> None:
-    """Restarted master overwrites live memory: old sessions are refused, and every later grant carries a larger generation."""
-    worker = Desk()
-    before = max(worker.grant("s", range(9)).generations)
-    worker.lockstep.restart()
-    worker.manager = worker.lockstep.manager
-    assert worker.lockstep.allocate(worker.uplink(), worker.item("s", range(9))) == Refused(Reason.STALE_SESSION)
-    assert worker.lockstep.append(worker.uplink()) == Refused(Reason.STALE_SESSION)
-    assert worker.lockstep.free(worker.uplink()) == Refused(Reason.STALE_SESSION)
-    assert worker.lockstep.keep_alive(worker.number, 0) == Refused(Reason.STALE_SESSION)
-    session = worker.lockstep.register(registration("w1", num_blocks=65))
-    assert isinstance(session, int)
-    assert session > worker.number
-    worker.number, worker.call_no = session, 0
-    assert min(worker.grant("s", range(9)).generations) > before
-
-
 def test_a_fenced_sequence_keeps_its_blocks_until_its_worker_frees_it() -> None:
     """Fenced is not freed: steps may still write, so its blocks come back by its worker's word alone (rule 5)."""
     lockstep = Lockstep()
@@ -281,16 +182,6 @@ def test_a_fenced_sequence_keeps_its_blocks_until_its_worker_frees_it() -> None:
     assert slow.report("s") == Refused(Reason.STALE_ATTEMPT)
     slow.free("s", 8)
     assert (slow.counts.held, slow.counts.cached) == (0, 2)
-
-
-def test_a_fenced_sequence_stays_fenced_when_its_successor_has_ended() -> None:
-    """Nothing of a fence is forgotten while the fenced sequence lives: neither Allocate nor Append revives it."""
-    lockstep = Lockstep()
-    slow, fast = Desk(lockstep=lockstep, worker_id="slow"), Desk(lockstep=lockstep, worker_id="fast")
-    slow.grant("s", range(9))
-    fast.serve(key("s", attempt=2), range(9))
-    assert slow.allocate("s", range(9)) == Refused(Reason.STALE_ATTEMPT)
-    assert slow.report("s") == Refused(Reason.STALE_ATTEMPT)
 
 
 # -- cost

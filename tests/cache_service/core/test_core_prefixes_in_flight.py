@@ -35,28 +35,6 @@ def test_sixteen_equal_prompts_have_one_leader() -> None:
     assert worker.counts.shared == 4
 
 
-def test_when_the_leader_is_freed_the_next_one_leads() -> None:
-    """The leader is cancelled before it has computed anything: one of those who ask again is granted, the others wait for it."""
-    worker = Desk()
-    sixteen(worker)
-    worker.free("s0")
-    outcomes = worker.allocate_batch(*(worker.item(f"s{i}", PROMPT) for i in range(1, 16)))
-    assert isinstance(outcomes[0], Granted)
-    assert outcomes[0].num_cached_tokens == 0
-    assert outcomes[1:] == [Wait(key("s1"), 16)] * 14
-
-
-def test_when_the_leader_is_preempted_it_queues_like_everybody() -> None:
-    """A preempted leader comes back with round + 1 behind the one that took over, and waits for it."""
-    worker = Desk()
-    sixteen(worker)
-    worker.free("s0", 8)
-    outcomes = worker.allocate_batch(worker.item("s1", PROMPT), worker.item(key("s0", round=1), PROMPT))
-    assert isinstance(outcomes[0], Granted)
-    assert outcomes[0].num_cached_tokens == 8, "what it had computed stays a hit"
-    assert outcomes[1] == Wait(key("s1"), 16)
-
-
 def test_a_fenced_leader_is_waited_for_no_more() -> None:
     """The leader's successor lives elsewhere: it is going to stop, so the others are granted."""
     lockstep = Lockstep()
@@ -66,20 +44,6 @@ def test_a_fenced_leader_is_waited_for_no_more() -> None:
     outcomes = worker.allocate_batch(*(worker.item(f"s{i}", PROMPT) for i in range(1, 4)))
     assert isinstance(outcomes[0], Granted)
     assert outcomes[1:] == [Wait(key("s1"), 16)] * 2
-
-
-def test_a_dead_workers_leader_holds_nobody_up() -> None:
-    """A leader ends with its session: after the worker registered again, its first request leads."""
-    lockstep = Lockstep()
-    worker = Desk(lockstep=lockstep)
-    sixteen(worker)
-    registration = worker.session.registration
-    number = lockstep.register(registration._replace(register_no=2))
-    assert isinstance(number, int)
-    worker.number, worker.call_no = number, 0
-    outcomes = sixteen(worker)
-    assert isinstance(outcomes[0], Granted)
-    assert outcomes[1:] == [Wait(key("s0"), 16)] * 15
 
 
 def test_nobody_waits_for_a_sequence_of_another_session() -> None:
@@ -116,16 +80,6 @@ def test_all_leaders_of_a_node_are_remembered() -> None:
     assert worker.grant("x", PROMPT).num_cached_tokens == 8
 
 
-def test_blocks_sealed_in_mid_prefill_serve_others_at_once() -> None:
-    """A waiter that asks again after half the prefill still waits for the rest; with no_wait it has the half at once."""
-    worker = Desk()
-    worker.grant("leader", PROMPT)
-    worker.report("leader", 9)
-    assert worker.allocate("waiter", PROMPT) == Wait(key("leader"), 16)
-    assert worker.grant("waiter", PROMPT, no_wait=True).num_cached_tokens == 8
-    assert worker.grant("short", PROMPT[:8], no_wait=False).num_cached_tokens == 4
-
-
 def test_the_wait_is_for_the_leader_that_computes_most() -> None:
     """Of two leaders of the first missing block the one with the longer common prefix is named; of equals, the older."""
     worker = Desk()
@@ -144,32 +98,3 @@ def test_a_prompt_waits_only_for_what_it_can_use() -> None:
     assert isinstance(worker.allocate("first block", PROMPT[:4]), Granted)
     assert isinstance(worker.allocate("takes nothing", PROMPT, max_cached_tokens=3), Granted)
     assert worker.allocate("takes one", PROMPT, max_cached_tokens=5) == Wait(key("leader"), 4)
-
-
-def test_generated_blocks_are_led_by_nobody() -> None:
-    """What a sequence will generate is not known beforehand, so nobody waits for it; once sealed it is a hit."""
-    worker = Desk()
-    worker.grant("writer", PROMPT)
-    worker.report("writer")
-    story = [*PROMPT, 1, 2, 3, 4, 5]
-    assert worker.grant("reader", story).num_cached_tokens == 16
-    worker.free("reader")
-    worker.report("writer", 17, new_tokens=story[17:], want_blocks=6)
-    worker.report("writer", 21)
-    assert worker.grant("reader", story).num_cached_tokens == 20
-
-
-def test_waiting_does_not_depend_on_room() -> None:
-    """A prompt whose prefix is in flight waits also when there is no room for it now; and it evicts nothing."""
-    worker = Desk(num_blocks=6)
-    worker.grant("leader", PROMPT)
-    assert worker.counts.free == 0
-    assert worker.allocate("waiter", PROMPT) == Wait(key("leader"), 16)
-    assert worker.allocate("stranger", [1]) == Refused(Reason.NO_BLOCKS)
-
-
-def test_a_wait_does_not_end_the_batch() -> None:
-    """Only NO_BLOCKS stops a batch: those behind a waiting request are served."""
-    worker = Desk()
-    outcomes = worker.allocate_batch(worker.item("a", PROMPT), worker.item("b", PROMPT), worker.item("c", [1, 2]))
-    assert [type(outcome) for outcome in outcomes] == [Granted, Wait, Granted]

@@ -7,11 +7,10 @@ import random
 import pytest
 import xxhash
 
-from kvpool.cache_service.core.candidates import SEQUENCE_COST_TOKENS
-from kvpool.cache_service.core.messages import AllocateItem, Granted, Root, Uplink, WorkerLoad
+from kvpool.cache_service.core.messages import AllocateItem, Granted, Root
 from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.desk import ROOT, Desk
-from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
+from tests.cache_service.core.lockstep import Lockstep, key, refused, registration, token_bytes
 from tests.cache_service.core.test_core_past_mistakes import lines_of
 
 PROMPT = list(range(17))
@@ -26,29 +25,6 @@ def cluster(num_workers: int = 3, block_size: int = 4) -> list[Desk]:
 def ranking(worker: Desk, prompt: list[int], root: Root = ROOT) -> list[str]:
     """Worker ids, best first."""
     return [routed.session.worker_id for routed in worker.manager.route(root, token_bytes(prompt))]
-
-
-def test_the_worker_with_the_longest_prefix_is_first() -> None:
-    """Per worker Route tells the cached and the in-flight prefix, and the longest wins."""
-    workers = cluster()
-    workers[0].serve("a", [*PROMPT[:8], 99])
-    workers[1].serve("b", PROMPT)
-    ranked = workers[0].manager.route(ROOT, token_bytes(PROMPT))
-    assert [(routed.session.worker_id, routed.num_cached_tokens) for routed in ranked] == [
-        ("w1", 16),
-        ("w0", 8),
-        ("w2", 0),
-    ]
-    workers[0].lockstep.route(ROOT, token_bytes(PROMPT))
-
-
-def test_a_prefix_in_flight_counts_before_it_is_computed() -> None:
-    """A worker that is computing the prefix is a better place than a cold one, though it has nothing cached yet."""
-    workers = cluster()
-    workers[2].grant("leader", [*PROMPT, *range(40)])
-    workers[2].report("leader", 4)
-    best = workers[0].manager.route(ROOT, token_bytes([*PROMPT, *range(40)]))[0]
-    assert (best.session.worker_id, best.num_cached_tokens, best.num_in_flight_tokens) == ("w2", 4, 56)
 
 
 def test_a_held_block_counts_after_one_that_is_computed_again() -> None:
@@ -68,28 +44,6 @@ def test_a_held_block_counts_after_one_that_is_computed_again() -> None:
     worker.lockstep.route(ROOT, token_bytes(PROMPT))
 
 
-def test_each_worker_is_told_its_own_reach_whoever_else_holds_the_prefix() -> None:
-    """Six workers hold beginnings of different lengths, sealed in different orders."""
-    workers = cluster(6)
-    order = random.Random(1)
-    for length in (4, 8, 16):
-        for worker in order.sample(workers, 3):
-            worker.serve(f"{worker.worker_id} {length}", [*PROMPT[:length], 99])
-    for prompt in (PROMPT, PROMPT[:9], [*PROMPT[:4], *range(50, 60)]):
-        workers[0].lockstep.route(ROOT, token_bytes(prompt))
-    reached = {worker.num_cached_tokens for worker in workers[0].manager.route(ROOT, token_bytes(PROMPT))}
-    assert len(reached) > 2
-    workers[0].lockstep.deregister(workers[0].number)
-    workers[1].lockstep.route(ROOT, token_bytes(PROMPT))
-
-
-def test_a_full_hit_is_reported_short_of_the_last_token() -> None:
-    """Route promises what Allocate will give: less than the whole prompt."""
-    (worker,) = cluster(1)
-    worker.serve("a", PROMPT[:16])
-    assert worker.manager.route(ROOT, token_bytes(PROMPT[:16]))[0].num_cached_tokens == 12
-
-
 def test_a_worker_that_leaves_is_named_no_more_from_that_moment_on() -> None:
     """By an order, or by its own decision, which a heartbeat tells whose load is the one before; and an order that it has not heard
     of holds for the session that it begins meanwhile."""
@@ -104,18 +58,6 @@ def test_a_worker_that_leaves_is_named_no_more_from_that_moment_on() -> None:
     assert ranking(workers[0], PROMPT) == ["w2"]
     manager.register(manager.worker("w0").registration._replace(register_no=2), 0.0)
     assert ranking(workers[0], PROMPT) == ["w2"]
-
-
-def test_load_moves_a_short_prefix_elsewhere() -> None:
-    """Uncomputed tokens and sequences cost; a prefix shorter than they are worth does not attract."""
-    workers = cluster(2)
-    workers[0].serve("a", PROMPT[:5])
-    assert ranking(workers[0], PROMPT)[0] == "w0"
-    workers[0].manager.keep_alive(workers[0].number, 0, WorkerLoad(num_uncomputed_tokens=5), 0.0)
-    assert ranking(workers[0], PROMPT)[0] == "w1"
-    workers[0].manager.keep_alive(workers[0].number, 0, WorkerLoad(num_waiting=1), 0.0)
-    assert SEQUENCE_COST_TOKENS > 4
-    assert ranking(workers[0], PROMPT)[0] == "w1"
 
 
 def test_cold_ties_are_broken_by_the_hash_of_the_first_block() -> None:
@@ -158,32 +100,6 @@ def test_only_workers_of_the_model_are_candidates() -> None:
     assert ranking(worker, PROMPT, Root("unknown")) == []
 
 
-def test_workers_with_different_block_sizes_are_compared_in_tokens() -> None:
-    """Each worker is looked up with its own block size."""
-    lockstep = Lockstep()
-    fine = Desk(block_size=2, worker_id="fine", lockstep=lockstep)
-    coarse = Desk(block_size=8, worker_id="coarse", lockstep=lockstep)
-    fine.serve("a", PROMPT[:15])
-    coarse.serve("b", PROMPT[:15])
-    ranked = fine.manager.route(ROOT, token_bytes(PROMPT))
-    assert [(routed.session.worker_id, routed.num_cached_tokens) for routed in ranked] == [("fine", 14), ("coarse", 8)]
-
-
-def test_route_changes_nothing() -> None:
-    """Neither the order of eviction nor the tree: looking is not using, and asking leaves no node behind."""
-    workers = cluster(2)
-    workers[0].serve("a", PROMPT)
-    workers[0].serve("b", list(range(100, 117)))
-    workers[1].grant("c", PROMPT)
-    before = snapshot(workers[0].manager)
-    order = workers[0].free_list
-    for prompt in (PROMPT, [*PROMPT[:4], 9, 9, 9, 9, 9], [7], list(range(500, 600))):
-        for salt in ("", "unseen"):
-            workers[0].manager.route(Root(FINGERPRINT, tenant_salt=salt), token_bytes(prompt))
-    assert snapshot(workers[0].manager) == before
-    assert workers[0].free_list == order
-
-
 def test_a_fenced_session_is_no_candidate() -> None:
     """A worker that left, expired or came back anew is not recommended for what it once held."""
     workers = cluster(2)
@@ -193,28 +109,6 @@ def test_a_fenced_session_is_no_candidate() -> None:
     workers[0].lockstep.register(registration("w0", register_no=2))
     routed = {r.session.worker_id: r.num_cached_tokens for r in workers[1].manager.route(ROOT, token_bytes(PROMPT))}
     assert routed == {"w0": 0, "w1": 0}
-
-
-def test_max_workers_cuts_the_list() -> None:
-    """The best ones are kept; 0 means all."""
-    workers = cluster(3)
-    workers[1].serve("a", PROMPT)
-    (best,) = workers[0].manager.route(ROOT, token_bytes(PROMPT), max_workers=1)
-    assert best.session.worker_id == "w1"
-    assert len(workers[0].manager.route(ROOT, token_bytes(PROMPT), max_workers=0)) == 3
-
-
-def test_sequences_granted_since_the_last_keep_alive_count_as_load() -> None:
-    """Equal prompts that arrive together do not all go to the worker whose load report is old."""
-    workers = cluster(2)
-    first = ranking(workers[0], PROMPT)[0]
-    busy = next(worker for worker in workers if worker.worker_id == first)
-    busy.grant("x", [99])
-    assert ranking(workers[0], PROMPT)[0] != first
-    busy.lockstep.free(Uplink(busy.number, 99))
-    busy.call_no = 99
-    busy.free(key("x").sequence_id)
-    assert ranking(workers[0], PROMPT)[0] == first
 
 
 @pytest.mark.parametrize("seed", range(4))

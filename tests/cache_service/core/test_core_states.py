@@ -1,6 +1,6 @@
 """Groups of recurrent layers: what a sequence keeps is one state, and a snapshot of it is needed at the end of a hit.
 
-The state machine (test_core_state_machine.py) draws workers with such groups too; here is one example of each rule that windows
+Drawn histories (test_core_state_machine.py) have such groups too, and a model says what is right; here are examples of what windows
 (test_core_windows.py) do not have. Blocks have four tokens, the grid two blocks.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache_service.core.messages import Boundary, Granted, MissCause, Wait
+from kvpool.cache_service.core.messages import Boundary, MissCause, Wait
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import key, token_bytes
@@ -28,9 +28,6 @@ def boundaries(desk: Desk, name: str, tokens: Any, **wanted: Any) -> tuple[int, 
     return granted_by(desk, name, tokens, **wanted).boundaries
 
 
-# -- hits
-
-
 def test_a_hit_ends_where_there_is_a_snapshot() -> None:
     """All blocks of the prompt are cached; the state after 16 tokens is, that after 24 is not."""
     desk = worker_with_state()
@@ -42,31 +39,6 @@ def test_a_hit_ends_where_there_is_a_snapshot() -> None:
     assert (state.start, len(state.blocks), len(state.scratch)) == (3, 1, 2), "one snapshot, and the two scratch blocks"
 
 
-def test_a_snapshot_alone_is_no_hit_if_layers_attend() -> None:
-    """When a block before it is evicted, it is emptied: it could serve nothing."""
-    desk = worker_with_state((9, 33))
-    served_until(desk, "a", range(20), 4)
-    (snapshot,) = [block for block in range(1, 33) if desk.session.pools[1].is_cached(block)]
-    served_until(desk, "b", range(50, 82))
-    assert not desk.session.pools[1].is_cached(snapshot)
-    assert desk.manager.check().violations == []
-
-
-def test_a_model_without_attention_needs_nothing_but_the_snapshot() -> None:
-    desk = Desk((9,), SIZE, windows=[(0, 2)], grids=[GRID])
-    served_until(desk, "a", range(400), 50)
-    granted = granted_by(desk, "b", range(300, 700))
-    assert granted.num_cached_tokens == 0
-    granted = granted_by(desk, "c", range(401))
-    assert (granted.num_cached_tokens, len(granted.tables[0].blocks)) == (200, 1)
-
-
-def test_a_short_sequence_gets_one_block_and_a_longer_one_two() -> None:
-    desk = worker_with_state()
-    assert len(granted_by(desk, "a", range(4)).tables[1].scratch) == 1
-    assert len(granted_by(desk, "b", range(400, 405)).tables[1].scratch) == 2
-
-
 def test_a_pool_that_has_no_room_beside_a_snapshot_is_named_with_its_setting() -> None:
     desk = worker_with_state((33, 3))
     (refusal,), _ = desk.manager.allocate(desk.uplink(), [desk.item("a", range(21))])
@@ -76,35 +48,10 @@ def test_a_pool_that_has_no_room_beside_a_snapshot_is_named_with_its_setting() -
         assert words in refusal.message, refusal.message
 
 
-# -- boundaries
-
-
-@pytest.mark.parametrize(("num_tokens", "expected"), [(8, ()), (9, (8,)), (16, (8,)), (17, (16,)), (23, (16,))])
-def test_the_end_of_a_prompt_is_the_last_place_of_the_grid_before_its_last_token(
-    num_tokens: int, expected: tuple[int, ...]
-) -> None:
-    assert boundaries(worker_with_state(), "a", range(num_tokens)) == expected
-
-
-def test_where_prompts_part_is_rounded_down_to_the_grid() -> None:
-    """They share five blocks; the first of them has gone, and has left its end only."""
-    desk = worker_with_state()
-    served_until(desk, "a", range(32), 6)
-    assert boundaries(desk, "b", [*range(20), *range(70, 82)]) == (16, 24)
-
-
 def test_what_the_item_asks_for_is_rounded_down_and_its_interval_up() -> None:
     desk = worker_with_state()
     assert boundaries(desk, "a", range(33), boundaries=(13, 7, 29)) == (8, 24, 32)
     assert boundaries(desk, "b", range(50, 83), retention_interval=9) == (16, 32)
-
-
-def test_windows_of_a_worker_with_a_state_are_on_the_grid_too() -> None:
-    desk = Desk((33, 33, 33), SIZE, windows=[(0, 0), (6, 5), (0, 2)], grids=[0, 0, GRID])
-    assert boundaries(desk, "a", range(23)) == (16,)
-
-
-# -- prefixes in flight
 
 
 def test_a_second_prompt_waits_for_the_place_of_the_grid_before_it_parts_and_its_leader_is_told() -> None:
@@ -117,37 +64,6 @@ def test_a_second_prompt_waits_for_the_place_of_the_grid_before_it_parts_and_its
     assert granted_by(desk, "b", [*range(21), 99]).num_cached_tokens == 16
 
 
-def test_nobody_waits_for_a_place_that_the_leader_is_past() -> None:
-    """It is at 20 tokens; the prompts part at 28, which is rounded down to 24; and at 20, which is rounded down to 16."""
-    desk = worker_with_state()
-    granted_by(desk, "a", range(33))
-    desk.report("a", 20)
-    assert desk.allocate("b", [*range(28), 99]) == Wait(key("a"), 24)
-    desk.report("a", 24)
-    granted = desk.allocate("c", [*range(28), 98])
-    assert isinstance(granted, Granted)
-    assert granted.num_cached_tokens == 0
-
-
-# -- eviction
-
-
-def test_a_snapshot_that_was_hit_and_left_is_evicted_before_others_unless_prompts_part_there() -> None:
-    desk = worker_with_state()
-    served_until(desk, "a", range(9), 2)
-    assert granted_by(desk, "b", range(20)).num_cached_tokens == 8
-    (entry,) = desk.window("b").entries.items()
-    desk.tell(desk.statement("b", 12, released=[entry]))
-    pool = desk.session.pools[1]
-    assert pool.demoted() == [entry[1]]
-    desk.free("b")
-    assert granted_by(desk, "c", [*range(8), 50, 50]).num_cached_tokens == 8
-    assert granted_by(desk, "d", [*range(8), 60, 60, 60, 60, 60]).num_cached_tokens == 8
-    for name in "cd":
-        desk.free(name, 8)
-    assert pool.is_cached(entry[1])
-
-
 def test_two_snapshots_of_one_update_are_each_one_of_its_own() -> None:
     """Neither is the beginning of the other, as with windows: both are kept like any hit."""
     desk = Desk((33, 33), SIZE, windows=[(0, 0), (0, 3)], grids=[0, 1])
@@ -157,17 +73,6 @@ def test_two_snapshots_of_one_update_are_each_one_of_its_own() -> None:
     assert desk.window("a").ends == {1, 2}
     desk.tell(desk.statement("a", 12, released=[(0, first), (1, second)]))
     assert desk.session.pools[1].demoted() == []
-
-
-# -- looking
-
-
-def test_route_counts_the_snapshot_and_the_last_place_of_the_grid_that_will_have_one() -> None:
-    desk = worker_with_state()
-    granted_by(desk, "a", range(31))
-    desk.name("a", 2)
-    (routed,) = desk.manager.route(ROOT, token_bytes(range(31)))
-    assert (routed.num_cached_tokens, routed.num_in_flight_tokens) == (8, 24)
 
 
 def test_explain_says_that_no_snapshot_was_kept() -> None:

@@ -1,6 +1,7 @@
 """Groups with a sliding window: scratch that only the worker knows, windows that are named at boundaries, and hits with holes.
 
-The state machine (test_core_state_machine.py) draws workers with such groups too; here is one example of each rule.
+Drawn histories (test_core_state_machine.py) have such groups, and a model says what is right. Here is an example of the main rules,
+what a refusal says, and what histories seldom reach.
 """
 
 from __future__ import annotations
@@ -21,29 +22,18 @@ from kvpool.cache_service.core.hits import cached_along, hits_in
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
-    AppendItem,
     Boundary,
-    ContentRun,
     Granted,
     Layout,
     Limits,
     MissCause,
-    ReportedBlocks,
-    ReportedSequence,
-    ReportPart,
-    ReservedBlock,
-    SequenceUpdate,
-    TableEntry,
-    Uplink,
     Wait,
 )
 from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
 from kvpool.cache_service.core.refusal import Reason, Refusal
-from kvpool.cache_service.core.restored import Case
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, refused, registration, token_bytes
-from tests.cache_service.core.model import Refused
 
 SIZE = 4
 WINDOW, SPAN, RING = 6, 2, 4
@@ -84,31 +74,6 @@ def test_a_hit_needs_the_whole_prefix_in_full_groups_and_the_last_window_in_the_
     assert full.blocks[:4] == (1, 2, 3, 4)
     assert (window.start, len(window.blocks), len(window.scratch)) == (2, SPAN, 2)
     assert granted_by(desk, "c", [*range(12), 99, 99]).num_cached_tokens == 0, "no window ends after three blocks"
-
-
-def test_a_window_that_reaches_to_the_beginning_is_shorter() -> None:
-    desk = worker_with_window()
-    served_until(desk, "a", range(9), 1)
-    granted = granted_by(desk, "b", [*range(4), 99])
-    assert (granted.num_cached_tokens, granted.tables[1].start, len(granted.tables[1].blocks)) == (4, 0, 1)
-
-
-def test_the_most_cached_tokens_that_an_item_allows_must_be_a_boundary_themselves() -> None:
-    desk = worker_with_window()
-    served_until(desk, "a", range(21), 2, 5)
-    assert granted_by(desk, "b", range(21), max_cached_tokens=15, no_wait=True).num_cached_tokens == 8
-
-
-def test_a_repeated_allocate_states_the_named_blocks_with_holes_between_them() -> None:
-    desk = worker_with_window()
-    granted_by(desk, "a", range(20))
-    first = desk.name("a", 1)[0]
-    (last,) = desk.scratch("a")[:1]
-    desk.tell(desk.statement("a", 16, bound={3: last}))
-    table = granted_by(desk, "a", range(20)).tables[1]
-    assert (table.start, table.blocks) == (0, (first, 0, 0, last))
-    assert table.generations[1:3] == (0, 0)
-    assert [one.block for one in table.scratch] == desk.scratch("a")
 
 
 class _Looked:
@@ -178,26 +143,6 @@ def test_the_longest_hit_is_what_the_definition_says(
 # -- what is granted
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "max_new_tokens", "num_scratch"),
-    [(1, 1, 1), (4, 1, 1), (4, 2, 2), (9, 1, 3), (9, 4, 3), (9, 5, 4), (100, 20, RING)],
-)
-def test_a_sequence_gets_its_ring_and_never_more_than_it_can_fill(
-    num_tokens: int, max_new_tokens: int, num_scratch: int
-) -> None:
-    desk = worker_with_window((65, 65))
-    granted = granted_by(desk, "a", range(num_tokens), max_new_tokens=max_new_tokens)
-    assert len(granted.tables[1].scratch) == num_scratch
-    assert len(granted.tables[0].blocks) == -(-num_tokens // SIZE)
-
-
-def test_what_is_hit_need_not_be_filled() -> None:
-    desk = worker_with_window()
-    served_until(desk, "a", range(17), 4)
-    granted = granted_by(desk, "b", range(17))
-    assert (granted.num_cached_tokens, len(granted.tables[1].scratch)) == (16, 1)
-
-
 def test_a_prompt_that_can_never_fit_beside_its_window_is_refused_with_the_group_and_the_cure() -> None:
     desk = worker_with_window((33, 6))
     assert granted_by(desk, "small", range(20)), "five blocks are all that it can fill"
@@ -264,25 +209,6 @@ def test_what_is_computed_and_not_named_is_no_hit() -> None:
     assert dict(enumerate(granted.tables[1].blocks, 2)) == named, "shared, while its sequence lives"
 
 
-def test_a_window_may_be_named_out_of_the_reserve() -> None:
-    desk = worker_with_window()
-    granted_by(desk, "a", range(5))
-    first, _ = desk.refill(2, 1)
-    desk.tell(desk.statement("a", 4, bound={0: first.block}))
-    assert desk.window("a").entries == {0: first.block}
-    assert len(desk.scratch("a")) == 2
-    assert granted_by(desk, "b", range(5)).num_cached_tokens == 4
-
-
-def test_a_block_of_the_reserve_may_become_scratch() -> None:
-    desk = worker_with_window()
-    granted_by(desk, "a", range(5))
-    (more,) = desk.refill(1, 1)
-    assert desk.tell(desk.statement("a", 0, scratch=[more.block])) == (0, ())
-    assert desk.scratch("a")[-1] == more.block
-    assert desk.session.pools[1].ref_count(more.block) == 1
-
-
 def test_a_block_of_the_reserve_that_is_released_before_it_was_scratch_is_free() -> None:
     """The worker has taken it and given it back between two calls."""
     desk = worker_with_window()
@@ -293,55 +219,6 @@ def test_a_block_of_the_reserve_that_is_released_before_it_was_scratch_is_free()
     assert desk.tell(desk.statement("a", 0, released=[(0, more.block)])) == (0, ())
     assert desk.session.pools[1].num_reserved == 0
     assert desk.free_list_of(1)[0] == more.block
-
-
-@pytest.mark.parametrize(
-    ("stated", "reason"),
-    [
-        ({"bound": {2: 1}}, Reason.BAD_FIELD),
-        ({"bound": {0: 9}}, Reason.STALE_GENERATION),
-        ({"bound": {0: 1, 1: 1}}, Reason.STALE_GENERATION),
-        ({"bound": {0: 1}, "scratch": [1]}, Reason.STALE_GENERATION),
-        ({"scratch": [9]}, Reason.STALE_GENERATION),
-        ({"scratch": [1], "group": 0}, Reason.BAD_FIELD),
-        ({"released": [(0, 1)], "group": 0}, Reason.BAD_FIELD),
-        ({"scratch": [1], "group": 2}, Reason.BAD_FIELD),
-    ],
-    ids=str,
-)
-def test_a_block_that_is_not_where_it_is_said_to_be_is_refused(stated: dict[str, Any], reason: Reason) -> None:
-    """Not computed, not its own, named twice, scratch and named; in a group without a window, or in no group."""
-    desk = worker_with_window()
-    granted_by(desk, "a", range(9))
-    group = stated.pop("group", 1)
-    update = desk.statement("a", 8, **stated)
-    moved: dict[str, Any] = {
-        name: (*((),) * group, getattr(update, name)[1]) for name in ("scratch", "released") if getattr(update, name)[1]
-    }
-    assert desk.tell(update._replace(**moved) if group != 1 else update) == Refused(reason)
-    assert desk.tell(desk.statement("a", 8, bound={0: 1})) == (8, ())
-
-
-def test_a_place_that_is_taken_is_not_given_to_another_block() -> None:
-    """Unless the same update releases that block: then an earlier one, whose answer was lost, may have been told otherwise."""
-    desk = worker_with_window()
-    granted_by(desk, "a", range(9))
-    named = desk.name("a", 1)
-    other = desk.scratch("a")[0]
-    assert desk.tell(desk.statement("a", 4, bound={0: other})) == Refused(Reason.STALE_GENERATION)
-    assert desk.tell(desk.statement("a", 4, bound={0: other}, released=[(0, other)])) == (4, ())
-    assert desk.window("a").entries == named
-    assert other not in desk.scratch("a")
-
-
-def test_a_window_without_any_block_is_still_a_window() -> None:
-    """The worker has released all; what it names then goes into the window, not into a table."""
-    desk = worker_with_window()
-    granted_by(desk, "a", range(9))
-    desk.tell(desk.statement("a", 8, released=[(0, block) for block in desk.scratch("a")]))
-    (more,) = desk.refill(1, 1)
-    assert desk.tell(desk.statement("a", 8, bound={1: more.block})) == (8, ())
-    assert desk.window("a").entries == {1: more.block}
 
 
 # -- releasing
@@ -397,48 +274,6 @@ def test_a_hit_window_that_others_may_go_on_from_is_kept_like_any_hit(wanted: di
     assert all(desk.session.pools[1].node(block) for block in hit.values())
 
 
-def test_a_window_that_the_sequence_has_named_itself_is_kept_like_any_hit() -> None:
-    """As that at the end of its prompt: the same prompt may come again."""
-    desk = worker_with_window()
-    granted_by(desk, "a", range(20))
-    named = desk.name("a", 2)
-    desk.tell(desk.statement("a", 12, released=list(named.items())))
-    assert desk.session.pools[1].demoted() == []
-    assert [desk.session.pools[1].is_cached(block) for block in named.values()] == [True, True]
-
-
-def test_what_is_released_twice_or_under_another_generation_is_ignored() -> None:
-    desk = worker_with_window()
-    granted_by(desk, "a", range(20))
-    named = desk.name("a", 2)
-    update = desk.statement("a", 12, released=list(named.items()))
-    (wrong_stamp,) = desk.statement("a", 12, released=[(1, named[1])]).released[1:]
-    wrong = update._replace(released=((), tuple(entry._replace(generation=3) for entry in wrong_stamp)))
-    wrong_place = desk.statement("a", 12, released=[(0, named[1])])
-    for ignored in (wrong, wrong_place):
-        assert desk.tell(ignored) == (12, ())
-        assert desk.window("a").entries == named
-    for _ in range(2):
-        assert desk.tell(update) == (12, ())
-        assert desk.window("a").entries == {}
-
-
-def test_an_update_is_repeated_after_its_answer_was_lost() -> None:
-    """It names, takes and releases; the second time all of it is done already."""
-    desk = worker_with_window()
-    granted_by(desk, "a", range(20))
-    (more,) = desk.refill(1, 1)
-    first, second, third, _ = desk.scratch("a")
-    update = desk.statement(
-        "a", 8, bound={0: first, 1: second}, scratch=[more.block], released=[(0, first), (0, third)]
-    )
-    assert desk.tell(update) == (8, ())
-    before = list(desk.session.pools[1].free_list())
-    assert desk.tell(update) == (8, ())
-    assert list(desk.session.pools[1].free_list()) == before
-    assert desk.window("a").entries == {1: second}
-
-
 def test_free_takes_back_the_scratch_that_the_worker_forgot() -> None:
     desk = worker_with_window()
     granted_by(desk, "a", range(20))
@@ -448,28 +283,6 @@ def test_free_takes_back_the_scratch_that_the_worker_forgot() -> None:
     assert (counts.held, counts.cached) == (0, SPAN)
     assert desk.session.pools[1].demoted() == []
     assert [evicted_after(desk, named[index]) for index in (3, 2)] == [30, 31], "the last is the first to go"
-
-
-def test_free_demotes_the_window_that_was_hit() -> None:
-    desk = worker_with_window()
-    served_until(desk, "turn", range(5), 1)
-    granted_by(desk, "a", range(28))
-    hit = dict(desk.window("a").entries)
-    assert len(hit) == 1
-    desk.name("a", 6)
-    desk.leave(desk.statement("a", 24))
-    assert desk.session.pools[1].demoted() == list(hit.values())
-    assert granted_by(desk, "b", range(28)).num_cached_tokens == 24
-
-
-def test_free_takes_back_what_it_names_of_the_reserve_whatever_else_it_says() -> None:
-    desk = worker_with_window()
-    granted_by(desk, "a", range(5))
-    first, second, third = (one.block for one in desk.refill(3, 1))
-    update = desk.statement("a", 99, bound={0: first}, scratch=[second], released=[(0, third)])
-    result = desk.lockstep.free(desk.uplink()._replace(reserve_wishes=(None, 0)), update)
-    assert not isinstance(result, Refused)
-    assert desk.session.counts()[1].free == 32
 
 
 def test_what_depends_on_an_evicted_prefix_is_emptied_and_granted_first() -> None:
@@ -507,38 +320,13 @@ def _nodes(desk: Desk, tokens: Any) -> list[Node]:
 # -- boundaries
 
 
-def test_windows_are_to_be_named_at_the_end_of_the_prompt() -> None:
-    desk = worker_with_window()
-    assert granted_by(desk, "a", range(19)).boundaries == (16,)
-    assert granted_by(desk, "b", range(50, 66)).boundaries == (12,), "the last token is always computed"
-    assert granted_by(desk, "c", [99, 98]).boundaries == ()
-
-
-def test_and_where_a_prompt_leaves_what_is_known() -> None:
-    desk = worker_with_window()
-    served_until(desk, "a", range(21), 5)
-    granted = granted_by(desk, "b", [*range(8), *range(60, 80)])
-    assert (granted.num_cached_tokens, granted.boundaries) == (0, (8, 24))
-
-
-def test_and_there_too_if_the_first_that_went_on_from_there_is_gone() -> None:
-    """Of three that went on from there, the one that came first was cancelled, and nobody is computing the last common block."""
-    desk = worker_with_window()
-    for name, last in (("a", 91), ("b", 92), ("c", 93)):
-        granted_by(desk, name, [*range(8), *[last] * 5], no_wait=True)
-        desk.report(name, 8)
-    desk.free("a", 8)
-    granted = granted_by(desk, "d", [*range(8), *[94] * 9], no_wait=True)
-    assert granted.boundaries == (8, 16)
-
-
-def test_and_where_it_leaves_a_prompt_that_ends_there_and_is_being_computed() -> None:
+def test_a_window_is_to_be_named_where_a_prompt_leaves_one_that_ends_there_and_is_being_computed() -> None:
     desk = worker_with_window()
     granted_by(desk, "a", range(9))
     assert granted_by(desk, "b", [*range(8), *[94] * 9], no_wait=True).boundaries == (8, 16)
 
 
-def test_and_where_the_item_asks_for_it() -> None:
+def test_windows_are_to_be_named_where_the_item_asks_for_it() -> None:
     """Rounded down to blocks; an interval is rounded up."""
     desk = worker_with_window()
     assert granted_by(desk, "a", range(30), boundaries=(10, 3, 99)).boundaries == (8, 28)
@@ -569,46 +357,22 @@ def test_a_leader_is_told_where_a_second_prompt_parts_which_then_hits_there() ->
     assert granted_by(desk, "b", second).num_cached_tokens == 12
 
 
-def test_a_leader_that_was_told_too_late_does_no_harm() -> None:
-    """It has computed further and does not name the window: the second prompt computes all, and is to name it itself."""
-    desk = worker_with_window()
-    granted_by(desk, "a", range(29))
-    second = [*range(12), *range(60, 70)]
-    assert desk.allocate("b", second) == Wait(key("a"), 12)
-    desk.report("a", 20)
-    granted = granted_by(desk, "b", second)
-    assert (granted.num_cached_tokens, granted.boundaries) == (0, (12, 20))
-    assert granted_by(desk, "a", range(29)).boundaries == (28,), "what is behind is no boundary to come"
-
-
-def test_a_leader_that_cannot_be_told_of_another_boundary_is_waited_for_up_to_the_last_one_before_it() -> None:
-    desk = worker_with_window(limits=Limits(max_boundaries=2))
-    granted_by(desk, "a", range(29), boundaries=(8,))
-    assert desk.allocate("b", [*range(16), 99]) == Wait(key("a"), 8)
-    assert desk.session.downlink.pending() == ()
-    granted = granted_by(desk, "c", [*range(4), 99])
-    assert granted.num_cached_tokens == 0, "no boundary comes before its end: it is not worth waiting for"
-
-
-def test_a_leader_is_not_told_while_its_downlink_is_full() -> None:
-    """It is waited for up to the boundary that it knows."""
-    desk = worker_with_window(limits=Limits(max_downlink_entries=1))
+@pytest.mark.parametrize(
+    "limits", [Limits(max_boundaries=2), Limits(max_downlink_entries=1)], ids=["boundaries", "downlink"]
+)
+def test_a_leader_that_cannot_be_told_of_another_boundary_is_waited_for_up_to_the_last_one_before_it(
+    limits: Limits,
+) -> None:
+    """Because it has as many as it may have, or its downlink is full. Where no boundary comes before, nobody waits."""
+    desk = worker_with_window(limits=limits)
     granted_by(desk, "a", range(29), boundaries=(8,))
     desk.refill(1, 1)
     assert desk.allocate("b", [*range(16), 99]) == Wait(key("a"), 8)
-    assert len(desk.session.downlink.pending()) == 1
+    assert len(desk.session.downlink.pending()) == 1, "the grant"
+    assert granted_by(desk, "c", [*range(4), 99]).num_cached_tokens == 0
 
 
 # -- looking
-
-
-def test_route_counts_the_window_that_is_named_and_the_last_that_will_be() -> None:
-    desk = worker_with_window()
-    granted_by(desk, "a", range(29))
-    desk.name("a", 2)
-    desk.report("a", 16)
-    (routed,) = desk.manager.route(ROOT, token_bytes(range(29)))
-    assert (routed.num_cached_tokens, routed.num_in_flight_tokens) == (8, 28)
 
 
 def test_explain_says_which_part_the_other_groups_would_have_served() -> None:
@@ -637,127 +401,3 @@ def test_a_worker_without_a_group_that_sees_everything_is_explained_too() -> Non
     (worker,) = desk.manager.explain(ROOT, token_bytes([*range(12), 99])).workers
     assert (worker.num_cached_tokens, worker.miss.cause) == (0, MissCause.WINDOW_NOT_KEPT)
     assert worker.miss.num_passed_tokens == 12
-
-
-# -- recovery
-
-OLD = 5
-"""A generation that an earlier manager gave."""
-
-
-class Reporter:
-    """A worker with a window that registers with state."""
-
-    def __init__(self) -> None:
-        self.manager = CacheManager(3)
-        introduction = registration(num_blocks=(17, 17), block_size=SIZE, windows=[(0, 0), (WINDOW, RING)])
-        self.number = self.manager.register(introduction._replace(holds_state=True), 0.0).session
-        self.call_no = 0
-
-    def uplink(self) -> Uplink:
-        self.call_no += 1
-        return Uplink(self.number, self.call_no)
-
-    def report(self, *runs: ContentRun, sequences: tuple[ReportedSequence, ...] = (), **more: Any) -> None:
-        self.manager.report(self.uplink(), ReportPart(0, True, runs, sequences, **more))
-        while self.manager.sweep():
-            pass
-        assert self.manager.check().violations == []
-
-    def allocate(self, name: str, tokens: Any) -> Granted:
-        item = Desk().item(name, tokens, no_wait=True)
-        (outcome,), _ = self.manager.allocate(self.uplink(), [item])
-        assert isinstance(outcome, Granted), outcome
-        assert self.manager.check().violations == []
-        return outcome
-
-
-def run(full: tuple[int, ...], window: tuple[int, ...]) -> ContentRun:
-    """A chain of contents that counts from 0."""
-    tables = [(0, full), (1, window)]
-    reported = [ReportedBlocks(group, blocks, tuple(OLD if b else 0 for b in blocks)) for group, blocks in tables]
-    return ContentRun(0, ROOT, token_bytes(range(SIZE * len(full))), len(full), tuple(reported))
-
-
-def sequence(**changes: Any) -> ReportedSequence:
-    """One of 18 tokens, 17 of them computed; of its window blocks 1 and 3 are named."""
-    table = tuple(TableEntry(index, index + 1, OLD) for index in range(5))
-    named = TableEntry(1, 7, OLD), TableEntry(3, 8, OLD)
-    scratch = (), (ReservedBlock(9, OLD), ReservedBlock(10, OLD))
-    tokens = token_bytes(range(18))
-    return ReportedSequence(key("a"), ROOT, tokens, 17, 0, (table, named), scratch, (24, 20))._replace(**changes)
-
-
-def test_a_report_gives_windows_their_hits_back_and_drops_what_depends_on_nothing() -> None:
-    """Of five contents all but the third have a block where it is needed."""
-    worker = Reporter()
-    worker.report(run((1, 2, 3, 0, 5), (0, 7, 8, 9, 0)))
-    assert worker.manager.reconciled[Case.DEPENDENT] == 1
-    granted = worker.allocate("a", [*range(12), 99])
-    assert granted.num_cached_tokens == 12
-    assert (granted.tables[1].start, granted.tables[1].blocks) == (1, (7, 8))
-    assert worker.manager.sessions[0].pools[1].is_free(9)
-
-
-def test_a_live_sequence_goes_on_with_its_window_its_scratch_and_its_boundaries() -> None:
-    worker = Reporter()
-    worker.report(sequences=(sequence(),), reserve=((), (ReservedBlock(11, OLD),)))
-    assert worker.manager.reconciled[Case.SCRATCH] == 2
-    table = worker.allocate("a", range(18))
-    assert table.tables[1] == ((7, 0, 8), (OLD, 0, OLD), 1, (ReservedBlock(9, OLD), ReservedBlock(10, OLD)))
-    assert table.boundaries == (20, 24)
-    update = SequenceUpdate(
-        key("a"),
-        18,
-        token_bytes([18, 19]),
-        20,
-        ((), (TableEntry(2, 9, OLD), TableEntry(4, 11, OLD))),
-        released=((), (TableEntry(1, 7, OLD), TableEntry(0, 10, OLD))),
-    )
-    (outcome,), _ = worker.manager.append(worker.uplink(), [AppendItem(update)])
-    assert not isinstance(outcome, Refusal), outcome
-    assert worker.allocate("a", range(18)).boundaries == (24,)
-    assert worker.allocate("b", [*range(20), 99]).num_cached_tokens == 20
-    worker.manager.free(worker.uplink(), [SequenceUpdate(key("a")), SequenceUpdate(key("b"))])
-    counts = worker.manager.sessions[0].counts()
-    assert [count.held for count in counts] == [0, 0]
-    assert [count.cached for count in counts] == [5, 4]
-    assert worker.manager.check().violations == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"scratch": ((), (ReservedBlock(7, OLD),))}, "block 7 is twice in what 'a' has"),
-        ({"scratch": ((), (ReservedBlock(9, OLD), ReservedBlock(9, OLD)))}, "block 9 is twice"),
-        ({"scratch": ((), (ReservedBlock(15, OLD),))}, "block 15 is reported twice"),
-        ({"scratch": ((), (ReservedBlock(17, OLD),))}, "block 17 does not exist"),
-        ({"scratch": ((), (ReservedBlock(9, 0),))}, "no manager up to this one"),
-        ({"scratch": ((ReservedBlock(9, OLD),),)}, "group 0 has no window"),
-        ({"scratch": ((), (), ())}, "2 groups, got group 2"),
-        ({"tables": ((), (TableEntry(4, 7, OLD),)), "num_computed_tokens": 0}, "are computed blocks"),
-        ({"tables": (sequence().tables[0], (TableEntry(4, 7, OLD),))}, "are computed blocks"),
-        ({"tables": (sequence().tables[0], (TableEntry(1, 7, OLD), TableEntry(1, 8, OLD)))}, "each of another index"),
-        ({"tables": (sequence().tables[0], (TableEntry(1, 15, OLD),))}, "holds something else"),
-        ({"boundaries": (16,)}, "all of them still to come"),
-        ({"boundaries": tuple(range(20, 56, 4))}, "needed at most 8 boundaries"),
-    ],
-    ids=str,
-)
-def test_a_report_of_windows_that_cannot_be_ends_the_session(changes: dict[str, Any], says: str) -> None:
-    """Block 15 is the one of another content."""
-    worker = Reporter()
-    other = run((16,), (15,))._replace(tokens=token_bytes(range(90, 94)))
-    refusal = refused(worker.report, other, sequences=(sequence(**changes),))
-    assert refusal.reason is Reason.BAD_REPORT
-    assert says in refusal.message, refusal.message
-    while worker.manager.sweep():
-        pass
-    assert (worker.manager.sessions, worker.manager.num_prefix_nodes) == ((), 0)
-
-
-def test_a_report_without_windows_is_taken_as_it_is() -> None:
-    """The sequence of these refusals is right as it stands."""
-    worker = Reporter()
-    worker.report(run((16,), (15,))._replace(tokens=token_bytes(range(90, 94))), sequences=(sequence(),))
-    assert worker.allocate("b", [*range(90, 94), 1]).num_cached_tokens == 4
