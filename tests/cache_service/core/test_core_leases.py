@@ -140,6 +140,27 @@ def test_a_worker_that_registers_again_and_never_calls_is_not_routed_to() -> Non
     assert routed() == [last]
 
 
+def test_the_dead_are_found_whoever_has_registered_before_and_behind_them() -> None:
+    """Looking for leases that have run out does not stop at the first that has not."""
+    clock = Clockwork()
+    sessions = {name: clock.register(name) for name in ("a", "b", "c", "d", "e")}
+    clock.run(LEASE - TICK)
+    for name in ("a", "c", "e"):
+        clock.keep_alive(sessions[name])
+    assert clock.run(TICK) == ["b", "d"]
+    assert clock.live == ["a", "c", "e"]
+
+
+def test_keep_alive_renews_for_a_whole_lease() -> None:
+    """A lease counts from the last renewal."""
+    clock = Clockwork()
+    session = clock.register()
+    for _ in range(5):
+        assert clock.run(LEASE - TICK) == []
+        clock.keep_alive(session)
+    assert clock.run(LEASE) == ["w1"]
+
+
 def test_a_stalled_manager_expires_nobody() -> None:
     """A gap between ticks is time in which the manager stood still: every lease is that much longer."""
     clock = Clockwork()
@@ -164,6 +185,47 @@ def test_a_stall_makes_no_lease_longer_than_a_lease(order: str) -> None:
     assert clock.run(TICK) == ["w1"]
 
 
+def test_a_tick_that_is_a_little_late_adds_nothing() -> None:
+    """Up to two ticks are normal jitter; else a manager under steady load would never expire anybody."""
+    clock = Clockwork()
+    clock.register()
+    expired = [worker for _ in range(20) for worker in clock.stall(2 * TICK)]
+    assert expired == ["w1"]
+
+
+def test_a_late_tick_that_adds_time_still_ends_in_expiry() -> None:
+    """A manager that is always far too late counts two ticks for each: the dead are found, only later."""
+    clock = Clockwork()
+    clock.register()
+    assert [len(clock.stall(10.0)) for _ in range(7)] == [0, 0, 0, 0, 0, 1, 0]
+
+
+def test_expiry_fences_the_session_and_keeps_nothing_of_it_alive() -> None:
+    """Sequences of an expired session block nobody: the same attempt may start elsewhere at once."""
+    worker = Desk()
+    worker.grant("s", range(9))
+    worker.lockstep.now = LEASE
+    worker.lockstep.tick()
+    assert worker.manager.sessions == ()
+    other = Desk(lockstep=worker.lockstep, worker_id="w2")
+    assert other.grant("s", range(9)).num_cached_tokens == 0
+    while worker.lockstep.sweep():
+        pass
+
+
+def test_registering_again_fences_the_earlier_session() -> None:
+    """One session per worker: the earlier one's calls are refused, whichever of the two processes it was."""
+    clock = Clockwork()
+    first = clock.register()
+    second = clock.register(register_no=2)
+    third = clock.register(incarnation=2, register_no=1, replaces=1)
+    assert first < second < third
+    for stale in (first, second):
+        assert refused(clock.keep_alive, stale).reason is Reason.STALE_SESSION
+    clock.keep_alive(third)
+    assert clock.live == ["w1"]
+
+
 @pytest.mark.parametrize(
     ("incarnation", "register_no", "reason"),
     [
@@ -181,6 +243,14 @@ def test_an_older_registration_is_refused(incarnation: int, register_no: int, re
         assert refusal.reason is reason
         assert "'w1'" in refusal.message
         clock.manager.deregister(session)
+
+
+def test_a_newer_incarnation_may_count_its_registers_anew() -> None:
+    """register_no orders the registrations of one process only."""
+    clock = Clockwork()
+    clock.register(incarnation=5, register_no=30)
+    clock.register(incarnation=6, register_no=1, replaces=5)
+    assert clock.live == ["w1"]
 
 
 def test_of_two_processes_the_first_stays_while_it_lives() -> None:
