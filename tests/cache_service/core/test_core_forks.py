@@ -110,6 +110,7 @@ def test_a_fork_fences_its_smaller_attempts() -> None:
     assert [stop.key for stop in stops] == [key("p"), key("c")]
     [outcome] = desk.fork(desk.fork_item("p", "d", 2))
     assert outcome == Refused(Reason.STALE_ATTEMPT), "a fenced parent has no more forks"
+    assert desk.allocate("p", range(1, 11)) == Refused(Reason.STALE_ATTEMPT), "nor is it allocated again"
 
 
 def test_tokens_that_were_copied_are_not_counted_as_generated() -> None:
