@@ -67,5 +67,5 @@ def register_request(worker_id: str, root: common_pb2.Root, layout: Layout) -> c
         incarnation=1,
         register_no=1,
         model_fingerprint=root.model_fingerprint,
-        kv_cache_config=cache_settings(layout).kv_cache_config([0] * len(layout)),
+        kv_cache_config=cache_settings(layout).kv_cache_config(),
     )

@@ -360,7 +360,7 @@ class World:
             register_no=peer.register_no,
             address="h:1",
             model_fingerprint=FINGERPRINT,
-            kv_cache_config=peer.settings.kv_cache_config([0] * len(peer.settings.groups)),
+            kv_cache_config=peer.settings.kv_cache_config(),
             process_key=b"process %d" % peer.incarnation,
             predecessor_key=b"process %d" % (peer.incarnation - 1),
             holds_state=peer.engine.cache.holds_state,

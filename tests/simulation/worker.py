@@ -152,7 +152,7 @@ class WorkerProcess(Process):
             address=self.address,
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
-            kv_cache_config=settings.kv_cache_config([0] * len(settings.groups)),
+            kv_cache_config=settings.kv_cache_config(),
             max_model_len=self.plan.max_model_len,
             facts_digest=self.facts.facts_digest,
             engine="simulated",

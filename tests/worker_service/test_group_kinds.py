@@ -9,12 +9,13 @@ from random import Random
 
 import pytest
 
-from kvpool.v1 import common_pb2
+from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.groups.dense import DenseGroup, DenseTable
-from kvpool.worker_service.cache.groups.group import Forked, Granted, Group, GroupTable, Run, Sizes
+from kvpool.worker_service.cache.groups.group import Forked, Group, GroupGrant, GroupTable, Run, Sizes
 from kvpool.worker_service.cache.groups.state import StateGroup
 from kvpool.worker_service.cache.groups.unit import UnitGroup
 from kvpool.worker_service.cache.groups.window import WindowGroup
+from kvpool.worker_service.cache.ledger import DisagreementError
 from kvpool.worker_service.cache.reserve import SpareBlock
 from kvpool.worker_service.cache.sequence import CacheSequence
 
@@ -49,7 +50,7 @@ class EverySecondGroup(DenseGroup):
 
     table_type = EverySecondTable
 
-    def take(self, ledger: object, granted: Granted, text: object, sizes: Sizes) -> EverySecondTable:
+    def take(self, ledger: object, granted: GroupGrant, text: object, sizes: Sizes) -> EverySecondTable:
         return EverySecondTable(granted.empty.blocks, granted.empty.generations, SIZE, len(granted.empty.blocks))
 
 
@@ -76,7 +77,7 @@ class Subject:
         empty = Run([one.block for one in taken], [one.generation for one in taken])
         for block in empty.blocks:
             self.ledger.use(block)
-        self.table = group.take(self.ledger, Granted(empty=empty), self.sequence, SIZES)
+        self.table = group.take(self.ledger, GroupGrant(empty=empty), self.sequence, SIZES)
         self.num_computed = 0
 
     def take(self, count: int) -> list[SpareBlock]:
@@ -171,6 +172,13 @@ def test_a_report_states_everything_of_every_kind(name: str) -> None:
     assert sorted(subject.table.blocks()) == sorted(
         [*(one.block for one in subject.table.entries()), *(one.block for one in subject.table.scratch())]
     ), "a report leaves nothing out"
+
+
+def test_a_grant_without_the_scratch_of_a_group_names_the_group() -> None:
+    granted = cache_pb2.Granted(tables=[common_pb2.BlockRun(group=0), common_pb2.BlockRun(group=1)])
+    text = CacheSequence("s", 1, common_pb2.Root(), [1] * 9, max_new_tokens=1)
+    with pytest.raises(DisagreementError, match="was granted 0 blocks of group 1 as scratch, 3 are needed"):
+        KINDS["window"].read(granted, 1, text, SIZES)
 
 
 def _names(path: Path) -> Iterable[str]:

@@ -63,7 +63,7 @@ class Worker:
             incarnation=1,
             register_no=self._register_no,
             model_fingerprint="m",
-            kv_cache_config=self.cache.settings.kv_cache_config([0] * len(self.cache.settings.groups)),
+            kv_cache_config=self.cache.settings.kv_cache_config(),
             holds_state=self.cache.holds_state,
         )
         response: Any = manager_calls.execute(self.manager, "Register", request, self.now)

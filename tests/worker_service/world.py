@@ -148,7 +148,7 @@ class World:
             incarnation=1,
             address="h:1",
             model_fingerprint=FINGERPRINT,
-            kv_cache_config=cache_settings.kv_cache_config([0] * len(cache_settings.groups)),
+            kv_cache_config=cache_settings.kv_cache_config(),
         )
         self.link = ManagerLink("wire", introduction, self.engine, self._on_session, clock=self.wire.now)
         self._count = 0

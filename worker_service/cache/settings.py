@@ -40,10 +40,10 @@ class CacheSettings:
     max_call_bytes: int = 8 << 20
     """Bytes of tokens and table entries in one call, both directions; half of gRPC's message size."""
 
-    def kv_cache_config(self, bytes_per_block: Sequence[int]) -> common_pb2.KVCacheConfig:
-        """The groups and pools as a worker registers them. `bytes_per_block`: by group."""
+    def kv_cache_config(self, bytes_per_block: Sequence[int] | None = None) -> common_pb2.KVCacheConfig:
+        """The groups and pools as a worker registers them. `bytes_per_block`: by group; None: they have no bytes."""
         config = common_pb2.KVCacheConfig(block_size=self.block_size)
-        for index, (group, size) in enumerate(zip(self.groups, bytes_per_block, strict=True)):
+        for index, (group, size) in enumerate(zip(self.groups, bytes_per_block or [0] * len(self.groups), strict=True)):
             group.introduce(config.groups.add(group=index, bytes_per_block=size), self.sizes)
             config.pools.add(group=index, tier=common_pb2.TIER_DEVICE, num_blocks=group.num_blocks)
         return config

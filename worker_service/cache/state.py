@@ -157,11 +157,14 @@ class CacheState:
         rate = self.rate.tokens_per_second
         spare = spare_target(len(live) + len(joining), to_come, rate, self.settings.reserve_seconds, size)
         num_forks = sum(sequence.num_forks_to_come for sequence in (*live, *joining))
-        targets = []
-        for index, group in enumerate(self.settings.groups):
-            lacking = self._num_lacking(index, live) if group.table_type.keeps_boundaries else 0
-            targets.append(group.num_spare(self.settings.sizes, spare, num_forks, lacking))
-        return targets
+        lacking = [0] * len(self.ledgers)
+        for sequence in live if self.settings.keeping_boundaries else ():
+            for group, scratch in sequence.scratches():
+                lacking[group] += boundaries.num_lacking(sequence, scratch, self.settings)
+        return [
+            group.num_spare(self.settings.sizes, spare, num_forks, num_lacking)
+            for group, num_lacking in zip(self.settings.groups, lacking, strict=True)
+        ]
 
     @property
     def num_forks_to_come(self) -> int:
@@ -175,11 +178,6 @@ class CacheState:
             is_empty and len(reserve) < group.fork_blocks(self.settings.sizes)
             for group, is_empty, reserve in zip(self.settings.groups, self.pool_is_empty, self.reserves, strict=True)
         )
-
-    def _num_lacking(self, group: int, live: List[CacheSequence]) -> int:
-        """What sequences lack in a group to name what each will have at its next boundary."""
-        scratches = ((one, scratch) for one in live for number, scratch in one.scratches() if number == group)
-        return sum(boundaries.num_lacking(one, scratch, self.settings) for one, scratch in scratches)
 
     @property
     def num_spare(self) -> int:

@@ -9,7 +9,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from ..ledger import BlockLedger, Content
 from ..reserve import SpareBlock
-from .group import Forked, Granted, Group, PlainTable, Run, Sizes, Statement, Text
+from .group import Forked, Group, GroupGrant, PlainTable, Run, Sizes, Statement, Text
 
 
 class DenseTable(PlainTable):
@@ -88,16 +88,16 @@ class DenseGroup(Group):
         """Beams fork again before a call is answered; see Group."""
         return spare + self.num_for_forks(sizes, 2 * num_forks)
 
-    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> Granted:
+    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> GroupGrant:
         run, num_hits = granted.tables[group], granted.num_cached_tokens // sizes.block_size
         blocks, generations = run.block_ids[:], run.generations[:]
         hits = Run(blocks[:num_hits], generations[:num_hits])
-        return Granted(hits, Run(blocks[num_hits:], generations[num_hits:], num_hits))
+        return GroupGrant(hits, Run(blocks[num_hits:], generations[num_hits:], num_hits))
 
     def accept(self, ledger: BlockLedger, hits: Run, last: Content | None, tokens: bytes, text: Text) -> Content | None:
         return ledger.accept_hits(hits.blocks, hits.generations, tokens, text.root)
 
-    def take(self, ledger: BlockLedger, granted: Granted, text: Text, sizes: Sizes) -> DenseTable:
+    def take(self, ledger: BlockLedger, granted: GroupGrant, text: Text, sizes: Sizes) -> DenseTable:
         (hits, generations, _), empty = granted.hits, granted.empty
         num_entries = len(hits) + len(empty.blocks)
         return DenseTable([*hits, *empty.blocks], [*generations, *empty.generations], sizes.block_size, num_entries)

@@ -64,7 +64,7 @@ class Run(NamedTuple):
         return list(map(SpareBlock, self.blocks, self.generations))
 
 
-class Granted(NamedTuple):
+class GroupGrant(NamedTuple):
     """What a sequence was granted in one group."""
 
     hits: Run = Run()
@@ -289,7 +289,7 @@ class Group(ABC):
     # -- grants
 
     @abstractmethod
-    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> Granted:
+    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> GroupGrant:
         """What was granted in this group, whose number is `group`, after a check that it is what the sequence needs. The runs have
         as many generations as blocks. Raises DisagreementError."""
 
@@ -299,10 +299,10 @@ class Group(ABC):
         Returns the content at the end. Raises DisagreementError."""
 
     @abstractmethod
-    def take(self, ledger: BlockLedger, granted: Granted, text: Text, sizes: Sizes) -> GroupTable:
+    def take(self, ledger: BlockLedger, granted: GroupGrant, text: Text, sizes: Sizes) -> GroupTable:
         """The table of a sequence out of what was granted and accepted, and is in use now."""
 
 
-def disagree_about(run: common_pb2.BlockRun, text: Text, why: str) -> DisagreementError:
+def disagree_about(num_blocks: int, group: int, text: Text, why: str) -> DisagreementError:
     """The error that what was granted in a group is not what the sequence needs."""
-    return DisagreementError(f"{text!r} was granted {len(run.block_ids)} blocks of group {run.group} {why}")
+    return DisagreementError(f"{text!r} was granted {num_blocks} blocks of group {group} {why}")

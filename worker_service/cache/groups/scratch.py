@@ -21,7 +21,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from ..entry import Entry
 from ..ledger import BlockLedger, Content
 from ..reserve import SpareBlock
-from .group import Granted, Group, GroupTable, Run, Sizes, Statement, Text, disagree_about
+from .group import Group, GroupGrant, GroupTable, Run, Sizes, Statement, Text, disagree_about
 
 
 class Scratch(GroupTable):
@@ -181,13 +181,14 @@ class ScratchGroup(Group):
         """The beam that has computed the prompt has what it was granted and has hit, each other one what a fork gets; see Group."""
         return self.scratch_blocks(sizes) + self.span(sizes) + (num_beams - 1) * self.fork_blocks(sizes)
 
-    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> Granted:
+    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> GroupGrant:
         """Check that it is all that is needed before the first token that is not cached; see Group."""
         run, num_hits = granted.tables[group], granted.num_cached_tokens // sizes.block_size
         first = max(0, num_hits - self.span(sizes))
         if len(run.block_ids) != num_hits - first or (run.block_ids and run.start_index != first):
             raise disagree_about(
-                run,
+                len(run.block_ids),
+                group,
                 text,
                 f"from index {run.start_index} on as the window before block {num_hits}, which has the indexes "
                 f"{list(range(first, num_hits))}",
@@ -195,8 +196,8 @@ class ScratchGroup(Group):
         scratch = next((scratch for scratch in granted.scratch if scratch.group == group), common_pb2.BlockRun())
         num_needed = min(self.scratch_blocks(sizes), text.most_blocks(sizes.block_size) - num_hits)
         if len(scratch.block_ids) < num_needed:
-            raise disagree_about(scratch, text, f"as scratch, {num_needed} are needed")
-        return Granted(
+            raise disagree_about(len(scratch.block_ids), group, text, f"as scratch, {num_needed} are needed")
+        return GroupGrant(
             Run(run.block_ids[:], run.generations[:], first), Run(scratch.block_ids[:], scratch.generations[:])
         )
 

@@ -23,7 +23,7 @@ from kvpool.v1 import common_pb2
 from ..entry import Entry
 from ..ledger import BlockLedger
 from ..reserve import SpareBlock
-from .group import Forked, Granted, Sizes, StateUse, Text
+from .group import Forked, GroupGrant, Sizes, StateUse, Text
 from .scratch import Scratch, ScratchGroup
 
 SCRATCH_BLOCKS = 2
@@ -148,5 +148,5 @@ class StateGroup(ScratchGroup):
         """Its running state; see Group."""
         return 1
 
-    def take(self, ledger: BlockLedger, granted: Granted, text: Text, sizes: Sizes) -> RunningState:
+    def take(self, ledger: BlockLedger, granted: GroupGrant, text: Text, sizes: Sizes) -> RunningState:
         return RunningState(sizes.grid_blocks, sizes.block_size, granted.hits.entries(), granted.empty.spare())

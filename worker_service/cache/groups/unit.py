@@ -13,7 +13,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 
 from ..ledger import BlockLedger, Content, DisagreementError, WholeContent
 from ..reserve import SpareBlock
-from .group import Forked, Granted, Group, PlainTable, Run, Sizes, Statement, Text, disagree_about
+from .group import Forked, Group, GroupGrant, PlainTable, Run, Sizes, Statement, Text, disagree_about
 
 
 class Unit(Content):
@@ -159,14 +159,13 @@ class UnitGroup(Group):
         """A unit is granted whole, never grows, and is shared by forks; see Group."""
         return 0
 
-    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> Granted:
+    def read(self, granted: cache_pb2.Granted, group: int, text: Text, sizes: Sizes) -> GroupGrant:
         run, num_needed = granted.tables[group], self.num_for(text, sizes)
         if len(run.block_ids) != num_needed:
-            raise disagree_about(
-                run, text, f"for an encoder's input of {text.num_encoder_tokens} tokens, which needs {num_needed}"
-            )
+            need = f"for an encoder's input of {text.num_encoder_tokens} tokens, which needs {num_needed}"
+            raise disagree_about(len(run.block_ids), group, text, need)
         unit = Run(run.block_ids[:], run.generations[:])
-        return Granted(hits=unit) if granted.encoder_cached else Granted(empty=unit)
+        return GroupGrant(hits=unit) if granted.encoder_cached else GroupGrant(empty=unit)
 
     def accept(self, ledger: BlockLedger, hits: Run, last: Content | None, tokens: bytes, text: Text) -> Content | None:
         assert isinstance(ledger, UnitLedger)
@@ -174,7 +173,7 @@ class UnitGroup(Group):
             ledger.accept_unit(hits.blocks, hits.generations, text.root, text.num_encoder_tokens)
         return last
 
-    def take(self, ledger: BlockLedger, granted: Granted, text: Text, sizes: Sizes) -> UnitTable:
+    def take(self, ledger: BlockLedger, granted: GroupGrant, text: Text, sizes: Sizes) -> UnitTable:
         assert isinstance(ledger, UnitLedger)
         is_hit = bool(granted.hits.blocks)
         run = granted.hits if is_hit else granted.empty

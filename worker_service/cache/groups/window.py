@@ -22,7 +22,7 @@ from kvpool.v1 import common_pb2
 from ..entry import Entry
 from ..ledger import BlockLedger
 from ..reserve import SpareBlock
-from .group import Forked, Granted, Sizes, Text
+from .group import Forked, GroupGrant, Sizes, Text
 from .scratch import Scratch, ScratchGroup
 
 
@@ -156,7 +156,7 @@ class WindowGroup(ScratchGroup):
         """A ring for decoding; see Group."""
         return self.span(sizes) + sizes.grid_blocks
 
-    def take(self, ledger: BlockLedger, granted: Granted, text: Text, sizes: Sizes) -> Ring:
+    def take(self, ledger: BlockLedger, granted: GroupGrant, text: Text, sizes: Sizes) -> Ring:
         hits, empty = granted.hits.entries(), granted.empty.spare()
         size = self.scratch_blocks(sizes)
         return Ring(self.span(sizes), sizes.block_size, hits, empty, size=size, grid_blocks=sizes.grid_blocks)
