@@ -218,6 +218,25 @@ def test_a_window_is_named_only_when_it_was_copied_to_the_fork() -> None:
     worker.check()
 
 
+@pytest.mark.parametrize("is_in_step", [False, True])
+@pytest.mark.parametrize("grid", [0, 8], ids=["window", "state"])
+def test_what_was_not_copied_to_a_fork_is_no_hit(grid: int, is_in_step: bool) -> None:
+    """The manager knows of the fork, which ends before the step that makes its copies, or that step fails. Its Free would keep for
+    others what is at its end."""
+    worker = _worker((64, 64), (0, 0 if grid else 5), grid=grid)
+    parent = _decoding(worker, "p", 16)
+    child, copies = _fork(worker, parent, "c")
+    assert copies
+    worker.call()
+    if is_in_step:
+        worker.launch(child)
+        worker.cache.fail_step([child])
+    worker.end(child)
+    ledger = worker.cache._state.ledgers[1]
+    assert [ledger.content(copy.target) for copy in copies] == [None] * len(copies)
+    worker.check()
+
+
 @pytest.mark.parametrize("is_append_due", [True, False])
 def test_forks_that_were_not_stated_are_stopped_with_their_superseded_parent(is_append_due: bool) -> None:
     """And theirs, whichever call is refused: the manager is told of none of them any more, so no later answer would stop them."""
