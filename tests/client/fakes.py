@@ -31,12 +31,12 @@ CHAT_TEMPLATE = (
 )
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-"""Of any call."""
 
 
-def word_tokenizer() -> str:
-    """tokenizer.json of a tokenizer with one token per word, which puts <bos> before a raw text by itself."""
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+def word_tokenizer(words: Sequence[str] = WORDS) -> str:
+    """tokenizer.json of a tokenizer with one token per word, which puts <bos> before a raw text by itself. `words`: its
+    vocabulary, in the order of the ids; the first five are those of WORDS."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(["<unk>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"])
     tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
@@ -46,10 +46,19 @@ def word_tokenizer() -> str:
     return tokenizer.to_str()
 
 
+def text_files(template: str = CHAT_TEMPLATE, words: Sequence[str] = WORDS, **special_tokens: str) -> dict[int, bytes]:
+    """The files of a model that writes words."""
+    return {
+        worker_pb2.MODEL_FILE_TOKENIZER: word_tokenizer(words).encode(),
+        worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode(),
+        worker_pb2.MODEL_FILE_SPECIAL_TOKENS: json.dumps(special_tokens).encode(),
+    }
+
+
 def error_status(
     code: int, reason: str, message: str, *details: object, domain: str = "kvpool", **metadata: str
 ) -> status_pb2.Status:
-    """A status as kvpool's services send it: ErrorInfo first, further details behind it."""
+    """A status as kvpool's services send it: ErrorInfo first, then the other details."""
     status = status_pb2.Status(code=code, message=message)
     info = error_details_pb2.ErrorInfo(reason=reason, domain=domain, metadata=metadata)
     for detail in (info, *details):
@@ -103,13 +112,7 @@ class FakeModel:
     listed_model_len: int = 0
     """As the manager has it; 0: it states none."""
     vocab_size: int = len(WORDS)
-    files: dict[int, bytes] = field(
-        default_factory=lambda: {
-            worker_pb2.MODEL_FILE_TOKENIZER: word_tokenizer().encode(),
-            worker_pb2.MODEL_FILE_CHAT_TEMPLATE: CHAT_TEMPLATE.encode(),
-            worker_pb2.MODEL_FILE_SPECIAL_TOKENS: json.dumps({"bos_token": "<bos>"}).encode(),
-        }
-    )
+    files: dict[int, bytes] = field(default_factory=lambda: text_files(bos_token="<bos>"))
     is_corrupt: bool = False
     """One byte is changed on the way."""
 
@@ -124,20 +127,17 @@ class FakeModel:
             max_model_len=self.max_model_len,
             block_size=4,
             eos_token_ids=[2],
+            facts_digest=self.facts_digest,
         )
-        messages = [worker_pb2.GetModelResponse(facts=facts)]
-        for file, content in self.files.items():
-            digest = hashlib.sha256(content).digest()
-            facts.files.add(file=cast(worker_pb2.ModelFile, file), size_bytes=len(content), digest=digest)
+        parts: list[worker_pb2.GetModelResponse] = []
+        for number, content in self.files.items():
+            file = cast(worker_pb2.ModelFile, number)
+            facts.files.add(file=file, size_bytes=len(content), digest=hashlib.sha256(content).digest())
             sent = bytes([content[0] ^ 1]) + content[1:] if self.is_corrupt else content
             for offset in range(0, len(sent), 100):
-                part = worker_pb2.FilePart(
-                    file=cast(worker_pb2.ModelFile, file), offset_bytes=offset, data=sent[offset : offset + 100]
-                )
-                messages.append(worker_pb2.GetModelResponse(part=part))
-        facts.facts_digest = self.facts_digest
-        messages[0].facts.CopyFrom(facts)
-        return messages
+                part = worker_pb2.FilePart(file=file, offset_bytes=offset, data=sent[offset : offset + 100])
+                parts.append(worker_pb2.GetModelResponse(part=part))
+        return [worker_pb2.GetModelResponse(facts=facts), *parts]
 
     @property
     def facts_digest(self) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.client import DeadlineExceeded, ResourceExhausted, answer_streams
 from kvpool.v1 import worker_pb2
-from tests.client.clients import quick
+from tests.client.clients import begun, quick
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeWorker, answer, fake_cluster
 from tests.until import until
 
@@ -27,17 +27,20 @@ async def test_requests_at_the_same_time_share_a_stream_and_without_requests_the
         assert worker.num_streams == 2
 
 
-async def test_a_request_that_is_cancelled_leaves_the_others() -> None:
+@pytest.mark.parametrize("timeout", [None, 0.3], ids=["cancelled", "out of time"])
+async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: float | None) -> None:
     """The worker hears of it, and the stream stays."""
     go_on = asyncio.Event()
     rest = answer(THE, CAT, SAT)
     worker = FakeWorker("w", HANGING, [rest[0], go_on, *rest[1:]])
     async with fake_cluster(worker) as manager, quick(manager) as client:
-        doomed = client.generate("the", max_tokens=9)
-        await anext(doomed)
-        other = client.generate("the", max_tokens=9)
-        await anext(other)
-        await doomed.aclose()
+        doomed = await begun(client.generate("the", max_tokens=9, timeout=timeout))
+        other = await begun(client.generate("the", max_tokens=9))
+        if timeout is None:
+            await doomed.aclose()
+        else:
+            with pytest.raises(DeadlineExceeded, match="1 tokens were there"):
+                await doomed.collect()
         await until(worker.cancelled.is_set)
         go_on.set()
         assert (await other.collect()).token_ids == (THE, CAT, SAT)
@@ -54,8 +57,7 @@ async def test_an_answer_that_is_not_read_ends_before_it_fills_the_memory(monkey
     ]
     worker = FakeWorker("w", endless, answer(THE, CAT, SAT))
     async with fake_cluster(worker) as manager, quick(manager) as client:
-        unread = client.generate("the", max_tokens=9_000)
-        await anext(unread)
+        unread = await begun(client.generate("the", max_tokens=9_000))
         await until(worker.cancelled.is_set)
         assert (await client.generate("the", max_tokens=9).collect()).token_ids == (THE, CAT, SAT)
         with pytest.raises(ResourceExhausted, match="were not read") as caught:
@@ -75,30 +77,12 @@ async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatc
     assert not answers.has_ended
 
 
-async def test_a_deadline_ends_its_own_request_only() -> None:
-    go_on = asyncio.Event()
-    rest = answer(THE, CAT, SAT)
-    worker = FakeWorker("w", HANGING, [rest[0], go_on, *rest[1:]])
-    async with fake_cluster(worker) as manager, quick(manager) as client:
-        late = client.generate("the", max_tokens=9, timeout=0.3)
-        await anext(late)
-        other = client.generate("the", max_tokens=9)
-        await anext(other)
-        with pytest.raises(DeadlineExceeded, match="1 tokens were there"):
-            await late.collect()
-        await until(worker.cancelled.is_set)
-        go_on.set()
-        assert (await other.collect()).token_ids == (THE, CAT, SAT)
-
-
 async def test_when_the_stream_breaks_off_each_request_continues_on_another_worker() -> None:
     """Each after the last token that it has."""
     first = FakeWorker("first", HANGING)
     second = FakeWorker("second", answer(CAT, SAT))
     async with fake_cluster(first, second) as manager, quick(manager) as client:
-        streams = [client.generate("the", max_tokens=9) for _ in range(5)]
-        for stream in streams:
-            assert (await anext(stream)).token_ids == (THE,)
+        streams = [await begun(client.generate("the", max_tokens=9)) for _ in range(5)]
         assert first.num_streams == 1
         first.break_off.set()
         completions = await asyncio.gather(*(stream.collect() for stream in streams))
@@ -112,9 +96,7 @@ async def test_the_stream_to_a_lost_worker_takes_no_new_requests() -> None:
     """It has another request, whose watch has not found out yet."""
     worker = FakeWorker("w", HANGING, HANGING, answer(THE))
     async with fake_cluster(worker) as manager, quick(manager, liveness_interval=30.0) as client:
-        lost, other = (client.generate("the", max_tokens=9) for _ in range(2))
-        await anext(lost)
-        await anext(other)
+        lost, other = [await begun(client.generate("the", max_tokens=9)) for _ in range(2)]
         assert lost._call is not None
         lost._call._give_up("its lease has ended")
         assert (await client.generate("the", max_tokens=9).collect()).token_ids == (THE,)
@@ -128,8 +110,7 @@ async def test_an_old_stream_takes_no_new_requests(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(answer_streams, "MAX_AGE_SECONDS", 0.0)
     worker = FakeWorker("w", HANGING, answer(THE))
     async with fake_cluster(worker) as manager, quick(manager) as client:
-        old = client.generate("the", max_tokens=9)
-        await anext(old)
+        old = await begun(client.generate("the", max_tokens=9))
         assert (await client.generate("the", max_tokens=9).collect()).token_ids == (THE,)
         assert worker.num_streams == 2
         await old.aclose()
@@ -139,16 +120,10 @@ async def test_an_old_stream_takes_no_new_requests(monkeypatch: pytest.MonkeyPat
 async def test_a_stream_has_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker reads no more than it has room for: with more than that, a cancel would wait for an answer to end."""
     monkeypatch.setattr(answer_streams, "MAX_REQUESTS", 3)
-    worker = FakeWorker("w")
+    worker = FakeWorker("w", HANGING)
     async with fake_cluster(worker) as manager, quick(manager) as client:
-        await client.generate("the cat", max_tokens=9).collect()
-        started = worker.num_streams
-        streams = [client.generate("the cat", max_tokens=9) for _ in range(7)]
-        worker.answers.appendleft(HANGING)
-        worker.answers.extendleft([HANGING] * 6)
-        for stream in streams:
-            await anext(stream)
-        assert worker.num_streams - started == 3
+        streams = [await begun(client.generate("the cat", max_tokens=9)) for _ in range(7)]
+        assert worker.num_streams == 3
         for stream in streams:
             await stream.aclose()
 
@@ -157,8 +132,7 @@ async def test_closing_the_client_ends_the_streams() -> None:
     worker = FakeWorker("w", HANGING)
     async with fake_cluster(worker) as manager:
         async with quick(manager) as client:
-            stream = client.generate("the", max_tokens=9)
-            await anext(stream)
+            _stream = await begun(client.generate("the", max_tokens=9))
         await until(lambda: worker.num_open_streams == 0)
         assert worker.num_live == 0
 

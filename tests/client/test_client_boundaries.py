@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvpool.client.errors import InvalidRequest
 from kvpool.client.model import Model
 from kvpool.client.options import GenerateOptions
 from kvpool.client.request import attempt_request, build_request
 from kvpool.v1 import worker_pb2
+from tests.client import fakes
 
 TEMPLATE = (
     "{% for message in messages %}[ {{ message.role }} : {{ message.content }} ] {% endfor %}"
@@ -19,61 +19,37 @@ TEMPLATE = (
 )
 NEEDS_USER = "{% if messages[-1].role != 'user' %}{{ raise_exception('nobody asks') }}{% endif %}" + TEMPLATE
 SYSTEM = {"role": "system", "content": "be brief and kind"}
+DEVELOPER = {"role": "developer", "content": "be brief"}
 USER = {"role": "user", "content": "why is the sky blue"}
-WORDS = [
-    "[",
-    "]",
-    ":",
-    "system",
-    "user",
-    "assistant",
-    "developer",
-    "be",
-    "brief",
-    "and",
-    "kind",
-    "why",
-    "is",
-    "the",
-    "sky",
-    "blue",
-]
+SAID = "[ ] : system user assistant developer be brief and kind why is the sky blue"
+WORDS = (*fakes.WORDS[:5], *SAID.split())
 
 
 def model(template: str = TEMPLATE, *, keeps_boundaries: bool = True) -> Model:
     """One token for each word."""
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="["))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     facts = worker_pb2.ModelFacts(
         model_name="m", vocab_size=len(WORDS), max_model_len=100, keeps_boundaries=keeps_boundaries
     )
-    files: dict[int, bytes] = {
-        worker_pb2.MODEL_FILE_TOKENIZER: tokenizer.to_str().encode(),
-        worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode(),
-    }
-    return Model.from_parts(facts, files)
+    return Model.from_parts(facts, fakes.text_files(template, WORDS))
 
 
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
-        ([SYSTEM, USER], "[ system : be brief and kind ]"),
-        (
-            [SYSTEM, {"role": "developer", "content": "be brief"}, USER],
-            "[ system : be brief and kind ] [ developer : be brief ]",
-        ),
-        ([USER], ""),
-        ([SYSTEM], ""),
-        ([USER, SYSTEM, USER], ""),
+        ([SYSTEM, USER], ["[ system : be brief and kind ]"]),
+        ([SYSTEM, DEVELOPER, USER], ["[ system : be brief and kind ] [ developer : be brief ]"]),
+        ([USER], []),
+        ([SYSTEM], []),
+        ([USER, SYSTEM, USER], []),
     ],
     ids=["system", "developer", "none", "nothing else", "later"],
 )
-def test_a_chat_has_a_boundary_at_the_end_of_its_system_prompt(messages: list[Any], expected: str) -> None:
+def test_a_chat_has_a_boundary_at_the_end_of_its_system_prompt(messages: list[Any], expected: list[str]) -> None:
     prompt = model().chat_prompt(messages)
     assert prompt.token_ids == model().encode_chat(messages)
-    assert prompt.boundaries == ((len(expected.split()),) if expected else ())
-    (length,) = prompt.boundaries or (0,)
-    assert " ".join(WORDS[token] for token in prompt.token_ids[:length]) == expected
+    assert [prompt.token_ids[:length] for length in prompt.boundaries] == [
+        [WORDS.index(word) for word in beginning.split()] for beginning in expected
+    ]
 
 
 def test_a_template_that_wants_a_user_to_speak_is_no_error() -> None:

@@ -1,4 +1,4 @@
-"""Streams that go on elsewhere: whatever happens to workers, the reader gets the text of an undisturbed stream, once."""
+"""Streams that continue on another worker: the reader gets the text of an undisturbed stream, once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Times, Unavailable
 from kvpool.v1 import worker_pb2
-from tests.client.clients import quick
+from tests.client.clients import begun, quick
 from tests.client.fakes import THE, UNAVAILABLE, FakeWorker, answer, error_status, fake_cluster, usage
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written
+from tests.until import until
 
 PROMPT = tuple(b"tell me")
 WORDS = tuple("a€𝄞bé, abc abd abce!".encode())
@@ -48,12 +49,17 @@ async def undisturbed(story: Story, **options: Unpack[GenerateOptions]) -> Compl
 
 
 async def check(*workers: Storyteller, **options: Unpack[GenerateOptions]) -> tuple[list[Chunk], Completion]:
-    """With these workers the reader sees what it sees without any failure."""
+    """With these workers the reader sees what it sees without any failure, and the manager has ranked them by all the tokens that
+    there were: a worker that has what was generated, from an earlier request or a shared one, has the least to compute."""
     expected = await undisturbed(STORY, **options)
     async with fake_cluster(*workers) as manager, quick(manager) as client:
         chunks, completion = await read(client, **options)
+    assert {tuple(memoryview(route.tokens).cast("I")) for route in manager.routes} == {
+        tuple(request.token_ids.ids) for worker in workers for request in worker.requests
+    }
     assert joined(chunks) == (expected.token_ids, expected.text) == (completion.token_ids, completion.text)
     assert completion.finish_reason == expected.finish_reason
+    assert completion.logprobs == expected.logprobs
     assert completion.num_prompt_tokens == expected.num_prompt_tokens == len(PROMPT)
     last = chunks[-1].usage
     assert last is not None
@@ -68,7 +74,10 @@ async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(n
     """Also inside a character, and behind the last token when only the end is missing. The next worker is asked for the
     rest: prompt and delivered tokens, the same sequence and seed, a larger attempt."""
     first, second = Storyteller("w1", STORY, Telling(num_delivered)), Storyteller("w2", STORY)
-    _, completion = await check(first, second, temperature=1.0, max_tokens=100)
+    _, completion = await check(first, second, temperature=1.0, max_tokens=100, logprobs=0)
+    assert [item.logprob for item in completion.logprobs or ()] == [
+        -float(position) for position in range(len(PROMPT), len(PROMPT) + len(WORDS))
+    ]
     assert (completion.worker_id, completion.num_attempts) == ("w2", 2)
     (one,), (two,) = first.requests, second.requests
     assert tuple(two.token_ids.ids) == PROMPT + WORDS[:num_delivered]
@@ -78,35 +87,18 @@ async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(n
     assert first.num_live == second.num_live == 0
 
 
-async def test_the_manager_ranks_by_all_tokens_that_there_are() -> None:
-    """Whoever holds what was generated, from an earlier request or a shared one, has the least to compute."""
-    first, second = Storyteller("w1", STORY, Telling(3)), Storyteller("w2", STORY)
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        await read(client)
-    assert [tuple(memoryview(route.tokens).cast("I")) for route in manager.routes] == [PROMPT, PROMPT + WORDS[:3]]
-
-
 async def test_a_stream_may_move_as_often_as_there_are_attempts() -> None:
     """Two workers in turn; each time the other one goes on, and the usage is that of the whole answer."""
     first = Storyteller("w1", STORY, Telling(2, num_cached=4), Telling(1, num_cached=8))
     second = Storyteller("w2", STORY, Telling(3, num_cached=8), Telling(num_cached=12))
     chunks, completion = await check(first, second)
-    assert sorted({(chunk.attempt, chunk.worker_id) for chunk in chunks}) == [
-        (1, "w1"),
-        (2, "w2"),
-        (3, "w1"),
-        (4, "w2"),
-    ]
+    moves = sorted({(chunk.attempt, chunk.worker_id) for chunk in chunks})
+    assert moves == [(1, "w1"), (2, "w2"), (3, "w1"), (4, "w2")]
     # What the cache gave to the first admission; later ones found generated tokens too, which are none of the prompt.
     assert completion.num_cached_tokens == 4
     usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
-    assert [(usage.num_prompt_tokens, usage.num_generated_tokens) for usage in usages] == [
-        (7, 0),
-        (7, 2),
-        (7, 5),
-        (7, 6),
-        (7, len(WORDS) + 1),
-    ]
+    assert {usage.num_prompt_tokens for usage in usages} == {7}
+    assert [usage.num_generated_tokens for usage in usages] == [0, 2, 5, 6, len(WORDS) + 1]
 
 
 async def test_the_times_of_an_answer_are_those_of_the_worker_that_finished_it() -> None:
@@ -137,8 +129,7 @@ async def test_a_worker_that_freezes_in_the_middle_is_left_when_its_lease_has_en
     frozen, live = Storyteller("frozen", STORY, Telling(4, STALE_ATTEMPT, thaws)), Storyteller("live", STORY)
     async with fake_cluster(frozen, live) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
-        while len(manager.describes) < 5:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(manager.describes) >= 5)
         assert not live.requests, "a busy worker with a lease was given up"
         manager.workers = [live]
         await asyncio.wait_for(live.asked.wait(), 30)
@@ -154,8 +145,7 @@ async def test_a_worker_that_another_process_has_replaced_is_left_at_once() -> N
     worker = Storyteller("w", STORY, Telling(4, waits_for=asyncio.Event()))
     async with fake_cluster(worker) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
-        while len(manager.describes) < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(manager.describes) >= 3)
         assert len(worker.requests) == 1
         worker.incarnation += 1
         chunks, completion = await asyncio.wait_for(task, 30)
@@ -202,9 +192,7 @@ async def test_the_deadline_holds_while_the_stream_moves() -> None:
     """One time-out for the whole answer; the error tells why it took so long."""
     worker = Storyteller("w1", STORY, Telling(3))
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=60.0) as client:
-        stream = client.generate(PROMPT, timeout=1.5)
-        for _ in range(4):
-            await anext(stream)
+        stream = await begun(client.generate(PROMPT, timeout=1.5), 3)
         manager.workers = []
         with pytest.raises(DeadlineExceeded, match=r"after 3 tokens.*before that, w1") as caught:
             await asyncio.wait_for(stream.collect(), 30)
@@ -213,9 +201,7 @@ async def test_the_deadline_holds_while_the_stream_moves() -> None:
 
 async def test_when_no_worker_is_left_the_error_says_so() -> None:
     async with fake_cluster(Storyteller("w1", STORY, Telling(3))) as manager, quick(manager) as client:
-        stream = client.generate(PROMPT)
-        for _ in range(4):
-            await anext(stream)
+        stream = await begun(client.generate(PROMPT), 3)
         manager.workers = [Storyteller("other", STORY, model=story_model())]
         manager.workers[0].model.fingerprint = "fp-other"
         with pytest.raises(Unavailable, match=r"after 3 tokens.*no live worker serves tiny.*before that, w1") as caught:
@@ -223,12 +209,16 @@ async def test_when_no_worker_is_left_the_error_says_so() -> None:
     assert caught.value.reason == "NO_WORKER"
 
 
-async def test_a_stream_that_lacks_only_its_end_is_complete() -> None:
-    """All tokens that were asked for are there, so nobody is asked for more."""
+@pytest.mark.parametrize(("max_model_len", "options"), [(1000, GenerateOptions(max_tokens=4)), (len(PROMPT) + 4, {})])
+async def test_a_stream_that_lacks_only_its_end_is_complete(max_model_len: int, options: GenerateOptions) -> None:
+    """All tokens are there that were asked for, or that the model takes, so no worker is asked for more."""
     story = written(PROMPT, *b"abcdef")
-    first, second = Storyteller("w1", story, Telling(keeps_end=True, num_cached=4)), Storyteller("w2", story)
+    first, second = (
+        Storyteller(name, story, Telling(keeps_end=True, num_cached=4), model=story_model(max_model_len))
+        for name in ("w1", "w2")
+    )
     async with fake_cluster(first, second) as manager, quick(manager) as client:
-        chunks, completion = await read(client, max_tokens=4, logprobs=0)
+        chunks, completion = await read(client, **options)
     assert joined(chunks) == (tuple(b"abcd"), "abcd")
     assert (completion.finish_reason, completion.num_cached_tokens) == (FinishReason.LENGTH, 4)
     assert chunks[-1].usage is not None
@@ -236,29 +226,10 @@ async def test_a_stream_that_lacks_only_its_end_is_complete() -> None:
     assert not second.requests
 
 
-async def test_a_stream_as_long_as_the_model_takes_is_complete() -> None:
-    story = written(PROMPT, *b"abcdef")
-    first = Storyteller("w1", story, Telling(keeps_end=True), model=story_model(max_model_len=len(PROMPT) + 4))
-    async with fake_cluster(first) as manager, quick(manager) as client:
-        chunks, completion = await read(client)
-    assert joined(chunks) == (tuple(b"abcd"), "abcd")
-    assert (completion.finish_reason, completion.num_attempts) == (FinishReason.LENGTH, 1)
-
-
-async def test_log_probabilities_join_on() -> None:
-    first, second = Storyteller("w1", STORY, Telling(3)), Storyteller("w2", STORY)
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        _, completion = await read(client, logprobs=0)
-    assert completion.logprobs is not None
-    assert [item.logprob for item in completion.logprobs] == [-float(len(PROMPT) + i) for i in range(len(WORDS))]
-
-
 async def test_cancelling_a_stream_that_moves_leaves_no_call_behind() -> None:
     """While nobody answers, and while the next worker says nothing yet."""
-    first, second = (
-        Storyteller("w1", STORY, Telling(3)),
-        Storyteller("w2", STORY, Telling(0, waits_for=asyncio.Event())),
-    )
+    silent = Telling(0, waits_for=asyncio.Event())
+    first, second = Storyteller("w1", STORY, Telling(3)), Storyteller("w2", STORY, silent)
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         task = asyncio.create_task(read(client))
         await second.asked.wait()
@@ -273,13 +244,10 @@ async def test_closing_a_stream_that_looks_for_a_worker_asks_none() -> None:
     """Another task closes it, e.g. SyncStream.close(); the worker that comes back is not bothered."""
     worker = Storyteller("w1", STORY, Telling(3))
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=30.0) as client:
-        stream = client.generate(PROMPT)
-        for _ in range(4):
-            await anext(stream)
+        stream = await begun(client.generate(PROMPT), 3)
         manager.workers = []
         task = asyncio.create_task(stream.next_chunk())
-        while len(manager.routes) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(manager.routes) >= 2)
         await stream.aclose()
         manager.workers = [worker]
         with pytest.raises(Exception, match="closed while it looked"):
@@ -318,8 +286,9 @@ async def test_however_often_and_wherever_it_moves_the_text_is_the_same(
     story = written(PROMPT, *tokens)
     options = GenerateOptions(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=stop, echo=echo)
     expected = await undisturbed(story, **options)
-    tellings = [Telling(behind, sizes=sizes) for behind, sizes in breaks]
-    workers = [Storyteller(f"w{index}", story, telling) for index, telling in enumerate(tellings)]
+    workers = [
+        Storyteller(f"w{index}", story, Telling(after, sizes=sizes)) for index, (after, sizes) in enumerate(breaks)
+    ]
     async with fake_cluster(*workers, Storyteller("last", story)) as manager, quick(manager) as client:
         chunks, completion = await read(client, **options)
     assert joined(chunks) == (expected.token_ids, expected.text)

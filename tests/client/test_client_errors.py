@@ -30,27 +30,27 @@ CODES = [
 ]
 
 
-async def refused(status: status_pb2.Status) -> KvpoolError:
-    """What a caller gets from a manager that refuses with this status, over a real connection."""
-    manager = FakeManager()
-    manager.route_errors.append(status)
-    async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
-        with pytest.raises(KvpoolError) as caught:
-            await connected.route([1, 2])
-    return caught.value
-
-
 @pytest.mark.parametrize(("code", "exception"), CODES)
 async def test_every_status_becomes_its_exception(code: int, exception: type[KvpoolError]) -> None:
-    """With the reason, the hint, the figures and the bad fields that the service packed."""
+    """It has the reason, the hint, the figures, the bad fields and the exceeded quotas that the service packed. A reason of another
+    domain, e.g. a proxy's, is not the manager's."""
     retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=250_000_000))
     bad = error_details_pb2.BadRequest()
     bad.field_violations.add(field="tokens", description="empty")
-    error = await refused(error_status(code, "WHY", "needed 5, there are 3", retry, bad, position="12"))
-    assert type(error) is exception
-    assert (error.reason, error.retry_after, error.metadata) == ("WHY", 0.25, {"position": "12"})
-    assert error.violations == ("tokens: empty",)
-    assert "needed 5, there are 3" in str(error)
+    quota = error_details_pb2.QuotaFailure()
+    quota.violations.add(subject="worker-0", description="4,096 live sequences")
+    details = (retry, bad, quota)
+    manager = FakeManager()
+    manager.route_errors.append(error_status(code, "WHY", "needed 5, there are 3", *details, position="12"))
+    manager.route_errors.append(error_status(code, "WHY", "needed 5, there are 3", *details, domain="example.com"))
+    async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
+        for reason, metadata in (("WHY", {"position": "12"}), ("", {})):
+            with pytest.raises(KvpoolError, match="needed 5, there are 3") as caught:
+                await connected.route([1, 2])
+            error = caught.value
+            assert type(error) is exception
+            assert (error.reason, error.retry_after, error.metadata) == (reason, 0.25, metadata)
+            assert error.violations == ("tokens: empty", "worker-0: 4,096 live sequences")
 
 
 async def test_a_call_that_the_transport_has_dropped_is_made_again() -> None:
@@ -60,21 +60,6 @@ async def test_a_call_that_the_transport_has_dropped_is_made_again() -> None:
     async with serving(manager), Client(config=ClientConfig(manager=manager.address)) as connected:
         await connected.route([1, 2])
     assert len(manager.routes) == 2
-
-
-async def test_a_quota_failure_tells_whose_quota() -> None:
-    quota = error_details_pb2.QuotaFailure()
-    quota.violations.add(subject="worker-0", description="4,096 live sequences")
-    error = await refused(error_status(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SEQUENCES", "full", quota))
-    assert isinstance(error, client.ResourceExhausted)
-    assert error.violations == ("worker-0: 4,096 live sequences",)
-
-
-async def test_a_reason_of_another_domain_is_not_ours() -> None:
-    """A proxy's ErrorInfo must not be taken for the manager's word."""
-    error = await refused(error_status(code_pb2.NOT_FOUND, "NO_BLOCKS", "proxy", domain="example.com"))
-    assert isinstance(error, client.NotFound)
-    assert error.reason == ""
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,11 +14,9 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from tests.client.clients import quick
 from tests.client.commands import kvpool
-from tests.client.fakes import CAT, THE, UNAVAILABLE, FakeWorker, answer, fake_cluster, word_tokenizer
+from tests.client.fakes import BOS, CAT, THE, UNAVAILABLE, FakeWorker, answer, fake_cluster, word_tokenizer
 
 ROOT = common_pb2.Root(model_fingerprint="fp-tiny")
-BOS = 1
-"""Which the tokenizer of the fakes begins a prompt with."""
 KEY = common_pb2.SequenceKey(sequence_id="leader", attempt=1)
 
 
@@ -30,65 +28,59 @@ def answered(cause: cache_pb2.MissCause, **fields: Any) -> cache_pb2.ExplainResp
 
 
 def said(response: cache_pb2.ExplainResponse, tokenizer: Tokenizer | None = None) -> list[str]:
-    """In words, of a prompt of 40 tokens."""
+    """The explanation of a prompt of 40 tokens in words."""
     return Explanation.from_proto(response, RoutedPrompt(ROOT, list(range(40)), 0)).sentences(tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("response", "words"),
-    [
-        (answered(cache_pb2.MISS_CAUSE_NEVER_SEEN), "the block from token 16 on was never seen"),
+WORDS: dict[cache_pb2.MissCause, list[tuple[dict[str, Any], str]]] = {
+    cache_pb2.MISS_CAUSE_UNSPECIFIED: [({}, "for a reason that this client does not know: update it")],
+    cache_pb2.MISS_CAUSE_NEVER_SEEN: [({}, "the block from token 16 on was never seen")],
+    cache_pb2.MISS_CAUSE_EVICTED: [
         (
-            answered(cache_pb2.MISS_CAUSE_EVICTED, evicted_ms_ago=90_000, evicted_for=KEY, other_worker_id="v"),
+            {"evicted_ms_ago": 90_000, "evicted_for": KEY, "other_worker_id": "v"},
             "the block from token 16 on was probably evicted 90 s ago, to make room for leader; v still has it",
         ),
-        (answered(cache_pb2.MISS_CAUSE_EVICTED, evicted_ms_ago=3_600_000), "was probably evicted 60 min ago"),
+        ({"evicted_ms_ago": 3_600_000}, "was probably evicted 60 min ago"),
+    ],
+    cache_pb2.MISS_CAUSE_OTHER_ROOT: [
+        ({"other_root": common_pb2.Root(model_fingerprint="other")}, "is cached only for another model (other)"),
         (
-            answered(cache_pb2.MISS_CAUSE_OTHER_ROOT, other_root=common_pb2.Root(model_fingerprint="other")),
-            "is cached only for another model (other)",
-        ),
-        (
-            answered(
-                cache_pb2.MISS_CAUSE_OTHER_ROOT,
-                other_root=common_pb2.Root(model_fingerprint="fp-tiny", adapter="law"),
-                other_salt=True,
-            ),
+            {"other_root": common_pb2.Root(model_fingerprint="fp-tiny", adapter="law"), "other_salt": True},
             "is cached only with the adapter law and under another tenant's salt",
         ),
         (
-            answered(cache_pb2.MISS_CAUSE_OTHER_ROOT, other_root=ROOT, other_block_size=32, other_worker_id="v"),
+            {"other_root": ROOT, "other_block_size": 32, "other_worker_id": "v"},
             "is cached only in blocks of 32 tokens, or with another input (on v)",
         ),
-        (
-            answered(cache_pb2.MISS_CAUSE_BEING_COMPUTED, leader=KEY, leader_position=32),
-            "leader is computing the tokens from 16 to 32 now.",
-        ),
-        (answered(cache_pb2.MISS_CAUSE_PARTIAL_TAIL), "the rest does not fill a block"),
-        (answered(cache_pb2.MISS_CAUSE_LAST_TOKEN), "the last token is always computed"),
-        (answered(cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER, other_worker_id="v"), "is cached on v, not here"),
-        (
-            answered(cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT, num_passed_tokens=32),
-            "layers that see everything have 32 tokens, but no sliding window that ends after token 16 is kept whole",
-        ),
-        (
-            answered(cache_pb2.MISS_CAUSE_SNAPSHOT_NOT_KEPT, num_passed_tokens=32),
-            "layers that attend have 32 tokens, but no snapshot of the recurrent layers' state after token 16 is kept",
-        ),
-        (answered(cache_pb2.MISS_CAUSE_UNSPECIFIED), "update it"),
     ],
-)
-def test_each_cause_has_its_words(response: cache_pb2.ExplainResponse, words: str) -> None:
-    (sentence,) = said(response)
-    assert sentence.startswith("w would serve 16 of 40 tokens from its cache: ")
-    assert words in sentence
-
-
-def test_every_cause_of_the_manager_is_known_to_the_client() -> None:
-    for value in cache_pb2.MissCause.values():
-        found = Explanation.from_proto(
-            answered(cast(cache_pb2.MissCause, value)), RoutedPrompt(ROOT, list(range(40)), 0)
+    cache_pb2.MISS_CAUSE_BEING_COMPUTED: [
+        ({"leader": KEY, "leader_position": 32}, "leader is computing the tokens from 16 to 32 now.")
+    ],
+    cache_pb2.MISS_CAUSE_PARTIAL_TAIL: [({}, "the rest does not fill a block")],
+    cache_pb2.MISS_CAUSE_LAST_TOKEN: [({}, "the last token is always computed")],
+    cache_pb2.MISS_CAUSE_ON_ANOTHER_WORKER: [({"other_worker_id": "v"}, "is cached on v, not here")],
+    cache_pb2.MISS_CAUSE_WINDOW_NOT_KEPT: [
+        (
+            {"num_passed_tokens": 32},
+            "layers that see everything have 32 tokens, but no sliding window that ends after token 16 is kept whole",
         )
-        assert (found.workers[0].miss.cause is MissCause.UNKNOWN) == (value == cache_pb2.MISS_CAUSE_UNSPECIFIED)
+    ],
+    cache_pb2.MISS_CAUSE_SNAPSHOT_NOT_KEPT: [
+        (
+            {"num_passed_tokens": 32},
+            "layers that attend have 32 tokens, but no snapshot of the recurrent layers' state after token 16 is kept",
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("name", cache_pb2.MissCause.keys())
+def test_each_cause_of_the_manager_has_its_words(name: str) -> None:
+    cause = cache_pb2.MissCause.Value(name)
+    for fields, words in WORDS[cause]:
+        (sentence,) = said(answered(cause, **fields))
+        assert sentence.startswith("w would serve 16 of 40 tokens from its cache: ")
+        assert words in sentence
 
 
 def test_the_token_where_two_prompts_part_is_said_as_text() -> None:

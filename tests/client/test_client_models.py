@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 from google.rpc import code_pb2
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from kvpool.client import Client, DeadlineExceeded, InvalidRequest, ProtocolError, models
 from kvpool.client.model_files import receive_model
@@ -18,7 +14,6 @@ from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import (
     CAT,
-    CHAT_TEMPLATE,
     SAT,
     THE,
     UNAVAILABLE,
@@ -28,7 +23,11 @@ from tests.client.fakes import (
     answer,
     error_status,
     fake_cluster,
+    text_files,
 )
+from tests.until import until
+
+CAT_CHAT = [{"role": "user", "content": "cat"}]
 
 
 async def test_a_known_model_does_not_wait_for_the_fetch_of_another() -> None:
@@ -37,8 +36,7 @@ async def test_a_known_model_does_not_wait_for_the_fetch_of_another() -> None:
     async with fake_cluster(known, frozen) as manager, quick(manager) as client:
         await client.model("tiny")
         fetch = asyncio.create_task(client.model("big"))
-        while not frozen.num_model_calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: frozen.num_model_calls)
         async with asyncio.timeout(20):
             assert (await client.generate("the", model="tiny").collect()).worker_id == "w1"
         assert not fetch.done()
@@ -51,17 +49,14 @@ async def test_a_frozen_worker_is_passed_over_when_the_model_is_fetched(monkeypa
     monkeypatch.setattr(models, "_FACTS_TIMEOUT_SECONDS", 0.5)
     frozen, live = FakeWorker("frozen"), FakeWorker("live")
     frozen.may_send_model.clear()
-    async with fake_cluster(frozen, live) as manager, quick(manager) as client:
-        assert (await client.model()).name == "tiny"
-    assert (frozen.num_model_calls, live.num_model_calls) == (1, 1)
-
-
-async def test_the_time_out_of_the_request_ends_the_wait_for_a_frozen_worker() -> None:
-    frozen = FakeWorker("frozen")
-    frozen.may_send_model.clear()
-    async with fake_cluster(frozen) as manager, quick(manager) as client:
-        with pytest.raises(DeadlineExceeded, match="while asking frozen"):
-            await client.model(timeout=0.7)
+    async with fake_cluster(frozen, live) as manager:
+        async with quick(manager) as client:
+            assert (await client.model()).name == "tiny"
+        assert (frozen.num_model_calls, live.num_model_calls) == (1, 1)
+        manager.workers = [frozen]
+        async with quick(manager) as client:
+            with pytest.raises(DeadlineExceeded, match="while asking frozen"):
+                await client.model(timeout=0.3)
 
 
 async def messages_after(first_seconds: float, others_seconds: float) -> AsyncIterator[worker_pb2.GetModelResponse]:
@@ -83,51 +78,46 @@ async def test_only_the_facts_must_come_at_once() -> None:
 
 
 async def test_an_answer_that_does_not_begin_with_the_facts_is_refused() -> None:
-    async def parts_only() -> AsyncIterator[worker_pb2.GetModelResponse]:
-        yield FakeModel().messages("w")[1]
-
-    async def nothing() -> AsyncIterator[worker_pb2.GetModelResponse]:
-        for message in FakeModel().messages("w")[:0]:
+    async def part_of_it(messages: slice) -> AsyncIterator[worker_pb2.GetModelResponse]:
+        for message in FakeModel().messages("w")[messages]:
             yield message
 
-    for messages in (parts_only(), nothing()):
+    for messages in (slice(1, 2), slice(0)):
         with pytest.raises(ProtocolError) as caught:
-            await receive_model(messages, "w", facts_timeout=1.0)
+            await receive_model(part_of_it(messages), "w", facts_timeout=1.0)
         assert caught.value.reason == "BAD_MODEL_FILE"
 
 
 # -- what changes while a client lives
 
 
-def text_files(template: str = CHAT_TEMPLATE, words: Sequence[str] = WORDS, **special: str) -> dict[int, bytes]:
-    """A model's files; `words`: the vocabulary, in the order of its ids."""
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return {
-        worker_pb2.MODEL_FILE_TOKENIZER: tokenizer.to_str().encode(),
-        worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode(),
-        worker_pb2.MODEL_FILE_SPECIAL_TOKENS: json.dumps(special).encode(),
-    }
-
-
 OTHER_MODEL = error_status(code_pb2.FAILED_PRECONDITION, "OTHER_MODEL", "it was tokenised for another model")
 OTHER_WORDS = (*WORDS[:5], *reversed(WORDS[5:]))
 TEMPLATE = "{{ bos_token }} {{ messages[0].content }}"
+MAT = FakeModel(files=text_files(TEMPLATE, bos_token="mat"))
+DOG = FakeModel(files=text_files(TEMPLATE, bos_token="dog"))
+"""Models whose prompt of CAT_CHAT is their first token and "cat"."""
+MAT_PROMPT, DOG_PROMPT = ([WORDS.index(word), CAT] for word in ("mat", "dog"))
 CHANGES = {
     "template": FakeModel(files=text_files("the {{ messages[0].content }}", bos_token="mat")),
     "tokenizer": FakeModel(files=text_files(TEMPLATE, OTHER_WORDS, bos_token="mat")),
-    "special token": FakeModel(files=text_files(TEMPLATE, bos_token="dog")),
-    "other weights": FakeModel(fingerprint="fp-other", files=text_files(TEMPLATE, bos_token="dog")),
-    "no template": FakeModel(
-        files={**text_files(TEMPLATE), worker_pb2.MODEL_FILE_CHAT_TEMPLATE: b"{{ raise_exception('no') }}"}
-    ),
+    "special token": DOG,
+    "other weights": FakeModel(fingerprint="fp-other", files=DOG.files),
+    "no template": FakeModel(files=text_files("{{ raise_exception('no') }}")),
 }
 
 
+def old_and_new() -> tuple[FakeWorker, FakeWorker]:
+    """Workers of one model whose files have changed; the one that has the new files registered last."""
+    old, new = FakeWorker("old", model=MAT), FakeWorker("new", model=DOG)
+    new.session += 1
+    return old, new
+
+
 async def prompt_of(worker: FakeWorker, client: Client) -> list[int] | str:
-    """Of a chat, as the worker gets it; the error's reason if there is one."""
+    """The prompt of CAT_CHAT, as the worker gets it; the error's reason if there is one."""
     try:
-        await client.chat([{"role": "user", "content": "cat"}], model="tiny").collect()
+        await client.chat(CAT_CHAT, model="tiny").collect()
     except InvalidRequest as error:
         return error.reason
     return list(worker.requests[-1].token_ids.ids)
@@ -138,8 +128,7 @@ async def prompt_of(worker: FakeWorker, client: Client) -> list[int] | str:
 async def test_a_client_notices_what_has_changed_of_a_model(change: str, back: bool) -> None:
     """A worker comes back with other files, or other weights under the same name: the next request is that of a new client, and so
     is what model() returns. The files are fetched once; a change back fetches nothing."""
-    before = FakeModel(files=text_files(TEMPLATE, bos_token="mat"))
-    worker = FakeWorker("w", model=before)
+    worker = FakeWorker("w", model=MAT)
     async with fake_cluster(worker) as manager, quick(manager) as client:
         first = await prompt_of(worker, client)
         worker.session += 1
@@ -153,7 +142,7 @@ async def test_a_client_notices_what_has_changed_of_a_model(change: str, back: b
         assert worker.num_model_calls == 3
         if back:
             worker.session += 1
-            worker.model = before
+            worker.model = MAT
             assert await prompt_of(worker, client) == first
             assert worker.num_model_calls == 3
 
@@ -170,15 +159,10 @@ async def test_a_session_that_changes_nothing_costs_nothing() -> None:
 
 async def test_what_is_known_is_the_facts_of_the_worker_that_registered_last() -> None:
     """Until it leaves: then it is that of the others again."""
-    old = FakeWorker("old", model=FakeModel(files=text_files(TEMPLATE, bos_token="mat")))
-    new = FakeWorker("new", model=FakeModel(files=text_files(TEMPLATE, bos_token="dog")))
-    new.session += 1
+    old, new = old_and_new()
     async with fake_cluster(old, new) as manager, quick(manager) as client:
-        assert await prompt_of(old, client) == [WORDS.index("dog"), CAT]
-        manager.workers = [old]
-        assert await prompt_of(old, client) == [WORDS.index("mat"), CAT]
-        manager.workers = [old, new]
-        assert await prompt_of(old, client) == [WORDS.index("dog"), CAT]
+        for manager.workers, expected in (([old, new], DOG_PROMPT), ([old], MAT_PROMPT), ([old, new], DOG_PROMPT)):
+            assert await prompt_of(old, client) == expected
 
 
 async def test_the_limit_is_that_of_the_largest_worker_and_smaller_ones_are_left_out() -> None:
@@ -219,7 +203,7 @@ async def test_a_request_in_flight_is_not_touched_by_a_change() -> None:
     second.session += 1
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         manager.workers = [first]
-        stream = client.chat([{"role": "user", "content": "cat"}])
+        stream = client.chat(CAT_CHAT)
         assert (await anext(stream)).token_ids == (THE,)
         manager.workers = [second]
         completion = await stream.collect()
@@ -231,11 +215,9 @@ async def test_a_request_in_flight_is_not_touched_by_a_change() -> None:
 async def test_a_worker_that_has_another_model_by_now_costs_no_request() -> None:
     """It was started again after the request was routed to it, under the same name: the request is tokenised for what it serves."""
     may_answer = asyncio.Event()
-    worker = FakeWorker(
-        "w", [may_answer, OTHER_MODEL], answer(SAT), model=FakeModel(files=text_files(TEMPLATE, bos_token="mat"))
-    )
+    worker = FakeWorker("w", [may_answer, OTHER_MODEL], answer(SAT), model=MAT)
     async with fake_cluster(worker) as manager, quick(manager) as client:
-        asked = asyncio.create_task(client.chat([{"role": "user", "content": "cat"}], model="tiny").collect())
+        asked = asyncio.create_task(client.chat(CAT_CHAT, model="tiny").collect())
         await worker.asked.wait()
         worker.session += 1
         worker.model = CHANGES["other weights"]
@@ -243,7 +225,7 @@ async def test_a_worker_that_has_another_model_by_now_costs_no_request() -> None
         assert (await asked).token_ids == (SAT,)
     first, last = worker.requests
     assert (first.model_fingerprint, last.model_fingerprint) == ("fp-tiny", "fp-other")
-    assert list(last.token_ids.ids) == [WORDS.index("dog"), CAT]
+    assert list(last.token_ids.ids) == DOG_PROMPT
 
 
 async def test_a_newest_worker_that_does_not_answer_does_not_hold_up_the_others(
@@ -252,19 +234,17 @@ async def test_a_newest_worker_that_does_not_answer_does_not_hold_up_the_others(
     """What it has changed is asked for again after a while, and not by each request."""
     monkeypatch.setattr(models, "_FACTS_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(models, "_RETRY_SECONDS", 3600.0)
-    old = FakeWorker("old", model=FakeModel(files=text_files(TEMPLATE, bos_token="mat")))
-    new = FakeWorker("new", model=FakeModel(files=text_files(TEMPLATE, bos_token="dog")))
-    new.session += 1
+    old, new = old_and_new()
     new.may_send_model.clear()
     async with fake_cluster(old, new) as manager, quick(manager) as client:
         for _ in range(3):
-            assert await prompt_of(old, client) == [WORDS.index("mat"), CAT]
+            assert await prompt_of(old, client) == MAT_PROMPT
         assert (new.num_model_calls, old.num_model_calls) == (1, 1)
     monkeypatch.setattr(models, "_RETRY_SECONDS", 0.0)
     async with fake_cluster(old, new) as manager, quick(manager) as client:
-        assert await prompt_of(old, client) == [WORDS.index("mat"), CAT]
+        assert await prompt_of(old, client) == MAT_PROMPT
         new.may_send_model.set()
-        assert await prompt_of(old, client) == [WORDS.index("dog"), CAT]
+        assert await prompt_of(old, client) == DOG_PROMPT
 
 
 @pytest.mark.parametrize("named", ["tiny", None])

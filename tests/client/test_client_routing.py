@@ -65,13 +65,11 @@ async def test_services_on_other_machines_are_used() -> None:
 
 
 async def test_a_dead_worker_is_passed_over() -> None:
-    """Nobody listens at its address any more, but its lease still runs."""
+    """Its port is closed, but its lease still runs."""
     dead, live = FakeWorker("dead"), FakeWorker("live")
-    async with fake_cluster(live) as manager, quick(manager) as client:
-        dead.address = f"127.0.0.1:{free_port()}"
-        manager.workers = [dead, live]
-        completion = await client.generate("the").collect()
-    assert completion.worker_id == "live"
+    dead.address = f"127.0.0.1:{free_port()}"
+    async with serving(live), serving(manager := FakeManager([dead, live])), quick(manager) as client:
+        assert (await client.generate("the").collect()).worker_id == "live"
 
 
 async def test_an_answer_that_comes_while_the_manager_is_asked_is_taken() -> None:
@@ -101,15 +99,13 @@ async def test_an_answer_that_comes_while_the_manager_is_asked_is_taken() -> Non
     assert num_missing == 2
 
 
-async def test_when_nobody_answers_the_error_tells_what_each_one_said() -> None:
+async def test_when_no_worker_answers_the_error_has_what_each_one_said() -> None:
     """Ranked twice, each worker asked twice, then an end: never an endless search."""
-    first = FakeWorker("w1", [error_status(code_pb2.UNAVAILABLE, "DRAINING", "I am draining")])
+    first = FakeWorker("w1", [UNAVAILABLE])
     second = FakeWorker("w2", [error_status(code_pb2.UNAVAILABLE, "RECOVERING", "I am recovering")])
     async with fake_cluster(first, second) as manager, quick(manager) as client:
-        with pytest.raises(Unavailable) as caught:
+        with pytest.raises(Unavailable, match=r"draining.*I am recovering.*draining.*I am recovering"):
             await client.generate("the").collect()
-    assert "I am draining" in str(caught.value)
-    assert "I am recovering" in str(caught.value)
     assert [request.attempt for request in first.requests] == [1, 3]
     assert [request.attempt for request in second.requests] == [2, 4]
     assert len(manager.routes) == 2
@@ -117,16 +113,15 @@ async def test_when_nobody_answers_the_error_tells_what_each_one_said() -> None:
 
 async def test_of_several_full_workers_the_one_that_is_free_first_says_when_to_come_back() -> None:
     """The caller may be served as soon as any of them has room."""
-    workers = []
-    for ms in (9000, 2500, 7000):
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(ms)
-        retry = error_details_pb2.RetryInfo(retry_delay=delay)
-        workers.append(FakeWorker(f"w{ms}", [error_status(code_pb2.RESOURCE_EXHAUSTED, "BUSY", "queue full", retry)]))
-    async with fake_cluster(*workers) as manager, quick(manager) as client:
+
+    def full(seconds: int) -> FakeWorker:
+        retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds))
+        return FakeWorker(f"w{seconds}", [error_status(code_pb2.RESOURCE_EXHAUSTED, "BUSY", "queue full", retry)])
+
+    async with fake_cluster(full(9), full(2), full(7)) as manager, quick(manager) as client:
         with pytest.raises(ResourceExhausted) as caught:
             await client.generate("the").collect()
-    assert (caught.value.reason, caught.value.retry_after) == ("BUSY", 2.5)
+    assert (caught.value.reason, caught.value.retry_after) == ("BUSY", 2.0)
 
 
 async def test_a_lease_that_is_seen_again_has_not_ended() -> None:
@@ -215,9 +210,8 @@ async def test_a_first_answer_that_is_late_is_waited_for_once_more() -> None:
     async with fake_cluster() as manager, quick(manager, first_contact=0.01) as client:
         manager.seconds_to_answer = 60.0
         task = asyncio.create_task(client.route([1, 2, 3]))
-        while not manager.routes:
-            await asyncio.sleep(0.005)
-            assert not task.done()
+        await until(lambda: manager.routes or task.done())
+        assert not task.done()
         manager.seconds_to_answer = 0.0
         assert (await task).explanation == "none registered"
         assert len(manager.routes) >= 2
@@ -238,8 +232,7 @@ async def test_workers_that_register_late_are_waited_for() -> None:
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=5.0) as client:
         manager.workers = []
         task = asyncio.create_task(client.generate("the").collect())
-        while len(manager.describes) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(manager.describes) >= 2)
         manager.workers = [worker]
         assert (await task).worker_id == "w"
 
@@ -300,8 +293,7 @@ async def test_a_model_that_was_served_is_waited_for_while_others_are_back_alrea
         manager.workers = [other]
         task = asyncio.create_task(client.generate("the", model="tiny").collect())
         looks = len(manager.describes)
-        while len(manager.describes) < looks + 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(manager.describes) >= looks + 2)
         assert not task.done()
         with pytest.raises(NotFound):
             await client.generate("the", model="tinny").collect()

@@ -14,17 +14,18 @@ import pytest
 from kvpool.cli.launch.cluster import free_port
 from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, SyncClient
 from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
+from tests.until import until
 
 
-def config(manager: FakeManager) -> ClientConfig:
-    return ClientConfig(manager=manager.address, first_contact=10.0, worker_wait=0.3)
+def sync_client(manager: FakeManager, worker_wait: float = 0.3) -> SyncClient:
+    return SyncClient(config=ClientConfig(manager=manager.address, first_contact=10.0, worker_wait=worker_wait))
 
 
 async def test_a_stream_is_iterated_with_for() -> None:
     async with fake_cluster(FakeWorker("w")) as manager:
 
         def use() -> tuple[list[tuple[int, ...]], str]:
-            with SyncClient(config=config(manager)) as client:
+            with sync_client(manager) as client:
                 chunks = [chunk.token_ids for chunk in client.generate("the")]
                 completion = client.chat([{"role": "user", "content": "the"}]).collect()
                 return chunks, completion.text
@@ -32,29 +33,23 @@ async def test_a_stream_is_iterated_with_for() -> None:
         assert await asyncio.to_thread(use) == ([(THE,), (CAT,), (SAT,), ()], " the cat sat")
 
 
-async def test_leaving_the_block_cancels_the_call() -> None:
+def leave_the_block(client: SyncClient) -> None:
+    with client.generate("the") as stream:
+        next(stream)
+
+
+def drop_the_stream(client: SyncClient) -> None:
+    next(client.generate("the"))
+
+
+@pytest.mark.parametrize("leave", [leave_the_block, drop_the_stream])
+async def test_a_reader_that_leaves_cancels_the_call(leave: Callable[[SyncClient], None]) -> None:
+    """The stream dies in this thread, the call lives in the client's."""
     worker = FakeWorker("w", [answer(THE)[0], HANG])
     async with fake_cluster(worker) as manager:
-
-        def use() -> None:
-            with SyncClient(config=config(manager)) as client, client.generate("the") as stream:
-                next(stream)
-
-        await asyncio.to_thread(use)
-        await asyncio.wait_for(worker.cancelled.wait(), 30)
-
-
-async def test_a_stream_that_is_dropped_cancels_its_call() -> None:
-    """The object dies in this thread, the call lives in the other one."""
-    worker = FakeWorker("w", [answer(THE)[0], HANG])
-    async with fake_cluster(worker) as manager:
-
-        def use(client: SyncClient) -> None:
-            next(client.generate("the"))
-
-        client = SyncClient(config=config(manager))
-        await asyncio.to_thread(use, client)
-        await asyncio.wait_for(worker.cancelled.wait(), 30)
+        client = sync_client(manager)
+        await asyncio.to_thread(leave, client)
+        await until(worker.cancelled.is_set)
         await asyncio.to_thread(client.close)
 
 
@@ -63,7 +58,7 @@ async def test_the_thread_ends_with_the_client() -> None:
     async with fake_cluster(FakeWorker("w")) as manager:
 
         def use() -> None:
-            client = SyncClient(config=config(manager))
+            client = sync_client(manager)
             assert len(client.describe(max_sequences=3).workers) == 1
             assert manager.describes[-1].max_sequences == 3
             assert client.model().name == "tiny"
@@ -78,48 +73,42 @@ async def test_the_thread_ends_with_the_client() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "kvpool-client"]
 
 
-async def closed_while(client: SyncClient, use: Callable[[], object], is_waiting: Callable[[], object]) -> Cancelled:
-    """Close the client while another thread waits in `use`; what that thread then gets."""
-    # Not to_thread: a thread that never returns must fail this test, not keep the process from ending.
-    outcome: list[BaseException | None] = []
+async def check_closing_wakes(client: SyncClient, use: Callable[[], object], is_waiting: Callable[[], object]) -> None:
+    """Closing the client ends the wait of another thread in `use`, by an error that says so."""
+    outcome: list[Cancelled] = []
 
     def run() -> None:
-        try:
+        with pytest.raises(Cancelled) as caught:
             use()
-        except BaseException as error:
-            outcome.append(error)
-        else:
-            outcome.append(None)
+        outcome.append(caught.value)
 
+    # Not to_thread: a thread that never returns must fail this test, not keep the process from ending.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    while not is_waiting():
-        await asyncio.sleep(0.01)
+    await until(is_waiting)
     await asyncio.wait_for(asyncio.to_thread(client.close), 30)
     await asyncio.to_thread(thread.join, 5)
     assert not thread.is_alive(), "the thread still waits for a client that is closed"
     (error,) = outcome
-    assert isinstance(error, Cancelled)
     assert error.reason == "CLOSED"
-    return error
 
 
 async def test_closing_wakes_a_thread_that_waits_for_the_manager() -> None:
     client = SyncClient(config=ClientConfig(manager=f"127.0.0.1:{free_port()}", first_contact=60.0))
     started = time.monotonic()
-    await closed_while(client, client.describe, lambda: time.monotonic() > started + 0.3)
+    await check_closing_wakes(client, client.describe, lambda: time.monotonic() > started + 0.3)
 
 
 async def test_closing_wakes_a_thread_that_waits_for_a_worker() -> None:
     """Also where the stream is closed by a `with`: its error is the one that says what happened."""
     async with fake_cluster() as manager:
-        client = SyncClient(config=ClientConfig(manager=manager.address, worker_wait=60.0))
+        client = sync_client(manager, worker_wait=60.0)
 
         def use() -> None:
             with client.generate("the") as stream:
                 stream.collect()
 
-        await closed_while(client, use, lambda: manager.describes)
+        await check_closing_wakes(client, use, lambda: manager.describes)
 
 
 async def test_closing_wakes_a_thread_that_tokenises() -> None:
@@ -133,21 +122,21 @@ async def test_closing_wakes_a_thread_that_tokenises() -> None:
             return super().items()
 
     async with fake_cluster(FakeWorker("w")) as manager:
-        client = SyncClient(config=config(manager))
+        client = sync_client(manager)
         stream = client.chat([{"role": "user", "content": Slow(text="the")}])
-        await closed_while(client, stream.collect, has_begun.is_set)
+        await check_closing_wakes(client, stream.collect, has_begun.is_set)
         may_end.set()
 
 
 async def test_closing_wakes_a_thread_in_the_middle_of_an_answer() -> None:
     worker = FakeWorker("w", [answer(THE)[0], HANG])
     async with fake_cluster(worker) as manager:
-        client = SyncClient(config=config(manager))
+        client = sync_client(manager)
         stream = client.generate("the")
         await asyncio.to_thread(next, stream)
         started = time.monotonic()
-        await closed_while(client, stream.collect, lambda: time.monotonic() > started + 0.2)
-        await asyncio.wait_for(worker.cancelled.wait(), 30)
+        await check_closing_wakes(client, stream.collect, lambda: time.monotonic() > started + 0.2)
+        await until(worker.cancelled.is_set)
         stream.close()
         with pytest.raises(FailedPrecondition, match="closed"):
             next(stream)
@@ -155,7 +144,7 @@ async def test_closing_wakes_a_thread_in_the_middle_of_an_answer() -> None:
 
 async def test_several_threads_share_one_client() -> None:
     async with fake_cluster(FakeWorker("w")) as manager:
-        client = SyncClient(config=config(manager))
+        client = sync_client(manager)
         answers = await asyncio.gather(
             *(asyncio.to_thread(lambda: client.generate("the").collect().text) for _ in range(8))
         )

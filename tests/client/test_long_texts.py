@@ -16,6 +16,7 @@ from kvpool.client.errors import InvalidRequest
 from kvpool.client.model import Model
 from kvpool.protocol import text_bound
 from kvpool.v1 import worker_pb2
+from tests.until import until
 
 MAX_MODEL_LEN = 64
 TEMPLATE = "{{ messages[-1].content[:20] }}"
@@ -83,6 +84,12 @@ def test_a_text_that_may_fit_is_tokenised_and_counted() -> None:
     assert len(known.encode_chat(chat("a" * 100_000))) == 20
 
 
+def test_a_prompt_keeps_the_space_around_it() -> None:
+    """To a model it is a part of the text."""
+    prompt = "  the\tcat\r\n "
+    assert len(model().encode_prompt(prompt)) == len(prompt)
+
+
 def test_a_tokenizer_that_may_drop_text_is_given_more() -> None:
     known = model()
     assert known.tokenizer is not None
@@ -109,15 +116,10 @@ async def test_long_texts_are_encoded_one_at_a_time_and_short_ones_beside_them()
         assert ends[name].wait(20)
         return name
 
-    async def until_begun(*names: str) -> None:
-        async with asyncio.timeout(20):
-            while begun != list(names):
-                await asyncio.sleep(0.001)
-
     tasks = {}
     for name in "abc":
         tasks[name] = asyncio.create_task(encoding.run(LONG_CHARACTERS, partial(work, name)))
-        await until_begun("a")
+        await until(lambda: begun == ["a"])
         assert await encoding.run(1, lambda: "short") == "short"
     tasks["a"].cancel()
     tasks["b"].cancel()
@@ -125,7 +127,7 @@ async def test_long_texts_are_encoded_one_at_a_time_and_short_ones_beside_them()
     assert await encoding.run(1, lambda: "short") == "short"
     assert begun == ["a"], "its thread has not ended"
     ends["a"].set()
-    await until_begun("a", "c")
+    await until(lambda: begun == ["a", "c"])
     ends["c"].set()
     assert await tasks["c"] == "c"
 

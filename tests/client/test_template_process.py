@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,9 @@ from kvpool.client.template_child import MEMORY_BYTES
 from kvpool.client.template_process import TemplateProcess, _Child
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import FakeModel, FakeWorker, fake_cluster
-from tests.client.processes import is_alive
+from tests.client.fakes import FakeModel, FakeWorker, fake_cluster, text_files
+from tests.client.processes import is_alive, parent
+from tests.until import until
 
 BOUND_SECONDS = 60
 USER = [{"role": "user", "content": "hi"}]
@@ -52,68 +51,47 @@ def process() -> Any:
 def children() -> set[int]:
     """Process ids of the template processes that this process has started and that run."""
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_bytes()
-            if int(fields[1]) == os.getpid() and fields[0] != "Z" and b"template_child" in command:
-                found.add(int(stat.parent.name))
+            pid = int(folder.name)
+            if parent(pid) == os.getpid() and is_alive(pid) and b"template_child" in (folder / "cmdline").read_bytes():
+                found.add(pid)
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 'a' * 10000000000 }}",
-        "{{ 10000000000 * 'a' }}",
-        "{{ 10 ** 10000000000 }}",
-        "{{ range(100000000)|list }}",
-        "{{ ('a').ljust(10**9) }}",
-        "{{ 'a'|center(10**9) }}",
-        "{{ 'a'|center(1000000000) }}",
-        "{{ '{:>1000000000}'.format(1) }}",
-        "{{ '%1000000000d' % 1 }}",
-        "{{ '%1000000000d'|format(1) }}",
-        "{{ ('a,' * 500000).split(',')|join('a' * 1000) }}",
-        "{{ messages|tojson(indent=500000000) }}",
-        DOUBLING + "{{ ns.s }}",
-        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    ],
-)
-def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(process: TemplateProcess, source: str) -> None:
-    """Each takes gigabytes, or recurses too deeply. What it took is given back. The test below has the other bounds."""
-    with pytest.raises(InvalidRequest, match="the model's chat template") as caught:
-        ChatTemplate(source, {}, process=process).render(USER)
-    assert caught.value.reason == "BAD_TEMPLATE"
-    assert ChatTemplate(HONEST, {}, process=process).render(USER) == "<user>hi"
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
+        ("{{ 'a' * 10000000000 }}", ""),
+        ("{{ 10000000000 * 'a' }}", ""),
+        ("{{ 10 ** 10000000000 }}", ""),
+        ("{{ range(100000000)|list }}", ""),
         ("{{ 'a'.ljust(10**9) }}", f"needed more than {MEMORY_BYTES >> 20} MiB of memory"),
+        ("{{ 'a'|center(10**9) }}", ""),
+        ("{{ 'a'|center(1000000000) }}", ""),
+        ("{{ '{:>1000000000}'.format(1) }}", ""),
+        ("{{ '%1000000000d' % 1 }}", ""),
+        ("{{ '%1000000000d'|format(1) }}", ""),
+        ("{{ ('a,' * 500000).split(',')|join('a' * 1000) }}", ""),
+        ("{{ messages|tojson(indent=500000000) }}", ""),
+        (DOUBLING + "{{ ns.s }}", ""),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", ""),
         # On a machine that is busy with other work two seconds of computing may take longer than may pass by the clock.
         (ENDLESS, "(took more than 2 s of computing|did not end within 10 s)"),
         ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "rendered more than 16777216 characters"),
+        ("{{ raise_exception('x' * 1000000) }}", "refused: xxx"),
     ],
 )
-def test_the_error_says_which_bound_was_exceeded(process: TemplateProcess, source: str, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"the model's chat template {words}"):
+def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(
+    process: TemplateProcess, source: str, words: str
+) -> None:
+    """The attacks take gigabytes, do not end, or recurse too deeply. What they took is given back. The error, which is short, says
+    which bound was exceeded."""
+    with pytest.raises(InvalidRequest, match=f"the model's chat template {words}") as caught:
         ChatTemplate(source, {}, process=process).render(USER)
-    assert ChatTemplate(HONEST, {}, process=process).render(USER) == "<user>hi"
-
-
-def test_a_long_error_of_a_template_is_cut(process: TemplateProcess) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate("{{ raise_exception('x' * 1000000) }}", {}, process=process).render(USER)
+    assert caught.value.reason == "BAD_TEMPLATE"
     assert len(str(caught.value)) < 2000
+    assert ChatTemplate(HONEST, {}, process=process).render(USER) == "<user>hi"
 
 
 def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplateProcess) -> None:
@@ -157,12 +135,12 @@ def test_several_threads_share_one_process(process: TemplateProcess) -> None:
     assert children() == before
 
 
-def test_closing_ends_it_while_it_renders() -> None:
+async def test_closing_ends_it_while_it_renders() -> None:
     process = TemplateProcess()
     before = children()
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(ChatTemplate(ENDLESS, {}, process=process).render, USER)
-        until(lambda: bool(children() - before))
+        await until(lambda: children() - before)
         process.close()
         assert children() <= before
         assert isinstance(answer.exception(BOUND_SECONDS), KvpoolError)
@@ -236,11 +214,12 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
     [(LAST_LINE, False), (LAST_LINE, True), (CTRL_C, True), (KILLED, False), (KILLED, True)],
     ids=["its last line, idle", "its last line", "Ctrl-C", "killed, idle", "killed"],
 )
-def test_no_process_is_left_behind(end: str, endless: bool) -> None:
+async def test_no_process_is_left_behind(end: str, endless: bool) -> None:
     """However the client's process ends, with the interpreter's own end or without, and whether a template is being rendered."""
     script = SCRIPT.format(source=ENDLESS if endless else HONEST, endless=endless, end=end)
     paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
+    done = await asyncio.to_thread(
+        subprocess.run,
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -250,12 +229,7 @@ def test_no_process_is_left_behind(end: str, endless: bool) -> None:
         env={**os.environ, "PYTHONPATH": paths},
     )
     child = int(done.stdout)
-    until(lambda: not is_alive(child))
-
-
-def chat_model(template: str) -> FakeModel:
-    model = FakeModel()
-    return FakeModel(files={**model.files, worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode()})
+    await until(lambda: not is_alive(child))
 
 
 async def test_a_client_that_renders_nothing_starts_no_process() -> None:
@@ -283,20 +257,20 @@ async def test_the_process_ends_with_the_client() -> None:
     assert children() == before
 
 
-async def test_a_hostile_model_is_an_error_of_its_chat() -> None:
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 'a'.ljust(10**9) }}", "needed more than 256 MiB"),
+        ("{{ raise_exception('roles must alternate') }}", "refused: roles must alternate"),
+    ],
+)
+async def test_an_error_of_a_template_is_an_error_of_its_chat(template: str, words: str) -> None:
     """Over a whole client: the words reach the caller, and a prompt without the template is served."""
-    worker = FakeWorker("w", model=chat_model("{{ 'a'.ljust(10**9) }}"))
+    worker = FakeWorker("w", model=FakeModel(files=text_files(template)))
     async with fake_cluster(worker) as manager, quick(manager) as client:
-        with pytest.raises(InvalidRequest, match="chat template needed more than 256 MiB"):
+        with pytest.raises(InvalidRequest, match=f"chat template {words}"):
             await client.chat(USER).collect()
         assert (await client.generate("the").collect()).text
-
-
-async def test_words_of_a_template_that_refuses_reach_the_caller() -> None:
-    worker = FakeWorker("w", model=chat_model("{{ raise_exception('roles must alternate') }}"))
-    async with fake_cluster(worker) as manager, quick(manager) as client:
-        with pytest.raises(InvalidRequest, match="refused: roles must alternate"):
-            await client.chat(USER).collect()
 
 
 class Announcing(FakeModel):
