@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.client import DeadlineExceeded, ProtocolError, ResourceExhausted, Unavailable
-from kvpool.client.failover import Failover, Target
+from kvpool.client.failover import Failover
 from kvpool.client.gate import Gate
 from kvpool.v1 import cache_pb2
 
@@ -23,7 +23,7 @@ def test_a_continuation_joins_on_to_what_was_delivered() -> None:
 
 
 def test_tokens_of_an_older_attempt_are_dropped() -> None:
-    """Whatever the worker that was given up still sends, it changes nothing."""
+    """What the worker that was given up still sends changes nothing, and its attempt is not opened again."""
     gate = Gate()
     gate.open(1)
     gate.take(1, 0, 1)
@@ -31,6 +31,8 @@ def test_tokens_of_an_older_attempt_are_dropped() -> None:
     assert gate.take(1, 1, 1) is None
     assert gate.num_delivered == 1
     assert gate.take(2, 0, 1) == 1
+    with pytest.raises(AssertionError):
+        gate.open(1)
 
 
 @pytest.mark.parametrize("start_index", [0, 1, 3])
@@ -43,29 +45,27 @@ def test_only_the_next_position_is_taken(start_index: int) -> None:
     assert gate.take(1, 2, 1) == 2
 
 
-def test_attempts_never_go_back() -> None:
-    gate = Gate()
-    gate.open(2)
-    with pytest.raises(AssertionError):
-        gate.open(2)
-
-
 def ranked(*names: str) -> list[cache_pb2.RoutedWorker]:
     return [cache_pb2.RoutedWorker(worker_id=name, address=f"{name}:1") for name in names]
 
 
+def asked_in_vain(attempts: Failover, *names: str) -> list[tuple[str, int]]:
+    """The manager ranks these workers, and each that is asked says no; returns who was asked in which attempt."""
+    assert attempts.wants_ranking
+    attempts.rank(ranked(*names))
+    asked = []
+    for _ in names:
+        assert not attempts.wants_ranking
+        target = attempts.next()
+        asked.append((target.worker_id, target.attempt))
+        attempts.failed(target, Unavailable(f"{target.worker_id} says no"))
+    return asked
+
+
 def test_attempts_follow_the_ranking_twice_and_then_end() -> None:
     attempts = Failover(max_attempts=8)
-    tried: list[tuple[str, int]] = []
-    for names in (("a", "b"), ("b",)):
-        assert attempts.wants_ranking
-        attempts.rank(ranked(*names))
-        for _ in names:
-            assert not attempts.wants_ranking
-            target = attempts.next()
-            tried.append((target.worker_id, target.attempt))
-            attempts.failed(target, Unavailable(f"{target.worker_id} says no"))
-    assert tried == [("a", 1), ("b", 2), ("b", 3)]
+    assert asked_in_vain(attempts, "a", "b") == [("a", 1), ("b", 2)]
+    assert asked_in_vain(attempts, "b") == [("b", 3)]
     assert not attempts.wants_ranking
     with pytest.raises(Unavailable, match="a says no; b says no; b says no"):
         attempts.next()
@@ -73,11 +73,8 @@ def test_attempts_follow_the_ranking_twice_and_then_end() -> None:
 
 def test_attempts_are_bounded_however_many_workers_there_are() -> None:
     attempts = Failover(max_attempts=3)
-    attempts.rank(ranked("a", "b", "c", "d", "e"))
-    for _ in range(3):
-        attempts.failed(attempts.next(), Unavailable("no"))
-    with pytest.raises(Unavailable):
-        attempts.next()
+    with pytest.raises(Unavailable, match="a says no; b says no; c says no"):
+        asked_in_vain(attempts, "a", "b", "c", "d", "e")
     assert not attempts.wants_ranking
 
 
@@ -93,52 +90,35 @@ def test_one_worker_that_is_away_makes_full_ones_unavailable() -> None:
 
 
 def broken(max_attempts: int) -> Failover:
-    """One answer on the workers a, b and c; a broke off behind its first tokens."""
+    """One answer on the workers a, b and c; a broke off after its first tokens."""
     attempts = Failover(max_attempts)
     attempts.rank(ranked("a", "b", "c"))
     attempts.broke_off(attempts.next(), Unavailable("a is gone"))
     return attempts
 
 
-def test_an_answer_that_broke_off_is_ranked_anew_at_once_and_its_worker_comes_last() -> None:
-    """What the others were ranked by has changed: there are more tokens now. Only a round in vain is a reason to wait."""
+def test_an_answer_that_broke_off_is_ranked_again_at_once_and_its_worker_comes_last() -> None:
+    """What the others were ranked by has changed: there are more tokens now. Only a round in vain is a reason to wait. A worker
+    that is back at another address has not failed."""
     attempts = broken(max_attempts=8)
-    assert attempts.wants_ranking
     assert not attempts.wants_pause
-    attempts.rank(ranked("a", "b", "c"))
-    tried: list[tuple[str, int]] = []
-    while not attempts.wants_ranking:
-        target = attempts.next()
-        tried.append((target.worker_id, target.attempt))
-        attempts.failed(target, Unavailable("no"))
-    assert tried == [("b", 2), ("c", 3), ("a", 4)]
+    assert asked_in_vain(attempts, "a", "b", "c") == [("b", 2), ("c", 3), ("a", 4)]
     assert attempts.wants_pause
-
-
-def test_a_worker_that_came_back_elsewhere_has_not_failed() -> None:
-    attempts = broken(max_attempts=8)
-    attempts.failed(attempts_next(attempts, "b"), Unavailable("no"))
-    attempts.rank([cache_pb2.RoutedWorker(worker_id="a", address="a:2"), *ranked("b")])
+    attempts.rank([*ranked("b"), cache_pb2.RoutedWorker(worker_id="a", address="a:2")])
     assert attempts.next().address == "a:2"
-
-
-def attempts_next(attempts: Failover, name: str) -> Target:
-    attempts.rank(ranked(name))
-    return attempts.next()
 
 
 def test_an_answer_that_has_begun_is_ranked_until_its_attempts_are_used_up() -> None:
     """A worker that is started again needs a while: longer than the two rankings that a new request gets."""
     attempts = broken(max_attempts=6)
-    for _ in range(5):
-        assert attempts.wants_ranking
-        attempts.failed(attempts_next(attempts, "a"), Unavailable("a still starts"))
+    for number in range(2, 7):
+        assert asked_in_vain(attempts, "a") == [("a", number)]
     assert not attempts.wants_ranking
-    with pytest.raises(Unavailable, match="6 attempts: a is gone; a still starts"):
+    with pytest.raises(Unavailable, match="6 attempts: a is gone; a says no"):
         attempts.next()
 
 
-def test_what_a_reader_is_told_names_its_tokens_and_everybody_tried_once() -> None:
+def test_the_readers_error_names_its_tokens_and_each_worker_that_was_tried_once() -> None:
     attempts = broken(max_attempts=1)
     with pytest.raises(Unavailable) as caught:
         attempts.next()

@@ -26,50 +26,36 @@ def attempt(options: GenerateOptions, *token_ids: int, num_delivered: int = 0) -
     )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_tokens": 0},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"top_k": -1},
-        {"min_p": 1.1},
-        {"presence_penalty": 2.1},
-        {"frequency_penalty": -2.1},
-        {"logit_bias": {-1: 0.0}},
-        {"logit_bias": {1: 100.5}},
-        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
-        {"min_tokens": -1},
-        {"min_tokens": 8, "max_tokens": 7},
-        {"seed": -1},
-        {"seed": 2**64},
-        {"stop": ""},
-        {"stop": "ü" * 129},
-        {"stop_token_ids": [-1]},
-        {"stop_token_ids": [1] * 257},
-        {"logprobs": 21},
-        {"prompt_logprobs": 21},
-        {"timeout": 0},
-        {"timeout": "soon"},
-        {"adapter": "x" * 257},
-        {"tenant_salt": "x" * 257},
-        {"priority": 2**31},
-        {"tenant": "x" * 257},
-        {"max_token": 5},
-        {"temperature": "hot"},
-        {"top_k": 2.5},
-        {"echo": "yes"},
-        {"stop": [7]},
-        {"stop_token_ids": 7},
-        {"logit_bias": {"the": 1.0}},
-        {"logit_bias": [7]},
-        {"tenant": b"\xff"},
-    ],
-)
-def test_a_wrong_option_is_named(wrong: dict[str, Any]) -> None:
+WRONG: dict[str, list[object]] = {
+    "max_token": [5],
+    "max_tokens": [0],
+    "min_tokens": [-1, 8],
+    "temperature": [-0.1, float("nan"), "hot"],
+    "top_k": [-1, 2.5],
+    "min_p": [1.1],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [-2.1],
+    "logit_bias": [{-1: 0.0}, {1: 100.5}, dict.fromkeys(range(1025), 1.0), {"the": 1.0}, [7]],
+    "seed": [-1, 2**64],
+    "stop": ["", "ü" * 129, [7]],
+    "stop_token_ids": [[-1], [1] * 257, 7],
+    "logprobs": [21],
+    "prompt_logprobs": [21],
+    "timeout": [0, "soon"],
+    "adapter": ["x" * 257],
+    "tenant_salt": ["x" * 257],
+    "tenant": ["x" * 257, b"\xff"],
+    "priority": [2**31],
+    "echo": ["yes"],
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_a_wrong_option_is_named(option: str) -> None:
     """Both sides have one check of the limits; tests/cluster/test_requests_that_end_early.py has a case for each of them."""
-    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        build_request(cast(GenerateOptions, wrong))
+    for value in WRONG[option]:
+        with pytest.raises(InvalidRequest, match=option):
+            build_request(cast(GenerateOptions, {"max_tokens": 7, option: value}))
 
 
 def test_options_reach_the_message() -> None:
@@ -94,34 +80,23 @@ def test_options_reach_the_message() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"temperature": 0.0},
-        {"temperature": 100.0},
-        {"top_k": 2**32 - 1},
-        {"top_p": 1.0},
-        {"top_p": 1e-30},
-        {"min_p": 0.0},
-        {"min_p": 1.0},
-        {"repetition_penalty": 1e-30},
-        {"repetition_penalty": 10.0},
-        {"presence_penalty": 2.0, "frequency_penalty": -2.0},
-        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
-        {"logit_bias": {token: (-1) ** token * 100.0 for token in range(1024)}},
-        {"seed": 2**64 - 1},
-        {"logprobs": 20, "prompt_logprobs": 20},
-        {"stop": ["x" * 256] * 16},
-        {"stop_token_ids": range(256)},
-        {"tenant_salt": "x" * 256, "tenant": "y" * 256},
-        {"priority": -(2**31)},
-        {"priority": 2**31 - 1},
-    ],
-)
-def test_the_worker_takes_all_that_the_client_sends(asked: dict[str, Any]) -> None:
+LEAST: GenerateOptions = {
+    "temperature": 0.0, "top_p": 1e-30, "min_p": 0.0, "repetition_penalty": 1e-30, "presence_penalty": -2.0,
+    "frequency_penalty": -2.0, "priority": -(2**31),
+}  # fmt: skip
+MOST: GenerateOptions = {
+    "temperature": 100.0, "top_k": 2**32 - 1, "top_p": 1.0, "min_p": 1.0, "repetition_penalty": 10.0, "presence_penalty": 2.0,
+    "frequency_penalty": 2.0, "logit_bias": {token: (-1) ** token * 100.0 for token in range(1024)}, "seed": 2**64 - 1,
+    "logprobs": 20, "prompt_logprobs": 20, "stop": ["x" * 256] * 16, "stop_token_ids": range(256), "tenant_salt": "x" * 256,
+    "tenant": "y" * 256, "priority": 2**31 - 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [LEAST, MOST], ids=["least", "most"])
+def test_the_worker_takes_all_that_the_client_sends(asked: GenerateOptions) -> None:
     """The limits themselves, and what is left of them in the floats of the wire."""
     prompts = PromptEncoder(None, 1000)
-    request = attempt(cast(GenerateOptions, asked), 1, 2)
+    request = attempt(asked, 1, 2)
     check_generate(request, prompts, "f")
     decode_generate(request, prompts)
 
