@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.process import Process
-from tests.examples.engines import Start
+from tests.examples.engines import Example, Start
 
 
 @pytest.fixture
@@ -21,14 +21,14 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-def start_engine(tmp_path: Path) -> Iterator[Start]:
-    """Starts a program with a manager's address and flags. Killed at the end if it still runs."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an example with a manager's address and flags. Killed at the end if it still runs."""
     started: list[Process] = []
 
-    def start(program: Sequence[str], manager: str, **settings: int) -> Process:
+    def start(example: Example, manager: str, **settings: int) -> Process:
         name = f"engine-{len(started)}"
         flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in settings.items()]
-        started.append(Process(name, [*program, "--manager", manager, *flags], tmp_path / f"{name}.log", {}))
+        started.append(Process(name, [*example.program, "--manager", manager, *flags], tmp_path / f"{name}.log", {}))
         return started[-1]
 
     yield start

@@ -1,50 +1,86 @@
-"""The example of an engine of one's own: its texts are those of a model without a cache, and it respects the protocol."""
+"""The examples of engines of one's own: their texts are those of their models without a cache, and they respect the protocol."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import functools
 import re
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from examples import own_engine
-from kvpool.cli.app import main
+from examples.own_engine_windows import RING, SPAN
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import common_pb2
+from tests.client.commands import kvpool
 from tests.client.fakes import FakeWorker, serving
 from tests.cluster.cluster import Cluster
 from tests.cluster.polling import eventually
-from tests.examples.engines import ForgetfulStub, Start, Text, as_text, assert_nothing_is_left, dense, texts_of
+from tests.cluster.process import Process
+from tests.examples.engines import (
+    NUM_SHARED_BLOCKS,
+    PLAIN,
+    PROMPTS,
+    SIZE,
+    WINDOWS,
+    Example,
+    ForgetfulStub,
+    Start,
+    assert_nothing_is_left,
+)
 
-SCRIPT = Path(own_engine.__file__)
-PROMPTS = own_engine.PROMPTS
 NUM_BLOCKS_FOR_ONE = 17
 """Blocks that the longest text needs, and the null block: not enough for two of them."""
+NUM_WINDOW_BLOCKS_FOR_ONE = RING + SPAN + 1
+"""With the null block: room for the ring of one text, and for a window that it hits."""
 ENDLESS = 10_000
 NUM_BLOCKS_FOR_ENDLESS = 1_300
+EACH_EXAMPLE = pytest.mark.parametrize("example", [PLAIN, WINDOWS], ids=["plain", "windows"])
 
 
-# -- the truth
+# -- the programs
 
 
-TRUTH = {prompt: dense(prompt, 40) for prompt in PROMPTS}
+@EACH_EXAMPLE
+async def test_texts_are_those_of_the_model_and_their_beginning_is_shared(
+    cluster: Cluster, start: Start, example: Example
+) -> None:
+    """With a window the first text is told where the others leave it, while it computes, and names the window there."""
+    engine = start(example, cluster.address())
+    assert await engine.ended() == 0, engine.log
+    texts = example.check_program(engine.log)
+    assert sum(text.cached == [0] for text in texts) == 1
+    assert all(text.cached[0] >= NUM_SHARED_BLOCKS * SIZE for text in texts if text.cached != [0])
+    assert len({tuple(text.table[:NUM_SHARED_BLOCKS]) for text in texts}) == 1
+    assert all(len(text.table) == -(-(len(text.prompt) + 40 - 1) // SIZE) and 0 not in text.table for text in texts)
+    await assert_nothing_is_left(cluster)
 
 
-# -- the program
-
-
-@pytest.fixture
-def start(start_engine: Start) -> Start:
-    """Starts the program with a manager's address and flags."""
-    return functools.partial(start_engine, [str(SCRIPT)])
+@pytest.mark.parametrize(
+    ("example", "settings", "words"),
+    [
+        (PLAIN, {"num_blocks": 5}, "72 prompt tokens and up to 40 new ones need 14 blocks"),
+        (
+            WINDOWS,
+            {"num_window_blocks": NUM_WINDOW_BLOCKS_FOR_ONE - 1},
+            f"needs {RING + SPAN} of group 1, {RING} as scratch and {SPAN} in a window that it hits",
+        ),
+    ],
+    ids=["plain", "windows"],
+)
+async def test_what_can_never_fit_is_said_with_the_figures(
+    cluster: Cluster, start: Start, example: Example, settings: dict[str, int], words: str
+) -> None:
+    engine = start(example, cluster.address(), **settings)
+    assert await engine.ended() == 1
+    assert re.fullmatch(f"own_engine: .*{words}.*\n", engine.log), engine.log
+    await assert_nothing_is_left(cluster)
 
 
 async def test_who_names_no_model_is_answered_by_the_one_that_serves_text(
@@ -52,111 +88,90 @@ async def test_who_names_no_model_is_answered_by_the_one_that_serves_text(
 ) -> None:
     """An engine without an address is not asked, and its model cannot be."""
 
-    async def generate(*flags: str) -> object:
-        with pytest.raises(SystemExit) as caught:
-            await asyncio.to_thread(main, ["generate", "the", "--manager", cluster.address(), *flags])
-        return caught.value.code or 0
-
-    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
-    await until_it_generates(cluster)
+    generate = ("generate", "the", "--manager", cluster.address())
+    engine, _ = await endless(cluster, start)
     worker = FakeWorker("text")
     async with serving(worker):
-        hello = registration("text", num_blocks=9)
+        hello = PLAIN.registration("text", 9)
         hello.address, hello.model_fingerprint = worker.address, worker.model.fingerprint
         await cluster.manager_stub.Register(hello)
-        assert (await generate(), capsys.readouterr().out) == (0, " the cat sat\n")
-        assert await generate("--model", own_engine.ROOT.model_fingerprint) == 1
+        assert (await kvpool(*generate), capsys.readouterr().out) == (0, " the cat sat\n")
+        assert await kvpool(*generate, "--model", own_engine.ROOT.model_fingerprint) == 1
         assert "no live worker serves the model 'own-engine-1'" in capsys.readouterr().err
         assert engine.status is None
 
 
-async def until_it_generates(cluster: Cluster) -> pb.WorkerDescription:
+async def endless(cluster: Cluster, start: Start) -> tuple[Process, pb.WorkerDescription]:
+    """The program in the middle of texts that do not end."""
+    engine = start(PLAIN, cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
+
     async def generates() -> list[pb.WorkerDescription]:
         return [worker for worker in await cluster.describe() if worker.num_sequences and worker.totals.num_calls > 20]
 
-    return (await eventually(generates, "the engine generates"))[0]
-
-
-def assert_true(output: str) -> list[Text]:
-    """Every text is what the model says without a cache."""
-    texts = texts_of(output)
-    assert [(text.prompt, text.text) for text in texts] == [
-        (prompt, as_text(TRUTH[prompt][0][len(prompt) :])) for prompt in PROMPTS
-    ], output
-    return texts
-
-
-async def test_its_texts_are_those_of_the_model_and_their_beginning_is_shared(cluster: Cluster, start: Start) -> None:
-    engine = start(cluster.address())
-    assert await engine.ended() == 0, engine.log
-    texts = assert_true(engine.log)
-    num_shared = len(own_engine.STORY) // own_engine.SIZE
-    assert sorted(text.cached for text in texts)[0] == [0]
-    assert all(text.cached[0] >= num_shared * own_engine.SIZE for text in texts if text.cached != [0])
-    assert sum(text.cached == [0] for text in texts) == 1
-    assert {tuple(text.table[:num_shared]) for text in texts} == {tuple(texts[0].table[:num_shared])}
-    assert all(
-        len(text.table) == -(-(len(text.prompt) + 40 - 1) // own_engine.SIZE) and 0 not in text.table for text in texts
-    )
-    await assert_nothing_is_left(cluster)
+    return engine, (await eventually(generates, "the engine generates"))[0]
 
 
 async def test_a_pool_for_hardly_more_than_one_text_gives_the_same_texts(cluster: Cluster, start: Start) -> None:
-    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE)
+    engine = start(PLAIN, cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE)
     assert await engine.ended() == 0, engine.log
-    texts = assert_true(engine.log)
-    assert max(len(text.cached) for text in texts) > 1, "nobody had to give its blocks back"
+    texts = PLAIN.check_program(engine.log)
+    assert max(len(text.cached) for text in texts) > 1, "no text had to give its blocks back"
     await assert_nothing_is_left(cluster)
 
 
 async def test_two_engines_at_once_do_not_disturb_each_other(cluster: Cluster, start: Start) -> None:
-    engines = [start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE + 3) for _ in range(2)]
+    engines = [start(PLAIN, cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE + 3) for _ in range(2)]
     for engine in engines:
         assert await engine.ended() == 0, engine.log
-        assert_true(engine.log)
+        PLAIN.check_program(engine.log)
     await assert_nothing_is_left(cluster)
 
 
-async def test_a_manager_that_dies_is_named_in_one_line(cluster: Cluster, start: Start) -> None:
-    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
-    await until_it_generates(cluster)
+async def no_manager_any_more(cluster: Cluster, engine: Process, worker: pb.WorkerDescription) -> None:
     cluster.kill("manager")
+
+
+async def fenced(cluster: Cluster, engine: Process, worker: pb.WorkerDescription) -> None:
+    rival = PLAIN.registration(worker.worker_id, 2)
+    rival.incarnation, rival.register_no = worker.incarnation, 2  # as if it had registered again
+    await cluster.manager_stub.Register(rival)
+
+
+async def interrupted(cluster: Cluster, engine: Process, worker: pb.WorkerDescription) -> None:
+    engine.send(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (no_manager_any_more, r".*(connect|Connection|Socket|recvmsg|sendmsg|pipe|Deadline).*"),
+        (fenced, r"session 0x[0-9a-f]+ is not live: it was fenced, .*"),
+        (interrupted, "interrupted"),
+    ],
+)
+async def test_what_ends_it_is_named_in_one_line(
+    cluster: Cluster, start: Start, harm: Callable[..., Awaitable[None]], words: str
+) -> None:
+    """One that is interrupted gives everything back."""
+    engine, worker = await endless(cluster, start)
+    await harm(cluster, engine, worker)
     assert await engine.ended() == 1
-    assert re.fullmatch(r"own_engine: .*(connect|Connection|Socket|recvmsg|sendmsg|pipe|Deadline).*\n", engine.log), (
-        engine.log
-    )
+    assert re.fullmatch(f"own_engine: {words}\n", engine.log), engine.log
+    if harm is interrupted:
+        await assert_nothing_is_left(cluster)
 
 
 async def test_no_manager_at_all_is_named_in_one_line(start: Start) -> None:
-    engine = start("127.0.0.1:1")
+    engine = start(PLAIN, "127.0.0.1:1")
     assert await engine.ended() == 1
     assert re.fullmatch(r"own_engine: .*127\.0\.0\.1:1.*\n", engine.log), engine.log
-
-
-async def test_a_session_that_was_fenced_ends_it_with_the_reason(cluster: Cluster, start: Start) -> None:
-    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
-    fenced = await until_it_generates(cluster)
-    rival = registration(fenced.worker_id, 2)
-    rival.incarnation, rival.register_no = fenced.incarnation, 2  # as if it had registered again
-    await cluster.manager_stub.Register(rival)
-    assert await engine.ended() == 1
-    assert re.fullmatch(r"own_engine: session 0x[0-9a-f]+ is not live: it was fenced, .*\n", engine.log), engine.log
-
-
-async def test_an_interrupt_ends_it_and_gives_everything_back(cluster: Cluster, start: Start) -> None:
-    engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
-    await until_it_generates(cluster)
-    engine.send(signal.SIGINT)
-    assert await engine.ended() == 1
-    assert engine.log == "own_engine: interrupted\n"
-    await assert_nothing_is_left(cluster)
 
 
 async def test_it_keeps_its_lease(tmp_path: Path, start: Start) -> None:
     async with Cluster(tmp_path, lease_seconds=3, keep_alive_seconds=0.1) as cluster:
         await cluster.start_manager()
-        engine = start(cluster.address(), num_blocks=NUM_BLOCKS_FOR_ENDLESS, max_tokens=ENDLESS)
-        remaining = [(await until_it_generates(cluster)).lease_remaining_ms]
+        engine, worker = await endless(cluster, start)
+        remaining = [worker.lease_remaining_ms]
 
         async def renewed_twice() -> bool:
             workers = await cluster.describe()
@@ -167,55 +182,37 @@ async def test_it_keeps_its_lease(tmp_path: Path, start: Start) -> None:
         await eventually(renewed_twice, "the lease is renewed")
 
 
-async def test_what_can_never_fit_is_said_with_the_figures(cluster: Cluster, start: Start) -> None:
-    engine = start(cluster.address(), num_blocks=5)
-    assert await engine.ended() == 1
-    assert re.fullmatch(r"own_engine: 72 prompt tokens and up to 40 new ones need 14 blocks.*\n", engine.log)
-    await assert_nothing_is_left(cluster)
+# -- the engines, in this process
 
 
-# -- the engine, in this process
+@pytest.mark.parametrize(
+    ("example", "pools"),
+    [
+        *((PLAIN, (num_blocks,)) for num_blocks in (64, 24, NUM_BLOCKS_FOR_ONE)),
+        *((WINDOWS, pools) for pools in ((64, 64), (64, NUM_WINDOW_BLOCKS_FOR_ONE), (24, 20), (17, 64))),
+    ],
+)
+async def test_logits_depend_on_every_slot_and_are_those_of_the_model(
+    cluster: Cluster, example: Example, pools: tuple[int, ...]
+) -> None:
+    """Also where blocks are evicted, taken back and computed again. Rings are turned, windows named, evicted and hit."""
+    await example.check_engine(cluster, await example.registered(cluster, cluster.manager_stub, *pools))
+    assert ((await cluster.worker("here")).totals.num_evicted_blocks > 0) == (min(pools) < 64)
 
 
-def registration(worker_id: str, num_blocks: int) -> pb.RegisterRequest:
-    group = common_pb2.KVCacheGroup(full_attention=common_pb2.FullAttentionSpec())
-    pool = common_pb2.KVCachePool(tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
-    return pb.RegisterRequest(
-        worker_id=worker_id,
-        incarnation=1,
-        register_no=1,
-        address="127.0.0.1:1",
-        model_fingerprint=own_engine.ROOT.model_fingerprint,
-        kv_cache_config=common_pb2.KVCacheConfig(block_size=own_engine.SIZE, groups=[group], pools=[pool]),
-    )
-
-
-async def registered(cluster: Cluster, stub: Any, num_blocks: int) -> own_engine.Engine:
-    answer = await cluster.manager_stub.Register(registration("here", num_blocks))
-    return own_engine.Engine(stub, answer, num_blocks)
-
-
-async def assert_engine_is_true(cluster: Cluster, engine: own_engine.Engine) -> list[list[int]]:
-    """All texts and logits at once, and the pool afterwards; returns the cached tokens of each round of each text."""
-    texts = await asyncio.gather(*(engine.generate(prompt, 40) for prompt in PROMPTS))
-    for prompt, (tokens, logits, _, _) in zip(PROMPTS, texts, strict=True):
-        expected_tokens, expected_logits = TRUTH[prompt]
-        assert tokens.tolist() == expected_tokens
-        np.testing.assert_allclose(logits, expected_logits, rtol=1e-9)
-    (counts,) = (await cluster.worker("here")).counts
-    assert counts.free + counts.cached == counts.capacity
-    assert counts.cached > 0
-    assert not engine.blocks.users.any()
-    assert list((await cluster.manager_stub.Check(pb.CheckRequest())).violations) == []
-    return [cached for _, _, _, cached in texts]
-
-
-@pytest.mark.parametrize("num_blocks", [64, 24, NUM_BLOCKS_FOR_ONE])
-async def test_logits_depend_on_every_slot_and_are_those_of_the_model(cluster: Cluster, num_blocks: int) -> None:
-    """Also where blocks are evicted, taken back and computed again."""
-    engine = await registered(cluster, cluster.manager_stub, num_blocks)
-    await assert_engine_is_true(cluster, engine)
-    assert ((await cluster.worker("here")).totals.num_evicted_blocks > 0) == (num_blocks < 64)
+@pytest.mark.parametrize(
+    ("example", "pools"),
+    [(PLAIN, (64,)), (PLAIN, (NUM_BLOCKS_FOR_ONE,)), (WINDOWS, (64, 64)), (WINDOWS, (64, NUM_WINDOW_BLOCKS_FOR_ONE))],
+)
+async def test_lost_answers_change_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, example: Example, pools: tuple[int, ...]
+) -> None:
+    """What was executed twice under two numbers was done once."""
+    nap = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: nap(min(seconds, 0.001)))
+    stub = ForgetfulStub(cluster.manager_stub)
+    await example.check_engine(cluster, await example.registered(cluster, stub, *pools))
+    assert (await cluster.worker("here")).totals.num_calls == stub.num_sent > 60
 
 
 async def test_what_is_cached_is_not_computed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,31 +224,21 @@ async def test_what_is_cached_is_not_computed(cluster: Cluster, monkeypatch: pyt
         return forward(kv, table, tokens, first)
 
     monkeypatch.setattr(own_engine, "forward", counting)
-    cached = await assert_engine_is_true(cluster, await registered(cluster, cluster.manager_stub, 64))
+    cached = await PLAIN.check_engine(cluster, await PLAIN.registered(cluster, cluster.manager_stub, 64))
     num_needed = sum(len(prompt) + 39 for prompt in PROMPTS)
     assert sum(computed) == num_needed - sum(map(sum, cached))
     assert sum(computed) < num_needed - 3 * 50
 
 
-@pytest.mark.parametrize("num_blocks", [64, NUM_BLOCKS_FOR_ONE])
-async def test_lost_answers_change_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
-    """What was executed twice under two numbers was done once."""
-    nap = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: nap(min(seconds, 0.001)))
-    stub = ForgetfulStub(cluster.manager_stub)
-    await assert_engine_is_true(cluster, await registered(cluster, stub, num_blocks))
-    assert (await cluster.worker("here")).totals.num_calls == stub.num_sent > 60
-
-
 async def test_texts_that_live_elsewhere_under_a_larger_attempt_end(cluster: Cluster) -> None:
-    engine = await registered(cluster, cluster.manager_stub, NUM_BLOCKS_FOR_ENDLESS)
+    engine = await PLAIN.registered(cluster, cluster.manager_stub, NUM_BLOCKS_FOR_ENDLESS)
     generating = asyncio.gather(*(engine.generate(prompt, ENDLESS) for prompt in PROMPTS))
 
     async def all_live() -> bool:
         return (await cluster.worker("here")).num_sequences == len(PROMPTS)
 
     await eventually(all_live, "all texts have tables")
-    other = await cluster.manager_stub.Register(registration("elsewhere", 64))
+    other = await cluster.manager_stub.Register(PLAIN.registration("elsewhere", 64))
     names = [f"{engine.uplink.session:x} {prompt}" for prompt in PROMPTS]
     items = [
         pb.AllocateItem(
@@ -309,7 +296,7 @@ def test_a_block_that_may_not_be_written_or_read_ends_the_engine(
 
 
 def test_it_is_short_and_needs_nothing_but_the_base_package_and_numpy() -> None:
-    source = SCRIPT.read_text()
+    source = Path(own_engine.__file__).read_text()
     assert len(source.splitlines()) < 190
     imported = set()
     for node in ast.walk(ast.parse(source)):
