@@ -6,8 +6,9 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -21,7 +22,7 @@ from kvpool.load.load import run_load
 from kvpool.load.workload import ChatTurn, Conversation
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
-from tests.client.processes import is_alive, state
+from tests.client.processes import cpu_ticks, is_alive, state
 from tests.cluster.forked_children import forked_children
 from tests.cluster.polling import eventually
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, TinyModel, make_tiny_model
@@ -30,35 +31,41 @@ from tests.until import until
 SERVED = ServedRequest("counting", range(10, 100), 1000)
 
 
-async def start(*arguments: str, seconds: float = 60.0) -> PipedEngine:
-    command = [sys.executable, "-m", "tests.bench.counting_child", *arguments]
-    return await PipedEngine.start("counting", command, {}, SERVED, seconds)
-
-
 @asynccontextmanager
-async def counting() -> AsyncIterator[PipedEngine]:
-    engine = await start()
+async def running(
+    name: str, *arguments: str, served: ServedRequest, seconds: float = 60.0, **variables: str
+) -> AsyncIterator[PipedEngine]:
+    """An engine in a process of its own; `arguments`: those of `python -m`."""
+    engine = await PipedEngine.start(name, [sys.executable, "-m", *arguments], variables, served, seconds)
     try:
         yield engine
     finally:
         await engine.close()
 
 
-def cpu_ticks(pid: int) -> int:
-    """CPU time that a process has used, in ticks of the clock."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+def counting(*arguments: str, seconds: float = 60.0) -> AbstractAsyncContextManager[PipedEngine]:
+    return running("counting", "tests.bench.counting_child", *arguments, served=SERVED, seconds=seconds)
 
 
-async def answer(engine: PipedEngine, *prompt: int, num_tokens: int = 3) -> list[int]:
-    return [token async for delivery in engine.generate(prompt, num_tokens) for token in delivery.token_ids]
+class Answer(NamedTuple):
+    """What an engine has answered."""
+
+    tokens: list[int]
+    cached: int | None
+    """Tokens of the prompt that were cached; None: it does not say."""
+
+
+async def answer(engine: EngineUnderLoad, *prompt: int, num_tokens: int = 3) -> Answer:
+    deliveries = [delivery async for delivery in engine.generate(prompt, num_tokens)]
+    cached = [delivery.num_cached_tokens for delivery in deliveries if delivery.num_cached_tokens is not None]
+    return Answer([token for delivery in deliveries for token in delivery.token_ids], cached[-1] if cached else None)
 
 
 async def test_answers_do_not_mix_and_noise_stays_out() -> None:
     async with counting() as engine:
         assert engine.facts == {"engine": "counting"}
         found = await asyncio.gather(*(answer(engine, 10, 100 * index, num_tokens=index + 1) for index in range(20)))
-    assert found == [[100 * index + 1 + k for k in range(index + 1)] for index in range(20)]
+    assert [tokens for tokens, _ in found] == [[100 * index + 1 + k for k in range(index + 1)] for index in range(20)]
 
 
 async def test_a_workload_runs_on_it() -> None:
@@ -74,7 +81,7 @@ async def test_a_request_that_fails_says_why_and_harms_no_other() -> None:
     async with counting() as engine:
         with pytest.raises(EngineFailed, match="counting: ValueError: no such prompt"):
             await answer(engine, 1)
-        assert await answer(engine, 10, num_tokens=1) == [11]
+        assert (await answer(engine, 10, num_tokens=1)).tokens == [11]
 
 
 async def test_a_request_that_is_left_is_ended_on_the_other_side() -> None:
@@ -102,15 +109,17 @@ async def test_a_process_that_ends_is_told_with_the_end_of_its_log() -> None:
 
 
 async def test_an_engine_that_does_not_start_says_why() -> None:
-    with pytest.raises(EngineFailed, match=r"(?s)counting has ended.*there is no model"):
-        await start("unready")
-    with pytest.raises(EngineFailed, match="counting was not ready after 2 s"):
-        await start("slow", seconds=2.0)
+    for how, why in (
+        ("unready", "(?s)counting has ended.*there is no model"),
+        ("slow", "counting was not ready after 2 s"),
+    ):
+        with pytest.raises(EngineFailed, match=why):
+            await counting(how, seconds=2.0 if how == "slow" else 60.0).__aenter__()
 
 
 async def test_nothing_is_left_of_a_start_that_was_cancelled(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    starting = asyncio.create_task(start("never", str(pid)))
+    starting = asyncio.ensure_future(counting("never", str(pid)).__aenter__())
     await until(lambda: pid.exists() and pid.read_text())
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -128,15 +137,14 @@ async def test_a_suspended_engine_does_nothing_until_it_is_resumed() -> None:
         assert not done
         assert cpu_ticks(engine.pid) == before
         engine.resume()
-        assert await waiting == [11]
+        assert (await waiting).tokens == [11]
         engine.suspend()
 
 
 async def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> None:
-    engine = await start("parent", str(tmp_path / "pid"))
-    pids = [engine.pid, int((tmp_path / "pid").read_text())]
-    assert all(is_alive(pid) for pid in pids)
-    await engine.close()
+    async with counting("parent", str(tmp_path / "pid")) as engine:
+        pids = [engine.pid, int((tmp_path / "pid").read_text())]
+        assert all(is_alive(pid) for pid in pids)
     await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
@@ -147,14 +155,12 @@ TINY = ServedRequest("tiny", range(VOCAB_SIZE), MAX_MODEL_LEN)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
-async def answer_of(engine: EngineUnderLoad, prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], int | None]:
-    """The tokens, and what was cached."""
-    tokens: list[int] = []
-    cached: int | None = None
-    async for delivery in engine.generate(prompt, num_tokens):
-        tokens += delivery.token_ids
-        cached = delivery.num_cached_tokens if delivery.num_cached_tokens is not None else cached
-    return tokens, cached
+def flags(model: TinyModel) -> list[str]:
+    """How our engine serves it."""
+    return [
+        *("--model", str(model.path), "--cache-dir", str(default_cache_dir()), "--dtype", "float32", "--device", "cpu"),
+        *("--block-size", "4", "--num-blocks", "257"),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -163,19 +169,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.mark.slow
-async def test_our_engine_without_grpc_tells_what_transformers_tells(model: TinyModel) -> None:
-    command = [
-        *(sys.executable, "-m", "bench.our_engine_peer", "--model", str(model.path), "--dtype", "float32"),
-        *("--device", "cpu", "--block-size", "4", "--num-blocks", "257", "--cache-dir", str(default_cache_dir())),
-        *("--log-level", "warning"),
-    ]
-    engine = await PipedEngine.start("ours", command, ENVIRONMENT, TINY, 60.0)
-    try:
+async def test_our_engine_without_grpc_writes_what_transformers_writes(model: TinyModel) -> None:
+    arguments = ["bench.our_engine_peer", *flags(model), "--log-level", "warning"]
+    async with running("ours", *arguments, served=TINY, **ENVIRONMENT) as engine:
         assert engine.facts["engine"].startswith("kvpool ")
-        found = await asyncio.gather(*(answer_of(engine, prompt, model.num_new_tokens) for prompt in model.prompts))
-        again = await asyncio.gather(*(answer_of(engine, prompt, model.num_new_tokens) for prompt in model.prompts))
-    finally:
-        await engine.close()
+        found, again = [
+            await asyncio.gather(
+                *(answer(engine, *prompt, num_tokens=model.num_new_tokens) for prompt in model.prompts)
+            )
+            for _ in range(2)
+        ]
     oracle = Oracle.of(model.path)
     expected = [oracle.logits(prompt, model.num_new_tokens)[0] for prompt in model.prompts]
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in again] == expected
@@ -186,20 +189,14 @@ async def test_our_engine_without_grpc_tells_what_transformers_tells(model: Tiny
 @pytest.mark.slow
 async def test_transformers_continuous_batching_streams_its_tokens(model: TinyModel) -> None:
     """In bfloat16, so its tokens are its own; but they are as many as were asked for, and the same every time."""
-    command = [
-        *(sys.executable, "-m", "bench.transformers_peer", str(model.path)),
-        *("--page-size", "16", "--num-tokens", "2048"),
-    ]
-    engine = await PipedEngine.start("transformers", command, ENVIRONMENT, TINY, 90.0)
-    try:
+    arguments = ["bench.transformers_peer", str(model.path), "--page-size", "16", "--num-tokens", "2048"]
+    async with running("transformers", *arguments, served=TINY, seconds=90.0, **ENVIRONMENT) as engine:
         assert engine.facts["engine"].startswith("transformers ")
-        found = [await answer_of(engine, model.prompts[0], 8) for _ in range(2)]
-        counts = await asyncio.gather(*(answer_of(engine, prompt, 5) for prompt in model.prompts))
-    finally:
-        await engine.close()
-    assert found[0] == found[1]
-    assert len(found[0][0]) == 8
-    assert [len(tokens) for tokens, _ in counts] == [5] * len(model.prompts)
+        found, again = [await answer(engine, *model.prompts[0], num_tokens=8) for _ in range(2)]
+        others = await asyncio.gather(*(answer(engine, *prompt, num_tokens=5) for prompt in model.prompts))
+    assert found == again
+    assert len(found.tokens) == 8
+    assert [len(tokens) for tokens, _ in others] == [5] * len(model.prompts)
 
 
 # -- the cluster that `make bench` measures
@@ -221,14 +218,9 @@ async def run_all(cluster: OurCluster, engine: KvpoolEngine) -> Counts:
 
 
 @pytest.mark.slow
-async def test_counts_are_of_the_requests_in_between(tmp_path: Path) -> None:
-    model = make_tiny_model("llama", tmp_path / "model", tokenizer=True)
-    arguments = [
-        *("--dtype", "float32", "--device", "cpu", "--block-size", "4", "--num-blocks", "257"),
-        *("--model", str(model.path), "--cache-dir", str(default_cache_dir())),
-    ]
+async def test_counts_are_of_the_requests_in_between(model: TinyModel) -> None:
     with forked_children():
-        async with OurCluster(arguments) as cluster:
+        async with OurCluster(flags(model)) as cluster:
             engine = KvpoolEngine(ClientConfig(manager=cluster.address))
             try:
                 cold, warm = await run_all(cluster, engine), await run_all(cluster, engine)

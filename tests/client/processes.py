@@ -28,6 +28,11 @@ def descendants(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def cpu_ticks(pid: int) -> int:
+    """CPU time that the process has used, in ticks of the clock."""
+    return sum(map(int, _stat(pid)[11:13]))
+
+
 def _stat(pid: int) -> list[str]:
     """The fields after the name of the program, which may have any characters."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -13,6 +13,7 @@ import pytest
 from kvpool.client.errors import InvalidRequest
 from kvpool.load.arrivals import Arrivals, ClosedLoop, OpenLoop, Pattern
 from kvpool.load.workload import ChatTurn, Conversation
+from tests.until import until
 
 
 def conversations(count: int) -> list[Conversation]:
@@ -84,21 +85,12 @@ async def test_a_closed_loop_starts_no_more_users_than_conversations() -> None:
     await stage.end(sending)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the tasks run until it holds."""
-    for _ in range(100_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never holds")
-
-
 @pytest.mark.parametrize("pattern", list(Pattern))
 async def test_the_times_of_an_open_loop_do_not_depend_on_answers(pattern: Pattern) -> None:
     """Nothing is ever answered, and yet all is sent when it is due."""
     stage, loop = Stage(), OpenLoop(10.0, pattern, max_in_flight=50, seed=5)
     sending = stage.send(loop, 50)
-    await until(lambda: stage.num_running == 50)
+    await until(lambda: stage.num_running == 50, pause=0)
     assert [stage.starts[index] for index in range(50)] == pytest.approx(loop.times(50))
     assert [stage.dues[index] for index in range(50)] == pytest.approx(loop.times(50))
     await stage.end(sending)
@@ -108,13 +100,13 @@ async def test_an_open_loop_respects_its_bound_and_counts_the_waiting() -> None:
     """With two places and constant arrivals every second, the third begins when a place is free, and was due before."""
     stage, loop = Stage(), OpenLoop(1.0, Pattern.CONSTANT, max_in_flight=2)
     sending = stage.send(loop, 4)
-    await until(lambda: stage.now == 2.0)  # the third is due
+    await until(lambda: stage.now == 2.0, pause=0)  # the third is due
     await settle()
     assert sorted(stage.starts) == [0, 1]
     stage.now = 10.0
     stage.ends[0].set()
     stage.ends[1].set()
-    await until(lambda: len(stage.starts) == 4)
+    await until(lambda: len(stage.starts) == 4, pause=0)
     assert stage.dues == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
     assert stage.starts == {0: 0.0, 1: 1.0, 2: 10.0, 3: 10.0}
     assert stage.num_running_max == 2
@@ -155,7 +147,6 @@ async def test_an_error_ends_the_others(arrivals: Arrivals) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: ClosedLoop(0), lambda: OpenLoop(0.0), lambda: OpenLoop(1.0, max_in_flight=0)])
-def test_nonsense_is_refused(make: object) -> None:
-    assert callable(make)
+def test_nonsense_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(InvalidRequest, match=r"must be"):
         make()

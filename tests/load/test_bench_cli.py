@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
-from kvpool.cli.app import main
-from kvpool.cli.launch.cluster import free_port
+from tests.client.commands import exit_status, kvpool
 from tests.client.fakes import FakeWorker, fake_cluster
 
-
-def bench_serve(*arguments: str) -> int:
-    """Run it; returns its exit status."""
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serve", "--manager", f"127.0.0.1:{free_port()}", *arguments])
-    return int(ended.value.code or 0)
+BENCH_SERVE = ("bench", "serve", "--manager", "127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +28,7 @@ def bench_serve(*arguments: str) -> int:
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_serve(*arguments) == 1
+    assert exit_status([*BENCH_SERVE, *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = [line for line in captured.err.splitlines() if line.startswith("kvpool: ")]
@@ -46,7 +39,7 @@ def test_what_cannot_be_is_one_line(arguments: list[str], wanted: str, capsys: p
     "arguments", [["--users", "0"], ["--workload", "nothing"], ["--repetitions", "0"], ["--generated-tokens", "many"]]
 )
 def test_what_is_no_option_s_value_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_serve(*arguments) == 2
+    assert exit_status([*BENCH_SERVE, *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
 
 
@@ -56,6 +49,6 @@ async def test_all_its_requests_are_of_the_priority_and_the_tenant(capsys: pytes
     flags = ["--workload", "unshared", "--requests", "2", "--own-tokens", "4", "--generated-tokens", "3", "--json"]
     async with fake_cluster(worker) as manager:
         blue = ["--manager", manager.address, "--priority", "-3", "--tenant", "blue"]
-        assert await asyncio.to_thread(bench_serve, *flags, *blue) == 0
+        assert await kvpool(*BENCH_SERVE, *flags, *blue) == 0
     assert json.loads(capsys.readouterr().out)
     assert [(request.priority, request.tenant) for request in worker.requests] == [(-3, "blue")] * 4

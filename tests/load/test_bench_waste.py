@@ -25,49 +25,43 @@ def block(
     )
 
 
-def waste(lengths: dict[str, int], *blocks: cache_pb2.BlockDescription) -> WasteSample:
+SEALED = [block(HELD, index, "a", sealed=index < 2) for index in range(3)]
+SHARED = [block(HELD, 0, "a", "b", sealed=True), block(HELD, 1, "a"), block(HELD, 1, "b")]
+OTHERS = [block(HELD, 0, "x", sealed=True, token_count=16), block(HELD, 1, "x", token_count=5)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "blocks", "expected"),
+    [
+        pytest.param({"a": 40}, SEALED, WasteSample(48, 40, 0), id="the end of the last block is waste"),
+        pytest.param(
+            {"a": 40},
+            [block(HELD, index, "a") for index in range(3)],
+            WasteSample(48, 40, 0),
+            id="the slots of a prompt are assigned before they are computed",
+        ),
+        pytest.param({"a": 20, "b": 30}, SHARED, WasteSample(48, 16 + 4 + 14, 0), id="shared blocks count once"),
+        pytest.param({}, [block(FREE), block(CACHED, sealed=True)], WasteSample(0, 0, 0), id="others hold nothing"),
+        pytest.param(
+            {"a": 18},
+            [block(HELD, 0, "a"), block(RESERVED), block(RESERVED)],
+            WasteSample(32, 18, 16),
+            id="the manager does not know yet that the sequence has taken a second block out of the reserve",
+        ),
+        pytest.param(
+            {"a": 40},
+            [block(HELD, 0, "a"), block(RESERVED)],
+            WasteSample(32, 32, 0),
+            id="a length that is ahead of the map takes no more than there is in the reserve",
+        ),
+        pytest.param({}, OTHERS, WasteSample(32, 21, 0), id="the manager counts the sequences of others"),
+    ],
+)
+def test_waste_is_what_is_held_and_has_no_token(
+    lengths: dict[str, int], blocks: list[cache_pb2.BlockDescription], expected: WasteSample
+) -> None:
     """On a worker of block size 16."""
-    return waste_of(BlockMap("w", 16, 1 + len(blocks), blocks), lengths)
-
-
-def test_the_end_of_the_last_block_is_waste() -> None:
-    found = waste({"a": 40}, *(block(HELD, index, "a", sealed=index < 2) for index in range(3)))
-    assert found == WasteSample(48, 40, 0)
-
-
-def test_a_prompt_s_slots_are_assigned_before_they_are_computed() -> None:
-    assert waste({"a": 40}, *(block(HELD, index, "a") for index in range(3))) == WasteSample(48, 40, 0)
-
-
-def test_shared_blocks_count_once() -> None:
-    found = waste(
-        {"a": 20, "b": 30},
-        block(HELD, 0, "a", "b", sealed=True),
-        block(HELD, 1, "a"),
-        block(HELD, 1, "b"),
-    )
-    assert found == WasteSample(48, 16 + 4 + 14, 0)
-
-
-def test_free_and_cached_blocks_are_nobody_s() -> None:
-    assert waste({}, block(FREE), block(CACHED, sealed=True)) == WasteSample(0, 0, 0)
-
-
-def test_a_block_taken_out_of_the_reserve_is_held_and_the_rest_is_told_beside() -> None:
-    """The manager does not know yet that the sequence has grown into a second block."""
-    found = waste({"a": 18}, block(HELD, 0, "a"), block(RESERVED), block(RESERVED))
-    assert found == WasteSample(32, 18, 16)
-
-
-def test_a_sequence_never_takes_more_than_there_is_in_the_reserve() -> None:
-    """A length that was noted after the map was read may be ahead of it."""
-    found = waste({"a": 40}, block(HELD, 0, "a"), block(RESERVED))
-    assert found == WasteSample(32, 32, 0)
-
-
-def test_of_other_people_s_sequences_the_manager_s_counts_are_taken() -> None:
-    found = waste({}, block(HELD, 0, "x", sealed=True, token_count=16), block(HELD, 1, "x", token_count=5))
-    assert found == WasteSample(32, 21, 0)
+    assert waste_of(BlockMap("w", 16, 1 + len(blocks), blocks), lengths) == expected
 
 
 def test_samples_count_by_what_was_held() -> None:
