@@ -1,7 +1,6 @@
 """Running a client's driver in the client's environment, and comparing what it saw with kvpool's own answers.
 
-A driver, `drivers/NAME.py`, is a program that uses its client as its users do. It reads a job and prints what it saw as its
-last line, both JSON. It imports nothing of ours: its environment does not have it.
+A driver, `drivers/NAME.py`, uses its client as its users do; `run_driver.py` says what it gets and returns.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from tests.clients.environments import program
 from tests.clients.served import MAX_TOKENS, MODEL, OwnAnswer, Served, messages_about, text_about
 
-DRIVERS: Final = Path(__file__).with_name("drivers")
+_HERE: Final = Path(__file__).parent
 _SECONDS: Final = 240.0
 
 
@@ -38,8 +37,9 @@ async def drive(name: str, served: Served, subject: str, **more: Any) -> dict[st
     }
     process = await asyncio.create_subprocess_exec(
         program(name, "python"),
-        "-I",  # without this folder on the path: drivers have the names of their clients
-        DRIVERS / f"{name.replace('-', '_')}.py",
+        "-I",
+        _HERE / "run_driver.py",
+        _HERE / "drivers" / f"{name.replace('-', '_')}.py",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -57,12 +57,11 @@ async def drive(name: str, served: Served, subject: str, **more: Any) -> dict[st
     return seen
 
 
-def assert_are_kvpools_own(own: OwnAnswer, answers: Sequence[Mapping[str, Any]]) -> None:
-    """The first answer took nothing from the cache, each later one what kvpool's client now takes; all else is the same."""
-    first, *later = answers
+def assert_are_kvpools_own(own: OwnAnswer, answers: Sequence[Sequence[Any]]) -> None:
+    """The first answer took nothing from the cache, each later one what kvpool's client now takes; all else is the same. `answers`:
+    text, number of prompt tokens, of generated tokens, of cached tokens."""
     usage = own.usage
     assert usage.num_cached_tokens > 0
-    assert later
-    counts = {"prompt_tokens": usage.num_prompt_tokens, "completion_tokens": usage.num_generated_tokens}
-    expected = {"text": own.text, **counts, "cached_tokens": usage.num_cached_tokens}
-    assert [first, *later] == [{**expected, "cached_tokens": 0}, *[expected for _ in later]]
+    assert len(answers) > 1
+    later = [own.text, usage.num_prompt_tokens, usage.num_generated_tokens, usage.num_cached_tokens]
+    assert [list(answer) for answer in answers] == [[*later[:3], 0], *[later] * (len(answers) - 1)]

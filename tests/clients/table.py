@@ -71,7 +71,7 @@ ROUTERS: Final[Mapping[str, Sequence[str]]] = {
     # without them sends all requests to one gateway while that has few.
     "vllm-router": ["vllm-router", "--policy", "round_robin"],
 }
-"""The program of each and its arguments, but for those that all have (`routers.py`)."""
+"""The program of each and its arguments, but for those that all have (`test_routers.py`)."""
 
 
 def chosen(names: Mapping[str, object]) -> list[str]:

@@ -2,75 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import openai
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import create_model
+
+CITY = create_model("City", name=(str, ...))
 
 
-class City(BaseModel):
-    """An answer that is not plain text."""
-
-    name: str
-
-
-def answer(message: Any) -> dict[str, Any]:
-    """An answer in the form that all drivers print."""
+def answer(message: Any) -> tuple[Any, ...]:
     usage = message.usage_metadata
+    return message.content, usage["input_tokens"], usage["output_tokens"], usage["input_token_details"]["cache_read"]
+
+
+async def drive(job: Any) -> dict[str, Any]:
+    """Also by an asynchronous function."""
+    options = {"base_url": job["base_url"], "api_key": "any", "model": job["model"], "temperature": 0, "max_retries": 0}
+    chat = ChatOpenAI(**options, max_tokens=job["max_tokens"], stream_usage=True)
+    text = OpenAI(**options, max_tokens=job["max_tokens"])
+    messages = [(message["role"], message["content"]) for message in job["messages"]]
+
+    def ask_structured(method: Any) -> None:
+        chat.with_structured_output(CITY, method=method).invoke(messages)
+
+    whole = chat.invoke(messages)
+    first, *others = chat.stream(messages)
     return {
-        "text": message.content,
-        "prompt_tokens": usage["input_tokens"],
-        "completion_tokens": usage["output_tokens"],
-        "cached_tokens": usage["input_token_details"]["cache_read"],
+        # langchain adds up the chunks of a streamed chat
+        "chats": [answer(whole), answer(sum(others, start=first)), answer(await chat.ainvoke(messages))],
+        # langchain drops the details of the usage of a text
+        "texts": [text.invoke(job["prompt"]), "".join(text.stream(job["prompt"]))],
+        "refused": {
+            "tools": lambda: chat.bind_tools([CITY]).invoke(messages),
+            **{method: partial(ask_structured, method) for method in ("function_calling", "json_schema", "json_mode")},
+        },
     }
-
-
-def refused(ask: Callable[[], Any]) -> dict[str, Any]:
-    """The exception that a call ends with."""
-    try:
-        ask()
-    except openai.BadRequestError as error:
-        return {
-            "exception": type(error).__name__,
-            "status": error.status_code,
-            "param": error.param,
-            "message": str(error),
-        }
-    return {"exception": "none"}
-
-
-job = json.load(sys.stdin)
-options = {"base_url": job["base_url"], "api_key": "any", "model": job["model"], "temperature": 0, "max_retries": 0}
-chat = ChatOpenAI(**options, max_tokens=job["max_tokens"], stream_usage=True)
-text = OpenAI(**options, max_tokens=job["max_tokens"])
-messages = [(message["role"], message["content"]) for message in job["messages"]]
-
-
-def chat_streamed() -> dict[str, Any]:
-    """The chunks of a streamed chat, which langchain adds up."""
-    whole: Any = None
-    for chunk in chat.stream(messages):
-        whole = chunk if whole is None else whole + chunk
-    return answer(whole)
-
-
-def refused_structured(method: Any) -> dict[str, Any]:
-    """The exception for an answer of a schema that is asked for in this way."""
-    return refused(lambda: chat.with_structured_output(City, method=method).invoke(messages))
-
-
-seen = {
-    "chats": [answer(chat.invoke(messages)), chat_streamed(), answer(asyncio.run(chat.ainvoke(messages)))],
-    # langchain drops the details of the usage of a text
-    "texts": [text.invoke(job["prompt"]), "".join(text.stream(job["prompt"]))],
-    "refused": {
-        "tools": refused(lambda: chat.bind_tools([City]).invoke(messages)),
-        **{method: refused_structured(method) for method in ("function_calling", "json_schema", "json_mode")},
-    },
-}
-print(f"\n{json.dumps(seen)}")
