@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.rpc import status_pb2
 
 from kvpool.client import Chunk, Completion, InvalidRequest, SyncClient, Unavailable
+from kvpool.client.forked_streams import MergedStreams
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import UNAVAILABLE, WORDS, FakeWorker, fake_cluster, usage
@@ -183,3 +184,26 @@ async def test_options_that_make_no_sense_are_named(options: dict[str, Any], com
     async with fake_cluster(ManyAnswers("w")) as manager, quick(manager) as client:
         with pytest.raises(InvalidRequest, match=complaint):
             client.generate(PROMPT, **options)
+
+
+class _Ready:
+    """An answer of two chunks that are there already; each is its number."""
+
+    def __init__(self, number: int) -> None:
+        self._chunks = [cast(Chunk, number)] * 2
+
+    async def next_chunk(self) -> Chunk | None:
+        return self._chunks.pop() if self._chunks else None
+
+    async def aclose(self) -> None:
+        raise AssertionError("all are read to their ends")
+
+
+async def test_answers_that_are_ready_take_turns() -> None:
+    """None of them is read again before each of the others."""
+    merged = MergedStreams([_Ready(number) for number in range(8)])
+    taken = []
+    while (chunk := await merged.next_chunk()) is not None:
+        taken.append(chunk)
+    assert taken == [(number, number) for number in range(8)] * 2
+    await merged.aclose()

@@ -107,14 +107,15 @@ async def test_a_prompt_that_can_never_work_is_refused_before_anybody_is_asked(p
 
 
 async def test_the_model_is_fetched_once() -> None:
-    """Sixteen requests at once fetch one tokenizer; later ones ask for nothing but Route and Generate."""
+    """Sixteen requests at once fetch one tokenizer; later ones ask for nothing but Route and Generate, also when the worker has
+    another session, because it was started again or has registered again."""
     worker = FakeWorker("w")
     # Whoever waits for long looks whether the worker lives, which is a Describe too.
     async with fake_cluster(worker) as manager, quick(manager, liveness_interval=60.0) as client:
         await asyncio.gather(*(client.generate("the").collect() for _ in range(16)))
+        worker.session += 1
         await client.generate("the").collect()
-    assert worker.num_model_calls == 1
-    assert len(manager.describes) == 1
+    assert (worker.num_model_calls, len(manager.describes), len(manager.routes)) == (1, 1, 17)
     assert len({request.sequence_id for request in worker.requests}) == 17
 
 

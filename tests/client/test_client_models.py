@@ -147,16 +147,6 @@ async def test_a_client_notices_what_has_changed_of_a_model(change: str, back: b
             assert worker.num_model_calls == 3
 
 
-async def test_a_session_that_changes_nothing_costs_nothing() -> None:
-    """A worker that was started again, or registers again: no Describe and no fetch."""
-    worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager, quick(manager, liveness_interval=60.0) as client:
-        await client.generate("the").collect()
-        worker.session += 1
-        await client.generate("the").collect()
-        assert (worker.num_model_calls, len(manager.describes), len(manager.routes)) == (1, 1, 2)
-
-
 async def test_what_is_known_is_the_facts_of_the_worker_that_registered_last() -> None:
     """Until it leaves: then it is that of the others again."""
     old, new = old_and_new()

@@ -1,4 +1,5 @@
-"""A chat template cannot take the client's memory, its time or its process with it, and no process is left behind."""
+"""A chat template is a stranger's program: it gets what templates need and nothing else, takes neither the client's memory nor its
+time nor its process with it, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,11 @@ def process() -> Any:
         yield process
 
 
+def render(process: TemplateProcess, source: str, messages: Sequence[Any] = USER, **arguments: Any) -> str:
+    template = ChatTemplate(source, {"bos_token": "<s>"}, process=process, now=lambda: datetime(2026, 11, 20))
+    return template.render(messages, arguments=arguments)
+
+
 def children() -> set[int]:
     """Process ids of the template processes that this process has started and that run."""
     found = set()
@@ -57,6 +66,70 @@ def children() -> set[int]:
             if parent(pid) == os.getpid() and is_alive(pid) and b"template_child" in (folder / "cmdline").read_bytes():
                 found.add(pid)
     return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__code__ }}",
+        "{{ strftime_now.__closure__[0].cell_contents.__globals__['__builtins__'] }}",
+        "{{ self.__init__.__globals__.__builtins__.open('/etc/passwd').read() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ ''|attr('__class__')|attr('__mro__') }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ (messages|map(attribute='__class__')|list)[0].__mro__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_a_hostile_template_does_not_escape(process: TemplateProcess, source: str) -> None:
+    """Each is a known way out of jinja2. None may reach a class, a function's globals or a file."""
+    try:
+        rendered = render(process, source)
+    except InvalidRequest:
+        return
+    assert rendered.strip() == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append({}) }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update({'content': 'other'}) }}",
+        "{{ messages[0].pop('content') }}",
+    ],
+)
+def test_a_template_changes_nothing_that_it_is_given(process: TemplateProcess, source: str) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    with pytest.raises(InvalidRequest):
+        render(process, source, messages)
+    assert messages == [{"role": "user", "content": "hi"}]
+
+
+def test_templates_find_what_transformers_gives_them(process: TemplateProcess) -> None:
+    """tojson without HTML escapes, the date, loop controls, generation blocks, special tokens, trimmed blocks."""
+    assert render(process, "{{ bos_token }}") == "<s>"
+    content = "hi <b> & ü"
+    assert (
+        render(process, "{{ messages[0].content | tojson }}", [{"role": "user", "content": content}]) == f'"{content}"'
+    )
+    assert render(process, "{{ messages | tojson(indent=1) }}").startswith('[\n {\n  "role"')
+    assert render(process, "{{ strftime_now('%Y-%m-%d') }}") == "2026-11-20"
+    assert render(process, "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render(process, "{% generation %}{{ messages[0].role }}{% endgeneration %}") == "user"
+    assert render(process, "  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
+    assert render(process, "{{ tools is none }} {{ documents is none }}") == "True True"
+    assert render(process, "{{ add_generation_prompt }} {{ enable_thinking }}", enable_thinking=False) == "True False"
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{% for %}", "{{ nothing.there }}"])
+def test_a_template_that_fails_is_told_as_such(process: TemplateProcess, source: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template"):
+        render(process, source)
 
 
 @pytest.mark.parametrize(
@@ -88,49 +161,43 @@ def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(
     """The attacks take gigabytes, do not end, or recurse too deeply. What they took is given back. The error, which is short, says
     which bound was exceeded."""
     with pytest.raises(InvalidRequest, match=f"the model's chat template {words}") as caught:
-        ChatTemplate(source, {}, process=process).render(USER)
+        render(process, source)
     assert caught.value.reason == "BAD_TEMPLATE"
     assert len(str(caught.value)) < 2000
-    assert ChatTemplate(HONEST, {}, process=process).render(USER) == "<user>hi"
+    assert render(process, HONEST) == "<user>hi"
 
 
 def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplateProcess) -> None:
     """Of a long conversation too, one after the other in the same process, characters of all sizes and halves of pairs."""
     messages = [{"role": "user", "content": "é€𝄞\ud83d " * 200_000}] * 3
     for _ in range(3):
-        text = ChatTemplate(HONEST, {}, process=process).render(messages)
+        text = render(process, HONEST, messages)
         assert text == "".join(f"<user>{message['content']}" for message in messages)
 
 
 def test_a_process_that_was_killed_is_replaced() -> None:
-    with contextlib.closing(TemplateProcess()) as process:
-        template = ChatTemplate(HONEST, {}, process=process)
-        before = children()
-        for _ in range(2):
-            assert template.render(USER) == "<user>hi"
-            (started,) = children() - before
-            os.kill(started, signal.SIGKILL)
-        assert template.render(USER) == "<user>hi"
-
-
-def test_one_that_is_killed_in_the_middle_is_asked_anew() -> None:
+    """One that is killed while it renders too: the new one is asked again."""
     with contextlib.closing(TemplateProcess()) as process, ThreadPoolExecutor(1) as thread:
         before = children()
-        ChatTemplate(HONEST, {}, process=process).render(USER)
+        for _ in range(2):
+            assert render(process, HONEST) == "<user>hi"
+            (started,) = children() - before
+            os.kill(started, signal.SIGKILL)
+        assert render(process, HONEST) == "<user>hi"
         (started,) = children() - before
         os.kill(started, signal.SIGSTOP)
-        answer = thread.submit(ChatTemplate(HONEST, {}, process=process).render, USER)
+        answer = thread.submit(render, process, HONEST)
         os.kill(started, signal.SIGKILL)
         assert answer.result(BOUND_SECONDS) == "<user>hi"
 
 
 def test_several_threads_share_one_process(process: TemplateProcess) -> None:
     """Each has its own answer."""
-    ChatTemplate(HONEST, {}, process=process).render(USER)
+    render(process, HONEST)
     before = children()
     with ThreadPoolExecutor(8) as threads:
         chats = [[{"role": "user", "content": f"{n} " * 1000 * n}] for n in range(40)]
-        answers = list(threads.map(ChatTemplate(HONEST, {}, process=process).render, chats))
+        answers = list(threads.map(partial(render, process, HONEST), chats))
     assert answers == [f"<user>{chat[0]['content']}" for chat in chats]
     assert children() == before
 
@@ -139,14 +206,14 @@ async def test_closing_ends_it_while_it_renders() -> None:
     process = TemplateProcess()
     before = children()
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(ChatTemplate(ENDLESS, {}, process=process).render, USER)
+        answer = thread.submit(render, process, ENDLESS)
         await until(lambda: children() - before)
         process.close()
         assert children() <= before
         assert isinstance(answer.exception(BOUND_SECONDS), KvpoolError)
     process.close()
     with pytest.raises(FailedPrecondition, match="closed"):
-        ChatTemplate(HONEST, {}, process=process).render(USER)
+        render(process, HONEST)
     assert children() <= before
 
 
@@ -160,13 +227,12 @@ def test_an_interrupt_in_the_middle_leaves_no_old_answer(monkeypatch: pytest.Mon
         return read(child, num_bytes)
 
     with contextlib.closing(TemplateProcess()) as process:
-        template = ChatTemplate(HONEST, {}, process=process)
-        template.render(USER)
+        render(process, HONEST)
         monkeypatch.setattr(_Child, "_read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            template.render([{"role": "user", "content": "old"}])
+            render(process, HONEST, [{"role": "user", "content": "old"}])
         for n in range(3):
-            assert template.render([{"role": "user", "content": str(n)}]) == f"<user>{n}"
+            assert render(process, HONEST, [{"role": "user", "content": str(n)}]) == f"<user>{n}"
 
 
 def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +244,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytes
             contextlib.closing(TemplateProcess()) as process,
             pytest.raises(ServiceError, match="cannot be started") as caught,
         ):
-            ChatTemplate(HONEST, {}, process=process).render(USER)
+            render(process, HONEST)
         assert command[0] in str(caught.value)
     assert children() == before
 
@@ -188,7 +254,7 @@ def test_what_is_no_json_is_refused(value: object) -> None:
     """Without a process."""
     process, before = TemplateProcess(), children()
     with pytest.raises(InvalidRequest, match="JSON"):
-        ChatTemplate(HONEST, {}, process=process).render([{"role": "user", "content": value}])
+        render(process, HONEST, [{"role": "user", "content": value}])
     assert children() == before
 
 
