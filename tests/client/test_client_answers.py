@@ -13,7 +13,7 @@ from google.rpc import status_pb2
 from kvpool.client import Chunk, Completion, InvalidRequest, SyncClient, Unavailable
 from kvpool.client.forked_streams import MergedStreams
 from kvpool.v1 import worker_pb2
-from tests.client.clients import quick
+from tests.client.clients import joined, quick
 from tests.client.fakes import UNAVAILABLE, WORDS, FakeWorker, fake_cluster, usage
 
 PROMPT = (1, 5, 6)
@@ -66,17 +66,11 @@ class ManyAnswers(FakeWorker):
 
 def check(chunks: list[Chunk], completions: list[Completion], n: int) -> None:
     """All answers are there, once, in order, and complete."""
-    for index in range(n):
-        tokens: list[int] = []
-        own = [chunk for chunk in chunks if chunk.index == index]
-        for chunk in own:
-            assert chunk.start_index == len(tokens)
-            tokens += chunk.token_ids
-        assert tuple(tokens) == completions[index].token_ids == text_of((SEED + index) % 2**64)
-        assert completions[index].text == "".join(chunk.text for chunk in own)
-        assert [chunk.finish_reason is not None for chunk in own] == [*[False] * (len(own) - 1), True]
-        assert (completions[index].num_prompt_tokens, completions[index].num_cached_tokens) == (len(PROMPT), 4)
     assert len(completions) == n
+    for index, completion in enumerate(completions):
+        assert completion.token_ids == text_of((SEED + index) % 2**64)
+        assert (completion.token_ids, completion.text) == joined([chunk for chunk in chunks if chunk.index == index])
+        assert (completion.num_prompt_tokens, completion.num_cached_tokens) == (len(PROMPT), 4)
 
 
 async def ask(*workers: FakeWorker, **options: Any) -> tuple[list[Chunk], list[Completion]]:
@@ -149,20 +143,16 @@ async def test_texts_of_a_search_are_delivered_all_or_not_at_all(num_messages: i
         assert search.early_stopping == worker_pb2.EARLY_STOPPING_NEVER
 
 
-async def test_collect_gives_the_first_answer() -> None:
-    async with fake_cluster(ManyAnswers("w")) as manager, quick(manager) as client:
-        first = await client.generate(PROMPT, n=3, temperature=1.0, seed=7).collect()
-    assert first.token_ids == text_of(7)
-
-
-async def test_a_blocking_client_has_all_of_it_too() -> None:
+async def test_collect_gives_the_first_answer_and_collect_all_all_of_them() -> None:
+    """As in the tests above, by a blocking client."""
     async with fake_cluster(ManyAnswers("w")) as manager:
 
         def run() -> list[Completion]:
             with SyncClient(manager.address) as client:
-                return client.generate(PROMPT, n=3, temperature=1.0, seed=7).collect_all()
+                first = client.generate(PROMPT, n=3, temperature=1.0, seed=7).collect()
+                return [first, *client.generate(PROMPT, n=3, temperature=1.0, seed=7).collect_all()]
 
-        assert [one.token_ids for one in await asyncio.to_thread(run)] == [text_of(seed) for seed in (7, 8, 9)]
+        assert [one.token_ids for one in await asyncio.to_thread(run)] == [text_of(seed) for seed in (7, 7, 8, 9)]
 
 
 @pytest.mark.parametrize(

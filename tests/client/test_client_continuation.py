@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Times, Unavailable
 from kvpool.v1 import worker_pb2
-from tests.client.clients import begun, quick
+from tests.client.clients import begun, joined, quick
 from tests.client.fakes import THE, UNAVAILABLE, FakeWorker, answer, error_status, fake_cluster, usage
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written
 from tests.until import until
@@ -24,16 +24,6 @@ STORY = written(PROMPT, *WORDS)
 NEVER_FITS = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "this worker has 3 blocks")
 STALE_ATTEMPT = error_status(code_pb2.FAILED_PRECONDITION, "STALE_ATTEMPT", "goes on elsewhere")
 BUSY = error_status(code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", "1024 requests are waiting")
-
-
-def joined(chunks: list[Chunk]) -> tuple[tuple[int, ...], str]:
-    """All tokens and the text; the tokens' positions follow on each other."""
-    tokens: list[int] = []
-    for chunk in chunks:
-        assert chunk.start_index == len(tokens)
-        tokens += chunk.token_ids
-    assert [chunk.finish_reason is not None for chunk in chunks] == [*[False] * (len(chunks) - 1), True]
-    return tuple(tokens), "".join(chunk.text for chunk in chunks)
 
 
 async def read(client: Client, **options: Unpack[GenerateOptions]) -> tuple[list[Chunk], Completion]:

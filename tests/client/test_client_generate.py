@@ -106,6 +106,13 @@ async def test_a_prompt_that_can_never_work_is_refused_before_anybody_is_asked(p
     assert not manager.routes
 
 
+async def test_a_prompt_that_is_not_utf_8_is_refused() -> None:
+    """As Python reads an argument that is not: with a surrogate for each byte."""
+    async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
+        with pytest.raises(InvalidRequest, match=r"no valid text at character 3 \('\\udcff'\)"):
+            await client.generate("abc\udcff").collect()
+
+
 async def test_the_model_is_fetched_once() -> None:
     """Sixteen requests at once fetch one tokenizer; later ones ask for nothing but Route and Generate, also when the worker has
     another session, because it was started again or has registered again."""

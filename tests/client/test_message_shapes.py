@@ -1,4 +1,4 @@
-"""Messages as OpenAI's API has them come to every template in the shape that it reads.
+"""Messages as OpenAI's API has them are checked, and come to every template in the shape that it reads.
 
 The oracle is transformers' apply_chat_template, given messages of that shape.
 """
@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from kvpool.client import InvalidRequest
+from kvpool.client import Client, ClientConfig, InvalidRequest
 from kvpool.client.chat_template import ChatTemplate
 from kvpool.client.messages import as_messages
 from kvpool.client.template_process import TemplateProcess
@@ -223,3 +223,53 @@ def test_what_one_conversation_does_to_a_template_does_not_change_the_next(proce
     assert template.render(as_messages([{**HI, "name": "w0z"}])) == "<Hi>w0z"
     assert template.render(as_messages([HI])) == "<Hi>"
     assert template.render(as_messages([{"role": "user", "content": "you"}])) == "<you>"
+
+
+# -- what a caller may pass as messages
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("hi", "got str; use generate"),
+        ({"role": "user", "content": "hi"}, "got dict"),
+        (7, "got int"),
+        ([], "at least one message"),
+        (["hi"], "message 0 needs a role"),
+        ([{"role": "", "content": "hi"}], "message 0 needs a role"),
+        ([{"role": 3, "content": "hi"}], "message 0 needs a role"),
+        ([{"role": "user"}, {"content": "hi"}], "message 1 needs a role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"message 0 has a part that is no text \(image_url\)"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0 has a part that is no text;"),
+        ([{"role": "user", "content": ["hi"]}], "message 0 has a part that is no text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 7}]}], "message 0 has a part that is no text"),
+    ],
+)
+async def test_messages_that_make_no_sense_are_refused_at_once(messages: Any, words: str) -> None:
+    """Before anything is sent: no manager answers here."""
+    async with Client(config=ClientConfig(manager="127.0.0.1:1")) as client:
+        with pytest.raises(InvalidRequest, match=words):
+            client.chat(messages)
+
+
+def test_messages_are_kept_but_for_what_is_null() -> None:
+    """Also in tool calls. Roles and other keys are the template's to know, reasoning has all of its names, and a refusal is text.
+    The caller's messages are not changed."""
+    parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
+    nulls = {"id": None, "function": {"name": "f", "arguments": None}}
+    asked: Messages = [
+        {"role": "user", "content": parts, "name": "n"},
+        {"role": "critic", "content": None, "reasoning": "so", "tool_calls": [nulls]},
+    ]
+    before = copy.deepcopy(asked)
+    assert as_messages(asked) == (
+        {"role": "user", "content": text("one", "two"), "name": "n"},
+        {
+            "role": "critic",
+            "tool_calls": [{"function": {"name": "f"}}],
+            "reasoning": "so",
+            "reasoning_content": "so",
+            "thinking": "so",
+        },
+    )
+    assert asked == before
