@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
 from tests.client.fakes import FakeModel, FakeWorker, fake_cluster, text_files
 from tests.client.processes import is_alive, parent
+from tests.python_program import run_python
 from tests.until import until
 
 BOUND_SECONDS = 60
@@ -261,6 +261,7 @@ def test_what_is_no_json_is_refused(value: object) -> None:
 SCRIPT = """
 import os, signal, sys, threading, time
 from kvpool.client.chat_template import ChatTemplate
+os.setsid()
 template = ChatTemplate({source!r}, {{}})
 if {endless}:
     threading.Thread(target=template.render, args=([{{"role": "user"}}],), daemon=True).start()
@@ -283,33 +284,17 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 async def test_no_process_is_left_behind(end: str, endless: bool) -> None:
     """However the client's process ends, with the interpreter's own end or without, and whether a template is being rendered."""
     script = SCRIPT.format(source=ENDLESS if endless else HONEST, endless=endless, end=end)
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        timeout=BOUND_SECONDS,
-        start_new_session=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    child = int(done.stdout)
+    child = int((await asyncio.to_thread(run_python, "-c", script)).stdout)
     await until(lambda: not is_alive(child))
 
 
-async def test_a_client_that_renders_nothing_starts_no_process() -> None:
-    before = children()
-    async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
-        assert (await client.generate("the").collect()).text
-        assert (await client.model()).chat_template is not None
-        assert children() == before
-
-
-async def test_the_process_ends_with_the_client() -> None:
+async def test_the_process_starts_with_a_clients_first_chat_and_ends_with_the_client() -> None:
     before = children()
     async with fake_cluster(FakeWorker("w")) as manager:
         async with quick(manager) as client:
+            assert (await client.generate("the").collect()).text
+            assert (await client.model()).chat_template is not None
+            assert children() == before
             await asyncio.gather(*(client.chat(USER).collect() for _ in range(5)))
             assert len(children() - before) == 1
         assert children() == before
@@ -373,7 +358,6 @@ async def test_the_bound_of_model_files_is_a_setting() -> None:
 def test_the_child_imports_nothing_of_ours() -> None:
     """It has to start in a tenth of a second, and small."""
     code = f"import json, runpy, sys; runpy.run_path({template_child.__file__!r}); print(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    loaded = {name.partition(".")[0] for name in json.loads(run_python("-P", "-c", code).stdout)}
     assert "jinja2" in loaded
     assert not loaded & {"kvpool", "client", "grpc", "google", "tokenizers", "numpy", "asyncio", "pydantic"}
