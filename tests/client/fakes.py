@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -160,9 +160,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_live = 0
         self.num_streams = 0
         """GenerateMany calls so far."""
-        self.num_open_streams = 0
-        self.break_off = asyncio.Event()
-        """Ends all calls without a word, as if the connection were gone."""
+        self._streams: list[asyncio.Queue[worker_pb2.Answer | None]] = []
+        self._is_gone = False
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.address = ""
@@ -197,22 +196,28 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.gather(*tasks.values(), return_exceptions=True)
             answers.put_nowait(None)
 
-        async def break_off() -> None:
-            await self.break_off.wait()
-            answers.put_nowait(None)
-
-        background = [asyncio.create_task(read()), asyncio.create_task(break_off())]
+        reading = asyncio.create_task(read())
         self.num_streams += 1
-        self.num_open_streams += 1
+        self._streams.append(answers)
         try:
             while (answer := await answers.get()) is not None:
                 yield worker_pb2.GenerateManyResponse(answers=[answer])
-            if self.break_off.is_set():
+            if self._is_gone:
                 context.set_code(grpc.StatusCode.UNAVAILABLE)
         finally:
-            self.num_open_streams -= 1
-            for task in (*background, *tasks.values()):
+            self._streams.remove(answers)
+            for task in (reading, *tasks.values()):
                 task.cancel()
+
+    @property
+    def num_open_streams(self) -> int:
+        return len(self._streams)
+
+    def break_off(self) -> None:
+        """End all calls without a word, as if the connection were gone."""
+        self._is_gone = True
+        for answers in self._streams:
+            answers.put_nowait(None)
 
     async def _generate(
         self, number: int, request: worker_pb2.GenerateRequest, answers: asyncio.Queue[worker_pb2.Answer | None]
@@ -303,9 +308,7 @@ class FakeManager(cache_pb2_grpc.CacheServiceServicer):
         for worker in of_model:
             if not 0 < worker.model.listed_model_len < request.num_needed_tokens:
                 response.workers.add(
-                    worker_id=worker.worker_id,
-                    address=worker.address,
-                    model_fingerprint=worker.model.fingerprint,
+                    worker_id=worker.worker_id, address=worker.address, model_fingerprint=worker.model.fingerprint
                 )
         if of_model:
             newest = max(of_model, key=lambda worker: worker.session)
@@ -393,7 +396,5 @@ async def serving(*servicers: FakeManager | FakeWorker, port: int = 0) -> AsyncI
 async def fake_cluster(*workers: FakeWorker) -> AsyncIterator[FakeManager]:
     """A manager that knows these workers, all of them serving."""
     manager = FakeManager(workers)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(serving(*workers))
-        await stack.enter_async_context(serving(manager))
+    async with serving(*workers, manager):
         yield manager

@@ -84,7 +84,7 @@ async def test_when_the_stream_breaks_off_each_request_continues_on_another_work
     async with fake_cluster(first, second) as manager, quick(manager) as client:
         streams = [await begun(client.generate("the", max_tokens=9)) for _ in range(5)]
         assert first.num_streams == 1
-        first.break_off.set()
+        first.break_off()
         completions = await asyncio.gather(*(stream.collect() for stream in streams))
     assert {completion.token_ids for completion in completions} == {(THE, CAT, SAT)}
     assert {completion.worker_id for completion in completions} == {"second"}

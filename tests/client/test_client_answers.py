@@ -75,7 +75,7 @@ def check(chunks: list[Chunk], completions: list[Completion], n: int) -> None:
 
 async def ask(*workers: FakeWorker, **options: Any) -> tuple[list[Chunk], list[Completion]]:
     async with fake_cluster(*workers) as manager, quick(manager) as client:
-        stream = client.generate(PROMPT, temperature=1.0, seed=SEED, **options)
+        stream = client.generate(PROMPT, seed=SEED, **{"temperature": 1.0, **options})
         chunks = [chunk async for chunk in stream]
         return chunks, await stream.collect_all()
 
@@ -132,15 +132,14 @@ async def test_an_answer_that_cannot_go_on_ends_them_all() -> None:
 async def test_texts_of_a_search_are_delivered_all_or_not_at_all(num_messages: int) -> None:
     """A worker that dies while it sends them leaves no trace: the search begins again."""
     first, second = ManyAnswers("w1", num_messages), ManyAnswers("w2")
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        stream = client.generate(PROMPT, n=3, num_beams=4, length_penalty=0.5, early_stopping="never", seed=SEED)
-        chunks = [chunk async for chunk in stream]
-        check(chunks, await stream.collect_all(), 3)
+    search = {"num_beams": 4, "length_penalty": 0.5, "early_stopping": "never", "temperature": 0.0}
+    chunks, completions = await ask(first, second, n=3, **search)
+    check(chunks, completions, 3)
     assert {chunk.worker_id for chunk in chunks} == {"w2"}
     for request in (*first.requests, *second.requests):
-        search = request.beam_search
-        assert (request.n, search.num_beams, search.length_penalty) == (3, 4, 0.5)
-        assert search.early_stopping == worker_pb2.EARLY_STOPPING_NEVER
+        asked = request.beam_search
+        assert (request.n, asked.num_beams, asked.length_penalty) == (3, 4, 0.5)
+        assert asked.early_stopping == worker_pb2.EARLY_STOPPING_NEVER
 
 
 async def test_collect_gives_the_first_answer_and_collect_all_all_of_them() -> None:

@@ -73,9 +73,7 @@ def test_it_does_not_chat() -> None:
 def test_an_explanation_says_who_has_the_encoders_output() -> None:
     workers = [
         cache_pb2.WorkerExplanation(
-            worker_id=name,
-            miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_PARTIAL_TAIL),
-            encoder_cached=name == "a",
+            worker_id=name, miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_PARTIAL_TAIL), encoder_cached=name == "a"
         )
         for name in ("a", "b")
     ]

@@ -133,10 +133,7 @@ CONTENTS = {
     "loops": (LOOP, as_parts),
     "takes the first": ("{{ m.content[0].text }}", as_parts),
     "asks first": ("{% if m.content %}" + LOOP + "{% endif %}", as_parts),
-    "asks for its kind": (
-        "{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}",
-        as_they_are,
-    ),
+    "asks for its kind": ("{% if m.content is string %}{{ m.content }}{% else %}" + LOOP + "{% endif %}", as_they_are),
 }
 """How a template reads a content, and the shape that this needs."""
 TOOL_ARGUMENTS = {

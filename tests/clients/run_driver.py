@@ -29,12 +29,7 @@ async def refused(ask: Callable[[], Any]) -> dict[str, Any]:
             if (cause := cause.__cause__) is None:
                 raise
         param = cause.param if hasattr(cause, "param") else (getattr(cause, "body", None) or {}).get("param")
-        return {
-            "exception": type(error).__name__,
-            "status": cause.status_code,
-            "param": param,
-            "message": str(error),
-        }
+        return {"exception": type(error).__name__, "status": cause.status_code, "param": param, "message": str(error)}
     return {"exception": "none"}
 
 

@@ -163,8 +163,5 @@ class ForgetfulStub:
 
 PLAIN = Example([own_engine.__file__], own_engine.Engine, own_engine.ROOT, (math.inf, math.inf))
 WINDOWS = Example(
-    ["-m", "examples.own_engine_windows"],
-    own_engine_windows.Engine,
-    own_engine_windows.ROOT,
-    (math.inf, WINDOW),
+    ["-m", "examples.own_engine_windows"], own_engine_windows.Engine, own_engine_windows.ROOT, (math.inf, WINDOW)
 )

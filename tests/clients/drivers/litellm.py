@@ -35,11 +35,7 @@ async def drive(job: Any) -> dict[str, Any]:
     usage = next(chunk.usage for chunk in reversed(text_chunks) if getattr(chunk, "usage", None))
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
     return {
-        "chats": [
-            chat_answer(whole),
-            answer(said, chunks[-1].usage),
-            chat_answer(await litellm.acompletion(**chat)),
-        ],
+        "chats": [chat_answer(whole), answer(said, chunks[-1].usage), chat_answer(await litellm.acompletion(**chat))],
         "texts": [answer(whole_text.choices[0].text, whole_text.usage), answer(continued, usage)],
         "refused": {
             "tools": partial(litellm.completion, **chat, tools=[tool]),
