@@ -15,7 +15,7 @@ from bench.our_cluster import Counts
 from bench.piped_engine import EngineFailed, PipedEngine
 from bench.serve import DEFAULT_PEERS
 from bench.serve_cases import PLANS
-from bench.serve_figures import Measured, Measurements, OurWork, ratios_as_json, show
+from bench.serve_figures import Measured, Measurements, ratios_as_json, show
 from bench.serve_peers import NUM_CACHE_TOKENS, PEERS, Setup
 from bench.serve_sides import ENGINE, OURS, OVER_GRPC, SERVED, Sides, require_installed
 from kvpool.load.engine import Delivery, EngineUnderLoad
@@ -138,14 +138,6 @@ def test_rpcs_to_the_manager_are_shown_per_request_and_token(
     assert [row.split()[-1] for row in rows] == ["-", "5.67", "-"]
     assert "1.00 Allocate, 2.67 Append, 1.00 Free, 1.00 Route; per 1,000 generated tokens: 1416.7" in out
     assert "tokens forwarded: 105, 105 if nothing is computed twice; decodes that waited for a call: 0" in out
-
-
-def test_a_side_without_a_manager_has_no_work_of_ours(measured: Measurements) -> None:
-    sides = measured.sides("shared", CacheCase.COLD)
-    assert OurWork.of(sides["vllm-cpu"]) is None
-    work = OurWork.of(sides[OVER_GRPC])
-    assert work is not None
-    assert (work.num_requests, work.num_generated_tokens, work.num_rpcs) == (3, 12, 17)
 
 
 def test_json_has_the_figures_of_each_side(measured: Measurements) -> None:

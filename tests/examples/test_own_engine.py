@@ -111,14 +111,6 @@ async def endless(cluster: Cluster, start: Start) -> tuple[Process, pb.WorkerDes
     return engine, (await eventually(generates, "the engine generates"))[0]
 
 
-async def test_a_pool_for_hardly_more_than_one_text_gives_the_same_texts(cluster: Cluster, start: Start) -> None:
-    engine = start(PLAIN, cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE)
-    assert await engine.ended() == 0, engine.log
-    texts = PLAIN.check_program(engine.log)
-    assert max(len(text.cached) for text in texts) > 1, "no text had to give its blocks back"
-    await assert_nothing_is_left(cluster)
-
-
 async def test_two_engines_at_once_do_not_disturb_each_other(cluster: Cluster, start: Start) -> None:
     engines = [start(PLAIN, cluster.address(), num_blocks=NUM_BLOCKS_FOR_ONE + 3) for _ in range(2)]
     for engine in engines:
@@ -196,7 +188,8 @@ async def test_logits_depend_on_every_slot_and_are_those_of_the_model(
     cluster: Cluster, example: Example, pools: tuple[int, ...]
 ) -> None:
     """Also where blocks are evicted, taken back and computed again. Rings are turned, windows named, evicted and hit."""
-    await example.check_engine(cluster, await example.registered(cluster, cluster.manager_stub, *pools))
+    rounds = await example.check_engine(cluster, await example.registered(cluster, cluster.manager_stub, *pools))
+    assert pools != (NUM_BLOCKS_FOR_ONE,) or max(map(len, rounds)) > 1, "no text had to give its blocks back"
     assert ((await cluster.worker("here")).totals.num_evicted_blocks > 0) == (min(pools) < 64)
 
 

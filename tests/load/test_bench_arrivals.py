@@ -77,14 +77,6 @@ async def test_a_closed_loop_keeps_its_users_busy_until_nothing_is_left() -> Non
     assert [stage.dues[index] for index in range(7)] == [0, 0, 0, 1, 2, 3, 4]
 
 
-async def test_a_closed_loop_starts_no_more_users_than_conversations() -> None:
-    stage = Stage()
-    sending = stage.send(ClosedLoop(100), 2)
-    await settle()
-    assert stage.num_running == 2
-    await stage.end(sending)
-
-
 @pytest.mark.parametrize("pattern", list(Pattern))
 async def test_the_times_of_an_open_loop_do_not_depend_on_answers(pattern: Pattern) -> None:
     """Nothing is ever answered, and yet all is sent when it is due."""

@@ -23,14 +23,11 @@ def test_percentiles_are_those_of_numpy(count: int) -> None:
     generator = random.Random(count)
     samples = [generator.expovariate(1.0) for _ in range(count)]
     found = Distribution.of(samples)
+    assert Distribution.of([]) is None
     assert found is not None
     assert list(found.percentiles) == pytest.approx([float(np.percentile(samples, p)) for p in PERCENTILES])
     assert found.median == pytest.approx(float(np.median(samples)))
     assert (found.count, found.least, found.most) == (count, min(samples), max(samples))
-
-
-def test_there_is_no_distribution_of_nothing() -> None:
-    assert Distribution.of([]) is None
 
 
 def sample(due: float, *arrived: tuple[float, int], cached: int | None = 32, turn: int = 1) -> RequestSample:
@@ -45,9 +42,7 @@ def test_times_are_from_when_a_request_was_due() -> None:
     # Three tokens that came together after 0.6 s count as one every 0.2 s.
     assert one.inter_token() == pytest.approx([0.2, 0.2, 0.2, 0.2])
     assert one.num_generated_tokens == 5
-
-
-def test_tokens_that_come_with_the_first_have_no_time_of_their_own() -> None:
+    # Tokens that come with the first have no time of their own.
     assert sample(0.0, (1.0, 5)).inter_token() == []
 
 
