@@ -174,6 +174,7 @@ async def test_when_the_attempts_are_used_up_the_error_tells_all() -> None:
     assert (error.reason, error.metadata["num_delivered_tokens"]) == ("NO_WORKER_ANSWERED", "3")
     for part in ("after 3 tokens", "3 attempts", "w1", "w2", "I am recovering", "draining", "ask again"):
         assert part in str(error)
+    assert str(error).count("I am recovering") == 1
     assert len(first.requests) + len(second.requests) == 3
     assert first.num_live == second.num_live == 0
 

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client import DeadlineExceeded, ProtocolError, ResourceExhausted, Unavailable
+from kvpool.client import ProtocolError, ResourceExhausted, Unavailable
 from kvpool.client.failover import Failover
 from kvpool.client.gate import Gate
 from kvpool.v1 import cache_pb2
-
-
-def test_a_continuation_joins_on_to_what_was_delivered() -> None:
-    """Workers count from 0 in each stream; the answer's positions go on."""
-    gate = Gate()
-    gate.open(1)
-    assert gate.take(1, 0, 3) == 0
-    gate.open(2)
-    assert gate.base == 3
-    assert gate.take(2, 0, 2) == 3
-    assert gate.take(2, 2, 1) == 5
-    assert gate.num_delivered == 6
 
 
 def test_tokens_of_an_older_attempt_are_dropped() -> None:
@@ -60,15 +48,6 @@ def asked_in_vain(attempts: Failover, *names: str) -> list[tuple[str, int]]:
         asked.append((target.worker_id, target.attempt))
         attempts.failed(target, Unavailable(f"{target.worker_id} says no"))
     return asked
-
-
-def test_attempts_follow_the_ranking_twice_and_then_end() -> None:
-    attempts = Failover(max_attempts=8)
-    assert asked_in_vain(attempts, "a", "b") == [("a", 1), ("b", 2)]
-    assert asked_in_vain(attempts, "b") == [("b", 3)]
-    assert not attempts.wants_ranking
-    with pytest.raises(Unavailable, match="a says no; b says no; b says no"):
-        attempts.next()
 
 
 def test_attempts_are_bounded_however_many_workers_there_are() -> None:
@@ -116,19 +95,3 @@ def test_an_answer_that_has_begun_is_ranked_until_its_attempts_are_used_up() -> 
     assert not attempts.wants_ranking
     with pytest.raises(Unavailable, match="6 attempts: a is gone; a says no"):
         attempts.next()
-
-
-def test_the_readers_error_names_its_tokens_and_each_worker_that_was_tried_once() -> None:
-    attempts = broken(max_attempts=1)
-    with pytest.raises(Unavailable) as caught:
-        attempts.next()
-    exhausted = attempts.gave_up(caught.value, 17)
-    assert isinstance(exhausted, Unavailable)
-    assert exhausted.reason == "NO_WORKER_ANSWERED"
-    assert exhausted.metadata["num_delivered_tokens"] == "17"
-    assert exhausted.message.startswith("the answer broke off after 17 tokens")
-    timed_out = attempts.gave_up(DeadlineExceeded("too late", reason="TIMEOUT"), 17)
-    assert isinstance(timed_out, DeadlineExceeded)
-    for error in (exhausted, timed_out):
-        assert error.message.count("a is gone") == 1
-        assert error.message.endswith("ask again, with the prompt and these tokens or from the start")
