@@ -29,14 +29,15 @@ from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, TinyModel, make
 from tests.until import until
 
 SERVED = ServedRequest("counting", range(10, 100), 1000)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 @asynccontextmanager
 async def running(
-    name: str, *arguments: str, served: ServedRequest, seconds: float = 60.0, **variables: str
+    name: str, *arguments: str, served: ServedRequest, seconds: float = 60.0
 ) -> AsyncIterator[PipedEngine]:
     """An engine in a process of its own; `arguments`: those of `python -m`."""
-    engine = await PipedEngine.start(name, [sys.executable, "-m", *arguments], variables, served, seconds)
+    engine = await PipedEngine.start(name, [sys.executable, "-m", *arguments], ENVIRONMENT, served, seconds)
     try:
         yield engine
     finally:
@@ -152,7 +153,6 @@ async def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) 
 
 
 TINY = ServedRequest("tiny", range(VOCAB_SIZE), MAX_MODEL_LEN)
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def flags(model: TinyModel) -> list[str]:
@@ -171,7 +171,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.mark.slow
 async def test_our_engine_without_grpc_writes_what_transformers_writes(model: TinyModel) -> None:
     arguments = ["bench.our_engine_peer", *flags(model), "--log-level", "warning"]
-    async with running("ours", *arguments, served=TINY, **ENVIRONMENT) as engine:
+    async with running("ours", *arguments, served=TINY) as engine:
         assert engine.facts["engine"].startswith("kvpool ")
         found, again = [
             await asyncio.gather(
@@ -190,7 +190,7 @@ async def test_our_engine_without_grpc_writes_what_transformers_writes(model: Ti
 async def test_transformers_continuous_batching_streams_its_tokens(model: TinyModel) -> None:
     """In bfloat16, so its tokens are its own; but they are as many as were asked for, and the same every time."""
     arguments = ["bench.transformers_peer", str(model.path), "--page-size", "16", "--num-tokens", "2048"]
-    async with running("transformers", *arguments, served=TINY, seconds=90.0, **ENVIRONMENT) as engine:
+    async with running("transformers", *arguments, served=TINY, seconds=90.0) as engine:
         assert engine.facts["engine"].startswith("transformers ")
         found, again = [await answer(engine, *model.prompts[0], num_tokens=8) for _ in range(2)]
         others = await asyncio.gather(*(answer(engine, *prompt, num_tokens=5) for prompt in model.prompts))

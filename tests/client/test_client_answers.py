@@ -191,7 +191,7 @@ class _Ready:
 async def test_answers_that_are_ready_take_turns() -> None:
     """None of them is read again before each of the others."""
     merged = MergedStreams([_Ready(number) for number in range(8)])
-    taken = []
+    taken: list[tuple[int, object]] = []
     while (chunk := await merged.next_chunk()) is not None:
         taken.append(chunk)
     assert taken == [(number, number) for number in range(8)] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer
@@ -76,7 +76,7 @@ WORDS: dict[cache_pb2.MissCause, list[tuple[dict[str, Any], str]]] = {
 
 @pytest.mark.parametrize("name", cache_pb2.MissCause.keys())
 def test_each_cause_of_the_manager_has_its_words(name: str) -> None:
-    cause = cache_pb2.MissCause.Value(name)
+    cause = cast(cache_pb2.MissCause, cache_pb2.MissCause.Value(name))
     for fields, words in WORDS[cause]:
         (sentence,) = said(answered(cause, **fields))
         assert sentence.startswith("w would serve 16 of 40 tokens from its cache: ")

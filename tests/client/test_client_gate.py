@@ -41,7 +41,7 @@ def asked_in_vain(attempts: Failover, *names: str) -> list[tuple[str, int]]:
     """The manager ranks these workers, and each that is asked says no; returns who was asked in which attempt."""
     assert attempts.wants_ranking
     attempts.rank(ranked(*names))
-    asked = []
+    asked: list[tuple[str, int]] = []
     for _ in names:
         assert not attempts.wants_ranking
         target = attempts.next()

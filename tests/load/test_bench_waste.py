@@ -61,7 +61,7 @@ def test_waste_is_what_is_held_and_has_no_token(
     lengths: dict[str, int], blocks: list[cache_pb2.BlockDescription], expected: WasteSample
 ) -> None:
     """On a worker of block size 16."""
-    assert waste_of(BlockMap("w", 16, 1 + len(blocks), blocks), lengths) == expected
+    assert waste_of(BlockMap("w", 16, 1 + len(blocks), tuple(blocks)), lengths) == expected
 
 
 def test_samples_count_by_what_was_held() -> None:
