@@ -6,7 +6,8 @@ randomness. Time-outs are events; so is the end of a lease.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import ge
 from typing import NamedTuple
 
 from google.protobuf.message import Message
@@ -22,6 +23,7 @@ from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
 
+BLOCK_SIZE = 2
 ASKING_AT = 1.0
 """The time at which workers ask what to say. All else happens at 0, so every pause between two tries is over."""
 
@@ -36,8 +38,7 @@ class Wanted(NamedTuple):
     salt: str = ""
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """How often what is not bound to happen may still happen in a run."""
 
     faults: int = 0
@@ -55,14 +56,32 @@ class Budget:
 
     def covers(self, other: Budget) -> bool:
         """Whether all that may happen with `other` may happen with this one."""
-        return (
-            self.faults >= other.faults
-            and self.restarts >= other.restarts
-            and self.moves >= other.moves
-            and self.cancels >= other.cancels
-            and self.heartbeats >= other.heartbeats
-            and self.forks >= other.forks
-        )
+        return all(map(ge, self, other))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Requests, a budget, and what the two workers are like."""
+
+    wanted: tuple[Wanted, ...]
+    budget: Budget
+    at_once: bool = False
+    """A call and its answer are one event, unless a fault is spent on it; else each message is one, and arrives when it likes."""
+    num_blocks: tuple[int, ...] = (3,)
+    """Of each group's pool, with the null block."""
+    windows: tuple[int, ...] = ()
+    """By group: tokens that its layers see; 0: all. Empty: all groups see all."""
+    grid: int = 0
+    """Tokens: the last group has a state, kept at multiples of it; 0: it has none."""
+
+    def begin(self) -> World:
+        """The world in which both workers have just registered."""
+        world = World(self)
+        for index in range(2):
+            world.apply(Event("register", index))
+            while world.wire:
+                world.apply(Event("deliver", 0))
+        return world
 
 
 class Event(NamedTuple):
@@ -79,6 +98,10 @@ SPEAKING = frozenset({"register", "say", "beat"})
 MISHAPS = ("slow", "lost", "unheard", "doubled", "given up")
 """What can go wrong with a call that otherwise takes place at once: it is under way while other things happen; the request is lost;
 the answer is; a second copy of the request is left under way; the caller waits no longer for a request that is under way."""
+
+
+LATE = frozenset({"STALE_CALL", "STALE_SESSION", "STALE_REGISTER", "STALE_INCARNATION", "WORKER_ELSEWHERE"})
+"""Why a message of an honest worker may be refused."""
 
 
 class Peer:
@@ -129,40 +152,30 @@ class State(NamedTuple):
 
 
 class World:
-    """A state. `at_once`: a call and its answer are one event, unless a fault is spent on it.
+    """A state.
 
     Copies share the manager and the workers with each other until they change them: whatever is changed passes
     `_manager_to_change` or `_peer_to_change`.
     """
 
-    def __init__(
-        self,
-        wanted: tuple[Wanted, ...],
-        budget: Budget,
-        block_size: int,
-        num_blocks: tuple[int, ...],
-        windows: tuple[int, ...] = (),
-        *,
-        grid: int = 0,
-        at_once: bool = False,
-    ) -> None:
-        assert budget.faults < MAX_STALE_CALLS, (
+    def __init__(self, start: Start) -> None:
+        assert start.budget.faults < MAX_STALE_CALLS, (
             "each fault can make one call stale: their number belongs into the fingerprint"
         )
-        self.at_once = at_once
+        self.at_once = start.at_once
         settings = CacheSettings(
-            block_size=block_size,
-            groups=groups_of(num_blocks, windows, grid=grid),
-            max_chunk_tokens=block_size,
+            block_size=BLOCK_SIZE,
+            groups=groups_of(start.num_blocks, start.windows, grid=start.grid),
+            max_chunk_tokens=BLOCK_SIZE,
             report_seconds=0.0,
             no_blocks_retry_seconds=0.0,
         )
-        self.wanted = wanted
-        self.left = budget
+        self.wanted = start.wanted
+        self.left = start.budget
         self.manager = CacheManager(1)
         self.peers = [Peer(settings) for _ in range(2)]
         self.wire: list[Letter] = []
-        self.asked = [Asked() for _ in wanted]
+        self.asked = [Asked() for _ in start.wanted]
         self.parts: list[Part | None] = [None, None, None]
         """The manager, and each worker, as long as it is what it was frozen as."""
         self.has_called = False
@@ -307,11 +320,14 @@ class World:
                 self._take_place(event.how)
         self._settle()
 
+    def _spend(self, what: str) -> None:
+        self.left = self.left._replace(**{what: getattr(self.left, what) - 1})
+
     def _take_place(self, how: str) -> None:
         """The call that has just been made, where calls take place at once."""
         last = len(self.wire) - 1
         if how == "slow":
-            self.left = replace(self.left, faults=self.left.faults - 1)
+            self._spend("faults")
         elif how in ("lost", "given up"):
             self._fault({"lost": "lose", "given up": "give up"}[how], last)
         else:
@@ -331,7 +347,7 @@ class World:
             engine.begin_step()
         elif what == "fork":
             if engine.fork():
-                self.left = replace(self.left, forks=self.left.forks - 1)
+                self._spend("forks")
         elif what == "end the step":
             engine.end_step()
             self._hand_over()
@@ -339,7 +355,7 @@ class World:
             peer.register_no += 1
             peer.registering = self._send(index, "Register", self._introduction(index))
         elif what == "beat":
-            self.left = replace(self.left, heartbeats=self.left.heartbeats - 1)
+            self._spend("heartbeats")
             request = engine.cache.keep_alive(common_pb2.WorkerLoad())
             assert request is not None
             request.ClearField("counts")
@@ -394,13 +410,7 @@ class World:
                 self._hear(letter)
             return
         reply = execute(self._manager_to_change(), letter, 0.0)
-        if reply.refusal and reply.refusal not in (
-            "STALE_CALL",
-            "STALE_SESSION",
-            "STALE_REGISTER",
-            "STALE_INCARNATION",
-            "WORKER_ELSEWHERE",
-        ):
+        if reply.refusal and reply.refusal not in LATE:
             raise BrokenLaw(f"an honest worker is not refused: {letter.method} was answered {reply.refusal}")
         # The transport hands an answer only to the call that waits for it.
         if self._is_waited_for(reply):
@@ -449,7 +459,7 @@ class World:
             peer.beating = 0
 
     def _fault(self, what: str, index: int) -> None:
-        self.left = replace(self.left, faults=self.left.faults - 1)
+        self._spend("faults")
         letter = self.wire[index]
         if what == "double":
             self.wire.insert(index, letter)
@@ -479,7 +489,7 @@ class World:
                     engine.remove(sequence)
             return
         if what == "cancel":
-            self.left = replace(self.left, cancels=self.left.cancels - 1)
+            self._spend("cancels")
             asked.is_over = True
             engine = self._peer_to_change(asked.worker).engine
             current = engine.find(wanted.name, asked.attempt)
@@ -490,7 +500,7 @@ class World:
             asked.worker = wanted.worker
         else:
             if what == "move":
-                self.left = replace(self.left, moves=self.left.moves - 1)
+                self._spend("moves")
             asked.worker = 1 - asked.worker
         asked.attempt += 1
         tokens = [*wanted.prompt, *asked.delivered]
@@ -507,7 +517,7 @@ class World:
                 manager.sweep()
             manager.sweep()
             return
-        self.left = replace(self.left, restarts=self.left.restarts - 1)
+        self._spend("restarts")
         if what == "restart the manager":
             self.manager = CacheManager(self._manager_to_change().epoch + 1)
         elif what == "expire":
@@ -557,9 +567,8 @@ class World:
                 return False
         reply = execute(self.manager, letter, 0.0)
         if not reply.refusal.startswith("STALE_"):
-            raise BrokenLaw(
-                f"a late {letter.method} does nothing: it was answered {reply.refusal or 'as if it were new'}"
-            )
+            answered = reply.refusal or "as if it were new"
+            raise BrokenLaw(f"a late {letter.method} does nothing: it was answered {answered}")
         return True
 
     # -- the end
@@ -596,8 +605,7 @@ class World:
     def _require_sealed(self) -> None:
         """What the manager would hand out as a hit is there."""
         for session in self.manager.sessions:
-            index = int(session.worker_id[1:])
-            peer = self.peers[index]
+            peer = self.peers[int(session.worker_id[1:])]
             if peer.incarnation != session.registration.incarnation:
                 continue  # the process that held it is gone, and the manager will hear of that with the next Register
             for pool in session.pools:
@@ -605,38 +613,14 @@ class World:
                     node = pool.node(block)
                     if node is None:
                         continue
-                    path = []
+                    data = b""
                     while node.parent is not None:
-                        path.append(node.tokens)
-                        node = node.parent
+                        data, node = node.tokens + data, node.parent
                     salt = node.key[0].tenant_salt  # type: ignore[attr-defined]
-                    data = b"".join(reversed(path))
-                    tokens = tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
+                    tokens = tuple(memoryview(data).cast("I"))
                     size = peer.engine.slots_per_block[pool.slot]
-                    for slot in range(size):
-                        expected = salt, tokens[: len(tokens) - size + slot + 1]
-                        found = peer.engine.slots[pool.slot][block * size + slot]
-                        if found != expected:
-                            raise BrokenLaw(
-                                f"sealed-only sharing: block {block} of {session.worker_id} is sealed; slot {slot} should hold "
-                                f"{expected}, and holds {found}"
-                            )
-
-
-def begin(
-    wanted: tuple[Wanted, ...],
-    budget: Budget,
-    block_size: int = 2,
-    num_blocks: tuple[int, ...] = (3,),
-    windows: tuple[int, ...] = (),
-    *,
-    grid: int = 0,
-    at_once: bool = False,
-) -> World:
-    """The world in which both workers have just registered."""
-    world = World(wanted, budget, block_size, num_blocks, windows, grid=grid, at_once=at_once)
-    for index in range(2):
-        world.apply(Event("register", index))
-        while world.wire:
-            world.apply(Event("deliver", 0))
-    return world
+                    expected = [(salt, tokens[:count]) for count in range(len(tokens) - size + 1, len(tokens) + 1)]
+                    found = peer.engine.slots[pool.slot][block * size : (block + 1) * size]
+                    if found != expected:
+                        where = f"block {block} of {session.worker_id} is sealed"
+                        raise BrokenLaw(f"sealed-only sharing: {where}; it should hold {expected}, and holds {found}")
