@@ -15,8 +15,10 @@ EOS = frozenset(range(0, VOCAB_SIZE, 97))
 _MASK = (1 << 61) - 1
 
 
-def root_digest(tenant_salt: str = "") -> int:
-    """What the slot before position 0 would hold."""
+def root_digest(tenant_salt: str = "", encoder_tokens: Sequence[int] = ()) -> int:
+    """What the slot before position 0 would hold. With `encoder_tokens`, an encoder's input, it depends on all slots with it."""
+    if encoder_tokens:
+        return digest_of(encoder_slots(encoder_tokens, tenant_salt))
     return zlib.crc32(tenant_salt.encode()) + 1
 
 
@@ -55,7 +57,7 @@ def expected_text(
     input, `prompt` is the beginning of the decoder's text."""
     slots: list[int] = []
     text: list[int] = []
-    root = encoder_digest(encoder_tokens, tenant_salt) if encoder_tokens else root_digest(tenant_salt)
+    root = root_digest(tenant_salt, encoder_tokens)
     extend(slots, root, prompt)
     while len(text) < count and (token := next_token(slots, seed)) not in eos_token_ids:
         text.append(token)
@@ -68,11 +70,6 @@ def encoder_slots(tokens: Sequence[int], tenant_salt: str = "") -> list[int]:
     slots: list[int] = []
     extend(slots, root_digest(tenant_salt), tokens)
     return slots
-
-
-def encoder_digest(tokens: Sequence[int], tenant_salt: str = "") -> int:
-    """What the slot before position 0 of a decoder's text holds: it depends on all slots with the encoder's input."""
-    return digest_of(encoder_slots(tokens, tenant_salt))
 
 
 def digest_of(slots: Sequence[int | None]) -> int:

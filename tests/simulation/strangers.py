@@ -221,9 +221,8 @@ class Strangers:
         worker = self._draw.choice(ready)
         self.hole = Hole(worker, world.kernel.now)
         for machine in world.manager_machines:
-            world.bus.cut(machine, worker.machine)
-            world.kernel.after(HOLE_SECONDS, world.bus.heal, machine, worker.machine)
-        client = next(client for client in world.clients if not client.is_dead)
+            world.bus.cut(machine, worker.machine, HOLE_SECONDS)
+        client = world.live_clients()[0]
         for number in range(round(HOLE_SECONDS / KEEP_ALIVE_SECONDS)):
             world.kernel.after(number * KEEP_ALIVE_SECONDS, client.look, "route", ("", [1, 2, 3, 4, 5]))
 

@@ -99,4 +99,4 @@ def test_no_session_outlives_a_worker_that_leaves_while_it_registers(num_heard: 
         gone = case.worker.incarnation
         assert [s for s in case.sessions() if s.registration.incarnation == gone] == []
         assert case.worker.link.has_left
-        assert case.world.laws.counts["who has left is gone"] == 1
+        assert case.world.looks["who has left is gone"] == 1

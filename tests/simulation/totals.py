@@ -124,13 +124,13 @@ class Totals(Tally):
     def expected(self) -> dict[str, list[tuple[str, int]]]:
         """What has to be reached, by kind, and how often it was."""
         return {
-            "law": [(name, self.laws[name]) for name in (*OF_THE_CORE, *OF_THE_WHOLE)],
+            "law": [(name, self.looks[name]) for name in (*OF_THE_CORE, *OF_THE_WHOLE)],
             "fault": [(name, self.faults[name]) for name in (*FAULTS, *KINDS)],
-            "network": [(name, self.events[name]) for name in NETWORK],
+            "network": [(name, self.counts[name]) for name in NETWORK],
             "refusal": [(name, self.reasons[name]) for name in REASONS],
             "reconciliation": [(case.value, self.cases[case.value]) for case in Case if case not in NOT_HERE],
             "downlink": [(name, self.downlink[name]) for name in DOWNLINK],
-            "event": [(name, self.events[name]) for name in EVENTS],
+            "event": [(name, self.counts[name]) for name in EVENTS],
             "outcome": [(name, self.outcomes[name]) for name in OUTCOMES],
         }
 

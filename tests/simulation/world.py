@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -12,15 +11,12 @@ from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
 from kvpool.cache_service.election.file import encode
 from kvpool.protocol.tokens import input_digest
-from kvpool.worker_service.cache.groups.dense import DenseGroup
-from kvpool.worker_service.cache.groups.group import Group
-from kvpool.worker_service.cache.groups.state import StateGroup
 from kvpool.worker_service.cache.groups.unit import UnitGroup
-from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests import tracer
+from tests.cache_groups import groups_of
 from tests.simulation import patches
 from tests.simulation.bus import Bus
 from tests.simulation.channel import Channel, LeaderChannel
@@ -44,6 +40,11 @@ ACTIVE_SECONDS = 22.0
 """Requests and faults come in this time; then everything heals."""
 _QUIET_SECONDS = 60.0
 MAX_EVENTS = 200_000
+LAYOUTS = (
+    *("full", "full", "full+full", "full+sliding", "full+sliding", "sliding", "sliding+full+sliding"),
+    *("full+state", "full+state", "state", "full+sliding+state"),
+)
+"""The groups of a worker."""
 FIRST_EPOCHS = (0, 0, 0, 6, 1 << 16, 1 << 20, MAX_FOREIGN_EPOCH - 3, MAX_FOREIGN_EPOCH + 9, MAX_EPOCH - 100)
 """That the state file holds at the beginning; 0: there is none. A run takes some dozens."""
 
@@ -79,19 +80,13 @@ class Result(Tally):
         )
 
 
-class World:
-    """Everything that one seed decides."""
+class World(Tally):
+    """Everything that one seed decides, and how often what was reached."""
 
     def __init__(self, seed: int, *, is_traced: bool = False) -> None:
+        super().__init__()
         self.kernel = Kernel(seed, is_traced=is_traced)
         self.violation: Violation | None = None
-        self.operations: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.cases: Counter[str] = Counter()
-        self.downlink: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
         self.bus = Bus(self)
         self.laws = Laws(self)
         self.disk = Disk(self.kernel.random("disk"))
@@ -155,12 +150,7 @@ class World:
             pools: tuple[int, ...] = (num_blocks,)
             windows: tuple[int, ...] = (0,)
             state_grid = 0
-            kind = groups.choice(
-                [
-                    *("full", "full", "full+full", "full+sliding", "full+sliding", "sliding", "sliding+full+sliding"),
-                    *("full+state", "full+state", "state", "full+sliding+state"),
-                ]
-            )
+            kind = groups.choice(LAYOUTS)
             if kind == "full+full":
                 pools += (groups.choice([num_blocks, smallest, smallest + 9]),)
                 windows = (0, 0)
@@ -175,12 +165,7 @@ class World:
                     "state": [4, 6, 10, 30],
                 }
                 pools = tuple(groups.choice(least[part]) for part in parts)
-            layout: list[Group] = [
-                DenseGroup(count) if not window else WindowGroup(count, window)
-                for count, window in zip(pools, windows, strict=True)
-            ]
-            if state_grid:
-                layout[-1] = StateGroup(pools[-1], state_grid)
+            layout = list(groups_of(pools, windows, grid=state_grid))
             if self.has_encoder:
                 # After the groups of the decoder's own attention; the states, if there are any, are always the last.
                 num_units = encoder.choice([8, 10, 12, 24, 60])
@@ -271,6 +256,10 @@ class World:
     def live_workers(self) -> list[WorkerProcess]:
         """Processes of workers that have not ended, superseded ones too."""
         return [process for process in self._processes if isinstance(process, WorkerProcess) and not process.is_dead]
+
+    def live_clients(self) -> list[ClientProcess]:
+        """Those that have not ended."""
+        return [client for client in self.clients if not client.is_dead]
 
     def right_texts(self, plan: RequestPlan) -> list[tuple[list[int], bool]]:
         """What a request has to be answered, and whether the model ends it: for each of its answers."""
@@ -434,15 +423,8 @@ class World:
             self.kernel.num_events,
             self.kernel.now,
             self.kernel.lines,
-            operations=self.operations,
-            faults=self.faults,
-            laws=self.laws.counts,
-            reasons=self.reasons,
-            cases=self.cases,
-            downlink=self.downlink,
-            outcomes=self.outcomes,
-            events=self.counts + self.bus.num_faults,
         )
+        result.add_counts(self)
         self.__dict__.clear()
         return result
 
@@ -482,17 +464,14 @@ class World:
         kernel.at(ACTIVE_SECONDS + 2.0, self._heal)
         self.strangers.begin()
 
-    def _client(self) -> ClientProcess:
-        return self._draw.choice([client for client in self.clients if not client.is_dead])
-
     def _ask(self, plan: RequestPlan) -> None:
-        self._client().ask(plan)
+        self._draw.choice(self.live_clients()).ask(plan)
 
     def _plan_look(self, kind: str, argument: Any) -> None:
         self.kernel.at(self._draw.uniform(0.5, ACTIVE_SECONDS), self._look, kind, argument)
 
     def _look(self, kind: str, argument: Any) -> None:
-        self._client().look(kind, argument)
+        self._draw.choice(self.live_clients()).look(kind, argument)
 
     def _do_fault(self, name: str, faults: Any) -> None:
         self.kernel.trace("FAULT", name)

@@ -50,7 +50,7 @@ INPUTS = {sha256(bytes([number])).digest(): list(range(10 * number, 10 * number 
 def right_slots(input_digest: bytes, tokens: tuple[int, ...]) -> list[int]:
     """What the slots of a text must hold."""
     slots: list[int] = []
-    root = tracer.encoder_digest(INPUTS[input_digest]) if input_digest else tracer.root_digest()
+    root = tracer.root_digest(encoder_tokens=INPUTS.get(input_digest, ()))
     tracer.extend(slots, root, tokens)
     return slots
 
