@@ -23,8 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.report import facts
-from tests.hostile.campaign import CALM, Result, Settings, campaign
-from tests.hostile.judge import Part
+from tests.hostile.campaign import Result, Settings, campaign
+from tests.hostile.judge import CALM, Part
 from tests.telling import tell_result, told
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "BENCHMARKS.md"

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -32,7 +31,7 @@ _STRANGERS: Final = tuple(f"fuzz-worker-{number}" for number in range(9))
 class Fuzzer:
     """Sends `count` messages in all. `outcomes` counts their statuses, `defects` names those that are none of the table."""
 
-    def __init__(self, arena: Arena, seed: int, count: int, on_sent: Callable[[int], None] = lambda sent: None) -> None:
+    def __init__(self, arena: Arena, seed: int, count: int, on_sent: Callable[[int], None]) -> None:
         self._arena = arena
         self._draw = random.Random(seed)
         self._count = count
@@ -95,10 +94,9 @@ class Fuzzer:
         elif rpc.name != "Register":
             known["model_fingerprint"] = lambda draw: FINGERPRINT
         if rpc.name != "Register":
-            known["call_no"] = lambda draw: stranger.next_call_no()
-            for field in stranger.registered.DESCRIPTOR.fields:
-                if field.name.startswith("session"):
-                    known[field.name] = partial(_answered, stranger, field.name)
+            known["call_no"] = lambda draw: stranger.uplink().call_no
+            known["session"] = lambda draw: stranger.session
+            known["session_key"] = lambda draw: stranger.session_key
         return known
 
     async def _send(self, channel: grpc.aio.Channel, rpc: Rpc, payload: bytes) -> None:
@@ -116,8 +114,3 @@ class Fuzzer:
         elif code is grpc.StatusCode.OK and is_led:
             self._refused_in_a_row = 0
         self.outcomes[code.name] += 1
-
-
-def _answered(stranger: Stranger, name: str, draw: random.Random) -> Any:
-    """A field of what Register answered the stranger last."""
-    return getattr(stranger.registered, name)

@@ -14,25 +14,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-_UNSIGNED: Final = (
-    0,
-    1,
-    2,
-    3,
-    15,
-    16,
-    17,
-    64,
-    255,
-    256,
-    4095,
-    65_535,
-    65_536,
-    1 << 20,
-    (1 << 20) + 1,
-    1 << 24,
-    (1 << 31) - 1,
-)
+_SMALL: Final = (0, 1, 2, 3, 15, 16, 17, 64, 255, 256, 4095, 65_535, 65_536)
+_UNSIGNED: Final = (*_SMALL, 1 << 20, (1 << 20) + 1, 1 << 24, (1 << 31) - 1)
 _UINT32: Final = (*_UNSIGNED, 1 << 31, (1 << 32) - 1)
 _UINT64: Final = (*_UINT32, 1 << 32, 1 << 40, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 _INT32: Final = (*_UNSIGNED, -1, -(1 << 31))
@@ -47,22 +30,9 @@ _NOT_UTF8: Final = (
     b"\xed\xa0\x80\xed\xb0\x80\xf5\x80",
 )
 _STRINGS: Final = (
-    "",
-    "a",
-    "[/x]",
-    "[bold red]x",
-    "\x1b]0;x\x07\x1b[2J",
-    "\x00",
-    "a\nb\r",
-    "\u202eabc",
-    "é" * 64,
-    "\U0001f600" * 33,
-    "{}%s%n",
-    "../../etc",
-    "x" * 128,
-    "x" * 129,
-    "x" * 257,
-    "x" * 5000,
+    *("", "a", "[/x]", "[bold red]x", "\x1b]0;x\x07\x1b[2J", "\x00", "a\nb\r", "\u202eabc"),
+    *("é" * 64, "\U0001f600" * 33, "{}%s%n", "../../etc"),
+    *("x" * length for length in (128, 129, 257, 5000)),
 )
 _MAX_DEPTH: Final = 6
 
