@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.exhaustive.world import MISHAPS, Budget, Event, Start, Wanted, World
 
 SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
 SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
-FORKED = (Wanted("a", (1, 2, 3), 3, worker=0),)
 SHORT = (Wanted("a", (1, 2), 1, worker=0),)
 PAIR = (Wanted("a", (1, 2), 1, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
 
@@ -234,28 +232,20 @@ def _does_something(world: World, event: Event) -> bool:
     return fingerprint(after) != fingerprint(world)
 
 
-def steps_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker frees blocks although a running step names them."""
-    monkeypatch.setattr(EngineCache, "begin_step", lambda self, sequences: None)
-
-
-def parked_sequences_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who waits for a prefix in flight is woken."""
-    monkeypatch.setattr(parking, "wake", lambda state, now: None)
-
-
 @pytest.mark.parametrize(
-    ("breaks", "budget", "law"),
+    ("kind", "name", "broken", "budget", "law"),
     [
-        (steps_are_not_waited_for, Budget(cancels=1), "use after free"),
-        (parked_sequences_are_forgotten, Budget(), "everything can end"),
+        # A worker frees blocks although a running step names them.
+        (EngineCache, "begin_step", lambda cache, sequences: None, Budget(cancels=1), "use after free"),
+        # Nobody who waits for a prefix in flight is woken.
+        (parking, "wake", lambda state, now: None, Budget(), "everything can end"),
     ],
 )
 def test_what_is_broken_is_found(
-    monkeypatch: pytest.MonkeyPatch, breaks: Callable[[pytest.MonkeyPatch], None], budget: Budget, law: str
+    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, broken: Any, budget: Budget, law: str
 ) -> None:
     """The search names the law and tells the shortest way to where it does not hold. tests/mutants has more mistakes."""
-    breaks(monkeypatch)
+    monkeypatch.setattr(kind, name, broken)
     start = Start(SHARED, budget).begin()
     found = Search(start).run()
     assert law in found.broken

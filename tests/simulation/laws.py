@@ -159,7 +159,7 @@ class Laws:
         world = self.world
         if not hasattr(server, "core"):
             return  # a worker, or a manager that stands by
-        world.operation(method)
+        world.operations[method] += 1
         manager: Any = server
         if world.kernel.is_traced:
             said = _in_words(method, request, response, failure)
@@ -228,24 +228,6 @@ class Laws:
                 else:
                     kind = "where prompts part"
                 counts[f"boundaries {kind}"] += 1
-
-    def _count_boundaries(self, session: Session, request: Any, response: Any) -> None:
-        """What kinds of boundaries sequences were granted."""
-        step = session.grid_blocks * session.block_size
-        for item, result in zip(request.items, response.results, strict=True):
-            num_tokens = len(item.tokens) // TOKEN_BYTES
-            asked = {boundary // step * step for boundary in item.boundaries}
-            interval = -(-item.retention_interval_tokens // step) * step
-            for boundary in result.granted.boundaries:
-                if boundary == (num_tokens - 1) // step * step:
-                    kind = "at the end of a prompt"
-                elif boundary in asked:
-                    kind = "that a request asked for"
-                elif interval and boundary % interval == 0:
-                    kind = "at an interval"
-                else:
-                    kind = "where prompts part"
-                self.world.counts[f"boundaries {kind}"] += 1
 
     def _first_stays(self, request: Any, response: Any, caller: Process) -> None:
         """A process whose session lives is fenced by itself only, or when it has ended."""
@@ -422,13 +404,13 @@ class Laws:
         since = self.world.kernel.now - hole.began_at
         if not LEASE_SECONDS + _UNHEARD_SECONDS < since < HOLE_SECONDS:
             return
-        if not self.world.bus.link(manager.machine, hole.machine).num_cuts:
+        if not self.world.bus.link(manager.machine, hole.worker.machine).num_cuts:
             return  # the end of an earlier cut has ended this one too
         self.count("no route to who hears nothing")
         for routed in response.workers:
-            session = manager.core.worker(routed.worker_id)
-            if (routed.worker_id, session.registration.incarnation) == (hole.worker_id, hole.incarnation):
-                what = f"Route names {hole.worker_id}, which hears nothing for {since:.1f} s"
+            incarnation = manager.core.worker(routed.worker_id).registration.incarnation
+            if (routed.worker_id, incarnation) == (hole.worker.plan.worker_id, hole.worker.incarnation):
+                what = f"Route names {routed.worker_id}, which hears nothing for {since:.1f} s"
                 self.world.fail("no route to who hears nothing", what)
 
     # -- everything

@@ -21,6 +21,7 @@ class Process:
     """Runs at one place until it exits or dies. What arrives while it is frozen waits for it."""
 
     def __init__(self, world: World, name: str, machine: str) -> None:
+        world.processes.append(self)
         self.world = world
         self.kernel = world.kernel
         self.name = name

@@ -11,7 +11,7 @@ import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
@@ -158,14 +158,11 @@ BLACK_HOLE = "worker that hears nothing"
 KINDS = (*_KINDS, BLACK_HOLE)
 
 
-class Hole:
+class Hole(NamedTuple):
     """Nothing that managers send reaches one worker."""
 
-    def __init__(self, worker: WorkerProcess, began_at: float) -> None:
-        self.worker_id = worker.plan.worker_id
-        self.incarnation = worker.incarnation
-        self.machine = worker.machine
-        self.began_at = began_at
+    worker: WorkerProcess
+    began_at: float
 
 
 class Strangers:
@@ -190,11 +187,9 @@ class Strangers:
             if kind == BLACK_HOLE:
                 continue
             process = Process(self.world, kind, kind)
-            self.world.add_process(process)
             self._spawn_later(process, partial(_KINDS[kind], process, self._draw))
             if _KINDS[kind] is _hoard:
                 self.viewer = Viewer(self.world, "viewer")
-                self.world.add_process(self.viewer)
                 self._spawn_later(self.viewer, self.viewer.look_for_ever, first=10.0)
 
     def _spawn_later(

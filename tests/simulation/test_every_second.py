@@ -168,7 +168,6 @@ def test_a_kind_of_the_tests_own_runs_through_the_simulator(seed: int, monkeypat
     world = World(seed)
     assert not world.has_encoder, "its place on the wire is taken"
     process = Process(world, FINGERPRINT, FINGERPRINT)
-    world.add_process(process)
     worker = EverySecondWorker(process, random.Random(seed))
     world.kernel.at(1.0, worker.begin_text)
     result = world.run()

@@ -172,7 +172,7 @@ class WorkerProcess(Process):
         """As worker_service/server.py does, without a gRPC server."""
         stub = cache_pb2_grpc.CacheServiceStub(self.world.manager_channel(self))
         tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self.link.talk_to(stub))]
-        drain = asyncio.create_task(self._wait_for_drain())
+        drain = asyncio.create_task(self.engine.drain_asked.wait())
         done, _ = await asyncio.wait({*tasks, drain}, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task in done and not self._is_refusal(task):
@@ -197,9 +197,6 @@ class WorkerProcess(Process):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.loop.call_soon(self._exit)
-
-    async def _wait_for_drain(self) -> None:
-        await self.engine.drain_asked.wait()
 
     def _is_refusal(self, task: asyncio.Task[Any]) -> bool:
         """Whether the manager knows another process of this worker, which lives: then this one has to end."""
@@ -240,10 +237,9 @@ class WorkerProcess(Process):
     @property
     def is_quiet(self) -> bool:
         """Whether it is registered where it should be, and nothing is held here."""
-        return self.cache.is_ready() and self.cache.is_idle and not self.gpu.is_busy and not self._num_sequences()
-
-    def _num_sequences(self) -> int:
-        return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
+        scheduler = self.engine.scheduler
+        is_idle = self.cache.is_idle and not self.gpu.is_busy and not scheduler.num_running + scheduler.num_waiting
+        return self.cache.is_ready() and is_idle
 
     def live_blocks(self) -> list[tuple[CacheSequence, list[list[tuple[int, int]]]]]:
         """Sequences whose blocks are used here, with these and their generations, by group."""

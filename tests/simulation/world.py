@@ -12,7 +12,6 @@ from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
 from kvpool.cache_service.election.file import encode
 from kvpool.protocol.tokens import input_digest
 from kvpool.worker_service.cache.groups.unit import UnitGroup
-from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests import tracer
@@ -101,10 +100,11 @@ class World(Tally):
         self.machines: dict[str, Machine] = {}
         """Of workers, by name; a rival process of a worker has one of its own."""
         self.clients: list[ClientProcess] = []
+        self.processes: list[Process] = []
+        """All, each from its start on."""
         self.is_watching = False
         """A fault waits for its moment."""
         self._draw = self.kernel.random("world")
-        self._processes: list[Process] = []
         self._num_managers = 0
         self._is_healed = False
         self._is_over = False
@@ -240,22 +240,14 @@ class World(Tally):
             self.violation = Violation(law, message, self.kernel.now)
             self.kernel.trace("LAW", f"{law}: {message}")
 
-    def operation(self, name: str) -> None:
-        """Somebody has asked for something, and it was done or refused."""
-        self.operations[name] += 1
-
     def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
         """A worker begins to serve a stream."""
-        self.operation(call.method)
+        self.operations[call.method] += 1
         self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
-
-    def add_process(self, process: Process) -> None:
-        """One more, until the run ends."""
-        self._processes.append(process)
 
     def live_workers(self) -> list[WorkerProcess]:
         """Processes of workers that have not ended, superseded ones too."""
-        return [process for process in self._processes if isinstance(process, WorkerProcess) and not process.is_dead]
+        return [process for process in self.processes if isinstance(process, WorkerProcess) and not process.is_dead]
 
     def live_clients(self) -> list[ClientProcess]:
         """Those that have not ended."""
@@ -290,7 +282,14 @@ class World(Tally):
         if plan.num_beams > 1:
             num_shared = self._num_first_tokens(plan) // BLOCK_SIZE
             num_blocks = num_shared + plan.num_beams * (num_blocks - num_shared)
-        return any(num_blocks > one.capacity or not self._has_scratch_for(plan.num_beams, one) for one in settings)
+        if any(num_blocks > one.capacity for one in settings):
+            return True
+        # All beams need rings and running states.
+        return plan.num_beams > 1 and any(
+            group.num_for_beams(one.sizes, plan.num_beams) >= group.num_blocks
+            for one in settings
+            for group in one.groups
+        )
 
     def _num_first_tokens(self, plan: RequestPlan) -> int:
         """Tokens that the text of a request begins with."""
@@ -300,12 +299,6 @@ class World(Tally):
         """That may be generated for it."""
         room = self.max_model_len - self._num_first_tokens(plan)
         return min(plan.max_tokens or room, room)
-
-    def _has_scratch_for(self, num_beams: int, cache: CacheSettings) -> bool:
-        """Whether all beams find rings and running states."""
-        return num_beams == 1 or all(
-            group.num_for_beams(cache.sizes, num_beams) < group.num_blocks for group in cache.groups
-        )
 
     def ended(self, plan: RequestPlan, how: str) -> None:
         """A request has come to its end."""
@@ -337,9 +330,8 @@ class World(Tally):
 
     def _start_manager(self, machine: str = MACHINES[0]) -> None:
         self._num_managers += 1
-        process = self._managers[machine] = ManagerProcess(self, machine, self._num_managers, self.limits)
-        self._processes.append(process)
-        process.boot()
+        self._managers[machine] = ManagerProcess(self, machine, self._num_managers, self.limits)
+        self._managers[machine].boot()
 
     def on_leading(self, process: ManagerProcess) -> None:
         """It leads from now on. Others hear of it from its health, if they hear of it."""
@@ -375,9 +367,7 @@ class World(Tally):
             process.core.reconciled.clear()
 
     def _start_worker(self, machine: Machine) -> None:
-        worker = WorkerProcess(self, machine)
-        self._processes.append(worker)
-        worker.boot()
+        WorkerProcess(self, machine).boot()
 
     def start_rival(self, worker: WorkerProcess) -> bool:
         """A newer process of the same worker on another machine, which starts it again like any other. False if there is one."""
@@ -440,10 +430,7 @@ class World(Tally):
         for plan in self.plans:
             self.machines[plan.worker_id] = machine = Machine(plan.worker_id, plan, kernel)
             self._start_worker(machine)
-        for name in self.client_names:
-            client = ClientProcess(self, name)
-            self.clients.append(client)
-            self._processes.append(client)
+        self.clients += [ClientProcess(self, name) for name in self.client_names]
         at = 0.5
         for request in self.requests:
             if draw.random() < 0.4:
@@ -492,7 +479,7 @@ class World(Tally):
         self.disk.lies = False
         self.disk.operations_left = None
         self.lease_server.delay_seconds = 0.0
-        for process in self._processes:
+        for process in self.processes:
             process.thaw()
         for worker in self.live_workers():
             worker.gpu.step_seconds = self.step_seconds
@@ -526,7 +513,9 @@ class World(Tally):
                 continue
             quiet_at = kernel.now + 0.25
             self.laws.of_progress()
-            if self._num_ended + self._num_lost() < len(self.requests):
+            # Some clients have vanished with their requests.
+            num_lost = sum(client.num_begun - client.num_ended for client in self.clients if client.is_dead)
+            if self._num_ended + num_lost < len(self.requests):
                 if kernel.now > end:
                     self.fail("all goes quiet", f"{self._num_ended} of {len(self.requests)} requests have ended")
                 continue
@@ -536,10 +525,6 @@ class World(Tally):
                 return
             if kernel.now > end:
                 self.fail("all goes quiet", self._why_not_quiet())
-
-    def _num_lost(self) -> int:
-        """Requests whose client has vanished with them."""
-        return sum(client.num_begun - client.num_ended for client in self.clients if client.is_dead)
 
     def _why_not_quiet(self) -> str:
         core = self.manager
@@ -555,7 +540,7 @@ class World(Tally):
         """Nothing may be left to the garbage collector, which comes when it likes."""
         self._is_over = True
         self.bus.is_over = True
-        for process in self._processes:
+        for process in self.processes:
             process.loop.wind_up()
             process._inbox.clear()
         gc.collect(0)
