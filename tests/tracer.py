@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 VOCAB_SIZE = 4093
 EOS = frozenset(range(0, VOCAB_SIZE, 97))
@@ -77,32 +78,39 @@ def digest_of(slots: Sequence[int | None]) -> int:
     return hash((len(slots), *slots)) & _MASK
 
 
-class Slots:
+SlotT = TypeVar("SlotT")
+
+
+class AnySlots(Generic[SlotT]):
     """The KV slots of a device; None: not written yet."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.block_size = block_size
+        self.slots: list[SlotT | None] = [None] * (num_blocks * block_size)
 
-    def read(self, table: Sequence[int], end: int) -> list[int | None]:
+    def read(self, table: Sequence[int], end: int) -> list[SlotT | None]:
         """The slots of positions 0 … end − 1, through a block table."""
-        found: list[int | None] = []
-        for block in table[: -(-end // self._block_size)]:
+        found: list[SlotT | None] = []
+        for block in table[: -(-end // self.block_size)]:
             found += self.block(block)
         del found[end:]
         return found
 
-    def write(self, table: Sequence[int], start: int, digests: Sequence[int]) -> None:
+    def write(self, table: Sequence[int], start: int, contents: Sequence[SlotT | None]) -> None:
         """Fill the slots from position `start` on, through a block table."""
-        size = self._block_size
-        for position, digest in enumerate(digests, start):
-            self._slots[table[position // size] * size + position % size] = digest
+        size = self.block_size
+        for position, content in enumerate(contents, start):
+            self.slots[table[position // size] * size + position % size] = content
 
     def copy(self, source: int, target: int) -> None:
         """Copy a whole block, unwritten slots too."""
-        size = self._block_size
-        self._slots[target * size : (target + 1) * size] = self.block(source)
+        size = self.block_size
+        self.slots[target * size : (target + 1) * size] = self.block(source)
 
-    def block(self, block: int) -> list[int | None]:
+    def block(self, block: int) -> list[SlotT | None]:
         """The slots of a block."""
-        return self._slots[block * self._block_size : (block + 1) * self._block_size]
+        return self.slots[block * self.block_size : (block + 1) * self.block_size]
+
+
+class Slots(AnySlots[int]):
+    """Those of this model: digests."""

@@ -202,7 +202,7 @@ def _peer(index: int, peer: Peer) -> Form:
             state.ask_again_at,
             [(type(event).__name__, numbered.get(id(getattr(event, "sequence", None)), -1)) for event in state.events],
             [_ledger(ledger, numbers) for ledger in state.ledgers],
-            engine.slots,
+            [slots.slots for slots in engine.slots],
         )
     )
 

@@ -121,6 +121,7 @@ _NAMES = {
     "tests.exhaustive.engine": "Copied Part TinyEngine",
     "tests.exhaustive.parts": "_of_kind _parse _root",
     "tests.exhaustive.world": "Peer",
+    "tests.tracer": "AnySlots",
     "kvpool.worker_service.cache.engine_cache": "EngineCache",
     "kvpool.worker_service.cache.ledger": "BlockLedger Content",
     "kvpool.worker_service.cache.link_state": "Call LinkState Stated",

@@ -618,9 +618,10 @@ class World:
                         data, node = node.tokens + data, node.parent
                     salt = node.key[0].tenant_salt  # type: ignore[attr-defined]
                     tokens = tuple(memoryview(data).cast("I"))
-                    size = peer.engine.slots_per_block[pool.slot]
-                    expected = [(salt, tokens[:count]) for count in range(len(tokens) - size + 1, len(tokens) + 1)]
-                    found = peer.engine.slots[pool.slot][block * size : (block + 1) * size]
+                    found = peer.engine.slots[pool.slot].block(block)
+                    expected = [
+                        (salt, tokens[:count]) for count in range(len(tokens) - len(found) + 1, len(tokens) + 1)
+                    ]
                     if found != expected:
                         where = f"block {block} of {session.worker_id} is sealed"
                         raise BrokenLaw(f"sealed-only sharing: {where}; it should hold {expected}, and holds {found}")

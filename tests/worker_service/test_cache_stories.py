@@ -236,7 +236,7 @@ class Story(Worker):
                 encoder = INPUTS[sequence.root.input_digest]
                 into = table if part.to_encode else []
                 if into:
-                    slots.write(into, 0, tracer.encoder_slots(encoder) if is_good else [None] * len(encoder))  # type: ignore[list-item]
+                    slots.write(into, 0, tracer.encoder_slots(encoder) if is_good else [None] * len(encoder))
                 assert not is_good or slots.read(table, len(encoder)) == tracer.encoder_slots(encoder)
             else:
                 first = max(0, start - group.window + 1) if isinstance(group, WindowGroup) else 0
