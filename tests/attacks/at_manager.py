@@ -49,7 +49,6 @@ class Scene:
 
     @property
     def stub(self) -> cache_pb2_grpc.CacheServiceStub:
-        """The service."""
         return cache_pb2_grpc.CacheServiceStub(self.channel)
 
     def foreign(self, **fields: Any) -> pb.Uplink:
@@ -58,7 +57,6 @@ class Scene:
         return pb.Uplink(session=self.victim.session, **head)
 
     def own(self, **fields: Any) -> pb.Uplink:
-        """An uplink in its own session."""
         return pb.Uplink(session=self.session, session_key=self.session_key, **fields)
 
 
@@ -86,7 +84,6 @@ class Attack(NamedTuple):
 
     @property
     def code(self) -> grpc.StatusCode:
-        """Of the refusal."""
         return _CODES.get(self.reason, grpc.StatusCode.INVALID_ARGUMENT)
 
     def __str__(self) -> str:

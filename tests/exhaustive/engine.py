@@ -85,7 +85,6 @@ class TinyEngine:
         """Streams that broke off since the last look: sequence, attempt, why."""
 
     def submit(self, sequence_id: str, attempt: int, salt: str, tokens: list[int], max_new_tokens: int) -> None:
-        """A request arrives."""
         root = common_pb2.Root(model_fingerprint=FINGERPRINT, tenant_salt=salt)
         self.waiting.append(CacheSequence(sequence_id, attempt, root, tokens, max_new_tokens=max_new_tokens))
 
@@ -97,7 +96,6 @@ class TinyEngine:
         return None
 
     def remove(self, sequence: CacheSequence) -> None:
-        """The request ends, for whatever reason."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.cache.free(sequence)
 

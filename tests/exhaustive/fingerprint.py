@@ -48,7 +48,6 @@ class _Numbers:
         self.registers: list[tuple[int, int, int]] = []
 
     def of(self, skeleton: Any) -> Form:
-        """The form of what was walked through."""
         return Form(
             marshal.dumps(skeleton, 2),
             tuple(self.stamps),

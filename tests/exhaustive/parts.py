@@ -41,12 +41,10 @@ class Part:
         return Part, (self.data, self.form)
 
     def copy(self) -> Any:
-        """One that may be changed."""
         return pickle.loads(self.data)
 
 
 def freeze_object(value: Any) -> bytes:
-    """A manager or a worker as bytes."""
     into = io.BytesIO()
     _Pickler(into, 5).dump(value)
     return into.getvalue()

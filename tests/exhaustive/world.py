@@ -136,7 +136,6 @@ class Asked:
         """All its tokens are delivered, or the client has gone away."""
 
     def state(self) -> tuple[int, int, tuple[int, ...], bool]:
-        """From which an equal one is made."""
         return self.attempt, self.worker, tuple(self.delivered), self.is_over
 
 
@@ -185,7 +184,6 @@ class World:
 
     @staticmethod
     def thaw(state: State) -> World:
-        """A copy of what was frozen."""
         world = World.__new__(World)
         world.wanted, world.at_once, world.left = state.wanted, state.at_once, state.left
         world.manager, *world.peers = map(for_reading, state.parts)

@@ -83,7 +83,6 @@ _COLUMNS: Final = ("round", "part", "took", "good calls", "p50", "p99", "longest
 
 
 def show(result: Result, console: Console) -> None:
-    """For people."""
     table = Table(*_COLUMNS, "outcome", box=None, pad_edge=False)
     for number, parts in enumerate(result.rounds, 1):
         for part in parts:
@@ -123,7 +122,6 @@ def _markdown(result: Result, around: dict[str, object]) -> str:
 
 
 def _write(table: str) -> None:
-    """Replace what is between the markers."""
     page = PAGE.read_text(encoding="utf-8")
     before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
     PAGE.write_text(f"{before}\n{table}\n{after}", encoding="utf-8")

@@ -133,12 +133,10 @@ class Arena:
 
     @property
     def gateway_url(self) -> str:
-        """Of the gateway of now."""
         return f"http://{self.cluster.address(GATEWAY)}"
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The manager and both workers."""
         return (MANAGER, *WORKERS)
 
     # -- what it is asked on connections of their own
@@ -148,7 +146,6 @@ class Arena:
         return grpc.aio.insecure_channel(self.cluster.address(name), options=CHANNEL_OPTIONS)
 
     def stub(self, channel: grpc.aio.Channel) -> cache_pb2_grpc.CacheServiceStub:
-        """Of the manager's service, over a channel to the manager."""
         return cache_pb2_grpc.CacheServiceStub(channel)
 
     async def describe(self, **request: Any) -> cache_pb2.DescribeResponse:

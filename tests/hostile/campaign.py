@@ -171,7 +171,6 @@ def _said(counter: Counter[str]) -> list[str]:
 
 
 async def wait(arena: Arena, outcome: Outcome, seconds: float) -> None:
-    """No attack."""
     await asyncio.sleep(seconds)
 
 

@@ -105,7 +105,6 @@ class GoodClient:
         await self._reading
 
     def since(self, began: float) -> list[Call]:
-        """Calls that ended after `began`."""
         return [call for call in self.calls if call.ended_at >= began]
 
     async def answers(self, count: int, seconds: float) -> bool:

@@ -28,7 +28,6 @@ class Rpc:
 
     @property
     def name(self) -> str:
-        """Without the service."""
         return self.path.rpartition("/")[2]
 
     async def call(self, channel: grpc.aio.Channel, payload: bytes, seconds: float, max_answers: int = 1) -> None:

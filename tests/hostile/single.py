@@ -43,7 +43,6 @@ COMMAND_SECONDS: Final = 60.0
 
 
 async def path_not_utf8(arena: Arena, outcome: Outcome, name: str) -> None:
-    """A `:path` that is not UTF-8."""
     async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
         await connection.send(http2.PREFACE, http2.settings(), http2.call(b"/\xff", b""))
         closed = await connection.read_until_end(0.5)
@@ -286,7 +285,6 @@ async def _report_for_ever(reporter: Stranger) -> None:
 
 
 async def _report(arena: Arena, outcome: Outcome, most_seconds: float) -> None:
-    """A report to its end."""
     async with arena.channel() as channel:
         reporter = Stranger(channel, holds_state=True)
         await reporter.register()

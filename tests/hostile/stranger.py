@@ -38,7 +38,6 @@ class Stranger(peer.Worker):
 
     @classmethod
     async def begin_on(cls, channel: grpc.aio.Channel) -> Self:
-        """One that is registered."""
         stranger = cls(channel)
         await stranger.register()
         return stranger

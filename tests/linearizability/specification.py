@@ -28,7 +28,6 @@ class Specification:
         self.last_session = last_session
 
     def copy(self) -> Specification:
-        """An equal state that changes on its own."""
         copied: Specification = pickle.loads(pickle.dumps(self, 5))
         return copied
 

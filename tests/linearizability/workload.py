@@ -199,7 +199,6 @@ class Worker:
 
 
 async def ask_for_routes(stub: cache_pb2_grpc.CacheServiceStub, count: int, seed: int) -> None:
-    """A client that never likes the answer."""
     dice = random.Random(seed)
     for _ in range(count):
         request: Any = cache_pb2.RouteRequest(tokens=pack_tokens([1, 2, 3, 4, 5, 6, 7][: dice.randrange(1, 8)]))

@@ -32,7 +32,6 @@ class Outcome(NamedTuple):
 
     @property
     def killed_by(self) -> str:
-        """What killed it; empty if nothing did."""
         return "; ".join(f"{verdict.killer}: {verdict.by}" for verdict in self.verdicts if verdict.by)
 
     @property
@@ -42,7 +41,6 @@ class Outcome(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
         return sum(verdict.seconds for verdict in self.verdicts)
 
 
@@ -102,7 +100,6 @@ def _table(outcomes: list[Outcome]) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

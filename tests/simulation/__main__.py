@@ -90,7 +90,6 @@ def simulate(seeds: range, jobs: int, *, strict: bool, is_choice: bool, console:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seed", nargs="?", type=int, help="the one seed to run")
     parser.add_argument("--trace", action="store_true", help="print everything that happens")

@@ -58,7 +58,6 @@ class Bus:
     # -- links
 
     def link(self, source: str, target: str) -> _Link:
-        """One direction between two machines."""
         found = self._links.get((source, target))
         if found is None:
             found = self._links[source, target] = _Link()

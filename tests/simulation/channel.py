@@ -33,11 +33,9 @@ class Leaders:
         return believed[self._turn % len(believed)]
 
     def on_health(self, address: str, leads: bool) -> None:
-        """The manager there has said so."""
         self._believed[address] = leads
 
     def on_done(self, address: str, answer: asyncio.Future[Any]) -> None:
-        """A call has ended."""
         if answer.cancelled():
             return
         error = answer.exception()

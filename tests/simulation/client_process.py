@@ -103,7 +103,6 @@ class ClientProcess(Process):
     # -- requests
 
     def ask(self, plan: RequestPlan) -> None:
-        """Begin a request."""
         self.num_begun += 1
         self.spawn(self._ask(plan))
 

@@ -372,7 +372,6 @@ def _lease_away(world: World, draw: random.Random) -> bool:
 
 
 def _lease_deleted(world: World, draw: random.Random) -> bool:
-    """Somebody deletes the Lease, and the epoch with it."""
     if lease_server.LEASE not in world.lease_server.leases:
         return False
     world.lease_server.is_deleted = True

@@ -108,7 +108,6 @@ class Laws:
         """When the in-use part of the report of a session came, by life of the manager."""
 
     def count(self, law: str) -> None:
-        """A law was looked at."""
         self.world.looks[law] += 1
 
     # -- the manager
@@ -134,7 +133,6 @@ class Laws:
             world.fail("one manager leads", f"{manager.name} has the epoch {manager.core.epoch} of another one")
 
     def on_fenced(self, session: Session) -> None:
-        """A Register ends a session."""
         self._fenced.append(session)
 
     def _figures(self, manager: Any) -> Any:
@@ -155,7 +153,6 @@ class Laws:
     def after_call(
         self, server: Process, method: str, request: Any, response: Any, failure: Failure | None, caller: Process
     ) -> None:
-        """The manager has executed or refused a call."""
         world = self.world
         if not hasattr(server, "core"):
             return  # a worker, or a manager that stands by
@@ -201,7 +198,6 @@ class Laws:
                 self.of_session(manager, session)
 
     def _count_allocated(self, session: Session | None, request: Any, response: Any) -> None:
-        """What sequences were granted, or are to wait for."""
         counts = self.world.counts
         for item, result in zip(request.items, response.results, strict=True):
             granted = result.granted if result.HasField("granted") else None
@@ -340,7 +336,6 @@ class Laws:
                     self.world.fail("who has left is gone", f"{worker.name} has left, and {session!r} lives")
 
     def on_grant(self, ledger: BlockLedger, block: int, generation: int) -> None:
-        """A worker has accepted a grant."""
         self.count("generations grow")
         for worker in self.world.live_workers():
             ledgers = worker.cache._state.ledgers

@@ -48,7 +48,6 @@ class Process:
     # -- what happens to it
 
     def deliver(self, callback: Callable[..., object], *args: Any) -> None:
-        """Something comes from outside."""
         if self.is_dead:
             return
         if self.is_frozen:
@@ -119,7 +118,6 @@ class Process:
             self._wake(self._wake_no)
 
     def change_clock(self, jump: float, rate: float) -> None:
-        """Its clock jumps and runs at another rate from now on."""
         self.loop.clock.change(jump, rate)
         if not self.is_dead:
             self.loop.rearm()

@@ -31,7 +31,6 @@ class Failure(NamedTuple):
     """The rich status."""
 
     def error(self) -> grpc.aio.AioRpcError:
-        """As the caller sees it."""
         metadata = grpc.aio.Metadata()
         if self.trailing is not None:
             metadata.add(_DETAILS, self.trailing)
@@ -70,7 +69,6 @@ class Context:
         self._on_done.append(callback)
 
     def done(self) -> None:
-        """The call has ended, one way or another."""
         callbacks, self._on_done = self._on_done, []
         for callback in callbacks:
             callback(self)
@@ -125,7 +123,6 @@ class UnaryCall(Call):
     """A call with one answer. `future` is what the caller awaits."""
 
     def begin(self, request: Any, timeout: float | None) -> asyncio.Future[Any]:
-        """Send the request."""
         self.request = self.serializer(request)
         loop = self.process.loop
         self.future: asyncio.Future[Any] = loop.create_future()

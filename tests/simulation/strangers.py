@@ -181,7 +181,6 @@ class Strangers:
         """When the network had healed, and all clocks but those of processes that started before ran well."""
 
     def begin(self) -> None:
-        """Plan what is drawn."""
         for kind in self.kinds:
             self.world.faults[kind] += 1
             if kind == BLACK_HOLE:

@@ -29,7 +29,6 @@ class StreamCall(Call):
     """The connection has broken: nothing more comes through."""
 
     def begin(self, request: Any, timeout: float | None) -> StreamCall:
-        """Send the request."""
         self.request = self.serializer(request)
         self._open(timeout)
         return self
@@ -199,7 +198,6 @@ class StreamCall(Call):
     # -- faults
 
     def break_off(self, kernel: Kernel) -> None:
-        """The connection breaks: both sides hear of it."""
         self.is_broken = True
         kernel.after(_RESET_SECONDS, self.process.deliver, self._finish, GONE)
         kernel.after(_RESET_SECONDS, self._stop_serving)

@@ -22,6 +22,5 @@ class Tally:
     """Of whatever else happens."""
 
     def add_counts(self, other: Tally) -> None:
-        """Add those of another one."""
         for kind in fields(Tally):
             getattr(self, kind.name).update(getattr(other, kind.name))

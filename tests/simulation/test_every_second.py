@@ -80,7 +80,6 @@ class EverySecondWorker(Worker):
         self.num_sessions = 0
 
     def begin_text(self) -> None:
-        """It runs from now on."""
         self._process.spawn(self._run())
 
     async def _run(self) -> None:

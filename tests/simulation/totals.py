@@ -113,7 +113,6 @@ class Totals(Tally):
     fewest_faults: int = 1 << 60
 
     def add(self, result: Result) -> None:
-        """One more run."""
         self.num_runs += 1
         self.num_events += result.num_events
         self.seconds += result.seconds
@@ -135,11 +134,9 @@ class Totals(Tally):
         }
 
     def never(self) -> list[str]:
-        """What was not reached once."""
         return [f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if not count]
 
     def reached(self) -> set[str]:
-        """What was."""
         return {f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if count}
 
     def show(self, console: Console) -> None:

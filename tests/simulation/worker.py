@@ -60,7 +60,6 @@ class WorkerPlan:
     """How often a sequence that decodes is forked in a step."""
 
     def cache_settings(self) -> CacheSettings:
-        """Of its cache side."""
         return CacheSettings(
             block_size=BLOCK_SIZE,
             groups=self.groups,
@@ -142,7 +141,6 @@ class WorkerProcess(Process):
         )
 
     def introduction(self) -> cache_pb2.RegisterRequest:
-        """What it says of itself in each Register."""
         settings = self.cache.settings
         return cache_pb2.RegisterRequest(
             worker_id=self.plan.worker_id,
@@ -162,7 +160,6 @@ class WorkerProcess(Process):
         self.kernel.trace(self.name, "serves" if is_open else "has no session")
 
     def boot(self) -> None:
-        """Listen, and register."""
         self.world.bus.machines[self.address] = self.machine
         self.world.bus.endpoints[self.address] = self
         self.kernel.trace(self.name, f"starts as incarnation {self.incarnation} of {self.plan.worker_id}")
@@ -215,7 +212,6 @@ class WorkerProcess(Process):
         self.world.on_worker_death(self)
 
     def count_preemptions(self) -> None:
-        """Into the world's counts."""
         self.world.counts["preemptions"] += self.engine.scheduler.num_preemptions
         self.engine.scheduler.num_preemptions = 0
         state = self.cache._state

@@ -241,7 +241,6 @@ class World(Tally):
             self.kernel.trace("LAW", f"{law}: {message}")
 
     def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
-        """A worker begins to serve a stream."""
         self.operations[call.method] += 1
         self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
 
@@ -250,7 +249,6 @@ class World(Tally):
         return [process for process in self.processes if isinstance(process, WorkerProcess) and not process.is_dead]
 
     def live_clients(self) -> list[ClientProcess]:
-        """Those that have not ended."""
         return [client for client in self.clients if not client.is_dead]
 
     def right_texts(self, plan: RequestPlan) -> list[tuple[list[int], bool]]:
@@ -301,7 +299,6 @@ class World(Tally):
         return min(plan.max_tokens or room, room)
 
     def ended(self, plan: RequestPlan, how: str) -> None:
-        """A request has come to its end."""
         self._num_ended += 1
         self.outcomes[how] += 1
         self.kernel.note(f"request {plan.number} {how}")
@@ -321,7 +318,6 @@ class World(Tally):
         return [process for process in self._managers.values() if not process.is_dead]
 
     def manager_channel(self, process: Process) -> Any:
-        """From a process to the manager that leads."""
         if len(self.manager_addresses) == 1:
             return Channel(self.bus, process, self.manager_addresses[0])
         return LeaderChannel(self.bus, process, self.manager_addresses)
@@ -345,7 +341,6 @@ class World(Tally):
             )
 
     def on_manager_death(self, process: ManagerProcess) -> None:
-        """It is started again after a while."""
         if self._is_over:
             return
         self._count_cases(process)
@@ -393,7 +388,6 @@ class World(Tally):
     # -- the run
 
     def run(self) -> Result:
-        """From the beginning until all is quiet."""
         with patches.installed(self):
             try:
                 self._begin()
