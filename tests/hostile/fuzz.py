@@ -13,7 +13,7 @@ import grpc
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import VICTIM, Arena
 from tests.hostile.messages import Known, MessageMaker
-from tests.hostile.services import Rpc, manager_rpcs, worker_rpcs
+from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS, Rpc
 from tests.hostile.stranger import FINGERPRINT, Stranger
 
 AT_ONCE: Final = 16
@@ -43,7 +43,7 @@ class Fuzzer:
     async def run(self) -> None:
         """Until all are answered. A server that has gone does not end it."""
         arena = self._arena
-        rpcs = [(MANAGER, rpc) for rpc in manager_rpcs()] + [(VICTIM, rpc) for rpc in worker_rpcs()]
+        rpcs = [(MANAGER, rpc) for rpc in MANAGER_RPCS] + [(VICTIM, rpc) for rpc in WORKER_RPCS]
         channels = {name: [arena.channel(name) for _ in range(NUM_CHANNELS)] for name in (MANAGER, VICTIM)}
         self._stranger = Stranger(channels[MANAGER][0], _STRANGERS[0])
         await self._renew()

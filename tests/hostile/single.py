@@ -28,7 +28,7 @@ from tests.hostile.arena import CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
 from tests.hostile.attack import Attack, Outcome, status_of
 from tests.hostile.cost import Cost
 from tests.hostile.fuzz import DEFECTS
-from tests.hostile.services import manager_rpcs, worker_rpcs
+from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS
 from tests.hostile.stranger import FINGERPRINT, Stranger, registration
 
 SLACK_SECONDS: Final = 4.0
@@ -51,7 +51,7 @@ async def path_not_utf8(arena: Arena, outcome: Outcome, name: str) -> None:
 
 async def oversize(arena: Arena, outcome: Outcome) -> None:
     """Messages over the transport's limit and at it, one that claims to be of 4 GiB, and one that is 48 MiB once unpacked."""
-    for name, rpcs, method in ((MANAGER, manager_rpcs(), "Route"), (VICTIM, worker_rpcs(), "Generate")):
+    for name, rpcs, method in ((MANAGER, MANAGER_RPCS, "Route"), (VICTIM, WORKER_RPCS, "Generate")):
         rpc = next(rpc for rpc in rpcs if rpc.name == method)
         path = rpc.path.encode()
         cost = Cost(arena, name)

@@ -17,7 +17,7 @@ from tests.hostile.judge import Judge, Part
 from tests.hostile.malformed import CASES
 from tests.hostile.messages import MessageMaker
 from tests.hostile.over_http import CASES as CASES_OF_HTTP
-from tests.hostile.services import manager_rpcs, worker_rpcs
+from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -119,12 +119,12 @@ async def test_a_wrong_answer_is_found(judge: Judge) -> None:
 
 async def test_every_rpc_gets_every_kind_of_message_and_the_seed_decides_which() -> None:
     """Of each RPC some messages parse and others do not, unless it has no string that could be wrong."""
-    for rpc in (*manager_rpcs(), *worker_rpcs()):
+    for rpc in (*MANAGER_RPCS, *WORKER_RPCS):
         first, second = (MessageMaker(random.Random(7), {}) for _ in range(2))
         payloads = [first.payload(rpc.request) for _ in range(60)]
         assert payloads == [second.payload(rpc.request) for _ in range(60)], rpc
         assert len(set(payloads)) > 10, rpc
-    names = {rpc.name for rpc in (*manager_rpcs(), *worker_rpcs())}
+    names = {rpc.name for rpc in (*MANAGER_RPCS, *WORKER_RPCS)}
     assert {"Register", "Append", "KeepAlive", "Generate", "ServerReflectionInfo", "Watch"} <= names
 
 
