@@ -104,6 +104,14 @@ LATE = frozenset({"STALE_CALL", "STALE_SESSION", "STALE_REGISTER", "STALE_INCARN
 """Why a message of an honest worker may be refused."""
 
 
+MUTATING = "mutating"
+"""All calls but Register and KeepAlive: one at a time."""
+
+
+def kind_of(method: str) -> str:
+    return method if method in ("Register", "KeepAlive") else MUTATING
+
+
 class Peer:
     """A worker: its process, and what its edge knows."""
 
@@ -114,12 +122,8 @@ class Peer:
         self.register_no = 0
         self.num_calls = 0
         """Calls of all kinds, over all lives."""
-        self.registering = 0
-        """The Register that is waited for; 0: none."""
-        self.mutating = 0
-        """The mutating call that is waited for."""
-        self.beating = 0
-        """The KeepAlive that is waited for."""
+        self.waits = dict.fromkeys(("Register", "KeepAlive", MUTATING), 0)
+        """The call of each kind that is waited for; 0: none."""
         self.beating_session = 0
 
 
@@ -241,12 +245,12 @@ class World:
         engine = peer.engine
         found: list[Event] = []
         if not engine.cache.session:
-            if not peer.registering:
+            if not peer.waits["Register"]:
                 found.append(Event("register", index))
         else:
-            if not peer.mutating:
+            if not peer.waits[MUTATING]:
                 found.append(Event("say", index))
-            if self.left.heartbeats and not peer.beating:
+            if self.left.heartbeats and not peer.waits["KeepAlive"]:
                 found.append(Event("beat", index))
             if self.left.restarts and any(s.number == engine.cache.session for s in self.manager.sessions):
                 found.append(Event("expire", index))
@@ -293,8 +297,7 @@ class World:
         ]
 
     def _is_waited_for(self, letter: Letter) -> bool:
-        peer = self.peers[letter.worker]
-        return letter.call in (peer.registering, peer.mutating, peer.beating)
+        return letter.call in self.peers[letter.worker].waits.values()
 
     # -- letting it happen
 
@@ -351,20 +354,20 @@ class World:
             self._hand_over()
         elif what == "register":
             peer.register_no += 1
-            peer.registering = self._send(index, "Register", self._introduction(index))
+            self._send(index, "Register", self._introduction(index))
         elif what == "beat":
             self._spend("heartbeats")
             request = engine.cache.keep_alive(common_pb2.WorkerLoad())
             assert request is not None
             request.ClearField("counts")
-            peer.beating = self._send(index, "KeepAlive", request)
+            self._send(index, "KeepAlive", request)
             peer.beating_session = engine.cache.session
         else:
             assert what == "say"
             call = engine.cache.next_call(engine.candidates, ASKING_AT)
             if call is not None:
                 method = type(call.request).__name__.removesuffix("Request")
-                peer.mutating = self._send(index, method, call.request)
+                self._send(index, method, call.request)
 
     def _introduction(self, index: int) -> cache_pb2.RegisterRequest:
         peer = self.peers[index]
@@ -380,11 +383,11 @@ class World:
             holds_state=peer.engine.cache.holds_state,
         )
 
-    def _send(self, index: int, method: str, request: Message) -> int:
+    def _send(self, index: int, method: str, request: Message) -> None:
         peer = self.peers[index]
         peer.num_calls += 1
         self.wire.append(Letter(method, index, peer.num_calls, request.SerializeToString(deterministic=True)))
-        return peer.num_calls
+        peer.waits[kind_of(method)] = peer.num_calls
 
     def _hand_over(self) -> None:
         """Tokens reach the client, which takes them from its current attempt only."""
@@ -418,15 +421,15 @@ class World:
         """The answer that a worker waits for."""
         peer = self._peer_to_change(letter.worker)
         cache = peer.engine.cache
-        if letter.call == peer.registering:
-            peer.registering = 0
+        kind = kind_of(letter.method)
+        peer.waits[kind] = 0
+        if kind == "Register":
             if not letter.refusal:
                 cache.on_registered(response_of(letter))
                 report = cache._state.link.report if cache._state.link is not None else None
                 if report is not None:
                     report._parts = iter(list(report._parts))  # the same parts, in a form that can be copied
-        elif letter.call == peer.beating:
-            peer.beating = 0
+        elif kind == "KeepAlive":
             if letter.refusal:
                 # The edge ends the session it has now only if it is the one that the heartbeat spoke for.
                 if cache.session == peer.beating_session:
@@ -434,7 +437,6 @@ class World:
             else:
                 cache.on_keep_alive(peer.beating_session, response_of(letter))
         else:
-            peer.mutating = 0
             call = self._call_in_flight(peer)
             if call is None:
                 return  # its session was lost meanwhile
@@ -451,10 +453,10 @@ class World:
     def _forget_calls_of_lost_session(self, peer: Peer) -> None:
         """The edge cancels what it waits for when the session is lost."""
         session = peer.engine.cache.session
-        if peer.mutating and (not session or self._call_in_flight(peer) is None):
-            peer.mutating = 0
-        if peer.beating and session != peer.beating_session:
-            peer.beating = 0
+        if not session or self._call_in_flight(peer) is None:
+            peer.waits[MUTATING] = 0
+        if session != peer.beating_session:
+            peer.waits["KeepAlive"] = 0
 
     def _fault(self, what: str, index: int) -> None:
         self._spend("faults")
@@ -465,15 +467,11 @@ class World:
         if what == "lose":
             del self.wire[index]
         peer = self._peer_to_change(letter.worker)
-        if letter.call == peer.registering:
-            peer.registering = 0
-        elif letter.call == peer.beating:
-            peer.beating = 0
-        else:
-            peer.mutating = 0
-            call = self._call_in_flight(peer)
-            if call is not None:
-                peer.engine.cache.on_failure(call, "", 0.0)
+        kind = kind_of(letter.method)
+        peer.waits[kind] = 0
+        call = self._call_in_flight(peer) if kind == MUTATING else None
+        if call is not None:
+            peer.engine.cache.on_failure(call, "", 0.0)
 
     # -- the client
 
@@ -525,7 +523,8 @@ class World:
         else:
             peer = self._peer_to_change(index)
             peer.incarnation += 1
-            peer.register_no = peer.registering = peer.mutating = peer.beating = peer.beating_session = 0
+            peer.register_no = peer.beating_session = 0
+            peer.waits = dict.fromkeys(peer.waits, 0)
             peer.engine = TinyEngine(peer.settings)
 
     # -- after each event
