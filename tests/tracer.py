@@ -9,14 +9,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 VOCAB_SIZE = 4093
 EOS = frozenset(range(0, VOCAB_SIZE, 97))
 _MASK = (1 << 61) - 1
 
 
-def root_digest(tenant_salt: str = "") -> int:
-    """What the slot before position 0 would hold."""
+def root_digest(tenant_salt: str = "", encoder_tokens: Sequence[int] = ()) -> int:
+    """What the slot before position 0 would hold. With `encoder_tokens`, an encoder's input, it depends on all slots with it."""
+    if encoder_tokens:
+        return digest_of(encoder_slots(encoder_tokens, tenant_salt))
     return zlib.crc32(tenant_salt.encode()) + 1
 
 
@@ -55,7 +58,7 @@ def expected_text(
     input, `prompt` is the beginning of the decoder's text."""
     slots: list[int] = []
     text: list[int] = []
-    root = encoder_digest(encoder_tokens, tenant_salt) if encoder_tokens else root_digest(tenant_salt)
+    root = root_digest(tenant_salt, encoder_tokens)
     extend(slots, root, prompt)
     while len(text) < count and (token := next_token(slots, seed)) not in eos_token_ids:
         text.append(token)
@@ -70,42 +73,44 @@ def encoder_slots(tokens: Sequence[int], tenant_salt: str = "") -> list[int]:
     return slots
 
 
-def encoder_digest(tokens: Sequence[int], tenant_salt: str = "") -> int:
-    """What the slot before position 0 of a decoder's text holds: it depends on all slots with the encoder's input."""
-    return digest_of(encoder_slots(tokens, tenant_salt))
-
-
 def digest_of(slots: Sequence[int | None]) -> int:
     """The same of slots that were read."""
     return hash((len(slots), *slots)) & _MASK
 
 
-class Slots:
+SlotT = TypeVar("SlotT")
+
+
+class AnySlots(Generic[SlotT]):
     """The KV slots of a device; None: not written yet."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.block_size = block_size
+        self.slots: list[SlotT | None] = [None] * (num_blocks * block_size)
 
-    def read(self, table: Sequence[int], end: int) -> list[int | None]:
+    def read(self, table: Sequence[int], end: int) -> list[SlotT | None]:
         """The slots of positions 0 … end − 1, through a block table."""
-        found: list[int | None] = []
-        for block in table[: -(-end // self._block_size)]:
+        found: list[SlotT | None] = []
+        for block in table[: -(-end // self.block_size)]:
             found += self.block(block)
         del found[end:]
         return found
 
-    def write(self, table: Sequence[int], start: int, digests: Sequence[int]) -> None:
+    def write(self, table: Sequence[int], start: int, contents: Sequence[SlotT | None]) -> None:
         """Fill the slots from position `start` on, through a block table."""
-        size = self._block_size
-        for position, digest in enumerate(digests, start):
-            self._slots[table[position // size] * size + position % size] = digest
+        size = self.block_size
+        for position, content in enumerate(contents, start):
+            self.slots[table[position // size] * size + position % size] = content
 
     def copy(self, source: int, target: int) -> None:
         """Copy a whole block, unwritten slots too."""
-        size = self._block_size
-        self._slots[target * size : (target + 1) * size] = self.block(source)
+        size = self.block_size
+        self.slots[target * size : (target + 1) * size] = self.block(source)
 
-    def block(self, block: int) -> list[int | None]:
+    def block(self, block: int) -> list[SlotT | None]:
         """The slots of a block."""
-        return self._slots[block * self._block_size : (block + 1) * self._block_size]
+        return self.slots[block * self.block_size : (block + 1) * self.block_size]
+
+
+class Slots(AnySlots[int]):
+    """Those of this model: digests."""

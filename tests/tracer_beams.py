@@ -37,7 +37,7 @@ def expected_beams(
     encoder_tokens: Sequence[int] = (),
 ) -> list[tuple[list[int], bool]]:
     """The texts of at most `count` tokens, best first, as `search_anew` gives them."""
-    root = tracer.encoder_digest(encoder_tokens, tenant_salt) if encoder_tokens else tracer.root_digest(tenant_salt)
+    root = tracer.root_digest(tenant_salt, encoder_tokens)
 
     def candidates_of(text: list[int], num_candidates: int) -> BeamCandidates:
         slots: list[int] = []

@@ -49,7 +49,6 @@ class Scene:
 
     @property
     def stub(self) -> cache_pb2_grpc.CacheServiceStub:
-        """The service."""
         return cache_pb2_grpc.CacheServiceStub(self.channel)
 
     def foreign(self, **fields: Any) -> pb.Uplink:
@@ -58,24 +57,34 @@ class Scene:
         return pb.Uplink(session=self.victim.session, **head)
 
     def own(self, **fields: Any) -> pb.Uplink:
-        """An uplink in its own session."""
         return pb.Uplink(session=self.session, session_key=self.session_key, **fields)
 
 
 Send = Callable[[Scene], Awaitable[Any]]
 
 
+_CODES: Final = {
+    "WRONG_KEY": grpc.StatusCode.PERMISSION_DENIED,
+    "WORKER_ELSEWHERE": grpc.StatusCode.ALREADY_EXISTS,
+    "STALE_INCARNATION": grpc.StatusCode.FAILED_PRECONDITION,
+}
+"""By reason; all others are INVALID_ARGUMENT."""
+
+
 class Attack(NamedTuple):
-    """A message."""
+    """A message, and the reason for which it is refused."""
 
     name: str
     send: Send
-    code: grpc.StatusCode
-    reason: str
+    reason: str = "BAD_FIELD"
     field: str = ""
     """Which the refusal names."""
     words: tuple[str, ...] = ()
     """Which it has."""
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        return _CODES.get(self.reason, grpc.StatusCode.INVALID_ARGUMENT)
 
     def __str__(self) -> str:
         return self.name
@@ -151,7 +160,7 @@ def _deregister(scene: Scene) -> Awaitable[Any]:
 
 
 FOREIGN: Final = tuple(
-    Attack(f"{name} in another's session", send, grpc.StatusCode.PERMISSION_DENIED, "WRONG_KEY", words=("session_key",))
+    Attack(f"{name} in another's session", send, "WRONG_KEY", words=("session_key",))
     for name, send in {
         "Allocate": _allocate,
         "Append": _append,
@@ -182,41 +191,33 @@ def _acknowledge(scene: Scene) -> Awaitable[Any]:
 
 NUMBERS: Final = (
     *(
-        Attack(
-            f"{method} with call_no 2^64-1",
-            partial(_numbered, method=method),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "BAD_FIELD",
-            "uplink.call_no",
-        )
+        Attack(f"{method} with call_no 2^64-1", partial(_numbered, method=method), field="uplink.call_no")
         for method in ("Allocate", "Append", "Fork", "Free", "Report")
     ),
-    Attack(
-        "KeepAlive with downlink_ack 2^64-1",
-        _acknowledge,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "BAD_FIELD",
-        "downlink_ack",
-    ),
+    Attack("KeepAlive with downlink_ack 2^64-1", _acknowledge, field="downlink_ack"),
 )
 
 
 # -- registrations
 
 
-def _in_its_name(scene: Scene, plus: int, register_no: int = LARGEST) -> Awaitable[Any]:
-    """The victim's name, and an incarnation so much larger than its own; `plus` 0: its own."""
+def _introduction(scene: Scene) -> pb.RegisterRequest:
     request = pb.RegisterRequest()
     request.CopyFrom(scene.introduction)
+    return request
+
+
+def _in_its_name(scene: Scene, plus: int) -> Awaitable[Any]:
+    """The victim's name, and an incarnation so much larger than its own; `plus` 0: its own."""
+    request = _introduction(scene)
     request.worker_id = scene.victim.worker_id
     request.incarnation = min(scene.victim.incarnation + plus, LARGEST)
-    request.register_no, request.process_key, request.predecessor_key = register_no, b"made up", b"made up"
+    request.register_no, request.process_key, request.predecessor_key = LARGEST, b"made up", b"made up"
     return scene.stub.Register(request)
 
 
 def _spoiled(scene: Scene, path: str, value: object) -> Awaitable[Any]:
-    request = pb.RegisterRequest()
-    request.CopyFrom(scene.introduction)
+    request = _introduction(scene)
     spoil(request, path, value)
     return scene.stub.Register(request)
 
@@ -246,30 +247,18 @@ def _shown(value: object) -> str:
 
 REGISTRATIONS: Final = (
     *(
-        Attack(f"{what} in a living worker's name", send, code, reason)
-        for what, send, code, reason in (
-            (
-                "incarnation 2^64-1",
-                partial(_in_its_name, plus=LARGEST),
-                grpc.StatusCode.ALREADY_EXISTS,
-                "WORKER_ELSEWHERE",
-            ),
-            ("the next incarnation", partial(_in_its_name, plus=1), grpc.StatusCode.ALREADY_EXISTS, "WORKER_ELSEWHERE"),
-            (
-                "its incarnation",
-                partial(_in_its_name, plus=0),
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "STALE_INCARNATION",
-            ),
+        Attack(f"{what} in a living worker's name", partial(_in_its_name, plus=plus), reason)
+        for what, plus, reason in (
+            ("incarnation 2^64-1", LARGEST, "WORKER_ELSEWHERE"),
+            ("the next incarnation", 1, "WORKER_ELSEWHERE"),
+            ("its incarnation", 0, "STALE_INCARNATION"),
         )
     ),
     *(
         Attack(
             f"Register with {path} {_shown(value)}",
             partial(_spoiled, path=path, value=value),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "BAD_FIELD",
-            path.removesuffix(".num_blocks"),
+            field=path.removesuffix(".num_blocks"),
         )
         for path, value in _SPOILED
     ),
@@ -289,14 +278,12 @@ def _of_bytes() -> Iterator[Attack]:
     for path in PATHS:
         for number, payload in enumerate(NO_MESSAGE, 1):
             send = partial(_bytes, path=path, payload=payload)
-            yield Attack(f"no message {number} at {path}", send, grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED")
+            yield Attack(f"no message {number} at {path}", send, "MALFORMED")
         if path in BY_SIZE:
             # Of an unknown field, which a parser would take.
             limit = BY_SIZE[path]
             send, words = partial(_bytes, path=path, payload=bytes(limit + 1)), (str(limit), str(limit + 1))
-            yield Attack(
-                f"one byte too many at {path}", send, grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE", words=words
-            )
+            yield Attack(f"one byte too many at {path}", send, "TOO_LARGE", words=words)
 
 
 BYTES: Final = tuple(_of_bytes())

@@ -8,30 +8,22 @@ from collections import Counter
 
 from tests.exhaustive.search import Found, Search, tell
 from tests.exhaustive.starts import LARGE, STARTS
+from tests.exhaustive.world import World
+from tests.telling import told
 
 NUM_PROCESSES = 2
-SECONDS_BETWEEN_LINES = 15.0
+COLUMNS = "{:44} {:>8} {:>8} {:>12} {:>6} {:>6} {:>8} {:>8}"
 
 
-class Progress:
-    """Says on standard error, from time to time, how far a search has come."""
+def search(name: str, start: World) -> Found:
+    """All that can become of a world, with a line on standard error for each level."""
+    with told(name) as tell_progress:
 
-    def __init__(self) -> None:
-        self._said_at = 0.0
-        self._said_transitions = 0
+        def on_level(found: Found) -> None:
+            what = f"{name}, depth {found.depth}, {found.num_transitions} transitions, visits"
+            tell_progress(what, found.num_visits, found.num_visits + found.num_waiting)
 
-    def __call__(self, found: Found) -> None:
-        seconds = found.elapsed_seconds - self._said_at
-        if seconds < SECONDS_BETWEEN_LINES:
-            return
-        rate = (found.num_transitions - self._said_transitions) / seconds
-        self._said_at, self._said_transitions = found.elapsed_seconds, found.num_transitions
-        print(
-            f"  depth {found.depth}: {found.num_states} states, {found.num_transitions} transitions ({rate:.0f} a second), "
-            f"{found.num_waiting} to go through next",
-            file=sys.stderr,
-            flush=True,
-        )
+        return Search(start, num_processes=NUM_PROCESSES).run(on_level)
 
 
 def main() -> int:
@@ -47,17 +39,12 @@ def main() -> int:
     states = transitions = 0
     seconds = 0.0
     kinds: Counter[str] = Counter()
-    print(
-        f"{'world':44} {'states':>8} {'visits':>8} {'transitions':>12} {'ends':>6} {'depth':>6} {'seconds':>8} {'CPU s':>8}"
-    )
+    print(COLUMNS.format("world", "states", "visits", "transitions", "ends", "depth", "seconds", "CPU s"))
     for name in names:
         start = worlds[name].begin()
-        found = Search(start, num_processes=NUM_PROCESSES).run(Progress())
-        print(
-            f"{name:44} {found.num_states:8} {found.num_visits:8} {found.num_transitions:12} {found.num_ends:6} "
-            f"{found.depth:6} {found.elapsed_seconds:8.0f} {found.seconds:8.0f}",
-            flush=True,
-        )
+        found = search(name, start)
+        counts = found.num_states, found.num_visits, found.num_transitions, found.num_ends, found.depth
+        print(COLUMNS.format(name, *counts, round(found.elapsed_seconds), round(found.seconds)), flush=True)
         states += found.num_states
         transitions += found.num_transitions
         seconds += found.seconds
@@ -70,9 +57,9 @@ def main() -> int:
             is_right = False
             print("  too many states: given up", flush=True)
     elapsed = time.perf_counter() - began
-    print(f"{'all':44} {states:8} {'':8} {transitions:12} {'':6} {'':6} {elapsed:8.0f} {seconds:8.0f}")
+    print(COLUMNS.format("all", states, "", transitions, "", "", round(elapsed), round(seconds)))
     print("what happened, and how often:")
-    for kind, count in sorted(kinds.items(), key=lambda entry: -entry[1]):
+    for kind, count in kinds.most_common():
         print(f"  {count:9} {kind}")
     return 0 if is_right else 1
 

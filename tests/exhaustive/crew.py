@@ -6,20 +6,19 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 
-class Crew:
+class Crew(contextlib.ExitStack):
     """`size` objects, made by `make(index, size)`; `make` and what is asked and answered must be picklable if there are several.
 
     EOFError: the process of one of them has ended; what it had to say is on standard error.
     """
 
     def __init__(self, make: Callable[[int, int], Any], size: int) -> None:
+        super().__init__()
         self.size = size
         self._alone = make(0, 1) if size == 1 else None
-        self._ends = contextlib.ExitStack()
         self._connections: list[Connection] = []
         if size > 1:
             context = multiprocessing.get_context("spawn")
@@ -29,16 +28,8 @@ class Crew:
                 process.start()
                 theirs.close()
                 self._connections.append(ours)
-                self._ends.callback(process.join)
-                self._ends.callback(ours.close)
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._ends.close()
+                self.callback(process.join)
+                self.callback(ours.close)
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
         """Call a method of one of them."""

@@ -18,6 +18,7 @@ from kvpool.worker_service.cache.groups.state import RunningState, StateGroup
 from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
+from tests.tracer import AnySlots
 
 FINGERPRINT = "tiny"
 MAX_RUNNING = 2
@@ -74,19 +75,16 @@ class TinyEngine:
         """The step that is on the device."""
         self.copies: list[Copied] = []
         """Of forks since the last step, or of the running one. For the slots they are made at once."""
-        self.slots_per_block = [
-            1 if isinstance(group, StateGroup) else settings.block_size for group in settings.groups
+        self.slots: list[AnySlots[Content]] = [
+            AnySlots(group.num_blocks, 1 if isinstance(group, StateGroup) else settings.block_size)
+            for group in settings.groups
         ]
-        """By group, like `slots` and `generations`. A state is what the slot of its last token would hold."""
-        self.slots: list[list[Content | None]] = [
-            [None] * (count * size) for count, size in zip(settings.num_blocks, self.slots_per_block, strict=True)
-        ]
+        """By group, like `generations`. A state is what the slot of its last token would hold."""
         self.generations = [[0] * count for count in settings.num_blocks]
         self.failed: list[tuple[str, int, str]] = []
         """Streams that broke off since the last look: sequence, attempt, why."""
 
     def submit(self, sequence_id: str, attempt: int, salt: str, tokens: list[int], max_new_tokens: int) -> None:
-        """A request arrives."""
         root = common_pb2.Root(model_fingerprint=FINGERPRINT, tenant_salt=salt)
         self.waiting.append(CacheSequence(sequence_id, attempt, root, tokens, max_new_tokens=max_new_tokens))
 
@@ -98,7 +96,6 @@ class TinyEngine:
         return None
 
     def remove(self, sequence: CacheSequence) -> None:
-        """The request ends, for whatever reason."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.cache.free(sequence)
 
@@ -135,18 +132,15 @@ class TinyEngine:
         child.tokens.append(OTHER_TOKEN)
         self.running.append(child)
         for copy in forked.copies:
-            size, slots = self.slots_per_block[copy.group], self.slots[copy.group]
-            read = slots[copy.source * size : (copy.source + 1) * size]
-            slots[copy.target * size : (copy.target + 1) * size] = read
-            self.copies.append(Copied(child, copy, tuple(read)))
+            self.slots[copy.group].copy(copy.source, copy.target)
+            self.copies.append(Copied(child, copy, tuple(self.slots[copy.group].block(copy.source))))
         return True
 
     def _end_copies(self) -> None:
         """The device has made the copies, at any time since the step began."""
         for _, copy, read in self.copies:
-            size, slots = self.slots_per_block[copy.group], self.slots[copy.group]
             for block in (copy.source, copy.target):
-                if tuple(slots[block * size : (block + 1) * size]) != read:
+                if tuple(self.slots[copy.group].block(block)) != read:
                     raise BrokenLaw(f"use after free: the running step copies {copy}, and block {block} has changed")
         self.copies = []
 
@@ -178,24 +172,22 @@ class TinyEngine:
         """The device has done the step: KV is written, and each sequence has its next token."""
         step, self.step = self.step, []
         self._end_copies()
-        written: set[tuple[int, int]] = set()
+        written: list[tuple[int, int]] = []
         for part in step:
             self._read(part)
+            salt, size = part.sequence.root.tenant_salt, self.cache.settings.block_size
+            texts = [(salt, part.tokens[: position + 1]) for position in range(part.start, part.end)]
             for group, table in enumerate(part.tables):
-                for position in range(part.start, part.end):
-                    slot = self._slot(table, position)
-                    if (group, slot) in written:
-                        raise BrokenLaw(f"one writer: two sequences write slot {slot} of group {group} in one step")
-                    written.add((group, slot))
-                    self.slots[group][slot] = part.sequence.root.tenant_salt, part.tokens[: position + 1]
+                written += [(group, block) for block in table[part.start // size : -(-part.end // size)]]
+                self.slots[group].write(table, part.start, texts)
             for block in (part.state.running, part.state.snapshot) if part.state is not None else ():
-                if block and (len(self.slots) - 1, block) in written:
-                    raise BrokenLaw(f"one writer: two sequences write their state to block {block} in one step")
                 if block and self.cache._state.ledgers[-1].content(block) is not None:
                     raise BrokenLaw(f"sealed blocks never change: {part.sequence!r} writes block {block}, a snapshot")
                 if block:
-                    written.add((len(self.slots) - 1, block))
-                    self.slots[-1][block] = part.sequence.root.tenant_salt, part.tokens[: part.end]
+                    written.append((len(self.slots) - 1, block))
+                    self.slots[-1].write([block], 0, texts[-1:])
+        if len(set(written)) < len(written):
+            raise BrokenLaw(f"one writer: a step writes a block twice; group and block of all: {written}")
         self.cache.end_step(
             [Computed(part.sequence, part.end, next_token(part.tokens) if part.samples else None) for part in step],
             0.0,
@@ -205,10 +197,6 @@ class TinyEngine:
             if sequence in self.running and len(sequence.tokens) >= sequence.max_tokens:
                 self.remove(sequence)
 
-    def _slot(self, table: Sequence[int], position: int) -> int:
-        size = self.cache.settings.block_size
-        return table[position // size] * size + position % size
-
     def _read(self, part: Part) -> None:
         """The device reads the KV of all tokens before those that it computes, and the state after them."""
         self._require_kv(part.sequence, part.tables, part.start, "a running step reads")
@@ -217,7 +205,7 @@ class TinyEngine:
     def _require_state(self, sequence: CacheSequence, state: StateUse | None, count: int, who: str) -> None:
         if state is None:
             return
-        found = self.slots[-1][state.source] if state.source else None
+        found = self.slots[-1].block(state.source)[0] if state.source else None
         if found != (content(sequence, count) if count else None):
             raise BrokenLaw(
                 f"exact hits, use after free: {who} {state} after {count} tokens of {sequence!r}; it is {found}"
@@ -227,13 +215,12 @@ class TinyEngine:
         for group, table in enumerate(tables):
             kind = self.cache.settings.groups[group]
             window = kind.window if isinstance(kind, WindowGroup) else 0
+            read = self.slots[group].read(table, count)
             for position in range(max(0, count - window + 1) if window else 0, count):
-                slot = self._slot(table, position)
-                if self.slots[group][slot] != content(sequence, position + 1):
-                    raise BrokenLaw(
-                        f"exact hits, use after free: {who} block {table[position // self.cache.settings.block_size]} of group "
-                        f"{group} for position {position} of {sequence!r}; it holds {self.slots[group][slot]}"
-                    )
+                if read[position] != content(sequence, position + 1):
+                    where = f"block {table[position // self.cache.settings.block_size]} of group {group}"
+                    what = f"{who} {where} for position {position} of {sequence!r}; it holds {read[position]}"
+                    raise BrokenLaw(f"exact hits, use after free: {what}")
 
     # -- after each event
 
@@ -262,14 +249,13 @@ class TinyEngine:
     def _forget_slots(self) -> None:
         """A block that was granted anew may be written by its new owner at any time; one that nobody may read holds nothing."""
         for ledger in self.cache._state.ledgers:
-            size = self.slots_per_block[ledger.group]
             before, slots = self.generations[ledger.group], self.slots[ledger.group]
             for block, generation in enumerate(ledger._generation):
                 if generation < before[block]:
                     raise BrokenLaw(f"generations grow: block {block} went from {before[block]} to {generation}")
                 is_unused = ledger.content(block) is None and not ledger._num_users[block]
                 if generation > before[block] or is_unused:
-                    slots[block * size : (block + 1) * size] = [None] * size
+                    slots.write([block], 0, [None] * slots.block_size)
             self.generations[ledger.group] = list(ledger._generation)
 
     def require_laws(self) -> None:
@@ -281,9 +267,7 @@ class TinyEngine:
             for ledger, table in zip(ledgers, part.tables, strict=False):
                 for block in table:
                     if block and not ledger._num_users[block]:
-                        raise BrokenLaw(
-                            f"use after free: a running step names block {block}, which no table here names"
-                        )
+                        raise BrokenLaw(f"use after free: a running step names block {block}, which no table names")
         for sequence in {id(s): s for s in [*self.cache._state.sequences.values(), *in_step]}.values():
             if not (sequence.uses_blocks or sequence.in_step):
                 continue
@@ -294,9 +278,8 @@ class TinyEngine:
                 for block in blocks:
                     place = ledger.group, block
                     if block and ledger.content(block) is None and filling.setdefault(place, sequence) is not sequence:
-                        raise BrokenLaw(
-                            f"one writer: block {block} is being filled by {sequence!r} and {filling[place]!r}"
-                        )
+                        writers = f"{sequence!r} and {filling[place]!r}"
+                        raise BrokenLaw(f"one writer: block {block} is being filled by {writers}")
 
 
 def _blocks_of_state(sequence: CacheSequence) -> list[list[int]]:

@@ -48,7 +48,6 @@ class _Numbers:
         self.registers: list[tuple[int, int, int]] = []
 
     def of(self, skeleton: Any) -> Form:
-        """The form of what was walked through."""
         return Form(
             marshal.dumps(skeleton, 2),
             tuple(self.stamps),
@@ -108,13 +107,13 @@ def _letters(world: World) -> Form:
     found = []
     for letter in world.wire:
         peer = world.peers[letter.worker]
-        waited = [letter.call == call for call in (peer.registering, peer.mutating, peer.beating)]
+        is_waited_for = letter.call in peer.waits.values()
         form = None if letter.refusal else form_of(letter.method, letter.payload, letter.is_reply)
-        found.append((letter.worker, letter.method, letter.is_reply, letter.refusal, waited, form))
+        found.append((letter.worker, letter.method, letter.is_reply, letter.refusal, is_waited_for, form))
     found.sort(key=repr)
     letters: list[Hashable] = []
-    for worker, method, is_reply, refusal, waited, form in found:
-        letters.append((worker, method, is_reply, refusal, tuple(waited), None if form is None else form.template))
+    for worker, method, is_reply, refusal, is_waited_for, form in found:
+        letters.append((worker, method, is_reply, refusal, is_waited_for, None if form is None else form.template))
         if form is not None:
             session = form.sessions[0] if form.sessions else world.peers[worker].engine.cache.session
             numbers.sessions += form.sessions
@@ -165,9 +164,7 @@ def _peer(index: int, peer: Peer) -> Form:
             numbers.stamps.append(reserved.generation)
     return numbers.of(
         (
-            bool(peer.registering),
-            bool(peer.mutating),
-            bool(peer.beating),
+            tuple(map(bool, peer.waits.values())),
             linked,
             sequences,
             [numbered[id(sequence)] for sequence in state.sequences.values()],
@@ -202,7 +199,7 @@ def _peer(index: int, peer: Peer) -> Form:
             state.ask_again_at,
             [(type(event).__name__, numbered.get(id(getattr(event, "sequence", None)), -1)) for event in state.events],
             [_ledger(ledger, numbers) for ledger in state.ledgers],
-            engine.slots,
+            [slots.slots for slots in engine.slots],
         )
     )
 

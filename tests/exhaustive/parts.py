@@ -7,7 +7,6 @@ import functools
 import io
 import pickle
 from dataclasses import fields
-from enum import Enum
 from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.messages import Limits
@@ -41,12 +40,10 @@ class Part:
         return Part, (self.data, self.form)
 
     def copy(self) -> Any:
-        """One that may be changed."""
         return pickle.loads(self.data)
 
 
 def freeze_object(value: Any) -> bytes:
-    """A manager or a worker as bytes."""
     into = io.BytesIO()
     _Pickler(into, 5).dump(value)
     return into.getvalue()
@@ -80,14 +77,6 @@ def _parse(kind: Any, data: bytes) -> Any:
     return kind.FromString(data)
 
 
-def _reduce_message(message: Any) -> tuple[Any, tuple[Any, bytes]]:
-    return _parse, (type(message), message.SerializeToString())
-
-
-def _reduce_enum(member: Enum) -> tuple[Any, tuple[Any, Any]]:
-    return _of_kind, (type(member), member.value)
-
-
 class _Pickler(pickle.Pickler):
     dispatch_table = copyreg.dispatch_table.copy()
 
@@ -95,7 +84,7 @@ class _Pickler(pickle.Pickler):
 _Pickler.dispatch_table[Limits] = lambda limits: (_of_kind, (Limits, *limits))
 _Pickler.dispatch_table[CacheSettings] = _reduce_settings
 _Pickler.dispatch_table[common_pb2.Root] = lambda root: (_root, (root.model_fingerprint, root.tenant_salt))
-_Pickler.dispatch_table[SequenceState] = _reduce_enum
+_Pickler.dispatch_table[SequenceState] = lambda member: (_of_kind, (type(member), member.value))
 for _message in (
     cache_pb2.AllocateRequest,
     cache_pb2.AppendRequest,
@@ -103,7 +92,7 @@ for _message in (
     cache_pb2.FreeRequest,
     cache_pb2.ReportRequest,
 ):
-    _Pickler.dispatch_table[_message] = _reduce_message
+    _Pickler.dispatch_table[_message] = lambda message: (_parse, (type(message), message.SerializeToString()))
 
 _NAMES = {
     "array": "array _array_reconstructor",
@@ -121,6 +110,7 @@ _NAMES = {
     "tests.exhaustive.engine": "Copied Part TinyEngine",
     "tests.exhaustive.parts": "_of_kind _parse _root",
     "tests.exhaustive.world": "Peer",
+    "tests.tracer": "AnySlots",
     "kvpool.worker_service.cache.engine_cache": "EngineCache",
     "kvpool.worker_service.cache.ledger": "BlockLedger Content",
     "kvpool.worker_service.cache.link_state": "Call LinkState Stated",

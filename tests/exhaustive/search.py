@@ -22,13 +22,8 @@ from tests.exhaustive.world import Event, State, World
 
 
 def freeze(world: World) -> State:
-    """The world as it is, from which `thaw` makes copies."""
+    """The world as it is, from which `World.thaw` makes copies."""
     return world.freeze(forms_of(world))
-
-
-def thaw(state: State) -> World:
-    """A copy of a frozen world."""
-    return World.thaw(state)
 
 
 @dataclass
@@ -138,7 +133,7 @@ def _stuck(graphs: list[Graph]) -> list[int]:
 
 def tell(start: World, trace: list[Event]) -> list[str]:
     """The trace in words, one line for each event."""
-    world = thaw(freeze(start))
+    world = World.thaw(freeze(start))
     lines: list[str] = []
     for event in trace:
         name = name_of(world, event)

@@ -83,7 +83,6 @@ def pack(box: list[Reached]) -> bytes:
 
 
 def begin_share(index: int, size: int) -> Share:
-    """Share `index` of `size`."""
     return Share(index, size)
 
 
@@ -145,11 +144,9 @@ class Share:
         )
 
     def way_to(self, visit: int) -> tuple[int, Event | None]:
-        """The visit before, and what happened then."""
         return self._ways[visit // self._size]
 
     def graph(self) -> Graph:
-        """Of all states gone through."""
         return Graph(
             np.array(self._states, np.uint64),
             np.array(self._visits, np.int64),

@@ -2,38 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from tests.exhaustive.world import Budget, Wanted, World, begin
-
-
-@dataclass(frozen=True)
-class Start:
-    """Two requests and a budget."""
-
-    wanted: tuple[Wanted, ...]
-    budget: Budget
-    at_once: bool = False
-    """A call and its answer are one event, unless a fault is spent on it; else each message is one, and arrives when it likes."""
-    num_blocks: tuple[int, ...] = (3,)
-    """Of each group's pool, with the null block."""
-    windows: tuple[int, ...] = ()
-    """By group: tokens that its layers see; 0: all. Empty: all groups see all."""
-
-    grid: int = 0
-    """Tokens: the last group has a state, kept at multiples of it; 0: it has none."""
-
-    def begin(self) -> World:
-        """The first state."""
-        return begin(
-            self.wanted,
-            self.budget,
-            num_blocks=self.num_blocks,
-            windows=self.windows,
-            grid=self.grid,
-            at_once=self.at_once,
-        )
-
+from tests.exhaustive.world import Budget, Start, Wanted
 
 _SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 2, worker=0))
 """Both on one worker; b begins with a's prompt: it waits for it, hits it, or computes it too. Both then grow: preemption."""

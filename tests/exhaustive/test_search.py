@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,21 +19,20 @@ from kvpool.worker_service.cache.groups.state import RunningState
 from kvpool.worker_service.cache.groups.window import Ring
 from kvpool.worker_service.cache.ledger import BlockLedger
 from tests.exhaustive.fingerprint import fingerprint
-from tests.exhaustive.search import Search, freeze, tell, thaw
+from tests.exhaustive.search import Search, freeze, tell
 from tests.exhaustive.share import Reached, Share, pack
 from tests.exhaustive.starts import STARTS
-from tests.exhaustive.world import MISHAPS, Budget, Event, Wanted, World, begin
+from tests.exhaustive.world import MISHAPS, Budget, Event, Start, Wanted, World
 
 SHARED = (Wanted("a", (1, 2), 2, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
 SINGLE = (Wanted("a", (1, 2), 2, worker=0),)
-FORKED = (Wanted("a", (1, 2, 3), 3, worker=0),)
 SHORT = (Wanted("a", (1, 2), 1, worker=0),)
 PAIR = (Wanted("a", (1, 2), 1, worker=0), Wanted("b", (1, 2, 3), 1, worker=0))
 
 
-def smaller(name: str) -> World:
+def smaller(name: str) -> Start:
     """The world of `make prove KIND=exhaustive` without its fault, where a call and its answer are one event."""
-    return replace(STARTS[name], at_once=True, budget=Budget()).begin()
+    return replace(STARTS[name], at_once=True, budget=Budget())
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, reached: Counter[str]) -> None:
@@ -61,38 +59,38 @@ def count_hits_of_states(monkeypatch: pytest.MonkeyPatch, reached: Counter[str])
 
 
 _NAMED = (naming, "add_boundary")
-WORLDS: dict[str, tuple[Callable[[], World], int, set[str], tuple[tuple[Any, str], ...]]] = {
+WORLDS: dict[str, tuple[Start, int, set[str], tuple[tuple[Any, str], ...]]] = {
     # One fault at every possible moment.
     "fault": (
-        lambda: begin(PAIR, Budget(faults=1)),
+        Start(PAIR, Budget(faults=1)),
         200,
         {"lose Allocate answer", "double Allocate", "give up Free"},
         (),
     ),
     # The manager or a worker starts anew, or a lease runs out, at every possible moment; reports are taken in.
     "restart": (
-        lambda: begin(SHORT, Budget(restarts=1)),
+        Start(SHORT, Budget(restarts=1)),
         200,
         {"deliver Report", "restart the manager", "crash", "expire", "sweep", "go on elsewhere"},
         (),
     ),
     # A prompt parts from another one that is being computed, at every possible moment; a long one turns its ring.
     "window": (
-        lambda: smaller("parting, fault, window"),
+        smaller("parting, fault, window"),
         500,
         set(),
         ((Ring, "name"), (Ring, "_release"), _NAMED, (BlockLedger, "accept_window"), (BlockPool, "release_demoted")),
     ),
     # The same; it goes on from a snapshot, or is too late.
     "state": (
-        lambda: smaller("parting, fault, state"),
+        smaller("parting, fault, state"),
         500,
         set(),
         ((RunningState, "name"), (RunningState, "_release"), _NAMED),
     ),
     # A sequence is forked at every possible moment, and either ends first; a fork that ends before it was stated is taken back.
     "fork, fault": (
-        lambda: STARTS["fork, fault"].begin(),
+        STARTS["fork, fault"],
         2000,
         {"fork", "lose Fork answer", "double Fork", "give up Fork"},
         ((forks, "_give_back"),),
@@ -111,7 +109,7 @@ def test_every_state_of_a_world_is_right(name: str, monkeypatch: pytest.MonkeyPa
     if name == "state":
         count_hits_of_states(monkeypatch, reached)
         counted = (*counted, (None, "a hit is read"))
-    found = Search(start(), num_processes=1).run()
+    found = Search(start.begin(), num_processes=1).run()
     assert not found.broken, found.broken
     assert found.is_complete
     assert found.num_states > least
@@ -122,7 +120,7 @@ def test_every_state_of_a_world_is_right(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_two_processes_find_what_one_finds() -> None:
     """States are divided by fingerprints: no count depends on it, and none on which way to a state was found first."""
-    start = begin(SHORT, Budget(restarts=1), at_once=True)
+    start = Start(SHORT, Budget(restarts=1), at_once=True).begin()
     alone, together = (Search(start, num_processes=count).run() for count in (1, 2))
     assert alone.is_complete
     assert together.is_complete
@@ -135,7 +133,7 @@ def test_a_state_that_is_reached_with_more_left_is_gone_through_again() -> None:
     """Only then; and of what is planned for a level only what nothing else covers."""
 
     def reached(budget: Budget) -> list[bytes]:
-        return [pack([Reached.at_start(freeze(begin(SHORT, budget)))])]
+        return [pack([Reached.at_start(freeze(Start(SHORT, budget).begin()))])]
 
     share = Share(0, 1)
     assert share.take(reached(Budget(faults=1))) == 1
@@ -154,25 +152,28 @@ def test_a_state_that_is_reached_with_more_left_is_gone_through_again() -> None:
 def test_parts_that_are_shared_do_not_change() -> None:
     """A copy that shares the manager and the workers with others until it changes them comes to what one comes to that shares
     nothing, and leaves the others as they were."""
-    state = freeze(begin(PAIR, Budget(restarts=1, faults=1), at_once=True))
+    state = freeze(Start(PAIR, Budget(restarts=1, faults=1), at_once=True).begin())
     seen: set[bytes] = set()
     for _ in range(12):
-        events = thaw(state).events()
+        events = World.thaw(state).events()
         for event in events:
-            shared, alone = thaw(state), thaw(state)
+            shared, alone = World.thaw(state), World.thaw(state)
             alone._manager_to_change()
             for worker in range(2):
                 alone._peer_to_change(worker)
             shared.apply(event)
             alone.apply(event)
             assert fingerprint(shared) == fingerprint(alone)
-        assert all(fingerprint(thaw(pickle.loads(pickle.dumps(state)))) == fingerprint(thaw(state)) for _ in range(2))
-        untouched = thaw(state)
+        assert all(
+            fingerprint(World.thaw(pickle.loads(pickle.dumps(state)))) == fingerprint(World.thaw(state))
+            for _ in range(2)
+        )
+        untouched = World.thaw(state)
         untouched.parts = [None, None, None]  # look at the parts themselves, not at what is known of them
-        assert fingerprint(untouched) == fingerprint(thaw(state))
+        assert fingerprint(untouched) == fingerprint(World.thaw(state))
         seen.add(fingerprint(untouched))
         for event in events:
-            after = thaw(state)
+            after = World.thaw(state)
             after.apply(event)
             if fingerprint(after) not in seen:
                 state = freeze(after)
@@ -182,7 +183,7 @@ def test_parts_that_are_shared_do_not_change() -> None:
 
 def test_a_mishap_needs_a_call() -> None:
     """Nothing goes wrong with the call of a worker that has nothing to say, and each fault takes from the budget."""
-    found = Search(begin(SHORT, Budget(faults=1), at_once=True)).run()
+    found = Search(Start(SHORT, Budget(faults=1), at_once=True).begin()).run()
     assert found.is_complete
     mishaps = {kind: count for kind, count in found.kinds.items() if kind.startswith("say, ")}
     assert set(mishaps) == {f"say, {how}" for how in MISHAPS}
@@ -192,7 +193,7 @@ def test_a_mishap_needs_a_call() -> None:
 
 def test_what_decides_tells_states_apart() -> None:
     """Each of these was forgotten once: the manager may be away, so that nothing is given back to it."""
-    world = begin(SINGLE, Budget())
+    world = Start(SINGLE, Budget()).begin()
     before = fingerprint(world)
     world.peers[0].engine.cache._state.link.failed(0.0)  # type: ignore[union-attr]
     assert fingerprint(world) != before
@@ -208,8 +209,8 @@ def test_absolute_numbers_do_not_tell_states_apart() -> None:
                 next(event for event in world.events() if event.what in EXPECTED and _does_something(world, event))
             )
 
-    fresh = begin(SINGLE, Budget())
-    twice = begin(SINGLE, Budget())
+    fresh = Start(SINGLE, Budget()).begin()
+    twice = Start(SINGLE, Budget()).begin()
     run_once(fresh)
     run_once(twice)
     assert fingerprint(fresh) == fingerprint(twice)
@@ -226,34 +227,26 @@ EXPECTED = ("say", "deliver", "begin a step", "end the step")
 
 
 def _does_something(world: World, event: Event) -> bool:
-    after = thaw(freeze(world))
+    after = World.thaw(freeze(world))
     after.apply(event)
     return fingerprint(after) != fingerprint(world)
 
 
-def steps_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker frees blocks although a running step names them."""
-    monkeypatch.setattr(EngineCache, "begin_step", lambda self, sequences: None)
-
-
-def parked_sequences_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who waits for a prefix in flight is woken."""
-    monkeypatch.setattr(parking, "wake", lambda state, now: None)
-
-
 @pytest.mark.parametrize(
-    ("breaks", "budget", "law"),
+    ("kind", "name", "broken", "budget", "law"),
     [
-        (steps_are_not_waited_for, Budget(cancels=1), "use after free"),
-        (parked_sequences_are_forgotten, Budget(), "everything can end"),
+        # A worker frees blocks although a running step names them.
+        (EngineCache, "begin_step", lambda cache, sequences: None, Budget(cancels=1), "use after free"),
+        # Nobody who waits for a prefix in flight is woken.
+        (parking, "wake", lambda state, now: None, Budget(), "everything can end"),
     ],
 )
 def test_what_is_broken_is_found(
-    monkeypatch: pytest.MonkeyPatch, breaks: Callable[[pytest.MonkeyPatch], None], budget: Budget, law: str
+    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, broken: Any, budget: Budget, law: str
 ) -> None:
     """The search names the law and tells the shortest way to where it does not hold. tests/mutants has more mistakes."""
-    breaks(monkeypatch)
-    start = begin(SHARED, budget)
+    monkeypatch.setattr(kind, name, broken)
+    start = Start(SHARED, budget).begin()
     found = Search(start).run()
     assert law in found.broken
     assert 0 < len(tell(start, found.trace)) <= 20

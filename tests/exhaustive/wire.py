@@ -27,12 +27,10 @@ class Letter(NamedTuple):
 
 
 def request_of(letter: Letter) -> Any:
-    """The protobuf message of a request."""
     return REQUESTS[letter.method].FromString(letter.payload)
 
 
 def response_of(letter: Letter) -> Any:
-    """The protobuf message of an answer that is no failure."""
     return RESPONSES[letter.method].FromString(letter.payload)
 
 
@@ -74,7 +72,6 @@ _PLACE = {
 
 @functools.lru_cache(maxsize=1 << 16)
 def form_of(method: str, payload: bytes, is_reply: bool) -> Form:
-    """The form of a request or of an answer."""
     message = (RESPONSES if is_reply else REQUESTS)[method].FromString(payload)
     numbers: tuple[list[int], ...] = tuple([] for _ in range(7))
     _take_out(message, numbers)

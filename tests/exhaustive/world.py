@@ -6,7 +6,8 @@ randomness. Time-outs are events; so is the end of a lease.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import ge
 from typing import NamedTuple
 
 from google.protobuf.message import Message
@@ -22,6 +23,7 @@ from tests.exhaustive.engine import FINGERPRINT, BrokenLaw, TinyEngine
 from tests.exhaustive.parts import Form, Part, for_reading, freeze_object
 from tests.exhaustive.wire import Letter, execute, request_of, response_of
 
+BLOCK_SIZE = 2
 ASKING_AT = 1.0
 """The time at which workers ask what to say. All else happens at 0, so every pause between two tries is over."""
 
@@ -36,8 +38,7 @@ class Wanted(NamedTuple):
     salt: str = ""
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """How often what is not bound to happen may still happen in a run."""
 
     faults: int = 0
@@ -55,14 +56,32 @@ class Budget:
 
     def covers(self, other: Budget) -> bool:
         """Whether all that may happen with `other` may happen with this one."""
-        return (
-            self.faults >= other.faults
-            and self.restarts >= other.restarts
-            and self.moves >= other.moves
-            and self.cancels >= other.cancels
-            and self.heartbeats >= other.heartbeats
-            and self.forks >= other.forks
-        )
+        return all(map(ge, self, other))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Requests, a budget, and what the two workers are like."""
+
+    wanted: tuple[Wanted, ...]
+    budget: Budget
+    at_once: bool = False
+    """A call and its answer are one event, unless a fault is spent on it; else each message is one, and arrives when it likes."""
+    num_blocks: tuple[int, ...] = (3,)
+    """Of each group's pool, with the null block."""
+    windows: tuple[int, ...] = ()
+    """By group: tokens that its layers see; 0: all. Empty: all groups see all."""
+    grid: int = 0
+    """Tokens: the last group has a state, kept at multiples of it; 0: it has none."""
+
+    def begin(self) -> World:
+        """The world in which both workers have just registered."""
+        world = World(self)
+        for index in range(2):
+            world.apply(Event("register", index))
+            while world.wire:
+                world.apply(Event("deliver", 0))
+        return world
 
 
 class Event(NamedTuple):
@@ -81,6 +100,18 @@ MISHAPS = ("slow", "lost", "unheard", "doubled", "given up")
 the answer is; a second copy of the request is left under way; the caller waits no longer for a request that is under way."""
 
 
+LATE = frozenset({"STALE_CALL", "STALE_SESSION", "STALE_REGISTER", "STALE_INCARNATION", "WORKER_ELSEWHERE"})
+"""Why a message of an honest worker may be refused."""
+
+
+MUTATING = "mutating"
+"""All calls but Register and KeepAlive: one at a time."""
+
+
+def kind_of(method: str) -> str:
+    return method if method in ("Register", "KeepAlive") else MUTATING
+
+
 class Peer:
     """A worker: its process, and what its edge knows."""
 
@@ -91,12 +122,8 @@ class Peer:
         self.register_no = 0
         self.num_calls = 0
         """Calls of all kinds, over all lives."""
-        self.registering = 0
-        """The Register that is waited for; 0: none."""
-        self.mutating = 0
-        """The mutating call that is waited for."""
-        self.beating = 0
-        """The KeepAlive that is waited for."""
+        self.waits = dict.fromkeys(("Register", "KeepAlive", MUTATING), 0)
+        """The call of each kind that is waited for; 0: none."""
         self.beating_session = 0
 
 
@@ -113,7 +140,6 @@ class Asked:
         """All its tokens are delivered, or the client has gone away."""
 
     def state(self) -> tuple[int, int, tuple[int, ...], bool]:
-        """From which an equal one is made."""
         return self.attempt, self.worker, tuple(self.delivered), self.is_over
 
 
@@ -129,40 +155,30 @@ class State(NamedTuple):
 
 
 class World:
-    """A state. `at_once`: a call and its answer are one event, unless a fault is spent on it.
+    """A state.
 
     Copies share the manager and the workers with each other until they change them: whatever is changed passes
     `_manager_to_change` or `_peer_to_change`.
     """
 
-    def __init__(
-        self,
-        wanted: tuple[Wanted, ...],
-        budget: Budget,
-        block_size: int,
-        num_blocks: tuple[int, ...],
-        windows: tuple[int, ...] = (),
-        *,
-        grid: int = 0,
-        at_once: bool = False,
-    ) -> None:
-        assert budget.faults < MAX_STALE_CALLS, (
+    def __init__(self, start: Start) -> None:
+        assert start.budget.faults < MAX_STALE_CALLS, (
             "each fault can make one call stale: their number belongs into the fingerprint"
         )
-        self.at_once = at_once
+        self.at_once = start.at_once
         settings = CacheSettings(
-            block_size=block_size,
-            groups=groups_of(num_blocks, windows, grid=grid),
-            max_chunk_tokens=block_size,
+            block_size=BLOCK_SIZE,
+            groups=groups_of(start.num_blocks, start.windows, grid=start.grid),
+            max_chunk_tokens=BLOCK_SIZE,
             report_seconds=0.0,
             no_blocks_retry_seconds=0.0,
         )
-        self.wanted = wanted
-        self.left = budget
+        self.wanted = start.wanted
+        self.left = start.budget
         self.manager = CacheManager(1)
         self.peers = [Peer(settings) for _ in range(2)]
         self.wire: list[Letter] = []
-        self.asked = [Asked() for _ in wanted]
+        self.asked = [Asked() for _ in start.wanted]
         self.parts: list[Part | None] = [None, None, None]
         """The manager, and each worker, as long as it is what it was frozen as."""
         self.has_called = False
@@ -172,7 +188,6 @@ class World:
 
     @staticmethod
     def thaw(state: State) -> World:
-        """A copy of what was frozen."""
         world = World.__new__(World)
         world.wanted, world.at_once, world.left = state.wanted, state.at_once, state.left
         world.manager, *world.peers = map(for_reading, state.parts)
@@ -230,12 +245,12 @@ class World:
         engine = peer.engine
         found: list[Event] = []
         if not engine.cache.session:
-            if not peer.registering:
+            if not peer.waits["Register"]:
                 found.append(Event("register", index))
         else:
-            if not peer.mutating:
+            if not peer.waits[MUTATING]:
                 found.append(Event("say", index))
-            if self.left.heartbeats and not peer.beating:
+            if self.left.heartbeats and not peer.waits["KeepAlive"]:
                 found.append(Event("beat", index))
             if self.left.restarts and any(s.number == engine.cache.session for s in self.manager.sessions):
                 found.append(Event("expire", index))
@@ -282,8 +297,7 @@ class World:
         ]
 
     def _is_waited_for(self, letter: Letter) -> bool:
-        peer = self.peers[letter.worker]
-        return letter.call in (peer.registering, peer.mutating, peer.beating)
+        return letter.call in self.peers[letter.worker].waits.values()
 
     # -- letting it happen
 
@@ -307,11 +321,14 @@ class World:
                 self._take_place(event.how)
         self._settle()
 
+    def _spend(self, what: str) -> None:
+        self.left = self.left._replace(**{what: getattr(self.left, what) - 1})
+
     def _take_place(self, how: str) -> None:
         """The call that has just been made, where calls take place at once."""
         last = len(self.wire) - 1
         if how == "slow":
-            self.left = replace(self.left, faults=self.left.faults - 1)
+            self._spend("faults")
         elif how in ("lost", "given up"):
             self._fault({"lost": "lose", "given up": "give up"}[how], last)
         else:
@@ -331,26 +348,26 @@ class World:
             engine.begin_step()
         elif what == "fork":
             if engine.fork():
-                self.left = replace(self.left, forks=self.left.forks - 1)
+                self._spend("forks")
         elif what == "end the step":
             engine.end_step()
             self._hand_over()
         elif what == "register":
             peer.register_no += 1
-            peer.registering = self._send(index, "Register", self._introduction(index))
+            self._send(index, "Register", self._introduction(index))
         elif what == "beat":
-            self.left = replace(self.left, heartbeats=self.left.heartbeats - 1)
+            self._spend("heartbeats")
             request = engine.cache.keep_alive(common_pb2.WorkerLoad())
             assert request is not None
             request.ClearField("counts")
-            peer.beating = self._send(index, "KeepAlive", request)
+            self._send(index, "KeepAlive", request)
             peer.beating_session = engine.cache.session
         else:
             assert what == "say"
             call = engine.cache.next_call(engine.candidates, ASKING_AT)
             if call is not None:
                 method = type(call.request).__name__.removesuffix("Request")
-                peer.mutating = self._send(index, method, call.request)
+                self._send(index, method, call.request)
 
     def _introduction(self, index: int) -> cache_pb2.RegisterRequest:
         peer = self.peers[index]
@@ -366,11 +383,11 @@ class World:
             holds_state=peer.engine.cache.holds_state,
         )
 
-    def _send(self, index: int, method: str, request: Message) -> int:
+    def _send(self, index: int, method: str, request: Message) -> None:
         peer = self.peers[index]
         peer.num_calls += 1
         self.wire.append(Letter(method, index, peer.num_calls, request.SerializeToString(deterministic=True)))
-        return peer.num_calls
+        peer.waits[kind_of(method)] = peer.num_calls
 
     def _hand_over(self) -> None:
         """Tokens reach the client, which takes them from its current attempt only."""
@@ -394,13 +411,7 @@ class World:
                 self._hear(letter)
             return
         reply = execute(self._manager_to_change(), letter, 0.0)
-        if reply.refusal and reply.refusal not in (
-            "STALE_CALL",
-            "STALE_SESSION",
-            "STALE_REGISTER",
-            "STALE_INCARNATION",
-            "WORKER_ELSEWHERE",
-        ):
+        if reply.refusal and reply.refusal not in LATE:
             raise BrokenLaw(f"an honest worker is not refused: {letter.method} was answered {reply.refusal}")
         # The transport hands an answer only to the call that waits for it.
         if self._is_waited_for(reply):
@@ -410,15 +421,15 @@ class World:
         """The answer that a worker waits for."""
         peer = self._peer_to_change(letter.worker)
         cache = peer.engine.cache
-        if letter.call == peer.registering:
-            peer.registering = 0
+        kind = kind_of(letter.method)
+        peer.waits[kind] = 0
+        if kind == "Register":
             if not letter.refusal:
                 cache.on_registered(response_of(letter))
                 report = cache._state.link.report if cache._state.link is not None else None
                 if report is not None:
                     report._parts = iter(list(report._parts))  # the same parts, in a form that can be copied
-        elif letter.call == peer.beating:
-            peer.beating = 0
+        elif kind == "KeepAlive":
             if letter.refusal:
                 # The edge ends the session it has now only if it is the one that the heartbeat spoke for.
                 if cache.session == peer.beating_session:
@@ -426,7 +437,6 @@ class World:
             else:
                 cache.on_keep_alive(peer.beating_session, response_of(letter))
         else:
-            peer.mutating = 0
             call = self._call_in_flight(peer)
             if call is None:
                 return  # its session was lost meanwhile
@@ -443,13 +453,13 @@ class World:
     def _forget_calls_of_lost_session(self, peer: Peer) -> None:
         """The edge cancels what it waits for when the session is lost."""
         session = peer.engine.cache.session
-        if peer.mutating and (not session or self._call_in_flight(peer) is None):
-            peer.mutating = 0
-        if peer.beating and session != peer.beating_session:
-            peer.beating = 0
+        if not session or self._call_in_flight(peer) is None:
+            peer.waits[MUTATING] = 0
+        if session != peer.beating_session:
+            peer.waits["KeepAlive"] = 0
 
     def _fault(self, what: str, index: int) -> None:
-        self.left = replace(self.left, faults=self.left.faults - 1)
+        self._spend("faults")
         letter = self.wire[index]
         if what == "double":
             self.wire.insert(index, letter)
@@ -457,15 +467,11 @@ class World:
         if what == "lose":
             del self.wire[index]
         peer = self._peer_to_change(letter.worker)
-        if letter.call == peer.registering:
-            peer.registering = 0
-        elif letter.call == peer.beating:
-            peer.beating = 0
-        else:
-            peer.mutating = 0
-            call = self._call_in_flight(peer)
-            if call is not None:
-                peer.engine.cache.on_failure(call, "", 0.0)
+        kind = kind_of(letter.method)
+        peer.waits[kind] = 0
+        call = self._call_in_flight(peer) if kind == MUTATING else None
+        if call is not None:
+            peer.engine.cache.on_failure(call, "", 0.0)
 
     # -- the client
 
@@ -479,7 +485,7 @@ class World:
                     engine.remove(sequence)
             return
         if what == "cancel":
-            self.left = replace(self.left, cancels=self.left.cancels - 1)
+            self._spend("cancels")
             asked.is_over = True
             engine = self._peer_to_change(asked.worker).engine
             current = engine.find(wanted.name, asked.attempt)
@@ -490,7 +496,7 @@ class World:
             asked.worker = wanted.worker
         else:
             if what == "move":
-                self.left = replace(self.left, moves=self.left.moves - 1)
+                self._spend("moves")
             asked.worker = 1 - asked.worker
         asked.attempt += 1
         tokens = [*wanted.prompt, *asked.delivered]
@@ -507,7 +513,7 @@ class World:
                 manager.sweep()
             manager.sweep()
             return
-        self.left = replace(self.left, restarts=self.left.restarts - 1)
+        self._spend("restarts")
         if what == "restart the manager":
             self.manager = CacheManager(self._manager_to_change().epoch + 1)
         elif what == "expire":
@@ -517,7 +523,8 @@ class World:
         else:
             peer = self._peer_to_change(index)
             peer.incarnation += 1
-            peer.register_no = peer.registering = peer.mutating = peer.beating = peer.beating_session = 0
+            peer.register_no = peer.beating_session = 0
+            peer.waits = dict.fromkeys(peer.waits, 0)
             peer.engine = TinyEngine(peer.settings)
 
     # -- after each event
@@ -557,9 +564,8 @@ class World:
                 return False
         reply = execute(self.manager, letter, 0.0)
         if not reply.refusal.startswith("STALE_"):
-            raise BrokenLaw(
-                f"a late {letter.method} does nothing: it was answered {reply.refusal or 'as if it were new'}"
-            )
+            answered = reply.refusal or "as if it were new"
+            raise BrokenLaw(f"a late {letter.method} does nothing: it was answered {answered}")
         return True
 
     # -- the end
@@ -596,8 +602,7 @@ class World:
     def _require_sealed(self) -> None:
         """What the manager would hand out as a hit is there."""
         for session in self.manager.sessions:
-            index = int(session.worker_id[1:])
-            peer = self.peers[index]
+            peer = self.peers[int(session.worker_id[1:])]
             if peer.incarnation != session.registration.incarnation:
                 continue  # the process that held it is gone, and the manager will hear of that with the next Register
             for pool in session.pools:
@@ -605,38 +610,15 @@ class World:
                     node = pool.node(block)
                     if node is None:
                         continue
-                    path = []
+                    data = b""
                     while node.parent is not None:
-                        path.append(node.tokens)
-                        node = node.parent
+                        data, node = node.tokens + data, node.parent
                     salt = node.key[0].tenant_salt  # type: ignore[attr-defined]
-                    data = b"".join(reversed(path))
-                    tokens = tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
-                    size = peer.engine.slots_per_block[pool.slot]
-                    for slot in range(size):
-                        expected = salt, tokens[: len(tokens) - size + slot + 1]
-                        found = peer.engine.slots[pool.slot][block * size + slot]
-                        if found != expected:
-                            raise BrokenLaw(
-                                f"sealed-only sharing: block {block} of {session.worker_id} is sealed; slot {slot} should hold "
-                                f"{expected}, and holds {found}"
-                            )
-
-
-def begin(
-    wanted: tuple[Wanted, ...],
-    budget: Budget,
-    block_size: int = 2,
-    num_blocks: tuple[int, ...] = (3,),
-    windows: tuple[int, ...] = (),
-    *,
-    grid: int = 0,
-    at_once: bool = False,
-) -> World:
-    """The world in which both workers have just registered."""
-    world = World(wanted, budget, block_size, num_blocks, windows, grid=grid, at_once=at_once)
-    for index in range(2):
-        world.apply(Event("register", index))
-        while world.wire:
-            world.apply(Event("deliver", 0))
-    return world
+                    tokens = tuple(memoryview(data).cast("I"))
+                    found = peer.engine.slots[pool.slot].block(block)
+                    expected = [
+                        (salt, tokens[:count]) for count in range(len(tokens) - len(found) + 1, len(tokens) + 1)
+                    ]
+                    if found != expected:
+                        where = f"block {block} of {session.worker_id} is sealed"
+                        raise BrokenLaw(f"sealed-only sharing: {where}; it should hold {expected}, and holds {found}")

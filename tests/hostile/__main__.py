@@ -23,13 +23,15 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.report import facts
-from tests.hostile.campaign import CALM, Result, Settings, campaign
-from tests.hostile.judge import Part
+from tests.hostile.campaign import Result, Settings, campaign
+from tests.hostile.judge import CALM, Part
 from tests.telling import tell_result, told
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "BENCHMARKS.md"
 BEGIN: Final = "<!-- hostile: begin (written by `python -m tests.hostile --write`) -->"
 END: Final = "<!-- hostile: end -->"
+COUNTS: Final = ("messages", "malformed", "idle", "rounds")
+"""Messages, connections of two kinds, and rounds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,27 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.hostile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts whose name contains one of these")
-    parser.add_argument("--messages", type=int, default=defaults.num_messages, help="(default %(default)s)")
+    for name in COUNTS:
+        default = getattr(defaults, f"num_{name}")
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default %(default)s)")
     parser.add_argument(
-        "--malformed", type=int, default=defaults.num_malformed, help="connections (default %(default)s)"
+        "--seed", type=int, default=defaults.seed, help="of everything that is drawn (default %(default)s)"
     )
-    parser.add_argument("--idle", type=int, default=defaults.num_idle, help="connections (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=defaults.num_rounds, help="(default %(default)s)")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of everything that is drawn (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--write", action="store_true", help="put a summary into docs/BENCHMARKS.md")
     chosen = parser.parse_args(arguments)
-    if min(chosen.messages, chosen.malformed, chosen.idle) < 0 or chosen.rounds < 1:
+    counts = {f"num_{name}": getattr(chosen, name) for name in COUNTS}
+    if min(counts.values()) < 0 or chosen.rounds < 1:
         parser.error("no count is negative, and there is at least one round")
     torch.set_num_threads(1)
-    settings = Settings(
-        num_messages=chosen.messages,
-        num_malformed=chosen.malformed,
-        num_idle=chosen.idle,
-        num_rounds=chosen.rounds,
-        only=tuple(chosen.only),
-        seed=chosen.seed,
-    )
+    settings = Settings(only=tuple(chosen.only), seed=chosen.seed, **counts)
     with tempfile.TemporaryDirectory(prefix="kvpool-hostile-") as folder:
         result = _run(settings, Path(folder))
     around = facts("kvpool", "torch", "grpcio", "protobuf")
@@ -83,7 +78,6 @@ _COLUMNS: Final = ("round", "part", "took", "good calls", "p50", "p99", "longest
 
 
 def show(result: Result, console: Console) -> None:
-    """For people."""
     table = Table(*_COLUMNS, "outcome", box=None, pad_edge=False)
     for number, parts in enumerate(result.rounds, 1):
         for part in parts:
@@ -123,7 +117,6 @@ def _markdown(result: Result, around: dict[str, object]) -> str:
 
 
 def _write(table: str) -> None:
-    """Replace what is between the markers."""
     page = PAGE.read_text(encoding="utf-8")
     before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
     PAGE.write_text(f"{before}\n{table}\n{after}", encoding="utf-8")

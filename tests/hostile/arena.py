@@ -14,9 +14,9 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.cluster.cluster import GATEWAY, MANAGER, Cluster
-from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question, ask_over_http
+from tests.hostile.good_client import PAUSE_SECONDS, GoodClient, Question, Task, ask_over_http
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model, prompts
 
 WORKERS: Final = ("victim", "other")
@@ -127,18 +127,16 @@ class Arena:
 
     def good_client(self) -> GoodClient:
         """One that asks the cluster of now. Use it as `async with`."""
-        return GoodClient(
-            self.cluster.address(), self.gateway_url, self.model_fingerprint, self.questions, self._pause_seconds
-        )
+        address, questions = self.cluster.address(), self.questions
+        task = Task(address, self.gateway_url, self.model_fingerprint, questions, self._pause_seconds)
+        return GoodClient(task)
 
     @property
     def gateway_url(self) -> str:
-        """Of the gateway of now."""
         return f"http://{self.cluster.address(GATEWAY)}"
 
     @property
     def services(self) -> tuple[str, ...]:
-        """The manager and both workers."""
         return (MANAGER, *WORKERS)
 
     # -- what it is asked on connections of their own
@@ -148,7 +146,6 @@ class Arena:
         return grpc.aio.insecure_channel(self.cluster.address(name), options=CHANNEL_OPTIONS)
 
     def stub(self, channel: grpc.aio.Channel) -> cache_pb2_grpc.CacheServiceStub:
-        """Of the manager's service, over a channel to the manager."""
         return cache_pb2_grpc.CacheServiceStub(channel)
 
     async def describe(self, **request: Any) -> cache_pb2.DescribeResponse:
@@ -251,11 +248,3 @@ class Arena:
             return f"the gateway answered {list(tokens)}, not {list(question.tokens)}"
         log = self.cluster.processes[GATEWAY].log
         return "the gateway's log has a traceback" if "Traceback" in log else None
-
-
-def device_pool(num_blocks: int, block_size: int = BLOCK_SIZE) -> common_pb2.KVCacheConfig:
-    """The only layout that this version takes."""
-    config = common_pb2.KVCacheConfig(block_size=block_size)
-    config.groups.add(group=0, bytes_per_block=64).full_attention.SetInParent()
-    config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=num_blocks)
-    return config

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,14 +16,13 @@ import httpx
 
 from tests.cluster.cluster import GATEWAY, free_port
 from tests.hostile.arena import Arena
-from tests.hostile.good_client import NO_CERTIFICATES
+from tests.hostile.attack import Attack, Outcome
+from tests.hostile.cost import Cost
+from tests.hostile.good_client import http_client
 from tests.hostile.over_http import idle
-from tests.hostile.single import Outcome, Single, peak_bytes
 
 FLOOD_SECONDS: Final = 3.0
 ANSWER_SECONDS: Final = 60.0
-GOOD_SHARE: Final = 0.5
-"""Of a core, that the good client's own calls may take of the gateway."""
 NUM_IDLE: Final = 1150
 SOFT_LIMIT: Final = 1024
 """`ulimit -n` of many shells."""
@@ -43,30 +41,6 @@ TEXTS: Final = (
     ("/tokenize", b'{"prompt": "%s"}'),
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "%s"}]}'),
 )
-
-
-class _Cost:
-    """Memory and CPU time of the gateway, the good client's calls included."""
-
-    def __init__(self, arena: Arena, *, most_mb: int, most_cpu_seconds: float) -> None:
-        self._process = arena.cluster.processes[GATEWAY]
-        self._most_mb, self._most_cpu_seconds = most_mb, most_cpu_seconds
-        # Let the peak begin at what it has now; the kernel counts on from there.
-        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
-        self._bytes, self._cpu = self._process.resident_bytes, self._process.cpu_seconds
-        self._began_at = time.monotonic()
-
-    def judge(self, outcome: Outcome) -> None:
-        """Note what it was, and what of it is too much."""
-        if self._process.status is not None:
-            return
-        grown = (peak_bytes(self._process.pid) - self._bytes) >> 20
-        cpu = self._process.cpu_seconds - self._cpu - GOOD_SHARE * (time.monotonic() - self._began_at)
-        outcome.said.append(f"{grown} MiB, {max(cpu, 0):.1f} s of CPU")
-        if grown > self._most_mb:
-            outcome.problems.append(f"the gateway grew by {grown} MiB, more than {self._most_mb}")
-        if cpu > self._most_cpu_seconds:
-            outcome.problems.append(f"the gateway used {cpu:.1f} s of CPU, more than {self._most_cpu_seconds:g}")
 
 
 async def _flood(arena: Arena, begin: bytes, piece: bytes) -> bytes:
@@ -95,7 +69,7 @@ async def _flood(arena: Arena, begin: bytes, piece: bytes) -> bytes:
 
 async def trailers_without_end(arena: Arena, outcome: Outcome) -> None:
     """Refused after some KiB, with and without a line end in them."""
-    cost = _Cost(arena, most_mb=32, most_cpu_seconds=2.0)
+    cost = Cost(arena, GATEWAY, most_mb=32, most_cpu_seconds=2.0)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
     answers = await asyncio.gather(*(_flood(arena, head, piece) for piece in TRAILERS * 2))
     if not all(answer.startswith(b"HTTP/1.1 431") for answer in answers):
@@ -105,7 +79,7 @@ async def trailers_without_end(arena: Arena, outcome: Outcome) -> None:
 
 async def pipelined_without_end(arena: Arena, outcome: Outcome) -> None:
     """Requests that do not wait for answers: few are taken, and the connection ends."""
-    cost = _Cost(arena, most_mb=48, most_cpu_seconds=3.0)
+    cost = Cost(arena, GATEWAY, most_mb=48, most_cpu_seconds=3.0)
     asked = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     answers = await asyncio.gather(*(_flood(arena, b"", asked) for _ in range(4)))
     if not all(b"HTTP/1.1 429" in answer for answer in answers):
@@ -115,8 +89,8 @@ async def pipelined_without_end(arena: Arena, outcome: Outcome) -> None:
 
 async def bodies_of_wrong_types(arena: Arena, outcome: Outcome) -> None:
     """Refused for their first error, or for the number of their values."""
-    cost = _Cost(arena, most_mb=192, most_cpu_seconds=8.0)
-    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=arena.gateway_url, timeout=ANSWER_SECONDS) as client:
+    cost = Cost(arena, GATEWAY, most_mb=192, most_cpu_seconds=8.0)
+    async with http_client(arena.gateway_url, ANSWER_SECONDS) as client:
         for make in WRONG_BODIES:
             answer = await client.post("/v1/completions", content=make())
             outcome.said.append(str(answer.status_code))
@@ -127,9 +101,9 @@ async def bodies_of_wrong_types(arena: Arena, outcome: Outcome) -> None:
 
 async def texts_of_16_mb(arena: Arena, outcome: Outcome) -> None:
     """Six at a time, refused before they are tokenised or rendered."""
-    cost = _Cost(arena, most_mb=768, most_cpu_seconds=10.0)
+    cost = Cost(arena, GATEWAY, most_mb=768, most_cpu_seconds=10.0)
     text = b"hello world " * (SIXTEEN_MB // 12)
-    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=arena.gateway_url, timeout=ANSWER_SECONDS) as client:
+    async with http_client(arena.gateway_url, ANSWER_SECONDS) as client:
         answers = await asyncio.gather(
             *(client.post(path, content=body % text) for path, body in TEXTS * 2), return_exceptions=True
         )
@@ -147,7 +121,7 @@ async def idle_at_the_limit_of_descriptors(arena: Arena, outcome: Outcome) -> No
         async with (
             _gateway(arena, hard) as (url, log),
             idle(url, NUM_IDLE),
-            httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=url, timeout=ANSWER_SECONDS) as client,
+            http_client(url, ANSWER_SECONDS) as client,
         ):
             try:
                 status = (await client.get("/version")).status_code
@@ -183,7 +157,7 @@ async def _gateway(arena: Arena, hard: int | None) -> AsyncIterator[tuple[str, P
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=url) as client, asyncio.timeout(ANSWER_SECONDS):
+        async with http_client(url, 5.0) as client, asyncio.timeout(ANSWER_SECONDS):
             while True:
                 with contextlib.suppress(httpx.TransportError):
                     await client.get("/version")
@@ -196,9 +170,9 @@ async def _gateway(arena: Arena, hard: int | None) -> AsyncIterator[tuple[str, P
 
 
 GATEWAY_SINGLES: Final = (
-    Single("HTTP: trailers without end", trailers_without_end, is_as_calm=True),
-    Single("HTTP: pipelined requests without end", pipelined_without_end, is_as_calm=True),
-    Single("HTTP: bodies of wrong types", bodies_of_wrong_types, is_as_calm=True),
-    Single("HTTP: texts of 16 MB", texts_of_16_mb, is_as_calm=True),
-    Single("HTTP: idle at the limit of descriptors", idle_at_the_limit_of_descriptors, is_as_calm=True),
+    Attack("HTTP: trailers without end", trailers_without_end, is_as_calm=True),
+    Attack("HTTP: pipelined requests without end", pipelined_without_end, is_as_calm=True),
+    Attack("HTTP: bodies of wrong types", bodies_of_wrong_types, is_as_calm=True),
+    Attack("HTTP: texts of 16 MB", texts_of_16_mb, is_as_calm=True),
+    Attack("HTTP: idle at the limit of descriptors", idle_at_the_limit_of_descriptors, is_as_calm=True),
 )

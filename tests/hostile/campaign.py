@@ -7,7 +7,7 @@ import dataclasses
 import os
 import resource
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ import grpc
 from tests.hostile import connections, over_http
 from tests.hostile.arena import Arena
 from tests.hostile.at_gateway import GATEWAY_SINGLES
+from tests.hostile.attack import Attack, Outcome
 from tests.hostile.connections import SlowReaders
 from tests.hostile.fuzz import Fuzzer
-from tests.hostile.judge import Judge, Part
-from tests.hostile.single import SINGLES, Outcome
+from tests.hostile.judge import CALM, Judge, Part
+from tests.hostile.single import SINGLES
 from tests.telling import Tell
 
 GROWTH_BYTES: Final = 32 << 20
@@ -33,12 +34,8 @@ PATIENCE: Final = 15.0
 NUM_LEASES: Final = 4
 """The same in leases, where one has: until the attacker's ends, one more, the worker's next try, and one for a busy machine."""
 READER_SECONDS: Final = 1
-READER_SLACK: Final = 30.0
 ATTACKER_NICE: Final = 10
 """A real attacker has a machine of its own; this one must not take the cores from those whom it attacks."""
-CALM: Final = "calm"
-"""The part without an attack, with which the others compare."""
-AS_CALM: Final = frozenset(single.name for single in (*SINGLES, *GATEWAY_SINGLES) if single.is_as_calm)
 NUM_FILES: Final = 8192
 """Open ones that the idle connections need, here and in the services, which inherit the limit."""
 
@@ -62,6 +59,8 @@ class Settings:
     num_rounds: int = 2
     only: tuple[str, ...] = ()
     """Parts whose name contains one of these; all if empty."""
+    reader_seconds: float = READER_SECONDS + 30.0
+    """Until a reader that does not read must have been ended."""
     limit_seconds: float = 2.0
     lease_seconds: float = 6.0
     seed: int = 1
@@ -84,9 +83,6 @@ class Result:
         return dataclasses.asdict(self)
 
 
-Attack = Callable[[Outcome], Awaitable[None]]
-
-
 async def campaign(settings: Settings, folder: Path, progress: Tell) -> Result:
     """Do it; raises only if the cluster cannot be started."""
     allow_files()
@@ -98,13 +94,13 @@ async def campaign(settings: Settings, folder: Path, progress: Tell) -> Result:
         for number in range(1, settings.num_rounds + 1):
             parts: list[Part] = []
             result.rounds.append(parts)
-            for name, attack, patience in _parts(arena, settings, number, progress):
-                if settings.only and not any(word in name for word in settings.only):
+            for attack in attacks(settings, settings.seed + number, partial(_tell, progress, number)):
+                if settings.only and not any(word in attack.name for word in settings.only):
                     continue
-                progress(f"round {number}, {name}", 0, 1)
-                part = await judge.part(name, attack, patience, is_calm=name == CALM, is_as_calm=name in AS_CALM)
-                parts.append(part)
-                result.violations += [f"round {number}, {name}: {problem}" for problem in part.problems]
+                _tell(progress, number, attack.name, 1, 0)
+                patience = NUM_LEASES * settings.lease_seconds if attack.costs_a_session else PATIENCE
+                parts.append(await judge.part(attack, patience))
+                result.violations += [f"round {number}, {attack.name}: {problem}" for problem in parts[-1].problems]
             await asyncio.sleep(QUIET_SECONDS)
             result.memory.append({name: process.resident_bytes for name, process in arena.cluster.processes.items()})
         result.num_rebuilt = judge.num_rebuilt
@@ -112,6 +108,10 @@ async def campaign(settings: Settings, folder: Path, progress: Tell) -> Result:
         result.violations += judge.talkative()
     _judge_memory(result)
     return result
+
+
+def _tell(progress: Tell, round_number: int, name: str, count: int, done: int) -> None:
+    progress(f"round {round_number}, {name}", done, count)
 
 
 def worker_settings() -> dict[str, Any]:
@@ -138,56 +138,45 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))
 
 
-def _parts(arena: Arena, settings: Settings, number: int, progress: Tell) -> Iterator[tuple[str, Attack, float]]:
-    """Name, attack and patience of each part of a round."""
-    seed = settings.seed + number
+def attacks(
+    settings: Settings, seed: int, tell: Callable[[str, int, int], None] = lambda name, count, done: None
+) -> list[Attack]:
+    """All of one round. `tell`: name, how much there is to do, how much is done."""
 
-    def counted(name: str, count: int) -> Callable[[int], None]:
-        return lambda done: progress(f"round {number}, {name}", done, count)
+    def counted(name: str, count: int, do: Callable[..., Any]) -> Attack:
+        return Attack(name, partial(do, seed=seed, count=count, on_done=partial(tell, name, count)))
 
-    async def calm(outcome: Outcome) -> None:
-        await asyncio.sleep(settings.calm_seconds)
-
-    async def malformed(outcome: Outcome) -> None:
-        count = settings.num_malformed
-        outcome.said += _said(await connections.malformed(arena, seed, count, counted("malformed", count)))
-
-    async def resets(outcome: Outcome) -> None:
-        count = settings.num_reset_connections
-        found = await connections.rapid_reset(arena, count, settings.num_resets_each, counted("rapid reset", count))
-        outcome.said += _said(found)
-
-    yield CALM, calm, PATIENCE
-    counter = counted("mutated messages", settings.num_messages)
-    yield "mutated messages", partial(fuzz, arena, seed, settings.num_messages, on_sent=counter), PATIENCE
-    yield "malformed connections", malformed, PATIENCE
-    yield "idle connections", partial(hold_idle, arena, settings.num_idle), PATIENCE
-    yield "rapid reset", resets, PATIENCE
-    seconds = READER_SECONDS + READER_SLACK
-    yield "slow readers", partial(hold_unread, arena, settings.num_slow_readers, seconds), PATIENCE
-    counter = counted("HTTP: malformed requests", settings.num_malformed_http)
-    yield (
-        "HTTP: malformed requests",
-        partial(malformed_http, arena, seed, settings.num_malformed_http, counter),
-        PATIENCE,
-    )
-    yield "HTTP: idle connections", partial(hold_idle_http, arena, settings.num_idle_http), PATIENCE
-    yield "HTTP: readers that stop", partial(hold_unread_http, arena, settings.num_stopped_readers, seconds), PATIENCE
-    yield "HTTP: viewers that stop", partial(hold_viewers, arena, settings.num_viewers), PATIENCE
-    for single in (*SINGLES, *GATEWAY_SINGLES):
-        patience = NUM_LEASES * settings.lease_seconds if single.costs_a_session else PATIENCE
-        yield single.name, partial(single.run, arena), patience
+    resets = partial(rapid_reset, streams_each=settings.num_resets_each)
+    seconds = settings.reader_seconds
+    return [
+        Attack(CALM, partial(wait, seconds=settings.calm_seconds)),
+        counted("mutated messages", settings.num_messages, fuzz),
+        counted("malformed connections", settings.num_malformed, malformed),
+        Attack("idle connections", partial(hold_idle, count=settings.num_idle)),
+        counted("rapid reset", settings.num_reset_connections, resets),
+        Attack("slow readers", partial(hold_unread, count=settings.num_slow_readers, seconds=seconds)),
+        counted("HTTP: malformed requests", settings.num_malformed_http, malformed_http),
+        Attack("HTTP: idle connections", partial(hold_idle_http, count=settings.num_idle_http)),
+        Attack(
+            "HTTP: readers that stop", partial(hold_unread_http, count=settings.num_stopped_readers, seconds=seconds)
+        ),
+        Attack("HTTP: viewers that stop", partial(hold_viewers, count=settings.num_viewers)),
+        *SINGLES,
+        *GATEWAY_SINGLES,
+    ]
 
 
 def _said(counter: Counter[str]) -> list[str]:
     return [f"{count:,} {what}" for what, count in counter.most_common()]
 
 
-async def fuzz(
-    arena: Arena, seed: int, count: int, outcome: Outcome, on_sent: Callable[[int], None] = lambda sent: None
-) -> None:
+async def wait(arena: Arena, outcome: Outcome, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def fuzz(arena: Arena, outcome: Outcome, seed: int, count: int, on_done: Callable[[int], None]) -> None:
     """Mutated messages; a status that is none of the table's is a problem."""
-    fuzzer = Fuzzer(arena, seed, count, on_sent)
+    fuzzer = Fuzzer(arena, seed, count, on_done)
     await fuzzer.run()
     outcome.said += _said(fuzzer.outcomes)
     if fuzzer.defects:
@@ -195,30 +184,44 @@ async def fuzz(
         outcome.problems.append(f"{fuzzer.defects.total()} messages were answered no status of the table, e.g. {worst}")
 
 
-async def hold_idle(arena: Arena, count: int, outcome: Outcome) -> None:
+async def malformed(arena: Arena, outcome: Outcome, seed: int, count: int, on_done: Callable[[int], None]) -> None:
+    """Connections that begin with what no HTTP/2 client sends cost nothing but themselves."""
+    outcome.said += _said(await connections.malformed(arena, seed, count, on_done))
+
+
+async def rapid_reset(
+    arena: Arena, outcome: Outcome, seed: int, count: int, on_done: Callable[[int], None], streams_each: int
+) -> None:
+    """Streams that are reset take no other call with them. Nothing is drawn."""
+    outcome.said += _said(await connections.rapid_reset(arena, count, streams_each, on_done))
+
+
+async def hold_idle(arena: Arena, outcome: Outcome, count: int) -> None:
     """Idle connections; while they are there, the cluster must take new ones and serve."""
     async with connections.idle(arena, count) as found:
         outcome.said += _said(found)
-        if refused := count - found["open"]:
-            outcome.problems.append(f"{refused} of {count} idle connections were not accepted")
-        outcome.problems += [f"beside {count} idle connections: {one}" for one in await arena.problems(PATIENCE)]
+        await _judge_next_to(arena, outcome, f"{count} idle connections", count - found["open"])
 
 
-async def hold_unread(arena: Arena, count: int, seconds: float, outcome: Outcome) -> None:
+async def _judge_next_to(arena: Arena, outcome: Outcome, what: str, num_refused: int = 0) -> None:
+    if num_refused:
+        outcome.problems.append(f"of {what} {num_refused} were not accepted")
+    outcome.problems += [f"next to {what}: {one}" for one in await arena.problems(PATIENCE)]
+
+
+async def hold_unread(arena: Arena, outcome: Outcome, count: int, seconds: float) -> None:
     """Streams that nobody reads: the worker ends them within the time, frees their blocks, and says so to who reads at last."""
     async with SlowReaders(arena, count) as readers:
         if left := await readers.until_freed(seconds):
             outcome.problems.append(f"{left} of {count} streams that are not read hold blocks after {seconds:g} s")
         statuses = await readers.statuses(seconds)
     outcome.said += _said(statuses)
-    exhausted = statuses[f"status {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}"]
-    if exhausted < count:
-        outcome.problems.append(
-            f"{count - exhausted} of {count} streams that were not read did not end with RESOURCE_EXHAUSTED"
-        )
+    others = count - statuses[f"status {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}"]
+    if others > 0:
+        outcome.problems.append(f"{others} of {count} streams that were not read did not end with RESOURCE_EXHAUSTED")
 
 
-async def malformed_http(arena: Arena, seed: int, count: int, on_done: Callable[[int], None], outcome: Outcome) -> None:
+async def malformed_http(arena: Arena, outcome: Outcome, seed: int, count: int, on_done: Callable[[int], None]) -> None:
     """Requests that are none, or not allowed, or wrong in what they ask for: no answer says that the gateway failed."""
     statuses = await over_http.malformed(arena.gateway_url, seed, count, on_done)
     outcome.said += _said(statuses)
@@ -226,26 +229,23 @@ async def malformed_http(arena: Arena, seed: int, count: int, on_done: Callable[
         outcome.problems.append(f"{failed} requests were answered that the gateway has failed")
 
 
-async def hold_idle_http(arena: Arena, count: int, outcome: Outcome) -> None:
+async def hold_idle_http(arena: Arena, outcome: Outcome, count: int) -> None:
     """Connections without a request, and with a part of one; meanwhile the gateway takes new ones and answers."""
     async with over_http.idle(arena.gateway_url, count) as num_open:
         outcome.said.append(f"{num_open:,} open")
-        if num_open < count:
-            outcome.problems.append(f"{count - num_open} of {count} idle connections were not accepted")
-        outcome.problems += [f"next to {count} idle connections: {one}" for one in await arena.problems(PATIENCE)]
+        await _judge_next_to(arena, outcome, f"{count} idle connections", count - num_open)
 
 
-async def hold_unread_http(arena: Arena, count: int, seconds: float, outcome: Outcome) -> None:
+async def hold_unread_http(arena: Arena, outcome: Outcome, count: int, seconds: float) -> None:
     """Long answers that nobody reads: the gateway closes their connections within the time."""
-    total = await over_http.num_cut_off(arena.gateway_url) + count
-    async with over_http.unread_answers(arena.gateway_url, count):
-        if left := await over_http.until_cut_off(arena.gateway_url, total, seconds):
-            outcome.problems.append(
-                f"{left} of {count} readers that stopped still have a connection after {seconds:g} s"
-            )
+    url = arena.gateway_url
+    total = await over_http.num_cut_off(url) + count
+    async with over_http.unread(url, count, over_http.LONG_ANSWER):
+        if left := await over_http.until_cut_off(url, total, seconds):
+            outcome.problems.append(f"{left} of {count} readers that stopped have a connection after {seconds:g} s")
 
 
-async def hold_viewers(arena: Arena, count: int, outcome: Outcome) -> None:
+async def hold_viewers(arena: Arena, outcome: Outcome, count: int) -> None:
     """Event streams of the page that nobody reads; meanwhile the gateway answers."""
-    async with over_http.unread_viewers(arena.gateway_url, count):
-        outcome.problems += [f"next to {count} viewers: {one}" for one in await arena.problems(PATIENCE)]
+    async with over_http.unread(arena.gateway_url, count, over_http.EVENT_STREAM):
+        await _judge_next_to(arena, outcome, f"{count} viewers")

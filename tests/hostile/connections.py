@@ -32,42 +32,45 @@ DESCRIBE: Final = b"/kvpool.v1.CacheService/Describe"
 OnDone = Callable[[int], None]
 
 
-async def _at_once(count: int, one: Callable[[int], Awaitable[None]], on_done: OnDone) -> None:
-    """Run one(0) … one(count − 1), AT_ONCE at a time."""
+async def at_once(
+    count: int,
+    one: Callable[[int], Awaitable[str | list[str]]],
+    on_done: OnDone = lambda done: None,
+    num_tasks: int = AT_ONCE,
+) -> Counter[str]:
+    """Run one(0) … one(count − 1), `num_tasks` at a time; counts what they return."""
+    outcomes: Counter[str] = Counter()
     numbers = iter(range(count))
 
     async def run() -> None:
         for number in numbers:
-            await one(number)
+            said = await one(number)
+            outcomes.update([said] if isinstance(said, str) else said)
             on_done(number + 1)
 
     async with asyncio.TaskGroup() as running:
-        for _ in range(AT_ONCE):
+        for _ in range(num_tasks):
             running.create_task(run())
+    return outcomes
 
 
-async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone = lambda done: None) -> Counter[str]:
+async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone) -> Counter[str]:
     """`count` connections to manager and worker in turn. Returns how many of them were closed, left open or refused."""
-    outcomes: Counter[str] = Counter()
 
-    async def one(number: int) -> None:
+    async def one(number: int) -> str:
         draw = random.Random(f"{seed} {number}")
         payload = CASES[number % len(CASES)](draw)
         connection = await _connect(arena.cluster.address((MANAGER, VICTIM)[number // len(CASES) % 2]))
         if connection is None:
-            outcomes["not accepted"] += 1
-            return
+            return "not accepted"
         async with connection:
             if draw.random() < SLOW:
-                await _drip(connection, payload[: draw.randint(1, 60)])
-                outcomes["left in the middle"] += 1
-            else:
-                await connection.send(payload)
-                closed = await connection.read_until_end(LINGER_SECONDS)
-                outcomes["closed" if closed else "left open"] += 1
+                await drip(connection, payload[: draw.randint(1, 60)])
+                return "left in the middle"
+            await connection.send(payload)
+            return "closed" if await connection.read_until_end(LINGER_SECONDS) else "left open"
 
-    await _at_once(count, one, on_done)
-    return outcomes
+    return await at_once(count, one, on_done)
 
 
 async def _connect(address: str) -> http2.Connection | None:
@@ -82,7 +85,8 @@ async def _connect(address: str) -> http2.Connection | None:
         await asyncio.sleep(0.05)
 
 
-async def _drip(connection: http2.Connection, payload: bytes) -> None:
+async def drip(connection: http2.Connection, payload: bytes) -> None:
+    """Send byte by byte, in SLOW_SECONDS, as far as they are taken."""
     for at in range(len(payload)):
         if not await connection.send(payload[at : at + 1]):
             break
@@ -92,51 +96,42 @@ async def _drip(connection: http2.Connection, payload: bytes) -> None:
 @asynccontextmanager
 async def idle(arena: Arena, count: int) -> AsyncIterator[Counter[str]]:
     """`count` connections that say nothing, half of them after a preface; `count` in all, to manager and worker in turn."""
-    outcomes: Counter[str] = Counter()
     async with contextlib.AsyncExitStack() as stack:
 
-        async def one(number: int) -> None:
+        async def one(number: int) -> str:
             try:
                 connection = await http2.Connection.connect(arena.cluster.address((MANAGER, VICTIM)[number % 2]))
             except (OSError, TimeoutError):
-                outcomes["not accepted"] += 1
-                return
+                return "not accepted"
             stack.push_async_callback(connection.close)
             if number // 2 % 2:
                 await connection.start()
-            outcomes["open"] += 1
+            return "open"
 
-        await _at_once(count, one, lambda done: None)
-        yield outcomes
+        yield await at_once(count, one)
 
 
-async def rapid_reset(
-    arena: Arena, num_connections: int, streams_each: int, on_done: OnDone = lambda done: None
-) -> Counter[str]:
+async def rapid_reset(arena: Arena, num_connections: int, streams_each: int, on_done: OnDone) -> Counter[str]:
     """Streams that are opened and reset in one breath: Describe at the manager, Generate at the worker."""
-    outcomes: Counter[str] = Counter()
     request = _long_request("reset", 4).SerializeToString()
 
-    async def one(number: int) -> None:
+    async def one(number: int) -> str:
         name, path, payload = ((MANAGER, DESCRIBE, b""), (VICTIM, GENERATE, request))[number % 2]
         try:
             connection = await http2.Connection.connect(arena.cluster.address(name))
         except (OSError, TimeoutError):
-            outcomes["not accepted"] += 1
-            return
+            return "not accepted"
         async with connection:
             await connection.start()
             for stream in range(1, 2 * streams_each, 2):
                 if not await connection.send(http2.call(path, payload, stream) + http2.reset(stream)):
-                    outcomes["closed by the server"] += 1
-                    return
+                    return "closed by the server"
                 if stream % 64 == 1:
                     await asyncio.sleep(0)
-            outcomes["all sent"] += 1
             await connection.read_until_end(LINGER_SECONDS)
+            return "all sent"
 
-    await _at_once(num_connections, one, on_done)
-    return outcomes
+    return await at_once(num_connections, one, on_done)
 
 
 def _long_request(sequence_id: str, num_prompt_tokens: int) -> worker_pb2.GenerateRequest:

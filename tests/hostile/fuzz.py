@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -14,7 +13,7 @@ import grpc
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import VICTIM, Arena
 from tests.hostile.messages import Known, MessageMaker
-from tests.hostile.services import Rpc, manager_rpcs, worker_rpcs
+from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS, Rpc
 from tests.hostile.stranger import FINGERPRINT, Stranger
 
 AT_ONCE: Final = 16
@@ -32,7 +31,7 @@ _STRANGERS: Final = tuple(f"fuzz-worker-{number}" for number in range(9))
 class Fuzzer:
     """Sends `count` messages in all. `outcomes` counts their statuses, `defects` names those that are none of the table."""
 
-    def __init__(self, arena: Arena, seed: int, count: int, on_sent: Callable[[int], None] = lambda sent: None) -> None:
+    def __init__(self, arena: Arena, seed: int, count: int, on_sent: Callable[[int], None]) -> None:
         self._arena = arena
         self._draw = random.Random(seed)
         self._count = count
@@ -44,7 +43,7 @@ class Fuzzer:
     async def run(self) -> None:
         """Until all are answered. A server that has gone does not end it."""
         arena = self._arena
-        rpcs = [(MANAGER, rpc) for rpc in manager_rpcs()] + [(VICTIM, rpc) for rpc in worker_rpcs()]
+        rpcs = [(MANAGER, rpc) for rpc in MANAGER_RPCS] + [(VICTIM, rpc) for rpc in WORKER_RPCS]
         channels = {name: [arena.channel(name) for _ in range(NUM_CHANNELS)] for name in (MANAGER, VICTIM)}
         self._stranger = Stranger(channels[MANAGER][0], _STRANGERS[0])
         await self._renew()
@@ -95,10 +94,9 @@ class Fuzzer:
         elif rpc.name != "Register":
             known["model_fingerprint"] = lambda draw: FINGERPRINT
         if rpc.name != "Register":
-            known["call_no"] = lambda draw: stranger.next_call_no()
-            for field in stranger.registered.DESCRIPTOR.fields:
-                if field.name.startswith("session"):
-                    known[field.name] = partial(_answered, stranger, field.name)
+            known["call_no"] = lambda draw: stranger.uplink().call_no
+            known["session"] = lambda draw: stranger.session
+            known["session_key"] = lambda draw: stranger.session_key
         return known
 
     async def _send(self, channel: grpc.aio.Channel, rpc: Rpc, payload: bytes) -> None:
@@ -116,8 +114,3 @@ class Fuzzer:
         elif code is grpc.StatusCode.OK and is_led:
             self._refused_in_a_row = 0
         self.outcomes[code.name] += 1
-
-
-def _answered(stranger: Stranger, name: str, draw: random.Random) -> Any:
-    """A field of what Register answered the stranger last."""
-    return getattr(stranger.registered, name)

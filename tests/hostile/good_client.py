@@ -1,7 +1,7 @@
 """A client that does nothing wrong: it asks, compares each answer with the right one, and times each call.
 
-`python -m tests.hostile.good_client MANAGER GATEWAY MODEL PAUSE_SECONDS` reads questions from the first line of stdin and ends with
-stdin. It is a process of its own, so that its times do not contain the attacker's work.
+`python -m tests.hostile.good_client` reads its task from the first line of stdin and ends with stdin. It is a process of its own,
+so that its times do not contain the attacker's work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import ssl
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +40,19 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What a good client does."""
+
+    manager: str
+    gateway: str
+    """URL."""
+    model: str
+    """The fingerprint of the one to ask; attackers may register others."""
+    questions: list[Question]
+    pause_seconds: float = PAUSE_SECONDS
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of the good client."""
 
@@ -56,33 +68,20 @@ class Call:
 class GoodClient:
     """The process, and what it reports. Use it as `async with`."""
 
-    def __init__(
-        self,
-        manager: str,
-        gateway: str,
-        model: str,
-        questions: Sequence[Question],
-        pause_seconds: float = PAUSE_SECONDS,
-    ) -> None:
-        """`model`: fingerprint of the one to ask; attackers may register others. `pause_seconds`: see PAUSE_SECONDS."""
-        self._manager = manager
-        self._gateway = gateway
-        self._model = model
-        self._pause_seconds = pause_seconds
-        self._questions = questions
+    def __init__(self, task: Task) -> None:
+        self._task = task
         self.calls: list[Call] = []
         """All that have ended, in that order."""
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.hostile.good_client"),
-            *(self._manager, self._gateway, self._model, str(self._pause_seconds)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parents[2],
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([asdict(question) for question in self._questions]).encode() + b"\n")
+        self._process.stdin.write(json.dumps(asdict(self._task)).encode() + b"\n")
         self._reading = asyncio.create_task(self._read())
         return self
 
@@ -106,7 +105,6 @@ class GoodClient:
         await self._reading
 
     def since(self, began: float) -> list[Call]:
-        """Calls that ended after `began`."""
         return [call for call in self.calls if call.ended_at >= began]
 
     async def answers(self, count: int, seconds: float) -> bool:
@@ -121,17 +119,15 @@ class GoodClient:
         return True
 
 
-async def _generate(client: Client, model: str, question: Question) -> str | None:
-    """What is wrong, if anything is."""
-    options = GenerateOptions(model=model, max_tokens=len(question.tokens), ignore_eos=True)
-    completion = await client.generate(question.prompt, **options).collect()
-    return _wrong(completion.token_ids, question)
-
-
 def _wrong(tokens: tuple[int, ...], question: Question) -> str | None:
     if tokens != question.tokens:
         return f"answered {list(tokens)}, not {list(question.tokens)}, to {list(question.prompt)}"
     return None
+
+
+def http_client(gateway: str, seconds: float) -> httpx.AsyncClient:
+    """Of a gateway. Use it as `async with`."""
+    return httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=gateway, timeout=seconds)
 
 
 async def ask_over_http(gateway: str, model: str, question: Question, seconds: float) -> tuple[int, ...]:
@@ -144,60 +140,50 @@ async def ask_over_http(gateway: str, model: str, question: Question, seconds: f
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=gateway, timeout=seconds) as client:
+    async with http_client(gateway, seconds) as client:
         answer = await client.post("/v1/completions", json=body)
         answer.raise_for_status()
         return tuple(answer.json()["choices"][0]["token_ids"])
 
 
-async def _ask_on(
-    client: Client,
-    gateway: str,
-    model: str,
-    questions: Sequence[Question],
-    first: int,
-    pause_seconds: float,
-    ends: asyncio.Event,
-) -> None:
+async def _ask_on(client: Client, task: Task, first: int, ends: asyncio.Event) -> None:
     number = first
     while not ends.is_set():
         number += ASKERS
         kind = KINDS[number // ASKERS % len(KINDS)]
-        question = questions[number % len(questions)]
+        question = task.questions[number % len(task.questions)]
         began = time.monotonic()
         problem: str | None = None
         try:
             if kind == "describe":
                 await client.describe()
             elif kind == "http":
-                problem = _wrong(await ask_over_http(gateway, model, question, TIMEOUT_SECONDS), question)
+                tokens = await ask_over_http(task.gateway, task.model, question, TIMEOUT_SECONDS)
+                problem = _wrong(tokens, question)
             else:
-                problem = await _generate(client, model, question)
+                options = GenerateOptions(model=task.model, max_tokens=len(question.tokens), ignore_eos=True)
+                completion = await client.generate(question.prompt, **options).collect()
+                problem = _wrong(completion.token_ids, question)
         except (KvpoolError, httpx.HTTPError) as error:
             problem = f"lost: {type(error).__name__}: {error}"
         ended = time.monotonic()
         print(json.dumps(asdict(Call(ended, ended - began, kind, problem))), flush=True)
-        await asyncio.sleep(pause_seconds)
+        await asyncio.sleep(task.pause_seconds)
 
 
-async def _run(manager: str, gateway: str, model: str, questions: Sequence[Question], pause_seconds: float) -> None:
+async def _run(task: Task) -> None:
     ends = asyncio.Event()
-    config = ClientConfig(manager=manager, timeout=TIMEOUT_SECONDS)
-    async with Client(config=config) as client:
-        asking = [
-            asyncio.create_task(_ask_on(client, gateway, model, questions, first, pause_seconds, ends))
-            for first in range(ASKERS)
-        ]
+    async with Client(config=ClientConfig(manager=task.manager, timeout=TIMEOUT_SECONDS)) as client:
+        asking = [asyncio.create_task(_ask_on(client, task, first, ends)) for first in range(ASKERS)]
         await asyncio.to_thread(sys.stdin.read)
         ends.set()
         await asyncio.gather(*asking)
 
 
 def main() -> None:
-    given: list[dict[str, Any]] = json.loads(sys.stdin.readline())
-    questions = [Question(tuple(one["prompt"]), tuple(one["tokens"])) for one in given]
-    manager, gateway, model, pause_seconds = sys.argv[1:]
-    asyncio.run(_run(manager, gateway, model, questions, float(pause_seconds)))
+    task: dict[str, Any] = json.loads(sys.stdin.readline())
+    questions = [Question(tuple(one["prompt"]), tuple(one["tokens"])) for one in task.pop("questions")]
+    asyncio.run(_run(Task(questions=questions, **task)))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from tests.hostile.arena import Arena
+from tests.hostile.attack import Attack
 from tests.hostile.good_client import GoodClient
-from tests.hostile.single import Outcome
 
+CALM: Final = "calm"
+"""The part without an attack, with which the others compare."""
 ANSWERS_AFTER: Final = 4
 ANSWERS_SECONDS: Final = 90.0
 """For that many answers of the good client after each part, so that no call of it is judged before it has ended."""
@@ -117,27 +118,18 @@ class Judge:
             await self._good.__aexit__(None, None, None)
             self._good = None
 
-    async def part(
-        self,
-        name: str,
-        attack: Callable[[Outcome], Awaitable[None]],
-        patience: float,
-        *,
-        is_calm: bool = False,
-        is_as_calm: bool = False,
-    ) -> Part:
-        """One attack. `patience`: seconds until the cluster must be as before. A cluster that is not is replaced. `is_calm`: there
-        is no attack; `is_as_calm`: the good client must not be twice as slow as then. It is looked at for as long then: of a few
-        calls the slowest would be the 99th percentile."""
+    async def part(self, attack: Attack, patience: float) -> Part:
+        """One attack. `patience`: seconds until the cluster must be as before. A cluster that is not is replaced. Where the good
+        client must not be twice as slow as next to no attack, it is looked at for as long as then: of a few calls the slowest would
+        be the 99th percentile."""
         good = self._good
         assert good is not None
-        calm = self._calm if is_as_calm and self._limit_seconds is not None else None
+        calm = self._calm if attack.is_as_calm and self._limit_seconds is not None else None
         lines_before = self.logs.look()
         began = time.monotonic()
-        outcome = Outcome()
         watching = asyncio.create_task(self._watch_logs())
         try:
-            await attack(outcome)
+            outcome = await attack.run(self.arena)
             if calm is not None:
                 await asyncio.sleep(began + calm.seconds - time.monotonic())
         finally:
@@ -168,8 +160,8 @@ class Judge:
             self.num_rebuilt += 1
             await self.arena.rebuild()
             await self._begin()
-        part = Part(name, ", ".join(outcome.said), seconds, times, lines, found)
-        if is_calm:
+        part = Part(attack.name, ", ".join(outcome.said), seconds, times, lines, found)
+        if attack.name == CALM:
             self._calm = part
         if calm is not None and part.quantile(0.99) >= 2 * calm.quantile(0.99):
             part.problems.append(

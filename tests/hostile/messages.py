@@ -14,30 +14,22 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-_UNSIGNED: Final = (
-    0,
-    1,
-    2,
-    3,
-    15,
-    16,
-    17,
-    64,
-    255,
-    256,
-    4095,
-    65_535,
-    65_536,
-    1 << 20,
-    (1 << 20) + 1,
-    1 << 24,
-    (1 << 31) - 1,
-)
+_SMALL: Final = (0, 1, 2, 3, 15, 16, 17, 64, 255, 256, 4095, 65_535, 65_536)
+_UNSIGNED: Final = (*_SMALL, 1 << 20, (1 << 20) + 1, 1 << 24, (1 << 31) - 1)
 _UINT32: Final = (*_UNSIGNED, 1 << 31, (1 << 32) - 1)
-_UINT64: Final = (*_UINT32, 1 << 32, 1 << 40, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 _INT32: Final = (*_UNSIGNED, -1, -(1 << 31))
-_INT64: Final = (*_INT32, (1 << 63) - 1, -(1 << 63))
 _FLOATS: Final = (0.0, -0.0, 0.5, 1.0, 2.5, -1.0, 1e-45, 3.4e38, float("inf"), float("-inf"), float("nan"))
+_EDGES: Final[dict[int, Sequence[Any]]] = {
+    FieldDescriptor.CPPTYPE_UINT32: _UINT32,
+    FieldDescriptor.CPPTYPE_UINT64: (*_UINT32, 1 << 32, 1 << 40, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1),
+    FieldDescriptor.CPPTYPE_INT32: _INT32,
+    FieldDescriptor.CPPTYPE_INT64: (*_INT32, (1 << 63) - 1, -(1 << 63)),
+    FieldDescriptor.CPPTYPE_BOOL: (False, True),
+    FieldDescriptor.CPPTYPE_ENUM: (0, 1, 2, 3, 77),
+    FieldDescriptor.CPPTYPE_FLOAT: _FLOATS,
+    FieldDescriptor.CPPTYPE_DOUBLE: _FLOATS,
+}
+"""Values at the edges of what a field can say. Strings have their own."""
 _LENGTHS: Final = (0, 1, 2, 3, 4, 5, 7, 16, 31, 32, 33, 64, 128, 129, 256, 257, 1024, 4096, 70_000)
 _MARK: Final = "MARKMARK"
 """Replaced by bytes of the same length that are not UTF-8."""
@@ -47,22 +39,9 @@ _NOT_UTF8: Final = (
     b"\xed\xa0\x80\xed\xb0\x80\xf5\x80",
 )
 _STRINGS: Final = (
-    "",
-    "a",
-    "[/x]",
-    "[bold red]x",
-    "\x1b]0;x\x07\x1b[2J",
-    "\x00",
-    "a\nb\r",
-    "\u202eabc",
-    "é" * 64,
-    "\U0001f600" * 33,
-    "{}%s%n",
-    "../../etc",
-    "x" * 128,
-    "x" * 129,
-    "x" * 257,
-    "x" * 5000,
+    *("", "a", "[/x]", "[bold red]x", "\x1b]0;x\x07\x1b[2J", "\x00", "a\nb\r", "\u202eabc"),
+    *("é" * 64, "\U0001f600" * 33, "{}%s%n", "../../etc"),
+    *("x" * length for length in (128, 129, 257, 5000)),
 )
 _MAX_DEPTH: Final = 6
 
@@ -128,26 +107,9 @@ class MessageMaker:
                 target.append(self.filled(field.message_type, strings=strings, depth=depth + 1))
 
     def _scalar(self, field: FieldDescriptor, strings: Sequence[str]) -> Any:
-        draw = self._draw
-        match field.cpp_type:
-            case FieldDescriptor.CPPTYPE_UINT32:
-                return draw.choice(_UINT32)
-            case FieldDescriptor.CPPTYPE_UINT64:
-                return draw.choice(_UINT64)
-            case FieldDescriptor.CPPTYPE_INT32:
-                return draw.choice(_INT32)
-            case FieldDescriptor.CPPTYPE_INT64:
-                return draw.choice(_INT64)
-            case FieldDescriptor.CPPTYPE_BOOL:
-                return draw.random() < 0.5
-            case FieldDescriptor.CPPTYPE_ENUM:
-                return draw.choice((0, 1, 2, 3, 77))
-            case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
-                return draw.choice(_FLOATS)
-            case _ if field.type == FieldDescriptor.TYPE_BYTES:
-                return self._bytes()
-            case _:
-                return draw.choice(strings)
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            return self._bytes()
+        return self._draw.choice(_EDGES.get(field.cpp_type, strings))
 
     def _bytes(self) -> bytes:
         """Often whole token ids of a small vocabulary, else anything."""

@@ -14,16 +14,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import httpx
-
-from tests.hostile.good_client import NO_CERTIFICATES
+from tests import http2
+from tests.hostile.connections import SLOW, at_once, drip
+from tests.hostile.good_client import http_client
 
 AT_ONCE: Final = 16
 LINGER_SECONDS: Final = 0.3
 """How long a connection waits for what the gateway answers."""
-SLOW: Final = 0.02
-"""Share of the requests that come byte by byte, and whose sender leaves in the middle."""
-SLOW_SECONDS: Final = 1.0
 RESET: Final = 0.2
 """Share of the connections that are reset at their end, with whatever is unread."""
 _NO_LINGERING: Final = struct.pack("ii", 1, 0)
@@ -54,46 +51,19 @@ def _json(value: Any) -> bytes:
 
 
 def _wrong_value(draw: random.Random) -> Any:
-    return draw.choice(
-        [
-            None,
-            True,
-            -1,
-            0,
-            1e308,
-            2**63,
-            2**70,
-            "",
-            "x" * draw.randrange(5000),
-            "\ud800",
-            [],
-            [[]],
-            [None],
-            {},
-            {"a": {}},
-        ]
-    )
+    numbers = (True, -1, 0, 1e308, 2**63, 2**70)
+    texts = ("", "x" * draw.randrange(5000), "\ud800")
+    return draw.choice([None, *numbers, *texts, [], [[]], [None], {}, {"a": {}}])
+
+
+_OPTIONS: Final = ("temperature", "n", "stop", "logprobs", "seed", "logit_bias", "stream", "model", "echo")
 
 
 def _wrong_body(draw: random.Random) -> bytes:
     """Fields that exist, with values of any kind."""
-    fields = (
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "n",
-        "stop",
-        "logprobs",
-        "seed",
-        "logit_bias",
-        "stream",
-        "model",
-        "echo",
-    )
-    body = {"prompt": [1, 2, 3], "max_tokens": 2} | {
-        name: _wrong_value(draw) for name in draw.sample(fields, draw.randrange(1, 4))
-    }
-    return _request(body=_json(body))
+    fields = ("prompt", "max_tokens", *_OPTIONS)
+    wrong = {name: _wrong_value(draw) for name in draw.sample(fields, draw.randrange(1, 4))}
+    return _request(body=_json({"prompt": [1, 2, 3], "max_tokens": 2} | wrong))
 
 
 def _wrong_chat(draw: random.Random) -> bytes:
@@ -152,23 +122,14 @@ CASES: Final[tuple[Case, ...]] = (
 )
 
 
-async def malformed(
-    url: str, seed: int, count: int, on_done: Callable[[int], None] = lambda done: None
-) -> Counter[str]:
+async def malformed(url: str, seed: int, count: int, on_done: Callable[[int], None]) -> Counter[str]:
     """`count` connections with a case each. Returns the statuses of the answers, and how often there was none."""
-    outcomes: Counter[str] = Counter()
-    numbers = iter(range(count))
 
-    async def run() -> None:
-        for number in numbers:
-            draw = random.Random(f"{seed} {number}")
-            outcomes.update(await _send(url, CASES[number % len(CASES)](draw), draw))
-            on_done(number + 1)
+    async def one(number: int) -> list[str]:
+        draw = random.Random(f"{seed} {number}")
+        return await _send(url, CASES[number % len(CASES)](draw), draw)
 
-    async with asyncio.TaskGroup() as running:
-        for _ in range(AT_ONCE):
-            running.create_task(run())
-    return outcomes
+    return await at_once(count, one, on_done, AT_ONCE)
 
 
 async def _send(url: str, payload: bytes, draw: random.Random) -> list[str]:
@@ -179,9 +140,7 @@ async def _send(url: str, payload: bytes, draw: random.Random) -> list[str]:
         return ["not accepted"]
     try:
         if draw.random() < SLOW:
-            for byte in payload[: draw.randint(1, 60)]:
-                writer.write(bytes([byte]))
-                await asyncio.sleep(SLOW_SECONDS / 60)
+            await drip(http2.Connection(reader, writer), payload[: draw.randint(1, 60)])
             return ["left in the middle"]
         writer.write(payload)
         answer = bytearray()
@@ -227,25 +186,24 @@ async def idle(url: str, count: int) -> AsyncIterator[int]:
         yield num_open
 
 
-@asynccontextmanager
-async def unread_answers(url: str, count: int) -> AsyncIterator[None]:
-    """Answers of some megabytes each, none of which is read."""
-    asked = {"prompt": list(range(1, 251)), "max_tokens": 1, "n": 32, "echo": True, "logprobs": 20, "stream": True}
-    # A tenant of its own: that others wait for what was asked for first is no failure.
-    body = _json(asked | {"user": "attacker"})
-    async with _unread(url, count, _request(body=body)):
-        yield
+# A tenant of its own: that others wait for what was asked for first is no failure.
+_LONG: Final = {
+    "prompt": list(range(1, 251)),
+    "max_tokens": 1,
+    "n": 32,
+    "echo": True,
+    "logprobs": 20,
+    "user": "attacker",
+}
+LONG_ANSWER: Final = _request(body=_json(_LONG | {"stream": True}))
+"""Some megabytes each."""
+EVENT_STREAM: Final = _request("GET", "/api/watch?interval_ms=100")
+"""Of the page."""
 
 
 @asynccontextmanager
-async def unread_viewers(url: str, count: int) -> AsyncIterator[None]:
-    """Event streams of the page, none of which is read."""
-    async with _unread(url, count, _request("GET", "/api/watch?interval_ms=100")):
-        yield
-
-
-@asynccontextmanager
-async def _unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
+async def unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
+    """`count` connections that ask with this payload, and read nothing."""
     loop = asyncio.get_running_loop()
     sockets: list[socket.socket] = []
     try:
@@ -264,7 +222,7 @@ async def _unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
 
 async def num_cut_off(url: str) -> int:
     """How many connections the gateway has closed because their readers took nothing."""
-    async with httpx.AsyncClient(verify=NO_CERTIFICATES, base_url=url, timeout=30) as client:
+    async with http_client(url, 30.0) as client:
         found = _CUT_OFF.search((await client.get("/metrics")).text)
         return 0 if found is None else round(float(found[1]))
 

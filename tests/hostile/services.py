@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ class Rpc:
 
     @property
     def name(self) -> str:
-        """Without the service."""
         return self.path.rpartition("/")[2]
 
     async def call(self, channel: grpc.aio.Channel, payload: bytes, seconds: float, max_answers: int = 1) -> None:
@@ -47,19 +45,15 @@ class Rpc:
         call.cancel()
 
 
-def _rpcs(files: tuple[Any, ...]) -> Iterator[Rpc]:
-    for file in files:
-        for service in file.services_by_name.values():
-            for method in service.methods:
-                path = f"/{service.full_name}/{method.name}"
-                yield Rpc(path, method.input_type, method.client_streaming, method.server_streaming)
+def _rpcs(file: Any) -> tuple[Rpc, ...]:
+    """The methods of a file's services, of health and of reflection."""
+    services = [service for one in (file, *_EVERYWHERE) for service in one.services_by_name.values()]
+    return tuple(
+        Rpc(f"/{service.full_name}/{method.name}", method.input_type, method.client_streaming, method.server_streaming)
+        for service in services
+        for method in service.methods
+    )
 
 
-def manager_rpcs() -> list[Rpc]:
-    """Of the manager: its own, health and reflection."""
-    return list(_rpcs((cache_pb2.DESCRIPTOR, *_EVERYWHERE)))
-
-
-def worker_rpcs() -> list[Rpc]:
-    """Of a worker: its own, health and reflection."""
-    return list(_rpcs((worker_pb2.DESCRIPTOR, *_EVERYWHERE)))
+MANAGER_RPCS = _rpcs(cache_pb2.DESCRIPTOR)
+WORKER_RPCS = _rpcs(worker_pb2.DESCRIPTOR)

@@ -1,7 +1,6 @@
 """Attacks of one message or a few, each by name: what was seen to stop, poison or wedge a cluster.
 
-An attack reports what it was answered, and what is wrong that the state of the cluster afterwards does not show. Sessions that the
-attacker takes for its own lead its calls with all that Register has answered it; in those of others it has what Describe shows.
+In sessions of its own the attacker has the key that Register has answered it, in those of others what Describe shows.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -26,16 +24,13 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 from tests import http2
 from tests.attacks import at_manager, at_worker
 from tests.cluster.cluster import MANAGER
-from tests.hostile.arena import BLOCK_SIZE, CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
+from tests.hostile.arena import CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
+from tests.hostile.attack import Attack, Outcome, status_of
+from tests.hostile.cost import Cost
 from tests.hostile.fuzz import DEFECTS
-from tests.hostile.services import manager_rpcs, worker_rpcs
+from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS
 from tests.hostile.stranger import FINGERPRINT, Stranger, registration
 
-LARGEST: Final = (1 << 64) - 1
-GROWTH_BYTES: Final = 96 << 20
-"""What one message, or a handful, may add to a process at its highest: 16 MiB are held several times on their way."""
-CPU_SHARE: Final = 0.5
-"""Of one core, that a process may use next to an attack that repeats itself."""
 SLACK_SECONDS: Final = 4.0
 """On a busy machine."""
 NUM_WATCHERS: Final = 64
@@ -44,120 +39,43 @@ LOOK_SECONDS: Final = 15.0
 COMMAND_SECONDS: Final = 60.0
 
 
-@dataclass
-class Outcome:
-    """What came of an attack."""
-
-    said: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
-Attack = Callable[[Arena, Outcome], Coroutine[Any, Any, None]]
-
-
-@dataclass(frozen=True)
-class Single:
-    """An attack by name."""
-
-    name: str
-    attack: Attack
-    costs_a_session: bool = False
-    """The cluster may have to wait for leases until it is as before."""
-    is_as_calm: bool = False
-    """The good client's calls take no longer than next to no attack, at the 99th percentile less than twice as long."""
-
-    async def run(self, arena: Arena, outcome: Outcome) -> None:
-        """Do it. What ends it early is part of the outcome."""
-        try:
-            await self.attack(arena, outcome)
-        except grpc.aio.AioRpcError as error:
-            outcome.problems.append(f"a call that should work did not: {error.code().name}: {error.details()}")
-        except (OSError, TimeoutError) as error:
-            outcome.problems.append(f"could not connect: {error!r}")
-
-
-async def _status(call: Awaitable[object]) -> grpc.StatusCode:
-    """What the call is answered."""
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
-
-
-def peak_bytes(pid: int) -> int:
-    """The most that the process ever had in memory."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
-
-
-class _Memory:
-    """How far attacks push up the highest memory of a process."""
-
-    def __init__(self, arena: Arena, name: str) -> None:
-        self._process = arena.cluster.processes[name]
-        # Let the peak begin at what it has now; the kernel counts on from there.
-        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
-        self._before = self._process.resident_bytes
-
-    def judge(self, outcome: Outcome) -> None:
-        """Note how much it was, and whether that is too much."""
-        if self._process.status is not None:
-            return
-        grown = peak_bytes(self._process.pid) - self._before
-        outcome.said.append(f"{self._process.name} grew by up to {grown >> 20} MiB")
-        if grown > GROWTH_BYTES:
-            outcome.problems.append(f"{self._process.name} grew by {grown >> 20} MiB, more than {GROWTH_BYTES >> 20}")
-
-
 # -- requests that are none
 
 
-async def _path(arena: Arena, outcome: Outcome, name: str) -> None:
+async def path_not_utf8(arena: Arena, outcome: Outcome, name: str) -> None:
     async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
         await connection.send(http2.PREFACE, http2.settings(), http2.call(b"/\xff", b""))
         closed = await connection.read_until_end(0.5)
     outcome.said.append(f"connection {'closed' if closed else 'left open'}")
 
 
-async def path_at_manager(arena: Arena, outcome: Outcome) -> None:
-    """A `:path` that is not UTF-8."""
-    await _path(arena, outcome, MANAGER)
-
-
-async def path_at_worker(arena: Arena, outcome: Outcome) -> None:
-    """The same at a worker."""
-    await _path(arena, outcome, VICTIM)
-
-
 async def oversize(arena: Arena, outcome: Outcome) -> None:
     """Messages over the transport's limit and at it, one that claims to be of 4 GiB, and one that is 48 MiB once unpacked."""
-    for name, rpcs, method in ((MANAGER, manager_rpcs(), "Route"), (VICTIM, worker_rpcs(), "Generate")):
+    for name, rpcs, method in ((MANAGER, MANAGER_RPCS, "Route"), (VICTIM, WORKER_RPCS, "Generate")):
         rpc = next(rpc for rpc in rpcs if rpc.name == method)
-        path = rpc.path
-        memory = _Memory(arena, name)
+        path = rpc.path.encode()
+        cost = Cost(arena, name)
         async with arena.channel(name) as channel:
             for size in ((16 << 20) + 1, 48 << 20, (16 << 20) - 64):
                 # Field 99, which no message has: a parser would keep it.
                 payload = b"\x9a\x06" + _varint(size) + bytes(size)
-                code = await _status(rpc.call(channel, payload, CALL_SECONDS))
+                code = await status_of(rpc.call(channel, payload, CALL_SECONDS))
                 outcome.said.append(f"{size >> 20} MiB to {name}: {code.name}")
                 if code is grpc.StatusCode.OK or code in DEFECTS:
-                    outcome.problems.append(f"{size:,} bytes to {path} were answered {code.name}")
+                    outcome.problems.append(f"{size:,} bytes to {rpc.path} were answered {code.name}")
         async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
-            claim = http2.message(b"", length=LARGEST & 0xFFFFFFFF)
-            await connection.send(http2.PREFACE, http2.settings(), http2.headers(http2.request_headers(path.encode())))
-            await connection.send(http2.data(claim, flags=0))
+            await connection.send(http2.PREFACE, http2.settings(), http2.headers(http2.request_headers(path)))
+            await connection.send(http2.data(http2.message(b"", length=(1 << 32) - 1), flags=0))
             await connection.read_until_end(0.3)
         async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
-            head = http2.headers(http2.request_headers(path.encode(), further=[(b"grpc-encoding", b"gzip")]))
+            head = http2.headers(http2.request_headers(path, further=[(b"grpc-encoding", b"gzip")]))
             # Under 64 KiB, so that it fits the window that a connection begins with.
             bomb = http2.message(gzip.compress(bytes(48 << 20)), compressed=1)
             await connection.send(http2.PREFACE, http2.settings(), head)
             for at in range(0, len(bomb), 1 << 14):
                 await connection.send(http2.data(bomb[at : at + (1 << 14)], flags=http2.Flag.NONE))
             await connection.read_until_end(0.3)
-        memory.judge(outcome)
+        cost.judge(outcome)
 
 
 def _varint(value: int) -> bytes:
@@ -172,13 +90,6 @@ def _varint(value: int) -> bytes:
 
 _LONG: Final = worker_pb2.StopConditions(max_tokens=300, ignore_eos=True)
 """Of a stream that Describe shows while it runs."""
-
-
-async def _own(arena: Arena, channel: grpc.aio.Channel, **fields: Any) -> Stranger:
-    """A session of the attacker's own, whose key, if there are keys, it tries on the sessions of others."""
-    stranger = Stranger(channel, **fields)
-    await stranger.register()
-    return stranger
 
 
 async def _seen_running(arena: Arena, sequence_id: str) -> cache_pb2.WorkerDescription | None:
@@ -225,70 +136,65 @@ async def _during_a_stream(
                 outcome.problems.append(f"the stream that ran gave {len(tokens)} tokens, or wrong ones")
 
 
-async def _judge_message(outcome: Outcome, name: str, wanted: grpc.StatusCode, call: Awaitable[object]) -> None:
-    code = await _status(call)
-    if code is not wanted:
-        outcome.problems.append(f"{name} was answered {code.name}, not {wanted.name}")
+async def _judge_messages(
+    arena: Arena, outcome: Outcome, name: str, calls: Sequence[tuple[Any, Callable[[], Awaitable[object]]]]
+) -> None:
+    """Each message is answered the status of the table, and costs its receiver a line of the log at most."""
+    process = arena.cluster.processes[name]
+    lines = process.log.count("\n")
+    for message, call in calls:
+        code = await status_of(call())
+        if code is not message.code:
+            outcome.problems.append(f"{message} was answered {code.name}, not {message.code.name}")
+    added = process.log.count("\n") - lines
+    outcome.said.append(f"{len(calls)} messages, {added} log lines")
+    if added > len(calls):
+        outcome.problems.append(f"{name} logged {added} lines")
 
 
 async def messages_to_the_manager(arena: Arena, outcome: Outcome) -> None:
-    """In the session of another, with impossible numbers, in another's name, and bytes: refused, with a line of the log at most."""
-    lines = arena.cluster.processes[MANAGER].log.count("\n")
+    """In the session of another, with impossible numbers, in another's name, and bytes."""
 
     async def attack(worker: cache_pb2.WorkerDescription) -> None:
         async with arena.channel() as channel:
-            own = await _own(arena, channel)
-            scene = at_manager.Scene(
-                channel, worker, own.registered.session, own.registered.session_key, registration("one more")
-            )
+            # A session of the attacker's own, whose key it tries on those of others.
+            own = await Stranger.begin_on(channel)
+            scene = at_manager.Scene(channel, worker, own.session, own.session_key, registration("one more"))
             # Those that could end the stream first, so that they come while it runs.
-            for one in at_manager.ALL:
-                await _judge_message(outcome, one.name, one.code, one.send(scene))
+            calls = [(one, partial(one.send, scene)) for one in at_manager.ALL]
+            await _judge_messages(arena, outcome, MANAGER, calls)
             await own.deregister()
 
     await _during_a_stream(arena, outcome, attack)
-    added = arena.cluster.processes[MANAGER].log.count("\n") - lines
-    outcome.said.append(f"{len(at_manager.ALL)} messages, {added} log lines")
-    if added > len(at_manager.ALL):
-        outcome.problems.append(f"the manager logged {added} lines")
 
 
 async def messages_to_a_worker(arena: Arena, outcome: Outcome) -> None:
     """Bytes, and a text that it refuses before it is tokenised: memory shows it, on a fast machine too."""
-    memory, lines = _Memory(arena, VICTIM), arena.cluster.processes[VICTIM].log.count("\n")
+    cost = Cost(arena, VICTIM)
     async with arena.channel(VICTIM) as channel:
-        for one in at_worker.ALL:
-            call: Any = channel.unary_unary(one.path)
-            await _judge_message(outcome, one.name, one.code, call(one.payload(), timeout=COMMAND_SECONDS))
-    added = arena.cluster.processes[VICTIM].log.count("\n") - lines
-    outcome.said.append(f"{len(at_worker.ALL)} messages, {added} log lines")
-    if added > len(at_worker.ALL):
-        outcome.problems.append(f"the worker logged {added} lines")
-    memory.judge(outcome)
+
+        def call(one: at_worker.Attack) -> Awaitable[object]:
+            method: Any = channel.unary_unary(one.path)
+            answer: Awaitable[object] = method(one.payload(), timeout=COMMAND_SECONDS)
+            return answer
+
+        await _judge_messages(arena, outcome, VICTIM, [(one, partial(call, one)) for one in at_worker.ALL])
+    cost.judge(outcome)
 
 
 # -- registrations
 
 
-async def own_epoch(arena: Arena, outcome: Outcome) -> None:
-    """Claims, again and again, to have seen the manager's epoch in another life. Others may lose their session at most once per
-    lease, the bound of a manager that began without a state file."""
-    await _claim_epochs(arena, outcome, [None] * 10)
-
-
-async def largest_epoch(arena: Arena, outcome: Outcome) -> None:
-    """Claims to have seen an epoch after which few are left."""
-    await _claim_epochs(arena, outcome, [(1 << 23) - 1] * 3)
-
-
-async def _claim_epochs(arena: Arena, outcome: Outcome, claims: Sequence[int | None]) -> None:
+async def claim_epochs(arena: Arena, outcome: Outcome, claims: Sequence[int | None]) -> None:
+    """Claim, again and again, to have seen epochs in another life; None: the manager's own. Others may lose their session at most
+    once per lease, the bound of a manager that began without a state file."""
     began_at, before = time.monotonic(), (await arena.describe()).epoch
     sessions = {name: {(await arena.described(name)).session} for name in WORKERS}
     async with arena.channel() as channel:
         for claim in claims:
             epoch = (await arena.describe()).epoch if claim is None else claim
             request = registration(highest_epoch_seen=epoch)
-            outcome.said.append((await _status(arena.stub(channel).Register(request, timeout=CALL_SECONDS))).name)
+            outcome.said.append((await status_of(arena.stub(channel).Register(request, timeout=CALL_SECONDS))).name)
             for problem in await arena.problems(LOOK_SECONDS):
                 outcome.problems.append(problem)
                 return
@@ -306,72 +212,50 @@ async def _claim_epochs(arena: Arena, outcome: Outcome, claims: Sequence[int | N
 
 async def huge_pools(arena: Arena, outcome: Outcome) -> None:
     """Eight registrations of 2^24 blocks each."""
-    memory = _Memory(arena, MANAGER)
+    cost = Cost(arena, MANAGER)
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(arena.channel())
         codes = []
         for number in range(8):
             stranger = Stranger(channel, f"huge-{number}", num_blocks=1 << 24)
-            codes.append(await _status(stranger.register()))
+            codes.append(await status_of(stranger.register()))
             if codes[-1] is grpc.StatusCode.OK:
-                stack.push_async_callback(_status, stranger.deregister())
+                stack.push_async_callback(status_of, stranger.deregister())
         outcome.said.append(", ".join(sorted({code.name for code in codes})))
-        memory.judge(outcome)
+        cost.judge(outcome)
 
 
 async def huge_wish(arena: Arena, outcome: Outcome) -> None:
     """One call that wishes for a reserve of 2^24 blocks; its reply must come, and so must that to the next heartbeat."""
-    memory = _Memory(arena, MANAGER)
+    cost = Cost(arena, MANAGER)
     async with arena.channel() as channel:
         stranger = Stranger(channel, num_blocks=1 << 24)
-        code = await _status(stranger.register())
+        stranger.seconds = COMMAND_SECONDS
+        code = await status_of(stranger.register())
         outcome.said.append(f"Register: {code.name}")
         if code is not grpc.StatusCode.OK:
             return
-        wish = cache_pb2.ReserveWish(tier=common_pb2.TIER_DEVICE, num_blocks=1 << 24)
-        request = cache_pb2.AppendRequest(uplink=stranger.uplink(reserve_wishes=[wish]))
-        code = await _status(stranger.stub.Append(request, timeout=60.0))
-        outcome.said.append(f"Append: {code.name}")
-        beat = cache_pb2.KeepAliveRequest()
-        stranger.led(beat)
-        after = await _status(stranger.stub.KeepAlive(beat, timeout=60.0))
-        outcome.said.append(f"KeepAlive: {after.name}")
-        for what, found in (("Append", code), ("KeepAlive", after)):
+        append = cache_pb2.AppendRequest(uplink=stranger.uplink(1 << 24))
+        calls: dict[str, Awaitable[object]] = {
+            "Append": stranger.stub.Append(append, timeout=COMMAND_SECONDS),
+            "KeepAlive": stranger.keep_alive(),
+        }
+        for what, call in calls.items():
+            code = await status_of(call)
+            outcome.said.append(f"{what}: {code.name}")
             # A call that was executed and whose reply cannot be sent is the one thing that may not be.
-            if found not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
-                outcome.problems.append(f"{what} was answered {found.name}: its reply could not be sent")
-        memory.judge(outcome)
-        await _status(stranger.deregister())
+            if code not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+                outcome.problems.append(f"{what} was answered {code.name}: its reply could not be sent")
+        cost.judge(outcome)
+        await status_of(stranger.deregister())
 
 
 # -- the same for ever
 
 
-class _Cpu:
-    """CPU time of a process during an attack, the good client's calls included."""
-
-    def __init__(self, arena: Arena, name: str) -> None:
-        self._process = arena.cluster.processes[name]
-        self._began_at = time.monotonic()
-        self._before = self._seconds()
-
-    def _seconds(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def judge(self, outcome: Outcome) -> None:
-        """Note how much it was, and whether that is too much."""
-        if self._process.status is not None:
-            return
-        used, most = self._seconds() - self._before, 1.0 + CPU_SHARE * (time.monotonic() - self._began_at)
-        outcome.said.append(f"{self._process.name} used {used:.1f} s of CPU")
-        if used > most:
-            outcome.problems.append(f"{self._process.name} used {used:.1f} s of CPU, more than {most:.1f}")
-
-
 async def _for_ever(step: Callable[[], Awaitable[object]], seconds: float) -> None:
     while True:
-        await _status(step())
+        await status_of(step())
         await asyncio.sleep(seconds)
 
 
@@ -379,7 +263,7 @@ async def _next_to(
     arena: Arena, outcome: Outcome, attackers: Sequence[Coroutine[Any, Any, None]], work: Awaitable[None]
 ) -> None:
     """Do the work of a good peer while attackers go on, with bounds on what all of it costs the manager."""
-    memory, cpu = _Memory(arena, MANAGER), _Cpu(arena, MANAGER)
+    cost = Cost(arena, MANAGER, most_cpu_seconds=1.0)
     tasks = [asyncio.create_task(attacker) for attacker in attackers]
     try:
         await work
@@ -387,51 +271,26 @@ async def _next_to(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    memory.judge(outcome)
-    cpu.judge(outcome)
+    cost.judge(outcome)
 
 
-class _Reporter(Stranger):
-    """A worker that reports what it holds, as after a restart of the manager."""
-
-    def __init__(self, channel: grpc.aio.Channel, **fields: Any) -> None:
-        super().__init__(channel, holds_state=True, **fields)
-        self.part = 0
-
-    async def next_part(self, *, last: bool = False) -> None:
-        """The first is live, the others state one content each. Raises AioRpcError."""
-        request = cache_pb2.ReportRequest(uplink=self.uplink(), part=self.part, live=not self.part, last=last)
-        if self.part:
-            run = request.contents.add(tokens=self.part.to_bytes(4, "little") * BLOCK_SIZE)
-            run.root.model_fingerprint = FINGERPRINT
-            run.blocks.add(group=0, tier=common_pb2.TIER_DEVICE, block_ids=[0], generations=[0])
-        await self.stub.Report(request, timeout=CALL_SECONDS)
-        self.part += 1
-
-    async def keep_alive(self) -> None:
-        """Raises AioRpcError."""
-        request = cache_pb2.KeepAliveRequest()
-        self.led(request)
-        await self.stub.KeepAlive(request, timeout=CALL_SECONDS)
-
-    async def go_on_for_ever(self) -> None:
-        """As far as the first content, and then nothing but heartbeats."""
-        await _status(self.register())
-        while True:
-            if self.part < 2:
-                await _status(self.next_part())
-            await _status(self.keep_alive())
-            await asyncio.sleep(0.1)
+async def _report_for_ever(reporter: Stranger) -> None:
+    """As far as the first content, and then nothing but heartbeats."""
+    await status_of(reporter.register())
+    while True:
+        if reporter.part < 2:
+            await status_of(reporter.report_next())
+        await status_of(reporter.keep_alive())
+        await asyncio.sleep(0.1)
 
 
 async def _report(arena: Arena, outcome: Outcome, most_seconds: float) -> None:
-    """A report to its end."""
     async with arena.channel() as channel:
-        reporter = _Reporter(channel)
+        reporter = Stranger(channel, holds_state=True)
         await reporter.register()
-        await reporter.next_part()
+        await reporter.report_next()
         began_at = time.monotonic()
-        while await _status(reporter.next_part(last=True)) is not grpc.StatusCode.OK:
+        while await status_of(reporter.report_next(last=True)) is not grpc.StatusCode.OK:
             if time.monotonic() - began_at > most_seconds:
                 outcome.problems.append(f"a report of two parts is not taken in after {most_seconds:g} s")
                 break
@@ -444,40 +303,39 @@ async def _report(arena: Arena, outcome: Outcome, most_seconds: float) -> None:
 async def registers_for_ever(arena: Arena, outcome: Outcome) -> None:
     """Workers that register several times a second, under one name and under new ones; the report of another one must end."""
     async with arena.channel() as channel:
-        again = _Reporter(channel)
+        again = Stranger(channel, holds_state=True)
 
         async def under_a_new_name() -> None:
-            new = _Reporter(channel)
+            new = Stranger(channel, holds_state=True)
             await new.register()
             await asyncio.sleep(0.5)
             await new.deregister()
 
         attackers = _for_ever(again.register, 0.2), _for_ever(under_a_new_name, 0.0)
         await _next_to(arena, outcome, attackers, _report(arena, outcome, REPORT_FIRST_SECONDS + SLACK_SECONDS))
-        await _status(again.deregister())
+        await status_of(again.deregister())
 
 
 async def reports_without_end(arena: Arena, outcome: Outcome) -> None:
     """As many reports as may state contents at the same time; the report of another worker must end."""
     async with arena.channel() as channel:
-        endless = [_Reporter(channel) for _ in range(Limits().max_reports_at_once)]
+        endless = [Stranger(channel, holds_state=True) for _ in range(Limits().max_reports_at_once)]
         most = REPORT_FIRST_SECONDS + 2 * arena.lease_seconds + SLACK_SECONDS
 
         async def work() -> None:
             await asyncio.sleep(1.0)
             await _report(arena, outcome, most)
 
-        await _next_to(arena, outcome, [one.go_on_for_ever() for one in endless], work())
+        await _next_to(arena, outcome, [_report_for_ever(one) for one in endless], work())
         for one in endless:
-            await _status(one.deregister())
+            await status_of(one.deregister())
 
 
 async def hears_nothing(arena: Arena, outcome: Outcome) -> None:
     """A worker whose heartbeats arrive and that no answer reaches: Route must stop naming it."""
     async with arena.channel() as channel:
-        deaf = await _own(arena, channel)
-        beat = cache_pb2.KeepAliveRequest(answer_ack=0)
-        deaf.led(beat)
+        deaf = await Stranger.begin_on(channel)
+        beat = cache_pb2.KeepAliveRequest(session=deaf.session, session_key=deaf.session_key, answer_ack=0)
         route = cache_pb2.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=bytes(4))
 
         async def work() -> None:
@@ -493,11 +351,12 @@ async def hears_nothing(arena: Arena, outcome: Outcome) -> None:
             return await deaf.stub.KeepAlive(beat, timeout=CALL_SECONDS)
 
         await _next_to(arena, outcome, [_for_ever(send, 0.5)], work())
-        await _status(deaf.deregister())
+        await status_of(deaf.deregister())
 
 
-async def _watch_next_to(arena: Arena, outcome: Outcome, num_connections: int, most_seconds: float) -> None:
-    """Streams of Watch for all places, half of them unread; then one more, which must be shown something."""
+async def watch_next_to(arena: Arena, outcome: Outcome, num_connections: int, most_seconds: float) -> None:
+    """Streams of Watch for all places, half of them unread; then one more, which must be shown something. With one connection each
+    they are from the host of everybody else."""
     request = cache_pb2.WatchRequest(picture=cache_pb2.PictureOptions(interval_ms=1000, include_blocks=True))
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(arena.channel()) for _ in range(num_connections)]
@@ -514,30 +373,17 @@ async def _watch_next_to(arena: Arena, outcome: Outcome, num_connections: int, m
             async with arena.channel() as channel:
                 while True:
                     call = arena.stub(channel).Watch(request, timeout=CALL_SECONDS)
-                    if await _status(call.read()) is grpc.StatusCode.OK:
+                    if await status_of(call.read()) is grpc.StatusCode.OK:
                         break
                     if time.monotonic() - began_at > most_seconds:
-                        outcome.problems.append(
-                            f"no place for a stream of another connection after {most_seconds:.1f} s"
-                        )
+                        outcome.problems.append(f"no place for another stream after {most_seconds:.1f} s")
                         break
                     await asyncio.sleep(0.2)
                 call.cancel()
-            outcome.said.append(
-                f"{NUM_WATCHERS} streams; another one was shown something after {time.monotonic() - began_at:.1f} s"
-            )
+            seconds = time.monotonic() - began_at
+            outcome.said.append(f"{NUM_WATCHERS} streams; another one was shown something after {seconds:.1f} s")
 
         await _next_to(arena, outcome, [hold(number) for number in range(NUM_WATCHERS)], work())
-
-
-async def watches_over_one_connection(arena: Arena, outcome: Outcome) -> None:
-    """As many streams of Watch as there are places."""
-    await _watch_next_to(arena, outcome, 1, SLACK_SECONDS)
-
-
-async def watches_over_many_connections(arena: Arena, outcome: Outcome) -> None:
-    """Each over a connection of its own, from the host of everybody else."""
-    await _watch_next_to(arena, outcome, NUM_WATCHERS, TURN_SECONDS + SLACK_SECONDS)
 
 
 STRANGE_NAMES: Final = ("[/x]", "[bold red]x", "\x1b]0;PWN\x07\x1b[2J", "a\nb", "\u202ex")
@@ -552,7 +398,7 @@ async def strange_names(arena: Arena, outcome: Outcome) -> None:
         strangers = []
         for number, name in enumerate(STRANGE_NAMES):
             stranger = Stranger(channel, f"{name}{number}", model_name=f"{name} model", address=f"{name}:1")
-            code = await _status(stranger.register())
+            code = await status_of(stranger.register())
             outcome.said.append(code.name)
             if code is grpc.StatusCode.OK:
                 strangers.append(stranger)
@@ -562,7 +408,7 @@ async def strange_names(arena: Arena, outcome: Outcome) -> None:
         if b"\x1b" in shown or b"\x07" in shown:
             outcome.problems.append("kvpool status let an escape through to the terminal")
         for stranger in strangers:
-            await _status(stranger.deregister())
+            await status_of(stranger.deregister())
     if b"\x1b" in log.read_bytes()[logged:]:
         outcome.problems.append("the manager's log has an escape of another's name in it")
 
@@ -580,19 +426,28 @@ async def _kvpool(arena: Arena, arguments: Sequence[str]) -> bytes:
 
 
 SINGLES: Final = (
-    Single("path not UTF-8, manager", path_at_manager),
-    Single("path not UTF-8, worker", path_at_worker),
-    Single("messages to the manager", messages_to_the_manager),
-    Single("messages to a worker", messages_to_a_worker),
-    Single("oversize", oversize),
-    Single("the manager's own epoch, claimed", own_epoch, costs_a_session=True),
-    Single("epoch 2^23-1", largest_epoch, costs_a_session=True),
-    Single("2^24 blocks", huge_pools),
-    Single("reserve wish of 2^24", huge_wish),
-    Single("worker [/x]", strange_names),
-    Single("Register for ever", registers_for_ever, is_as_calm=True),
-    Single("reports without end", reports_without_end, is_as_calm=True),
-    Single("a worker that hears nothing", hears_nothing, is_as_calm=True),
-    Single("64 streams of Watch, one connection", watches_over_one_connection, is_as_calm=True),
-    Single("64 streams of Watch, 64 connections", watches_over_many_connections, is_as_calm=True),
+    Attack("path not UTF-8, manager", partial(path_not_utf8, name=MANAGER)),
+    Attack("path not UTF-8, worker", partial(path_not_utf8, name=VICTIM)),
+    Attack("messages to the manager", messages_to_the_manager),
+    Attack("messages to a worker", messages_to_a_worker),
+    Attack("oversize", oversize),
+    Attack("the manager's own epoch, claimed", partial(claim_epochs, claims=[None] * 10), costs_a_session=True),
+    # After which few are left.
+    Attack("epoch 2^23-1", partial(claim_epochs, claims=[(1 << 23) - 1] * 3), costs_a_session=True),
+    Attack("2^24 blocks", huge_pools),
+    Attack("reserve wish of 2^24", huge_wish),
+    Attack("worker [/x]", strange_names),
+    Attack("Register for ever", registers_for_ever, is_as_calm=True),
+    Attack("reports without end", reports_without_end, is_as_calm=True),
+    Attack("a worker that hears nothing", hears_nothing, is_as_calm=True),
+    Attack(
+        "64 streams of Watch, one connection",
+        partial(watch_next_to, num_connections=1, most_seconds=SLACK_SECONDS),
+        is_as_calm=True,
+    ),
+    Attack(
+        "64 streams of Watch, 64 connections",
+        partial(watch_next_to, num_connections=NUM_WATCHERS, most_seconds=TURN_SECONDS + SLACK_SECONDS),
+        is_as_calm=True,
+    ),
 )

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import pytest_asyncio
 
 from tests import http2
-from tests.hostile import connections
 from tests.hostile.arena import VICTIM, Arena
-from tests.hostile.at_gateway import GATEWAY_SINGLES
-from tests.hostile.campaign import (
-    READER_SLACK,
-    Settings,
-    allow_files,
-    fuzz,
-    hold_idle,
-    hold_idle_http,
-    hold_unread,
-    hold_viewers,
-    malformed_http,
-    worker_settings,
-)
+from tests.hostile.attack import Attack
+from tests.hostile.campaign import Settings, allow_files, attacks, wait, worker_settings
 from tests.hostile.judge import Judge, Part
 from tests.hostile.malformed import CASES
 from tests.hostile.messages import MessageMaker
 from tests.hostile.over_http import CASES as CASES_OF_HTTP
-from tests.hostile.services import manager_rpcs, worker_rpcs
-from tests.hostile.single import SINGLES, Outcome, Single
+from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATIENCE = 60.0
 """Seconds for whatever must be as before; on a machine that is busy with other things too."""
-LEASE_SECONDS = 2.0
+SMALL = Settings(
+    num_messages=200,
+    num_malformed=4 * len(CASES),
+    num_idle=40,
+    num_reset_connections=4,
+    num_resets_each=100,
+    num_slow_readers=4,
+    num_malformed_http=2 * len(CASES_OF_HTTP),
+    num_idle_http=40,
+    num_viewers=12,
+    reader_seconds=90.0,
+    lease_seconds=2.0,
+)
 TURN_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
 """Of the good client: its times are not judged here, so it need not keep a core busy."""
@@ -48,7 +48,7 @@ async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge
     folder = tmp_path_factory.mktemp("hostile")
     arena = Arena(
         folder,
-        lease_seconds=LEASE_SECONDS,
+        lease_seconds=SMALL.lease_seconds,
         worker_settings=worker_settings(),
         pause_seconds=PAUSE_SECONDS,
         turn_seconds=TURN_SECONDS,
@@ -57,13 +57,15 @@ async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge
         yield started
 
 
-async def _withstands(judge: Judge, name: str, attack: Callable[[Outcome], Awaitable[None]]) -> None:
-    """No process ends, the cluster is as before, `check` is clean, and the good client loses no answer and gets none wrong."""
-    part = await judge.part(name, attack, PATIENCE)
-    assert part.problems == [], f"{name} ({part.said})"
-
-
 IN_SMALL = (
+    "mutated messages",
+    "malformed connections",
+    "idle connections",
+    "rapid reset",
+    "slow readers",
+    "HTTP: malformed requests",
+    "HTTP: idle connections",
+    "HTTP: viewers that stop",
     "path not UTF-8, manager",
     "path not UTF-8, worker",
     "messages to the manager",
@@ -80,54 +82,14 @@ IN_SMALL = (
 """Those that nothing else in `make test` does, and one of each other kind. The others are done to a gateway, a manager or a worker
 alone, in tests/gateway, tests/cache_service/edge and tests/worker_service/test_worker_attacks.py, or to a command, in
 tests/cli/test_cli_hostile_names.py."""
-BY_NAME = {single.name: single for single in (*SINGLES, *GATEWAY_SINGLES)}
+BY_NAME = {attack.name: attack for attack in attacks(SMALL, seed=1)}
 
 
-@pytest.mark.parametrize("single", [BY_NAME[name] for name in IN_SMALL], ids=IN_SMALL)
-async def test_no_single_attack_breaks_the_cluster(judge: Judge, single: Single) -> None:
-    await _withstands(judge, single.name, lambda outcome: single.run(judge.arena, outcome))
-
-
-async def test_mutated_messages_are_answered_with_statuses_of_the_table(judge: Judge) -> None:
-    await _withstands(judge, "messages", lambda outcome: fuzz(judge.arena, 1, 200, outcome))
-
-
-async def test_malformed_connections_cost_nothing_but_themselves(judge: Judge) -> None:
-    async def attack(outcome: Outcome) -> None:
-        outcome.said.append(str(await connections.malformed(judge.arena, 1, 4 * len(CASES))))
-
-    await _withstands(judge, "malformed", attack)
-
-
-async def test_next_to_idle_connections_new_ones_are_served(judge: Judge) -> None:
-    await _withstands(judge, "idle", lambda outcome: hold_idle(judge.arena, 40, outcome))
-
-
-async def test_rapid_reset_takes_no_other_call_with_it(judge: Judge) -> None:
-    async def attack(outcome: Outcome) -> None:
-        outcome.said.append(str(await connections.rapid_reset(judge.arena, 4, 100)))
-
-    await _withstands(judge, "reset", attack)
-
-
-async def test_streams_that_are_not_read_are_ended(judge: Judge) -> None:
-    await _withstands(judge, "slow", lambda outcome: hold_unread(judge.arena, 4, READER_SLACK + PATIENCE, outcome))
-
-
-async def test_malformed_requests_over_http_are_refused(judge: Judge) -> None:
-    await _withstands(
-        judge,
-        "HTTP",
-        lambda outcome: malformed_http(judge.arena, 1, 2 * len(CASES_OF_HTTP), lambda done: None, outcome),
-    )
-
-
-async def test_next_to_idle_connections_the_gateway_answers(judge: Judge) -> None:
-    await _withstands(judge, "HTTP idle", lambda outcome: hold_idle_http(judge.arena, 40, outcome))
-
-
-async def test_next_to_viewers_that_stop_the_gateway_answers(judge: Judge) -> None:
-    await _withstands(judge, "viewers", lambda outcome: hold_viewers(judge.arena, 12, outcome))
+@pytest.mark.parametrize("name", IN_SMALL)
+async def test_no_attack_breaks_the_cluster(judge: Judge, name: str) -> None:
+    """No process ends, the cluster is as before, `check` is clean, and the good client loses no answer and gets none wrong."""
+    part = await judge.part(BY_NAME[name], PATIENCE)
+    assert part.problems == [], part.said
 
 
 # -- the judges
@@ -136,9 +98,10 @@ async def test_next_to_viewers_that_stop_the_gateway_answers(judge: Judge) -> No
 async def test_a_process_that_ends_is_found_and_replaced(judge: Judge) -> None:
     """Last of those that need the cluster, but not the end of it."""
     judge.arena.cluster.kill(VICTIM)
-    part = await judge.part("killed", _nothing, PATIENCE)
+    nothing = Attack("nothing", partial(wait, seconds=0.0))
+    part = await judge.part(nothing, PATIENCE)
     assert any(f"{VICTIM} has ended" in problem for problem in part.problems), part
-    assert (await judge.part("afterwards", _nothing, PATIENCE)).problems == []
+    assert (await judge.part(nothing, PATIENCE)).problems == []
 
 
 async def test_a_wrong_answer_is_found(judge: Judge) -> None:
@@ -154,18 +117,14 @@ async def test_a_wrong_answer_is_found(judge: Judge) -> None:
     assert all(call.problem is not None and "answered" in call.problem for call in asked)
 
 
-async def _nothing(outcome: Outcome) -> None:
-    pass
-
-
 async def test_every_rpc_gets_every_kind_of_message_and_the_seed_decides_which() -> None:
     """Of each RPC some messages parse and others do not, unless it has no string that could be wrong."""
-    for rpc in (*manager_rpcs(), *worker_rpcs()):
+    for rpc in (*MANAGER_RPCS, *WORKER_RPCS):
         first, second = (MessageMaker(random.Random(7), {}) for _ in range(2))
         payloads = [first.payload(rpc.request) for _ in range(60)]
         assert payloads == [second.payload(rpc.request) for _ in range(60)], rpc
         assert len(set(payloads)) > 10, rpc
-    names = {rpc.name for rpc in (*manager_rpcs(), *worker_rpcs())}
+    names = {rpc.name for rpc in (*MANAGER_RPCS, *WORKER_RPCS)}
     assert {"Register", "Append", "KeepAlive", "Generate", "ServerReflectionInfo", "Watch"} <= names
 
 

@@ -90,7 +90,6 @@ def failure(status: status_pb2.Status) -> Refused:
 
 
 def answer_of(method: str, response: Any) -> Answer:
-    """What a response says."""
     if method == "Register":
         return Registered(response.session, response.report_wanted)
     if method == "Deregister":

@@ -12,18 +12,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import grpc
-from google.rpc import status_pb2
 
 from kvpool.v1 import cache_pb2
-from tests.linearizability.history import (
-    NEVER,
-    Answer,
-    Operation,
-    Refused,
-    Unknown,
-    answer_of,
-    failure,
-)
+from tests.linearizability.history import NEVER, Answer, Operation, Unknown, answer_of, failure
+from tests.rich_status import status_of
 from tests.service_messages import REQUESTS, RESPONSES
 
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -111,7 +103,10 @@ class Proxy:
         try:
             response = await self._calls[name](request)
         except grpc.aio.AioRpcError as error:
-            answer = _why(error)
+            # Whatever else goes wrong between two ends of loopback is raised.
+            if not (status := status_of(error)).details:
+                raise
+            answer = failure(status)
             outcome = _Outcome(b"", error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
         else:
             answer = answer_of(name, RESPONSES[name].FromString(response))
@@ -119,23 +114,12 @@ class Proxy:
         if is_unanswered:
             answer = Unknown()
             outcome = _Outcome(b"", grpc.StatusCode.UNAVAILABLE, "the answer was lost")
-        self._write(name, request, sent, answer)
+        answered = NEVER if is_unanswered else self._tick()
+        message = REQUESTS[name].FromString(request)
+        self.history.append(Operation(len(self.history), name, message, sent, answered, answer))
         await self._delay()
         return outcome
 
     def _tick(self) -> int:
         self._now += 1
         return self._now
-
-    def _write(self, name: str, request: bytes, sent: int, answer: Answer) -> None:
-        answered = NEVER if isinstance(answer, Unknown) else self._tick()
-        message = REQUESTS[name].FromString(request)
-        self.history.append(Operation(len(self.history), name, message, sent, answered, answer))
-
-
-def _why(error: grpc.aio.AioRpcError) -> Refused:
-    """The manager's reason. Whatever else goes wrong between two ends of loopback is raised."""
-    found = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
-    if not isinstance(found, bytes):
-        raise error
-    return failure(status_pb2.Status.FromString(found))

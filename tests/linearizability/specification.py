@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 from kvpool.cache_service import worker_codec
@@ -27,41 +28,26 @@ class Specification:
         self.last_session = last_session
 
     def copy(self) -> Specification:
-        """An equal state that changes on its own."""
         copied: Specification = pickle.loads(pickle.dumps(self, 5))
         return copied
 
     def digest(self) -> bytes:
         """Equal for equal states."""
-        return hashlib.blake2b(repr(self._state()).encode(), digest_size=16).digest()
-
-    def _state(self) -> tuple[Any, ...]:
-        return (
-            self.last_stamp,
-            self.last_session,
-            sorted(self.model.newest.items()),
-            [
-                (
-                    session.number,
-                    [
-                        (
-                            pool.free_list,
-                            pool.demoted,
-                            sorted(pool.generation.items()),
-                            pool.sealed,
-                            sorted(pool.reserved),
-                            pool.reserve_wish,
-                        )
-                        for pool in session.pools
-                    ],
-                    session.pending,
-                    session.last_number,
-                    session.last_call_no,
-                    session.sequences,
-                )
-                for session in self.model.sessions
-            ],
-        )
+        pools = {
+            session.number: [
+                (pool.free_list, pool.demoted, pool.sealed, pool.reserve_wish, sorted(pool.reserved))
+                for pool in session.pools
+            ]
+            for session in self.model.sessions
+        }
+        generations = [sorted(pool.generation.items()) for session in self.model.sessions for pool in session.pools]
+        sessions = [
+            (session.number, session.pending, session.last_number, session.last_call_no, session.sequences)
+            for session in self.model.sessions
+        ]
+        newest = sorted(self.model.newest.items())
+        state = self.last_stamp, self.last_session, newest, sessions, pools, generations
+        return hashlib.blake2b(repr(state).encode(), digest_size=16).digest()
 
     def refusal(self, operation: Operation) -> Refused | None:
         """How a call on the link would be turned down as a whole. Changes nothing."""
@@ -97,38 +83,23 @@ class Specification:
             return self._told(request.session, ())
         if method == "Route":
             root, tokens = worker_codec.decode_root(request.root), model.token_ids(request.tokens)
-            return Routed(
-                tuple(
-                    sorted(
-                        (session.registration.worker_id, *modelled.reach(session, root, tokens))
-                        for session in modelled.sessions
-                        if session.takes_prompts
-                    )
-                )
-            )
-        uplink = worker_codec.decode_uplink(request)
-        outcomes: list[Any] = []
+            serving = [session for session in modelled.sessions if session.takes_prompts]
+            reached = [(one.registration.worker_id, *modelled.reach(one, root, tokens)) for one in serving]
+            return Routed(tuple(sorted(reached)))
+        uplink, stamp = worker_codec.decode_uplink(request), self.last_stamp + 1
+        outcomes: Sequence[Any] = ()
         if method == "Allocate":
-            outcomes = list(
-                modelled.allocate(
-                    uplink, tuple(map(worker_codec.decode_allocate_item, request.items)), self.last_stamp + 1
-                )
-            )
+            outcomes = modelled.allocate(uplink, tuple(map(worker_codec.decode_allocate_item, request.items)), stamp)
         elif method == "Append":
-            outcomes = list(
-                modelled.append(uplink, tuple(map(worker_codec.decode_append_item, request.items)), self.last_stamp + 1)
-            )
+            outcomes = modelled.append(uplink, tuple(map(worker_codec.decode_append_item, request.items)), stamp)
         else:
             assert method == "Free", method
-            modelled.free(uplink, tuple(worker_codec.decode_free_items(request.items)), self.last_stamp + 1)
-        self.last_stamp += 1
-        return self._told(uplink.session, tuple(map(_plain, outcomes)))
+            modelled.free(uplink, tuple(worker_codec.decode_free_items(request.items)), stamp)
+        self.last_stamp = stamp
+        plain = [Refused(one.reason.value, one.position) if isinstance(one, model.Refused) else one for one in outcomes]
+        return self._told(uplink.session, tuple(plain))
 
     def _told(self, session_number: int, outcomes: tuple[Any, ...]) -> Told:
         session = self.model.session(session_number)
         left = self.model.left(session)
         return Told(outcomes, tuple(session.pending), tuple(pool.counts(left) for pool in session.pools))
-
-
-def _plain(outcome: Any) -> Any:
-    return Refused(outcome.reason.value, outcome.position) if isinstance(outcome, model.Refused) else outcome

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,14 @@ SHARED_IDS = ("a", "b")
 """Sequences that every worker asks for, in attempts that fence each other."""
 
 
+@dataclass
 class Known:
     """What a worker believes of one of its sequences."""
 
-    def __init__(self, key: common_pb2.SequenceKey, tokens: list[int]) -> None:
-        self.key = key
-        self.tokens = tokens
-        self.num_entries = 0
-        self.num_computed = 0
+    key: common_pb2.SequenceKey
+    tokens: list[int]
+    num_entries: int
+    num_computed: int
 
 
 class Worker:
@@ -157,9 +158,8 @@ class Worker:
         self._take(session, response.downlink)
         for item, tokens, result in zip(request.items, prompts, response.results, strict=True):
             if session == self.session and result.HasField("granted"):
-                known = Known(item.key, tokens)
-                known.num_entries = len(result.granted.tables[0].block_ids)
-                known.num_computed = result.granted.num_cached_tokens
+                num_entries, num_cached = len(result.granted.tables[0].block_ids), result.granted.num_cached_tokens
+                known = Known(item.key, tokens, num_entries, num_cached)
                 self.sequences[item.key.sequence_id, item.key.attempt] = known
 
     def _update(self, known: Known) -> cache_pb2.SequenceUpdate:
@@ -199,7 +199,6 @@ class Worker:
 
 
 async def ask_for_routes(stub: cache_pb2_grpc.CacheServiceStub, count: int, seed: int) -> None:
-    """A client that never likes the answer."""
     dice = random.Random(seed)
     for _ in range(count):
         request: Any = cache_pb2.RouteRequest(tokens=pack_tokens([1, 2, 3, 4, 5, 6, 7][: dice.randrange(1, 8)]))

@@ -32,7 +32,6 @@ class Outcome(NamedTuple):
 
     @property
     def killed_by(self) -> str:
-        """What killed it; empty if nothing did."""
         return "; ".join(f"{verdict.killer}: {verdict.by}" for verdict in self.verdicts if verdict.by)
 
     @property
@@ -42,34 +41,28 @@ class Outcome(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
         return sum(verdict.seconds for verdict in self.verdicts)
 
 
 def _try(mutant: Mutant, pristine: Path, folder: Path, chosen: list[str], go_on: bool) -> Outcome:
     """One mutant against the killers, up to the first that kills it or, with `go_on`, all of them."""
     root = folder / mutant.name
+    verdicts: list[killers.Verdict] = []
     try:
         tree.copy(pristine, root)
         tree.mutate(mutant, root)
-        return _look(mutant, pristine, root, chosen, go_on)
+        killers.imports(root, mutant.paths)
+        for killer in killers.order(mutant, chosen):
+            verdict = killers.look(killer, mutant, root)
+            if killer == "tests" and verdict.by and not killers.passes(verdict.by, pristine):
+                verdict = verdict._replace(by="", trouble=f"{verdict.by} fails without the mistake too")
+            verdicts.append(verdict)
+            if verdict.by and not go_on:
+                break
+    except killers.Undecided as why:
+        verdicts.append(killers.Verdict("import", "", 0.0, str(why)))
     finally:
         shutil.rmtree(root)
-
-
-def _look(mutant: Mutant, pristine: Path, root: Path, chosen: list[str], go_on: bool) -> Outcome:
-    verdicts: list[killers.Verdict] = []
-    try:
-        killers.imports(root, mutant.paths)
-    except killers.Undecided as why:
-        return Outcome(mutant, [killers.Verdict("import", "", 0.0, str(why))])
-    for killer in killers.order(mutant, chosen):
-        verdict = killers.look(killer, mutant, root)
-        if killer == "tests" and verdict.by and not killers.passes(verdict.by, pristine):
-            verdict = verdict._replace(by="", trouble=f"{verdict.by} fails without the mistake too")
-        verdicts.append(verdict)
-        if verdict.by and not go_on:
-            break
     return Outcome(mutant, verdicts)
 
 
@@ -102,7 +95,6 @@ def _table(outcomes: list[Outcome]) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -80,25 +80,14 @@ def imports(root: Path, paths: list[str]) -> None:
         raise Undecided(f"cannot be imported: {output.strip().splitlines()[-1]}")
 
 
-def _simulation(mutant: Mutant | None, root: Path) -> str:
-    return _of_program(*_run([sys.executable, "-m", "tests.mutants.searches", "simulation", str(SEEDS)], root))
-
-
-def _search(mutant: Mutant | None, root: Path) -> str:
-    return _of_program(*_run([sys.executable, "-m", "tests.mutants.searches", "exhaustive", str(MAX_STATES)], root))
-
-
-def _of_program(status: int, output: str) -> str:
+def _search(root: Path, *arguments: str) -> str:
+    status, output = _run([sys.executable, "-m", "tests.mutants.searches", *arguments], root)
     last = output.strip().splitlines()[-1] if output.strip() else ""
     if status == 1 and last.startswith("BROKEN "):
         return last.removeprefix("BROKEN ")
     if status:
         raise Undecided(f"exit status {status}: {last}")
     return ""
-
-
-def _tests(mutant: Mutant | None, root: Path) -> str:
-    return _first_failed(*_pytest(root, *(mutant.tests if mutant is not None and mutant.tests else TESTS)))
 
 
 def _first_failed(status: int, output: str) -> str:
@@ -126,7 +115,12 @@ def order(mutant: Mutant, chosen: list[str]) -> list[str]:
     return sorted(chosen, key=lambda killer: killer != "tests") if mutant.tests else chosen
 
 
-KILLERS = {"simulation": _simulation, "tests": _tests, "search": _search}
+KILLERS: dict[str, Callable[[Mutant | None, Path], str]] = {
+    "simulation": lambda mutant, root: _search(root, "simulation", str(SEEDS)),
+    "tests": lambda mutant, root: _first_failed(*_pytest(root, *(mutant.tests if mutant and mutant.tests else TESTS))),
+    "search": lambda mutant, root: _search(root, "exhaustive", str(MAX_STATES)),
+}
+"""What is broken; empty if nothing is. They raise Undecided."""
 
 
 def look(killer: str, mutant: Mutant | None, root: Path) -> Verdict:

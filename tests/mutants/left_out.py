@@ -107,7 +107,6 @@ class Notes:
         return self._folder / f"{file.replace('/', '+')}.json"
 
     def recorded(self, file: str) -> Recorded | None:
-        """None: not yet."""
         try:
             found = json.loads(self._lines(file).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -116,7 +115,6 @@ class Notes:
         return Recorded(found["seconds"], found["trouble"], lines)
 
     def record(self, file: str, recorded: Recorded) -> None:
-        """One file was run."""
         lines: dict[str, list[int]] = defaultdict(list)
         for path, line in sorted(recorded.lines):
             lines[path].append(line)
@@ -141,7 +139,6 @@ class Notes:
         return found
 
     def ran(self, mutant: str, file: str, by: str) -> None:
-        """One mutant was run against one file."""
         with (self._folder / "runs.jsonl").open("a", encoding="utf-8") as runs:
             runs.write(f"\n{json.dumps([mutant, file, by])}")
 
@@ -234,7 +231,6 @@ def alone(
 
 
 def table(rows: Iterable[Alone]) -> str:
-    """In Markdown."""
     lines = ["| test file | seconds, recorded | it alone kills | lines it alone covers |", "|---|---|---|---|"]
     lines += [
         f"| {one.file} | {one.seconds:.1f} | {', '.join(one.kills) or '-'} | {one.num_lines or '-'} |" for one in rows

@@ -46,12 +46,10 @@ class Mutant:
 
     @property
     def paths(self) -> list[str]:
-        """The files that it changes."""
         return list(dict.fromkeys(hunk.path for hunk in self.hunks))
 
 
 def names() -> list[str]:
-    """All mutants, in the order of their names."""
     return sorted(path.stem for path in FOLDER.glob("*.patch"))
 
 

@@ -53,7 +53,6 @@ def mutate(mutant: Mutant, root: Path) -> None:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Variables for programs that run in a copy."""
     folders = (root, root / "common")
     return {
         **os.environ,

@@ -27,12 +27,11 @@ def replay(seed: int, *, is_traced: bool, console: Console) -> int:
     for line in result.lines:
         print(line)
     if result.violation is not None:
-        console.print(f"[bold red]broken[/] at {result.violation.at:.4f} s: {result.violation.law}", highlight=False)
-        console.print(result.violation.message, markup=False, highlight=False)
+        console.print(f"[bold red]broken[/] at {result.violation.at:.4f} s: {result.violation.law}")
+        console.print(result.violation.message, markup=False)
     console.print(
         f"seed {seed}: {result.num_operations} operations, {result.faults.total()} faults, {result.num_events} events, "
         f"{result.seconds:.1f} virtual seconds, trace {result.digest}",
-        highlight=False,
     )
     return int(result.violation is not None)
 
@@ -64,18 +63,17 @@ def simulate(seeds: range, jobs: int, *, strict: bool, is_choice: bool, console:
         f"{totals.num_runs:,} seeds in {seconds:.0f} s ({totals.num_runs / seconds:.1f} per second, {jobs} processes); "
         f"{totals.num_repeated} of them twice with the same trace; at least {totals.fewest_operations} operations and "
         f"{totals.fewest_faults} faults each",
-        highlight=False,
     )
     for result in broken:
         assert result.violation is not None
-        console.print(f"[bold red]seed {result.seed} breaks a law[/]: {result.violation.law}", highlight=False)
-        console.print(result.violation.message, markup=False, highlight=False)
-        console.print(f"replay it: python -m tests.simulation {result.seed} --trace", highlight=False)
+        console.print(f"[bold red]seed {result.seed} breaks a law[/]: {result.violation.law}")
+        console.print(result.violation.message, markup=False)
+        console.print(f"replay it: python -m tests.simulation {result.seed} --trace")
         for line in World(result.seed, is_traced=True).run().lines[-40:]:
-            console.print(line[:240], markup=False, highlight=False)
+            console.print(line[:240], markup=False)
     never = totals.never() if strict and not broken else []
     if never:
-        console.print(f"[bold red]never reached[/]: {', '.join(never)}", highlight=False)
+        console.print(f"[bold red]never reached[/]: {', '.join(never)}")
     too_few = not broken and (totals.fewest_operations < MIN_OPERATIONS or totals.fewest_faults < MIN_FAULTS)
     if too_few:
         console.print(f"[bold red]a seed has fewer than {MIN_OPERATIONS} operations or {MIN_FAULTS} faults[/]")
@@ -83,14 +81,11 @@ def simulate(seeds: range, jobs: int, *, strict: bool, is_choice: bool, console:
         console.print("[bold green]0 violations[/]")
     if is_choice:
         seeds_chosen = choose(reached)
-        console.print(
-            f"{len(seeds_chosen)} seeds reach all of it: {', '.join(map(str, seeds_chosen))}", highlight=False
-        )
+        console.print(f"{len(seeds_chosen)} seeds reach all of it: {', '.join(map(str, seeds_chosen))}")
     return int(bool(broken or never or too_few))
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seed", nargs="?", type=int, help="the one seed to run")
     parser.add_argument("--trace", action="store_true", help="print everything that happens")
@@ -100,7 +95,7 @@ def main() -> int:
     parser.add_argument("--lenient", action="store_true", help="what was never reached is no failure: for few seeds")
     parser.add_argument("--choose", action="store_true", help="print a few of the seeds that reach what all reach")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(highlight=False)
     if arguments.seed is not None:
         return replay(arguments.seed, is_traced=arguments.trace, console=console)
     if not arguments.seeds or arguments.seeds < 1 or arguments.jobs < 1:

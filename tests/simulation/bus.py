@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,6 @@ class Bus:
         self.weather = Weather()
         self.is_over = False
         """The run has ended: whatever is still called fails at once."""
-        self.num_faults: Counter[str] = Counter()
         self.rules: list[Callable[[str, Call], bool]] = []
         """Asked for ("request" or "reply", call) of each short call; True: this one is lost."""
         self.open_calls: dict[Call, Process | None] = {}
@@ -60,16 +58,17 @@ class Bus:
     # -- links
 
     def link(self, source: str, target: str) -> _Link:
-        """One direction between two machines."""
         found = self._links.get((source, target))
         if found is None:
             found = self._links[source, target] = _Link()
         return found
 
-    def cut(self, source: str, target: str) -> None:
-        """Nothing comes through in this direction."""
+    def cut(self, source: str, target: str, seconds: float | None = None) -> None:
+        """Nothing comes through in this direction until it heals: after so many seconds, or when it is told to."""
         self.link(source, target).num_cuts += 1
         self.kernel.trace("network", f"{source} → {target} is cut")
+        if seconds is not None:
+            self.kernel.after(seconds, self.heal, source, target)
 
     def heal(self, source: str, target: str) -> None:
         """The direction works again; what was on its way may arrive now."""
@@ -83,7 +82,7 @@ class Bus:
             if stream is not None:
                 self._in_order(stream, sender, target, self._delay(), callback, args)
             else:
-                self.num_faults["late"] += 1
+                self.world.counts["late"] += 1
                 self.kernel.after(self._delay(), self._arrive, sender, self.kernel.now, callback, args)
 
     def heal_all(self) -> None:
@@ -101,10 +100,10 @@ class Bus:
         weather, draw = self.weather, self._random
         seconds = self.base_seconds * (0.5 + draw.random())
         if weather.reorder_seconds:
-            self.num_faults["reordered"] += 1
+            self.world.counts["reordered"] += 1
             seconds += draw.random() * weather.reorder_seconds
         if weather.delay and draw.random() < weather.delay:
-            self.num_faults["delayed"] += 1
+            self.world.counts["delayed"] += 1
             seconds += draw.random() * weather.delay_seconds
         return seconds
 
@@ -115,10 +114,10 @@ class Bus:
             if self._random.random() < 0.5:
                 link.held.append((None, sender, callback, args))
                 return True
-            self.num_faults["cut off"] += 1
+            self.world.counts["cut off"] += 1
             return False
         if self.weather.drop and self._random.random() < self.weather.drop:
-            self.num_faults["dropped"] += 1
+            self.world.counts["dropped"] += 1
             return False
         self.kernel.after(self._delay(), self._arrive, sender, self.kernel.now, callback, args)
         return True
@@ -126,7 +125,7 @@ class Bus:
     def repeats(self) -> float | None:
         """If the message just sent is delivered a second time: how much later."""
         if self.weather.duplicate and self._random.random() < self.weather.duplicate:
-            self.num_faults["duplicated"] += 1
+            self.world.counts["duplicated"] += 1
             return self._random.expovariate(2.0)
         return None
 
@@ -142,10 +141,10 @@ class Bus:
             return
         delay = self._delay()
         if self.weather.drop and self._random.random() < self.weather.drop:
-            self.num_faults["dropped"] += 1
+            self.world.counts["dropped"] += 1
             delay += 0.2
             if self._random.random() < 0.2:
-                self.num_faults["connection broken"] += 1
+                self.world.counts["connection broken"] += 1
                 stream.break_off(self.kernel)
                 return
         self._in_order(stream, sender, target, delay, callback, args)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,35 +17,6 @@ from tests.simulation.stream_call import StreamCall
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
     from tests.simulation.process import Process
-
-
-class _Method:
-    def __init__(self, bus: Bus, process: Process, address: str, kind: type[Any], path: str, options: Any) -> None:
-        self._bus, self._process, self._address, self._kind = bus, process, address, kind
-        self._name = path.rpartition("/")[2]
-        self._serialize = options["request_serializer"]
-        self._deserialize = options["response_deserializer"]
-
-    def __call__(self, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
-        """`request`: the message, or an async iterator of the messages."""
-        # A connection is there at once or not at all; a caller that would wait for one asks again.
-        self._process.on_call(self._name)
-        call = self._kind(self._bus, self._process, self._address, self._name, self._serialize, self._deserialize)
-        return call.begin(request, timeout)
-
-
-class LeaderMethod:
-    """As common/kvpool/process/manager_channel.py: a call goes, in turns, to one of those that are believed to lead."""
-
-    def __init__(self, methods: dict[str, _Method], leaders: Leaders) -> None:
-        self._methods = methods
-        self._leaders = leaders
-
-    def __call__(self, request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
-        address = self._leaders.next()
-        answer = self._methods[address](request, timeout)
-        answer.add_done_callback(lambda done: self._leaders.on_done(address, done))
-        return answer
 
 
 class Leaders:
@@ -60,32 +33,13 @@ class Leaders:
         return believed[self._turn % len(believed)]
 
     def on_health(self, address: str, leads: bool) -> None:
-        """The manager there has said so."""
         self._believed[address] = leads
 
     def on_done(self, address: str, answer: asyncio.Future[Any]) -> None:
-        """A call has ended."""
         if answer.cancelled():
             return
         error = answer.exception()
         self._believed[address] = not (isinstance(error, grpc.aio.AioRpcError) and is_of_no_leader(error))
-
-
-class LeaderChannel:
-    """From one process to the managers at several addresses. Calls with one answer only."""
-
-    def __init__(self, bus: Bus, process: Process, addresses: tuple[str, ...]) -> None:
-        self._channels = {address: Channel(bus, process, address) for address in addresses}
-        self._leaders = process.leaders
-
-    def unary_unary(self, path: str, **options: Any) -> LeaderMethod:
-        """Of the generated code."""
-        methods = {address: channel.unary_unary(path, **options) for address, channel in self._channels.items()}
-        return LeaderMethod(methods, self._leaders)
-
-    def unary_stream(self, path: str, **options: Any) -> _Method:
-        """Of the generated code."""
-        return next(iter(self._channels.values())).unary_stream(path, **options)
 
 
 class Channel:
@@ -93,20 +47,44 @@ class Channel:
 
     def __init__(self, bus: Bus, process: Process, address: str) -> None:
         self._bus, self._process, self._address = bus, process, address
-        self._methods: dict[str, _Method] = {}
 
-    def unary_unary(self, path: str, **options: Any) -> _Method:
-        """Of the generated code."""
-        return self._methods.get(path) or self._method(UnaryCall, path, options)
+    def _method(self, kind: type[Any], path: str, **options: Any) -> Callable[..., Any]:
+        """A method as the generated code gets it. It takes a message, or an async iterator of messages."""
 
-    def unary_stream(self, path: str, **options: Any) -> _Method:
-        """Of the generated code."""
-        return self._methods.get(path) or self._method(StreamCall, path, options)
+        def begin(request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
+            # A connection is there at once or not at all; a caller that would wait for one asks again.
+            name = path.rpartition("/")[2]
+            self._process.on_call(name)
+            codecs = options["request_serializer"], options["response_deserializer"]
+            return kind(self._bus, self._process, self._address, name, *codecs).begin(request, timeout)
 
-    def stream_stream(self, path: str, **options: Any) -> _Method:
-        """Of the generated code."""
-        return self._methods.get(path) or self._method(DuplexCall, path, options)
+        return begin
 
-    def _method(self, kind: type[Any], path: str, options: Any) -> _Method:
-        method = self._methods[path] = _Method(self._bus, self._process, self._address, kind, path, options)
-        return method
+    unary_unary = partialmethod(_method, UnaryCall)
+    unary_stream = partialmethod(_method, StreamCall)
+    stream_stream = partialmethod(_method, DuplexCall)
+
+
+class LeaderChannel:
+    """From one process to the managers at several addresses, as common/kvpool/process/manager_channel.py: a call with one answer
+    goes, in turns, to one of those that are believed to lead."""
+
+    def __init__(self, bus: Bus, process: Process, addresses: tuple[str, ...]) -> None:
+        self._channels = {address: Channel(bus, process, address) for address in addresses}
+        self._leaders = process.leaders
+
+    def unary_unary(self, path: str, **options: Any) -> Callable[..., Any]:
+        """A method as the generated code gets it."""
+        methods = {address: channel.unary_unary(path, **options) for address, channel in self._channels.items()}
+
+        def begin(request: Any, timeout: float | None = None, wait_for_ready: bool = False) -> Any:
+            address = self._leaders.next()
+            answer = methods[address](request, timeout)
+            answer.add_done_callback(lambda done: self._leaders.on_done(address, done))
+            return answer
+
+        return begin
+
+    def unary_stream(self, path: str, **options: Any) -> Any:
+        """A method of the first one, as the generated code gets it."""
+        return next(iter(self._channels.values())).unary_stream(path, **options)

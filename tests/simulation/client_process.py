@@ -27,7 +27,7 @@ from kvpool.client.prompt import EncoderModel, Prompt, routed_prompt
 from kvpool.client.request import build_request
 from kvpool.client.stream import ClusterAccess, GenerateStream
 from kvpool.client.template_process import TemplateProcess
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
+from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2
 from tests.simulation.channel import Channel
 from tests.simulation.process import Process
 from tests.simulation.worker import FINGERPRINT, MAX_ENCODER_TOKENS, START
@@ -94,16 +94,15 @@ class ClientProcess(Process):
 
     def on_call(self, method: str) -> None:
         if method != _SHARED:
-            self.world.operation(f"client's {method}")
+            self.world.operations[f"client's {method}"] += 1
 
     def on_request(self, method: str, request: worker_pb2.GenerateManyRequest) -> None:
         if request.WhichOneof("action") == "start":
-            self.world.operation(f"client's {method}")
+            self.world.operations[f"client's {method}"] += 1
 
     # -- requests
 
     def ask(self, plan: RequestPlan) -> None:
-        """Begin a request."""
         self.num_begun += 1
         self.spawn(self._ask(plan))
 
@@ -111,7 +110,7 @@ class ClientProcess(Process):
         task = asyncio.create_task(self._read(plan))
         done, _ = await asyncio.wait({task}, timeout=plan.cancel_after)
         if not done:
-            self.world.operation("client's cancel")
+            self.world.operations["client's cancel"] += 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self.num_ended += 1
@@ -157,20 +156,15 @@ class ClientProcess(Process):
                     self.world.counts["answers that went on elsewhere by themselves"] += plan.n > 1
                 attempts[index] = chunk.attempt
                 if chunk.start_index != count or tokens != text[count : count + len(tokens)]:
-                    self.world.fail(
-                        "one right text",
-                        f"request {plan.number}, answer {index}: attempt {chunk.attempt} on {chunk.worker_id} gave {tokens} at "
-                        f"{chunk.start_index}; right are {text[count : count + len(tokens)]} at {count}",
-                    )
+                    gave = f"attempt {chunk.attempt} on {chunk.worker_id} gave {tokens} at {chunk.start_index}"
+                    right_are = f"right are {text[count : count + len(tokens)]} at {count}"
+                    self.world.fail("one right text", f"request {plan.number}, answer {index}: {gave}; {right_are}")
                     return "wrong"
                 counts[index] += len(tokens)
                 if chunk.finish_reason is not None:
                     if counts[index] != len(text) or (chunk.finish_reason.value == "stop") != ends_by_itself:
-                        self.world.fail(
-                            "one right text",
-                            f"request {plan.number}, answer {index} ended with {chunk.finish_reason} behind {counts[index]} of "
-                            f"{len(text)} tokens",
-                        )
+                        how = f"with {chunk.finish_reason} behind {counts[index]} of {len(text)} tokens"
+                        self.world.fail("one right text", f"request {plan.number}, answer {index} ended {how}")
                     num_ended += 1
                     if num_ended == plan.n:
                         self.world.counts["requests with several answers"] += plan.n > 1 and plan.num_beams == 1
@@ -213,8 +207,6 @@ class ClientProcess(Process):
             self.world.counts["made-up Registers taken"] += 1
 
     async def _look(self, kind: str, argument: Any) -> None:
-        from kvpool.v1 import common_pb2
-
         deadline = Deadline(3.0)
         try:
             if kind == "route":

@@ -36,11 +36,9 @@ class Path:
 
     @property
     def parent(self) -> Path:
-        """The one directory."""
         return Path(self.disk, "")
 
     def with_name(self, name: str) -> Path:
-        """Another name in it."""
         return Path(self.disk, name)
 
     def mkdir(self, **_: Any) -> None:
@@ -96,7 +94,6 @@ class Disk:
         self._open: list[_Inode | None] = []
 
     def operation(self) -> None:
-        """Each one may be the last."""
         if self.operations_left is not None:
             self.operations_left -= 1
             if self.operations_left < 0:
@@ -155,7 +152,6 @@ class Disk:
             self.backups.append(found.data)
 
     def replace(self, old: Path, new: Path) -> None:
-        """Rename."""
         self.operation()
         self.visible[new.name] = self.visible.pop(old.name)
 
@@ -172,5 +168,4 @@ class Disk:
         """The lock file's content matters to nobody."""
 
     def getpid(self) -> int:
-        """Of the manager."""
         return 1

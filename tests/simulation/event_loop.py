@@ -34,7 +34,6 @@ class Clock:
         return self._from_wall + (local - self._from_local) / self._rate
 
     def change(self, jump: float, rate: float) -> None:
-        """Jump forwards, and run at another rate from now on."""
         self._from_local = self.now() + jump
         self._from_wall = self._kernel.now
         self._rate = rate
@@ -63,11 +62,9 @@ class Handle:
         self.args = ()
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
         return self.callback is None
 
     def when(self) -> float:
-        """When it is due, by the process's clock."""
         return self.due_at
 
 

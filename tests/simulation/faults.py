@@ -25,43 +25,24 @@ Fault = Callable[["World", random.Random], bool]
 """Does it; False if there is nothing that it could be done to now."""
 
 
-def _worker(world: World, draw: random.Random) -> WorkerProcess | None:
-    alive = world.live_workers()
-    return draw.choice(alive) if alive else None
-
-
-def _drop(world: World, draw: random.Random) -> bool:
-    return _weather(world, draw, drop=draw.choice([0.05, 0.15, 0.4]))
-
-
-def _duplicate(world: World, draw: random.Random) -> bool:
-    return _weather(world, draw, duplicate=draw.choice([0.1, 0.4]))
-
-
-def _delay(world: World, draw: random.Random) -> bool:
-    return _weather(world, draw, delay=draw.choice([0.1, 0.3]), delay_seconds=draw.choice([0.5, 3.0, 8.0]))
-
-
-def _reorder(world: World, draw: random.Random) -> bool:
-    return _weather(world, draw, reorder_seconds=draw.choice([0.05, 0.3]))
-
-
-def _weather(world: World, draw: random.Random, **changes: float) -> bool:
-    weather = world.bus.weather
-    for name, value in changes.items():
-        setattr(weather, name, value)
-
-    def end() -> None:
-        for name in changes:
-            setattr(weather, name, 0.0)
-
-    world.kernel.trace("network", f"weather: {changes}")
-    world.kernel.after(draw.uniform(1.0, 4.0), end)
-    return True
+# -- to the network
 
 
 def _machines(world: World) -> list[str]:
     return [*world.manager_machines, *sorted(world.machines), *world.client_names]
+
+
+def _weather(world: World, draw: random.Random, **changes: float) -> bool:
+    weather = world.bus.weather
+
+    def change(values: dict[str, float]) -> None:
+        for name, value in values.items():
+            setattr(weather, name, value)
+
+    change(changes)
+    world.kernel.trace("network", f"weather: {changes}")
+    world.kernel.after(draw.uniform(1.0, 4.0), change, dict.fromkeys(changes, 0.0))
+    return True
 
 
 def _cut_one_way(world: World, draw: random.Random) -> bool:
@@ -70,8 +51,7 @@ def _cut_one_way(world: World, draw: random.Random) -> bool:
         pair = [draw.choice(world.manager_machines), draw.choice(_machines(world)[len(world.manager_machines) :])]
         draw.shuffle(pair)
         source, target = pair
-    world.bus.cut(source, target)
-    world.kernel.after(draw.uniform(0.3, 2.5 * LEASE_SECONDS), world.bus.heal, source, target)
+    world.bus.cut(source, target, draw.uniform(0.3, 2.5 * LEASE_SECONDS))
     return True
 
 
@@ -83,9 +63,16 @@ def _cut_off(world: World, draw: random.Random) -> bool:
     for other in machines:
         for source, target in ((one, other), (other, one)):
             if source != target:
-                world.bus.cut(source, target)
-                world.kernel.after(begin + draw.uniform(0.0, 3.0), world.bus.heal, source, target)
+                world.bus.cut(source, target, begin + draw.uniform(0.0, 3.0))
     return True
+
+
+# -- to processes
+
+
+def _worker(world: World, draw: random.Random) -> WorkerProcess | None:
+    alive = world.live_workers()
+    return draw.choice(alive) if alive else None
 
 
 def _manager(world: World, draw: random.Random) -> ManagerProcess | None:
@@ -96,80 +83,27 @@ def _manager(world: World, draw: random.Random) -> ManagerProcess | None:
     return draw.choice(alive) if alive else None
 
 
-def _manager_crash(world: World, draw: random.Random) -> bool:
-    process = _manager(world, draw)
+def _crash(process: Process | None, draw: random.Random) -> bool:
     if process is None:
         return False
-    _crash(process, draw)
-    return True
-
-
-def _crash(process: Process, draw: random.Random) -> None:
     if draw.random() < 0.5:
         process.crash_soon(draw.randrange(60))
     else:
         process.crash(lost_power=draw.random() < 0.5)
-
-
-def _with_a_file(world: World) -> ManagerProcess | None:
-    """The manager, if its epoch is in a file."""
-    return None if world.leader_lease else world.manager
-
-
-def _state_lies(world: World, draw: random.Random) -> bool:
-    """The disk says that the epoch is written, and it is not, when the power goes: the write is lost or torn."""
-    process = _with_a_file(world)
-    if process is None or process.is_dead:
-        return False
-    world.disk.lies = True
-    process.crash(lost_power=True)  # the next life's epoch is written to a disk that lies
-
-    def again() -> None:
-        world.disk.lies = False
-        if world.manager is not None and not world.manager.is_dead:
-            world.manager.crash(lost_power=True)
-
-    world.kernel.after(draw.uniform(3.0, 6.0), again)
     return True
 
 
-def _state_cut(world: World, draw: random.Random) -> bool:
-    """The power goes while the next epoch is being written."""
-    process = _with_a_file(world)
-    if process is None or process.is_dead:
-        return False
-    process.crash(lost_power=True)
-    world.disk.operations_left = draw.randrange(9)  # of the next life's
-    return True
-
-
-def _freeze(process: Process | None, world: World, seconds: float) -> bool:
+def _freeze(process: Process | None, seconds: float) -> bool:
     if process is None or process.is_dead or process.is_frozen:
         return False
     process.freeze()
-    world.kernel.after(seconds, process.thaw)
+    process.kernel.after(seconds, process.thaw)
     return True
 
 
 def _manager_freeze(world: World, draw: random.Random) -> bool:
     seconds = draw.choice([draw.uniform(0.1, 1.0), draw.uniform(1.0, 3.0 * LEASE_SECONDS)])
-    return _freeze(_manager(world, draw), world, seconds)
-
-
-def _worker_crash(world: World, draw: random.Random) -> bool:
-    worker = _worker(world, draw)
-    if worker is None:
-        return False
-    _crash(worker, draw)
-    return True
-
-
-def _worker_freeze_short(world: World, draw: random.Random) -> bool:
-    return _freeze(_worker(world, draw), world, draw.uniform(0.1, 0.7 * LEASE_SECONDS))
-
-
-def _worker_freeze_long(world: World, draw: random.Random) -> bool:
-    return _freeze(_worker(world, draw), world, draw.uniform(1.2, 3.0) * LEASE_SECONDS)
+    return _freeze(_manager(world, draw), seconds)
 
 
 def _slow_gpu(world: World, draw: random.Random) -> bool:
@@ -178,11 +112,7 @@ def _slow_gpu(world: World, draw: random.Random) -> bool:
         return False
     usual = worker.gpu.step_seconds
     worker.gpu.step_seconds = draw.choice([0.3, 1.0, 4.0])
-
-    def end() -> None:
-        worker.gpu.step_seconds = usual
-
-    world.kernel.after(draw.uniform(1.0, 4.0), end)
+    world.kernel.after(draw.uniform(1.0, 4.0), setattr, worker.gpu, "step_seconds", usual)
     return True
 
 
@@ -195,49 +125,8 @@ def _clock(world: World, draw: random.Random) -> bool:
     return True
 
 
-def _register_replies(world: World, draw: random.Random) -> bool:
-    """Sessions end, and the first answers to the registrations that follow are lost."""
-    left = draw.randint(1, 4)
-
-    def rule(kind: str, call: Call) -> bool:
-        nonlocal left
-        if left and kind == "reply" and call.method == "Register":
-            left -= 1
-            world.bus.num_faults["register reply lost"] += 1
-            return True
-        return False
-
-    world.bus.rules.append(rule)
-    return _manager_crash(world, draw) or True
-
-
-def _report_cut(world: World, draw: random.Random) -> bool:
-    """The manager comes back and hears a report; in its middle one of the two dies, or the link between them."""
-    begin, what, is_done = draw.randint(1, 5), draw.randrange(4), False
-
-    def rule(kind: str, call: Call) -> bool:
-        nonlocal begin, is_done
-        if is_done or kind != "reply" or call.method != "Report":
-            return False
-        begin -= 1
-        if begin:
-            return False
-        is_done = True
-        world.bus.num_faults["report cut"] += 1
-        process = call.server() if what == 0 else call.process
-        if what <= 1 and process is not None:
-            world.kernel.after(0.0, process.crash)
-        elif what == 2:
-            world.bus.cut(call.process.machine, call.target)
-            world.kernel.after(2.0 * LEASE_SECONDS, world.bus.heal, call.process.machine, call.target)
-        return True
-
-    world.bus.rules.append(rule)
-    return _manager_crash(world, draw) or True
-
-
 def _client_vanishes(world: World, draw: random.Random) -> bool:
-    alive = [client for client in world.clients if not client.is_dead]
+    alive = world.live_clients()
     if len(alive) < 2:
         return False
     draw.choice(alive[1:]).crash(lost_power=draw.random() < 0.5)
@@ -263,10 +152,46 @@ def _wall_clock(world: World, draw: random.Random) -> bool:
     return True
 
 
+# -- to the state file
+
+
+def _with_a_file(world: World) -> ManagerProcess | None:
+    """The manager that lives, if its epoch is in a file."""
+    process = world.manager
+    return None if world.leader_lease or process is None or process.is_dead else process
+
+
+def _state_lies(world: World, draw: random.Random) -> bool:
+    """The disk says that the epoch is written, and it is not, when the power goes: the write is lost or torn."""
+    process = _with_a_file(world)
+    if process is None:
+        return False
+    world.disk.lies = True
+    process.crash(lost_power=True)  # the next life's epoch is written to a disk that lies
+
+    def again() -> None:
+        world.disk.lies = False
+        if world.manager is not None:
+            world.manager.crash(lost_power=True)
+
+    world.kernel.after(draw.uniform(3.0, 6.0), again)
+    return True
+
+
+def _state_cut(world: World, draw: random.Random) -> bool:
+    """The power goes while the next epoch is being written."""
+    process = _with_a_file(world)
+    if process is None:
+        return False
+    process.crash(lost_power=True)
+    world.disk.operations_left = draw.randrange(9)  # of the next life's
+    return True
+
+
 def _state_restored(world: World, draw: random.Random) -> bool:
     """The manager comes back with the state file of long ago, or of just now, or with none."""
     process = _with_a_file(world)
-    if process is None or process.is_dead or not hasattr(process, "core"):
+    if process is None or not hasattr(process, "core"):
         return False
     process.crash()
     epoch = process.core.epoch
@@ -276,10 +201,53 @@ def _state_restored(world: World, draw: random.Random) -> bool:
     return True
 
 
+# -- to certain messages
+
+
+def _register_replies(world: World, draw: random.Random) -> bool:
+    """Sessions end, and the first answers to the registrations that follow are lost."""
+    left = draw.randint(1, 4)
+
+    def rule(kind: str, call: Call) -> bool:
+        nonlocal left
+        if not left or kind != "reply" or call.method != "Register":
+            return False
+        left -= 1
+        world.counts["register reply lost"] += 1
+        return True
+
+    world.bus.rules.append(rule)
+    _crash(_manager(world, draw), draw)
+    return True
+
+
+def _report_cut(world: World, draw: random.Random) -> bool:
+    """The manager comes back and hears a report; in its middle one of the two dies, or the link between them."""
+    begin, what = draw.randint(1, 5), draw.randrange(4)
+
+    def rule(kind: str, call: Call) -> bool:
+        nonlocal begin
+        if kind != "reply" or call.method != "Report":
+            return False
+        begin -= 1
+        if begin:
+            return False
+        world.counts["report cut"] += 1
+        process = call.server() if what == 0 else call.process
+        if what <= 1 and process is not None:
+            world.kernel.after(0.0, process.crash)
+        elif what == 2:
+            world.bus.cut(call.process.machine, call.target, 2.0 * LEASE_SECONDS)
+        return True
+
+    world.bus.rules.append(rule)
+    _crash(_manager(world, draw), draw)
+    return True
+
+
 def _made_up(world: World, draw: random.Random) -> bool:
     """Somebody registers under the name of a worker, with all that Describe shows and numbers that are made up."""
-    worker = _worker(world, draw)
-    clients = [client for client in world.clients if not client.is_dead]
+    worker, clients = _worker(world, draw), world.live_clients()
     if worker is None or not clients or world.manager is None or not hasattr(world.manager, "core"):
         return False
     epoch = world.manager.core.epoch
@@ -293,6 +261,12 @@ def _made_up(world: World, draw: random.Random) -> bool:
         request.holds_state = draw.random() < 0.5
         world.kernel.after(0.3 * number, draw.choice(clients).register, request)
     return True
+
+
+# -- an attempt that is overtaken
+
+_PAUSE_SECONDS = 3.0
+"""A step takes so long while streams are to be still there when the manager comes back."""
 
 
 def _overtaken(world: World, draw: random.Random) -> bool:
@@ -325,8 +299,7 @@ def _overtaken(world: World, draw: random.Random) -> bool:
         if draw.random() < 0.5:
             links = [(newer.machine, machine) for machine in world.manager_machines]
             for source, target in (*links, *((target, source) for source, target in links)):
-                world.bus.cut(source, target)
-                world.kernel.after(draw.uniform(3.0, 5.0), world.bus.heal, source, target)
+                world.bus.cut(source, target, draw.uniform(3.0, 5.0))
         if world.manager is not None:
             world.manager.crash()
 
@@ -342,10 +315,6 @@ def _overtaken(world: World, draw: random.Random) -> bool:
 
     watch()
     return True
-
-
-_PAUSE_SECONDS = 3.0
-"""A step takes so long while streams are to be still there when the manager comes back."""
 
 
 def _sequences(worker: WorkerProcess) -> dict[str, int]:
@@ -366,7 +335,7 @@ def _newer_attempt(world: World, worker: WorkerProcess) -> WorkerProcess | None:
     return None
 
 
-# -- the Lease
+# -- to the Lease, where two managers have one
 
 
 def _manager_told_to_stop(world: World, draw: random.Random) -> bool:
@@ -382,12 +351,9 @@ def _lease_slow(world: World, draw: random.Random) -> bool:
     """The API server answers late, some requests after the time of their senders."""
     if not world.leader_lease:
         return False
-    world.lease_server.delay_seconds = draw.choice([0.1, 0.5, world.leader_lease])
-
-    def end() -> None:
-        world.lease_server.delay_seconds = 0.0
-
-    world.kernel.after(draw.uniform(1.0, 3.0 * world.leader_lease), end)
+    server = world.lease_server
+    server.delay_seconds = draw.choice([0.1, 0.5, world.leader_lease])
+    world.kernel.after(draw.uniform(1.0, 3.0 * world.leader_lease), setattr, server, "delay_seconds", 0.0)
     return True
 
 
@@ -401,13 +367,11 @@ def _lease_away(world: World, draw: random.Random) -> bool:
     for machine in machines:
         links = [(machine, lease_server.MACHINE), (lease_server.MACHINE, machine)]
         for source, target in links if both else [draw.choice(links)]:
-            world.bus.cut(source, target)
-            world.kernel.after(seconds + draw.uniform(0.0, 1.0), world.bus.heal, source, target)
+            world.bus.cut(source, target, seconds + draw.uniform(0.0, 1.0))
     return True
 
 
 def _lease_deleted(world: World, draw: random.Random) -> bool:
-    """Somebody deletes the Lease, and the epoch with it."""
     if lease_server.LEASE not in world.lease_server.leases:
         return False
     world.lease_server.is_deleted = True
@@ -417,33 +381,34 @@ def _lease_deleted(world: World, draw: random.Random) -> bool:
 
 def _lease_held_too_long(world: World, draw: random.Random) -> bool:
     """The clock of the manager that leads is slow, or the other one's is fast: the next one leads before the last one has ended."""
-    alive = world.manager_processes()
-    if not world.leader_lease or len(alive) < 2 or world.manager not in alive:
+    alive, leader = world.manager_processes(), world.manager
+    if not world.leader_lease or len(alive) < 2 or leader not in alive:
         return False
     for process in alive:
-        process.change_clock(0.0, draw.uniform(0.2, 0.5) if process is world.manager else draw.uniform(1.0, 2.0))
-    leader = world.manager
+        process.change_clock(0.0, draw.uniform(0.2, 0.5) if process is leader else draw.uniform(1.0, 2.0))
     if leader is not None and draw.random() < 0.7:
-        world.bus.cut(leader.machine, lease_server.MACHINE)
-        seconds = draw.uniform(1.0, 4.0 * world.leader_lease)
-        world.kernel.after(seconds, world.bus.heal, leader.machine, lease_server.MACHINE)
+        world.bus.cut(leader.machine, lease_server.MACHINE, draw.uniform(1.0, 4.0 * world.leader_lease))
     return True
 
 
 FAULTS: dict[str, Fault] = {
-    "messages dropped": _drop,
-    "messages duplicated": _duplicate,
-    "messages delayed": _delay,
-    "messages reordered": _reorder,
+    "messages dropped": lambda world, draw: _weather(world, draw, drop=draw.choice([0.05, 0.15, 0.4])),
+    "messages duplicated": lambda world, draw: _weather(world, draw, duplicate=draw.choice([0.1, 0.4])),
+    "messages delayed": lambda world, draw: _weather(
+        world, draw, delay=draw.choice([0.1, 0.3]), delay_seconds=draw.choice([0.5, 3.0, 8.0])
+    ),
+    "messages reordered": lambda world, draw: _weather(world, draw, reorder_seconds=draw.choice([0.05, 0.3])),
     "one-way partition": _cut_one_way,
     "partition healed link by link": _cut_off,
-    "manager crash": _manager_crash,
+    "manager crash": lambda world, draw: _crash(_manager(world, draw), draw),
     "manager freeze": _manager_freeze,
     "state file lost or torn": _state_lies,
     "state file cut in the middle": _state_cut,
-    "worker crash": _worker_crash,
-    "worker freeze, short": _worker_freeze_short,
-    "worker freeze, longer than its lease": _worker_freeze_long,
+    "worker crash": lambda world, draw: _crash(_worker(world, draw), draw),
+    "worker freeze, short": lambda world, draw: _freeze(_worker(world, draw), draw.uniform(0.1, 0.7 * LEASE_SECONDS)),
+    "worker freeze, longer than its lease": lambda world, draw: _freeze(
+        _worker(world, draw), draw.uniform(1.2, 3.0) * LEASE_SECONDS
+    ),
     "slow GPU": _slow_gpu,
     "clock jump and drift": _clock,
     "register replies lost": _register_replies,
@@ -460,3 +425,4 @@ FAULTS: dict[str, Fault] = {
     "lease deleted": _lease_deleted,
     "lease held too long": _lease_held_too_long,
 }
+"""By name, in the order in which seeds draw them."""

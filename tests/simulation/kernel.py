@@ -36,7 +36,6 @@ class Kernel:
         heapq.heappush(self._events, (max(when, self.now), self._ties.random(), self._count, callback, args))
 
     def after(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
-        """Let something happen after some seconds."""
         self.at(self.now + seconds, callback, *args)
 
     def step(self) -> bool:
@@ -60,5 +59,4 @@ class Kernel:
             self.lines.append(f"{self.now:10.4f}  {who:<10} {what}")
 
     def digest(self) -> str:
-        """Of everything noted so far."""
         return self._digest.hexdigest()

@@ -6,7 +6,6 @@ looked at proves nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
@@ -25,8 +24,6 @@ from kvpool.worker_service.cache.groups.unit import Unit
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.engine.beams import BeamRequest
-from tests import tracer
-from tests.cache_service.core.kinds import unit_pool
 from tests.simulation.manager import LEASE_SECONDS
 from tests.simulation.rpc import Failure, reason_in
 from tests.simulation.strangers import HOLE_SECONDS
@@ -92,7 +89,6 @@ class Laws:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.counts: Counter[str] = Counter()
         self._num_sessions = 0
         """How often the laws of one session were looked at; counted together at the end."""
         self._before: Any = None
@@ -112,8 +108,7 @@ class Laws:
         """When the in-use part of the report of a session came, by life of the manager."""
 
     def count(self, law: str) -> None:
-        """A law was looked at."""
-        self.counts[law] += 1
+        self.world.looks[law] += 1
 
     # -- the manager
 
@@ -138,15 +133,14 @@ class Laws:
             world.fail("one manager leads", f"{manager.name} has the epoch {manager.core.epoch} of another one")
 
     def on_fenced(self, session: Session) -> None:
-        """A Register ends a session."""
         self._fenced.append(session)
 
     def _figures(self, manager: Any) -> Any:
+        """What a refused call leaves as it is: the last call_no of each session, and the rest."""
         core = manager.core
-        return core.last_generation, [
+        sizes = [
             (
                 session.number,
-                session.last_call_no,
                 session.downlink.last_number,
                 len(session.sequences),
                 session.pools[0].num_available,
@@ -154,20 +148,19 @@ class Laws:
             )
             for session in core.sessions
         ]
+        return {session.number: session.last_call_no for session in core.sessions}, core.last_generation, sizes
 
     def after_call(
         self, server: Process, method: str, request: Any, response: Any, failure: Failure | None, caller: Process
     ) -> None:
-        """The manager has executed or refused a call."""
         world = self.world
         if not hasattr(server, "core"):
             return  # a worker, or a manager that stands by
-        world.operation(method)
+        world.operations[method] += 1
         manager: Any = server
         if world.kernel.is_traced:
-            world.kernel.trace(
-                manager.name, f"{method} of {caller.name}: {_in_words(method, request, response, failure)}"
-            )
+            said = _in_words(method, request, response, failure)
+            world.kernel.trace(manager.name, f"{method} of {caller.name}: {said}")
         if failure is not None:
             reason = reason_in(failure)
             if reason in ("STALE_CALL", "STALE_SESSION", "RECOVERING") and method in _SPOKEN_IN_A_SESSION:
@@ -175,12 +168,11 @@ class Laws:
                 expected, found = self._before, self._figures(manager)
                 if reason == "RECOVERING" and method == "Report":
                     # A part that has to wait uses up its call_no; that is all.
-                    expected, found = (_but_for_call_no(figures, request) for figures in (expected, found))
+                    for call_nos, *_ in (expected, found):
+                        call_nos.pop(request.uplink.session, None)
                 if found != expected:
-                    world.fail(
-                        "stale calls change nothing",
-                        f"{method} was refused with {reason} and changed {expected} to {found}",
-                    )
+                    what = f"{method} was refused with {reason} and changed {expected} to {found}"
+                    world.fail("stale calls change nothing", what)
             return
         if method == "Deregister":
             # While two lead, as after a Lease was deleted, one may have a session that the other one was told to end; it
@@ -192,34 +184,38 @@ class Laws:
             if (server, name, incarnation) in self._left:
                 world.fail("who has left is gone", f"{caller.name} has left, and a Register of it begins a session")
             self._left = {gone for gone in self._left if gone[1] != name or gone[2] >= incarnation}
-        if method == "Route":
-            self._route_to_who_hears(manager, response)
-        if method == "Report" and request.live:
-            self._served_at.setdefault((server, request.uplink.session), world.kernel.now)
-        if method == "Register":
             self._first_stays(request, response, caller)
             self._epochs_are_not_spent(manager)
+        elif method == "Route":
+            self._route_to_who_hears(manager, response)
+        elif method == "Report" and request.live:
+            self._served_at.setdefault((server, request.uplink.session), world.kernel.now)
         if method in _MUTATING:
-            if method == "Allocate":
-                world.counts["prefixes waited for"] += sum(result.HasField("wait") for result in response.results)
-                granted = [result.granted for result in response.results if result.HasField("granted")]
-                world.counts["windows hit"] += sum(bool(one.scratch and one.num_cached_tokens) for one in granted)
-                self._count_units(request, response)
             session = manager.core._sessions.get(request.uplink.session)
+            if method == "Allocate":
+                self._count_allocated(session, request, response)
             if session is not None:
-                if method == "Allocate":
-                    self._count_boundaries(session, request, response)
                 self.of_session(manager, session)
 
-    def _count_boundaries(self, session: Session, request: Any, response: Any) -> None:
-        """What kinds of boundaries sequences were granted."""
-        step = session.grid_blocks * session.block_size
+    def _count_allocated(self, session: Session | None, request: Any, response: Any) -> None:
+        counts = self.world.counts
         for item, result in zip(request.items, response.results, strict=True):
-            num_tokens = len(item.tokens) // TOKEN_BYTES
+            granted = result.granted if result.HasField("granted") else None
+            counts["prefixes waited for"] += result.HasField("wait")
+            counts["windows hit"] += bool(granted and granted.scratch and granted.num_cached_tokens)
+            if item.num_encoder_tokens:
+                counts["units waited for"] += result.HasField("wait") and not result.wait.position
+                counts["units hit"] += bool(granted and granted.encoder_cached)
+                counts["prefixes hit without their unit"] += bool(
+                    granted and granted.num_cached_tokens and not granted.encoder_cached
+                )
+            if session is None:
+                continue
+            step = session.grid_blocks * session.block_size
             asked = {boundary // step * step for boundary in item.boundaries}
             interval = -(-item.retention_interval_tokens // step) * step
             for boundary in result.granted.boundaries:
-                if boundary == (num_tokens - 1) // step * step:
+                if boundary == (len(item.tokens) // TOKEN_BYTES - 1) // step * step:
                     kind = "at the end of a prompt"
                 elif boundary in asked:
                     kind = "that a request asked for"
@@ -227,21 +223,7 @@ class Laws:
                     kind = "at an interval"
                 else:
                     kind = "where prompts part"
-                self.world.counts[f"boundaries {kind}"] += 1
-
-    def _count_units(self, request: Any, response: Any) -> None:
-        """What an Allocate of sequences with an encoder was answered."""
-        counts = self.world.counts
-        for item, result in zip(request.items, response.results, strict=True):
-            if not item.num_encoder_tokens:
-                continue
-            if result.HasField("wait"):
-                counts["units waited for"] += not result.wait.position
-            elif result.HasField("granted"):
-                counts["units hit"] += result.granted.encoder_cached
-                counts["prefixes hit without their unit"] += bool(
-                    result.granted.num_cached_tokens and not result.granted.encoder_cached
-                )
+                counts[f"boundaries {kind}"] += 1
 
     def _first_stays(self, request: Any, response: Any, caller: Process) -> None:
         """A process whose session lives is fenced by itself only, or when it has ended."""
@@ -278,22 +260,21 @@ class Laws:
         self._num_sessions += 1
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
-        self.world.counts["sessions of several groups"] += len(session.pools) > 1
+        counts = self.world.counts
+        counts["sessions of several groups"] += len(session.pools) > 1
         has_state = any(isinstance(spec, StateSpec) for spec in session.registration.layout.groups)
-        self.world.counts["sessions with a state"] += has_state
-        self.world.counts["sessions with a state only"] += has_state and len(session.pools) == 1
-        self.world.counts["sessions of windows only"] += not session.whole
-        self.world.counts["sessions of windows and full attention"] += bool(session.whole and session.dependents)
-        self.world.counts["windows released to be evicted first"] += sum(len(pool.demoted()) for pool in session.pools)
-        units = unit_pool(session)
-        if units is not None:
-            self.world.counts["sessions with an encoder"] += 1
-            self.world.counts["blocks of units evicted"] += units.num_evicted
+        counts["sessions with a state"] += has_state
+        counts["sessions with a state only"] += has_state and len(session.pools) == 1
+        counts["sessions of windows only"] += not session.whole
+        counts["sessions of windows and full attention"] += bool(session.whole and session.dependents)
         for pool in session.pools:
-            self.world.counts["blocks shared"] += pool.counts().shared
-            if pool.num_evicted:
-                self.world.counts["evictions"] += pool.num_evicted
-                pool.num_evicted = 0
+            if isinstance(pool, UnitPool):
+                counts["sessions with an encoder"] += 1
+                counts["blocks of units evicted"] += pool.num_evicted
+            counts["windows released to be evicted first"] += len(pool.demoted())
+            counts["blocks shared"] += pool.counts().shared
+            counts["evictions"] += pool.num_evicted
+            pool.num_evicted = 0
         if not session.recovering:
             for worker in self.world.live_workers():
                 if worker.cache.session == session.number and worker.cache.is_ready():
@@ -308,12 +289,10 @@ class Laws:
             for pool, blocks in zip(session.pools, by_group, strict=True):
                 for block, generation in blocks:
                     if pool.generation(block) != generation or pool.state(block) not in (HELD, RESERVED):
-                        self.world.fail(
-                            "one writer",
-                            f"{sequence!r} on {worker.name} uses block {block} of group {pool.slot} and generation "
-                            f"{generation:#x}; the manager has it as {pool.state(block).name} of generation "
-                            f"{pool.generation(block):#x}",
-                        )
+                        used = f"{sequence!r} on {worker.name} uses block {block} of group {pool.slot}"
+                        here = f"{pool.state(block).name} of generation {pool.generation(block):#x}"
+                        what = f"{used} and generation {generation:#x}; the manager has it as {here}"
+                        self.world.fail("one writer", what)
                         return
 
     # -- workers
@@ -357,7 +336,6 @@ class Laws:
                     self.world.fail("who has left is gone", f"{worker.name} has left, and {session!r} lives")
 
     def on_grant(self, ledger: BlockLedger, block: int, generation: int) -> None:
-        """A worker has accepted a grant."""
         self.count("generations grow")
         for worker in self.world.live_workers():
             ledgers = worker.cache._state.ledgers
@@ -365,9 +343,8 @@ class Laws:
                 if worker.granted_in is not ledgers:
                     worker.granted_in, worker.granted = ledgers, {}
                 if generation <= worker.granted.get((ledger.group, block), 0):
-                    self.world.fail(
-                        "generations grow", f"{worker.name}: block {block} was granted twice as {generation:#x}"
-                    )
+                    what = f"{worker.name}: block {block} was granted twice as {generation:#x}"
+                    self.world.fail("generations grow", what)
                 worker.granted[ledger.group, block] = generation
 
     def on_disagreement(self, why: str) -> None:
@@ -380,16 +357,9 @@ class Laws:
         for worker in self.world.live_workers():
             if ledger in worker.cache._state.ledgers:
                 content = ledger.content(block)
-                if isinstance(content, Unit):
-                    if not worker.gpu.holds_unit(ledger.group, content):
-                        self.world.fail("sealed-only sharing", f"{worker.name}: a unit is a hit before its KV is there")
-                elif content is None or not worker.gpu.holds(ledger.group, block, self._right_slots(content)):
-                    self.world.fail(
-                        "sealed-only sharing", f"{worker.name}: block {block} is a hit before its KV is there"
-                    )
-
-    def _right_slots(self, content: Content) -> list[int]:
-        return right_slots(content, self.world.inputs.get(content.root.input_digest))
+                if content is None or not worker.gpu.holds(ledger.group, block, content):
+                    what = f"{worker.name}: block {block} is a hit before its KV is there"
+                    self.world.fail("sealed-only sharing", what)
 
     # -- progress
 
@@ -413,16 +383,14 @@ class Laws:
             if any(worker.cache.session == session.number for worker in world.live_workers()):
                 self.count("a report ends")
                 if now - max(served_at, healed_at) > self.seconds_to_report():
-                    world.fail(
-                        "a report ends", f"{session!r} is served for {now - served_at:.1f} s, and its report goes on"
-                    )
+                    what = f"{session!r} is served for {now - served_at:.1f} s, and its report goes on"
+                    world.fail("a report ends", what)
         viewer = world.strangers.viewer
         if viewer is not None:
             self.count("a watcher is shown something")
             if now - max(viewer.shown_at, healed_at) > _SHOWN_SECONDS:
-                world.fail(
-                    "a watcher is shown something", f"{viewer.name} has seen nothing since {viewer.shown_at:.1f} s"
-                )
+                what = f"{viewer.name} has seen nothing since {viewer.shown_at:.1f} s"
+                world.fail("a watcher is shown something", what)
 
     def _route_to_who_hears(self, manager: Any, response: Any) -> None:
         hole = self.world.strangers.hole
@@ -431,16 +399,14 @@ class Laws:
         since = self.world.kernel.now - hole.began_at
         if not LEASE_SECONDS + _UNHEARD_SECONDS < since < HOLE_SECONDS:
             return
-        if not self.world.bus.link(manager.machine, hole.machine).num_cuts:
+        if not self.world.bus.link(manager.machine, hole.worker.machine).num_cuts:
             return  # the end of an earlier cut has ended this one too
         self.count("no route to who hears nothing")
         for routed in response.workers:
-            session = manager.core.worker(routed.worker_id)
-            if (routed.worker_id, session.registration.incarnation) == (hole.worker_id, hole.incarnation):
-                self.world.fail(
-                    "no route to who hears nothing",
-                    f"Route names {hole.worker_id}, which hears nothing for {since:.1f} s",
-                )
+            incarnation = manager.core.worker(routed.worker_id).registration.incarnation
+            if (routed.worker_id, incarnation) == (hole.worker.plan.worker_id, hole.worker.incarnation):
+                what = f"Route names {routed.worker_id}, which hears nothing for {since:.1f} s"
+                self.world.fail("no route to who hears nothing", what)
 
     # -- everything
 
@@ -453,7 +419,7 @@ class Laws:
         for violation in manager.core.check().violations:
             self.world.fail(violation.law, f"{manager.name}: {violation}")
         for law in OF_THE_CORE:
-            self.counts[law] += 1
+            self.world.looks[law] += 1
         for worker in self.world.live_workers():
             session = manager.core._sessions.get(worker.cache.session)
             if session is not None and not session.recovering and worker.cache.is_ready():
@@ -464,65 +430,59 @@ class Laws:
         """What the manager has as a hit, the worker has complete, and the GPU has it right."""
         self.count("manager and worker agree")
         for ledger, pool in zip(worker.cache._state.ledgers, session.pools, strict=True):
-            if not self._agreement_on(manager, worker, ledger, pool):
-                return
+            for block in range(1, pool.num_blocks):
+                node = pool.node(block)
+                broken = None if node is None else self._disagreement(manager, worker, ledger, pool, block, node)
+                if broken is not None:
+                    law, found = broken
+                    sealed = f"block {block} of generation {pool.generation(block):#x} is sealed at the manager"
+                    self.world.fail(law, f"{worker.name}: {sealed}; {found}")
+                    return
 
-    def _agreement_on(
-        self, manager: ManagerProcess, worker: WorkerProcess, ledger: BlockLedger, pool: BlockPool
-    ) -> bool:
-        for block in range(1, pool.num_blocks):
-            node = pool.node(block)
-            if node is None:
-                continue
-            content = ledger.content(block)
-            generation = ledger._generation[block]
-            what = f"{worker.name}: block {block} of generation {pool.generation(block):#x} is sealed at the manager; "
-            if content is None or generation != pool.generation(block):
-                self.world.fail(
-                    "manager and worker agree", f"{what}here it has generation {generation:#x} and {content}"
-                )
-                return False
-            if isinstance(content, Unit):
-                if not worker.gpu.holds_unit(pool.slot, content):
-                    self.world.fail("exact hits", f"{what}its slots hold something else")
-                    return False
-                of = manager.core._tree.find_root(_core_root(content), worker.cache.settings.block_size)
-                if node is not of or not isinstance(pool, UnitPool):
-                    self.world.fail("manager and worker agree", f"{what}the two know another input in it")
-                    return False
-                continue
-            if not worker.gpu.holds(pool.slot, block, self._right_slots(content)):
-                self.world.fail("exact hits", f"{what}its slots hold something else")
-                return False
-            at: Content | None = content
+    def _disagreement(
+        self,
+        manager: ManagerProcess,
+        worker: WorkerProcess,
+        ledger: BlockLedger,
+        pool: BlockPool,
+        block: int,
+        node: Any,
+    ) -> tuple[str, str] | None:
+        """The law that a sealed block breaks, and how; None if all is right."""
+        content, generation = ledger.content(block), ledger._generation[block]
+        if content is None or generation != pool.generation(block):
+            return "manager and worker agree", f"here it has generation {generation:#x} and {content}"
+        if not worker.gpu.holds(pool.slot, block, content):
+            return "exact hits", "its slots hold something else"
+        at: Content | None = content
+        if isinstance(content, Unit):
+            at = None if isinstance(pool, UnitPool) else content
+        else:
             while at is not None and node is not None and node.tokens == at.tokens:
                 at, node = at.parent, node.parent
-            if (
-                at is not None
-                or node is None
-                or node is not manager.core._tree.find_root(_core_root(content), len(content.tokens) // 4)
-            ):
-                self.world.fail("manager and worker agree", f"{what}the two know other tokens in it")
-                return False
-        return True
+        root = content.root
+        key = Root(root.model_fingerprint, root.adapter, root.tenant_salt, root.input_digest)
+        if (
+            at is not None
+            or node is None
+            or node is not manager.core._tree.find_root(key, worker.cache.settings.block_size)
+        ):
+            return "manager and worker agree", "the two know other contents in it"
+        return None
 
     def at_the_end(self) -> None:
         """All has ended and everybody was heard: nothing is held, and the caches are equal block by block."""
         manager = self.world.manager
         assert manager is not None
         for law in _OF_A_SESSION:
-            self.counts[law] += self._num_sessions
+            self.world.looks[law] += self._num_sessions
         self.all()
         for worker in self.world.live_workers():
             self.count("nothing leaks")
             session = manager.core._sessions[worker.cache.session]
             for counts in session.counts():
-                if (
-                    counts.held
-                    or counts.reserved
-                    or counts.free + counts.cached != counts.capacity
-                    or session.sequences
-                ):
+                is_used = counts.held or counts.reserved or counts.free + counts.cached != counts.capacity
+                if is_used or session.sequences:
                     self.world.fail("nothing leaks", f"{worker.name}: {counts}, {list(session.sequences)}")
             state = worker.cache._state
             is_used = any(ledger.num_used for ledger in state.ledgers) or any(state.reserves)
@@ -531,38 +491,8 @@ class Laws:
             for ledger, pool in zip(state.ledgers, session.pools, strict=True):
                 for block in range(1, pool.num_blocks):
                     if ledger.content(block) is None and pool.is_cached(block):
-                        self.world.fail(
-                            "manager and worker agree", f"{worker.name}: block {block} is cached at the manager only"
-                        )
-
-
-def _but_for_call_no(figures: Any, request: Any) -> Any:
-    """As `Laws._figures`, without the last call_no of the session that a request was spoken in."""
-    last_generation, sessions = figures
-    own = request.uplink.session
-    return last_generation, [(number, 0 if number == own else call_no, *rest) for number, call_no, *rest in sessions]
-
-
-def _core_root(content: Content) -> Root:
-    root = content.root
-    return Root(root.model_fingerprint, root.adapter, root.tenant_salt, root.input_digest)
-
-
-def right_slots(content: Content, encoder_tokens: list[int] | None = None) -> list[int]:
-    """What the slots of a complete block must hold. `encoder_tokens`: the input that the root names, if it names one."""
-    chain: list[Content] = []
-    at: Content | None = content
-    while at is not None:
-        chain.append(at)
-        at = at.parent
-    tokens: list[int] = []
-    for one in reversed(chain):
-        tokens += memoryview(one.tokens).cast("I").tolist()
-    slots: list[int] = []
-    salt = content.root.tenant_salt
-    root = tracer.root_digest(salt) if encoder_tokens is None else tracer.encoder_digest(encoder_tokens, salt)
-    tracer.extend(slots, root, tokens)
-    return slots[-len(content.tokens) // 4 :]
+                        what = f"{worker.name}: block {block} is cached at the manager only"
+                        self.world.fail("manager and worker agree", what)
 
 
 def _in_words(method: str, request: Any, response: Any, failure: Failure | None) -> str:

@@ -33,7 +33,6 @@ class LeaseServer(ApiServer):
         self._watches: dict[_Watch, None] = {}
 
     def execute(self, process: Process, request: httpx.Request) -> httpx.Response:
-        """One request of a process."""
         if request.method == "GET" and request.url.path == NAMESPACE:
             watch = _Watch(self, process, int(request.url.params["resourceVersion"]))
             self._watches[watch] = None
@@ -50,7 +49,6 @@ class LeaseServer(ApiServer):
         self.world.bus.send(process, MACHINE, process.machine, deliver, *arguments)
 
     def forget(self, watch: _Watch) -> None:
-        """Nobody reads it any more."""
         self._watches.pop(watch, None)
 
     def _notify(self, kind: str, body: Body) -> None:
@@ -98,7 +96,6 @@ class _Watch(httpx.AsyncByteStream):
         self._reader: asyncio.Future[None] | None = None
 
     def on_change(self, number: int, kind: str, body: Body) -> None:
-        """At the server."""
         if self._process.is_dead:
             self._server.forget(self)
         elif number > self._version:

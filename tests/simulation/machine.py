@@ -40,7 +40,6 @@ class Machine:
         return identity
 
     def set_back(self, seconds: float) -> None:
-        """The wall clock goes back."""
         self._ahead -= seconds
         self._kernel.trace(self.name, f"its wall clock is set back by {seconds:.1f} s")
 

@@ -58,7 +58,6 @@ class ManagerProcess(Process):
         self._keys = self.kernel.random(f"keys of {self.name}")
 
     def boot(self) -> None:
-        """Listen, and lead or stand by."""
         self.world.bus.endpoints[address_of(self.machine)] = self
         if self.world.leader_lease:
             self._stand_by()
@@ -133,7 +132,6 @@ class ManagerProcess(Process):
         self.spawn(self._tick_for_ever())
 
     def _begin_life(self, epochs: EpochStore) -> CacheServicer:
-        """From now on it leads."""
         self.core = CacheManager(
             epochs.epoch,
             session_start=self._random.getrandbits(39),

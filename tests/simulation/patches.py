@@ -13,25 +13,19 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import kvpool.cache_service.core.manager
-import kvpool.cache_service.election.file
-import kvpool.cache_service.election.kubernetes
-import kvpool.cache_service.servicer
-import kvpool.client.deadline
-import kvpool.client.manager
-import kvpool.client.stream
-import kvpool.worker_service.cache.report
-import kvpool.worker_service.engine.engine
-import kvpool.worker_service.manager_link
-import kvpool.worker_service.servicer
-from kvpool.cache_service import status
+from kvpool.cache_service import servicer, status
+from kvpool.cache_service.core import manager as core_manager
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import SessionEnd
-from kvpool.client import answer_streams
+from kvpool.cache_service.election import file, kubernetes
+from kvpool.client import answer_streams, stream
+from kvpool.client import manager as client_manager
+from kvpool.client.deadline import Deadline
 from kvpool.process import durable_file
-from kvpool.worker_service import generate_many
-from kvpool.worker_service.cache import naming
+from kvpool.worker_service import generate_many, manager_link
+from kvpool.worker_service import servicer as worker_servicer
+from kvpool.worker_service.cache import naming, report
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.entry import Entry
 from kvpool.worker_service.cache.groups.unit import UnitLedger
@@ -39,6 +33,7 @@ from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.link_state import LinkState
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.state import CacheState
+from kvpool.worker_service.engine import engine
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -103,36 +98,25 @@ def installed(world: World) -> Iterator[None]:
             world.laws.on_disagreement(why)
         original(cache, why)
 
-    def accept_hits(
-        ledger: BlockLedger, blocks: list[int], *about: Any, original: Any = BlockLedger.accept_hits
-    ) -> Any:
-        last = original(ledger, blocks, *about)
-        for block in blocks:
-            world.laws.on_hit(ledger, block)
-        return last
+    def accepting(original: Any) -> Callable[..., Any]:
+        """A method of a ledger that accepts blocks, or entries of tables, as hits."""
 
-    def accept_window(
-        ledger: BlockLedger, entries: list[Entry], *about: Any, original: Any = BlockLedger.accept_window
-    ) -> Any:
-        last = original(ledger, entries, *about)
-        for entry in entries:
-            world.laws.on_hit(ledger, entry.block)
-        return last
+        def accept(ledger: BlockLedger, hits: list[Any], *about: Any) -> Any:
+            last = original(ledger, hits, *about)
+            for hit in hits:
+                world.laws.on_hit(ledger, hit.block if isinstance(hit, Entry) else hit)
+            return last
+
+        return accept
 
     def name_end(state: CacheState, sequence: CacheSequence, original: Any = naming.name_end) -> None:
         before = state.num_windows_named
         original(state, sequence)
         world.counts["windows named at the end of a text"] += state.num_windows_named - before
 
-    def accept_unit(ledger: UnitLedger, blocks: list[int], *about: Any, original: Any = UnitLedger.accept_unit) -> None:
-        original(ledger, blocks, *about)
-        for block in blocks:
-            world.laws.on_hit(ledger, block)
-
     def new_entries(link: LinkState, downlink: Any, original: Any = LinkState.new_entries) -> Any:
         entries = original(link, downlink)
-        for entry in entries:
-            world.downlink[entry.WhichOneof("entry") or "none"] += 1
+        world.downlink.update(entry.WhichOneof("entry") or "none" for entry in entries)
         return entries
 
     def retire(core: CacheManager, session: Any, why: SessionEnd, original: Any = CacheManager._retire) -> None:
@@ -140,50 +124,41 @@ def installed(world: World) -> Iterator[None]:
             world.laws.on_fenced(session)
         original(core, session, why)
 
-    deadline_init: Any = kvpool.client.deadline.Deadline.__init__
+    replaced: list[tuple[Any, str, Any]] = [
+        (file, "os", world.disk),
+        (file, "fcntl", world.disk),
+        (durable_file, "os", world.disk),
+        (durable_file, "open", world.disk.open),
+        (core_manager, "SWEEP_SLICE_NODES", world.sweep_slice),
+        *((report, name, world.report_part) for name in ("_MAX_CONTENTS", "_MAX_BACKGROUND_CONTENTS", "_MAX_BLOCKS")),
+        (generate_many, "MESSAGE_BYTES", world.message_bytes),
+        (answer_streams, "MAX_REQUESTS", world.stream_requests),
+        (answer_streams, "MAX_AGE_SECONDS", world.stream_seconds),
+        (stream, "uuid4", sequence_ids.__next__),
+        (client_manager, "random", world.kernel.random("client")),
+        (client_manager, "time", types.SimpleNamespace(monotonic=_loop_time)),
+        (status, "of_refusal", of_refusal),
+        (BlockLedger, "accept_grant", accept_grant),
+        (BlockLedger, "accept_hits", accepting(BlockLedger.accept_hits)),
+        (BlockLedger, "accept_window", accepting(BlockLedger.accept_window)),
+        (UnitLedger, "accept_unit", accepting(UnitLedger.accept_unit)),
+        (EngineCache, "lose", lose),
+        (LinkState, "new_entries", new_entries),
+        (naming, "name_end", name_end),
+        (CacheManager, "_retire", retire),
+        (Deadline.__init__, "__defaults__", (_loop_time,)),
+        *(
+            (module, "log", _Log(world, module.__name__.rpartition(".")[2]))
+            for module in (kubernetes, servicer, engine, manager_link, worker_servicer)
+        ),
+    ]
     with contextlib.ExitStack() as stack:
-        for module in (
-            kvpool.cache_service.election.kubernetes,
-            kvpool.cache_service.servicer,
-            kvpool.worker_service.engine.engine,
-            kvpool.worker_service.manager_link,
-            kvpool.worker_service.servicer,
-        ):
-            name = module.__name__.rpartition(".")[2]
-            stack.enter_context(mock.patch.object(module, "log", _Log(world, name)))
-        stack.enter_context(mock.patch.object(kvpool.cache_service.election.file, "os", world.disk))
-        stack.enter_context(mock.patch.object(kvpool.cache_service.election.file, "fcntl", world.disk))
-        stack.enter_context(mock.patch.object(durable_file, "os", world.disk))
-        stack.enter_context(mock.patch.object(durable_file, "open", world.disk.open, create=True))
-        stack.enter_context(
-            mock.patch.object(kvpool.cache_service.core.manager, "SWEEP_SLICE_NODES", world.sweep_slice)
-        )
-        for name in ("_MAX_CONTENTS", "_MAX_BACKGROUND_CONTENTS", "_MAX_BLOCKS"):
-            stack.enter_context(mock.patch.object(kvpool.worker_service.cache.report, name, world.report_part))
-        stack.enter_context(mock.patch.object(generate_many, "MESSAGE_BYTES", world.message_bytes))
-        stack.enter_context(mock.patch.object(answer_streams, "MAX_REQUESTS", world.stream_requests))
-        stack.enter_context(mock.patch.object(answer_streams, "MAX_AGE_SECONDS", world.stream_seconds))
-        stack.enter_context(mock.patch.object(kvpool.client.stream, "uuid4", sequence_ids.__next__))
-        stack.enter_context(mock.patch.object(kvpool.client.manager, "random", world.kernel.random("client")))
-        stack.enter_context(
-            mock.patch.object(kvpool.client.manager, "time", types.SimpleNamespace(monotonic=_loop_time))
-        )
-        stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
-        stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
-        stack.enter_context(mock.patch.object(BlockLedger, "accept_hits", accept_hits))
-        stack.enter_context(mock.patch.object(EngineCache, "lose", lose))
-        stack.enter_context(mock.patch.object(BlockLedger, "accept_window", accept_window))
-        stack.enter_context(mock.patch.object(UnitLedger, "accept_unit", accept_unit))
-        stack.enter_context(mock.patch.object(LinkState, "new_entries", new_entries))
-        stack.enter_context(mock.patch.object(naming, "name_end", name_end))
-        stack.enter_context(mock.patch.object(CacheManager, "_retire", retire))
-        before = deadline_init.__defaults__
-        deadline_init.__defaults__ = (_loop_time,)
+        for target, name, value in replaced:
+            stack.enter_context(mock.patch.object(target, name, value, create=name == "open"))
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             yield
         finally:
-            deadline_init.__defaults__ = before
             if was_enabled:
                 gc.enable()

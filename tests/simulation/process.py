@@ -21,6 +21,7 @@ class Process:
     """Runs at one place until it exits or dies. What arrives while it is frozen waits for it."""
 
     def __init__(self, world: World, name: str, machine: str) -> None:
+        world.processes.append(self)
         self.world = world
         self.kernel = world.kernel
         self.name = name
@@ -47,7 +48,6 @@ class Process:
     # -- what happens to it
 
     def deliver(self, callback: Callable[..., object], *args: Any) -> None:
-        """Something comes from outside."""
         if self.is_dead:
             return
         if self.is_frozen:
@@ -118,7 +118,6 @@ class Process:
             self._wake(self._wake_no)
 
     def change_clock(self, jump: float, rate: float) -> None:
-        """Its clock jumps and runs at another rate from now on."""
         self.loop.clock.change(jump, rate)
         if not self.is_dead:
             self.loop.rearm()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 from google.rpc import status_pb2
+
+from kvpool.protocol.status import reason_of
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -20,18 +22,15 @@ _AWAITING = frozenset({"Register", "Check"})
 """Methods of the manager that may wait for something."""
 
 
-class Failure:
+class Failure(NamedTuple):
     """What a server answers instead of a response."""
 
-    __slots__ = ("code", "details", "trailing")
-
-    def __init__(self, code: grpc.StatusCode, details: str, trailing: bytes | None = None) -> None:
-        self.code = code
-        self.details = details
-        self.trailing = trailing
+    code: grpc.StatusCode
+    details: str
+    trailing: bytes | None = None
+    """The rich status."""
 
     def error(self) -> grpc.aio.AioRpcError:
-        """As the caller sees it."""
         metadata = grpc.aio.Metadata()
         if self.trailing is not None:
             metadata.add(_DETAILS, self.trailing)
@@ -70,7 +69,6 @@ class Context:
         self._on_done.append(callback)
 
     def done(self) -> None:
-        """The call has ended, one way or another."""
         callbacks, self._on_done = self._on_done, []
         for callback in callbacks:
             callback(self)
@@ -125,7 +123,6 @@ class UnaryCall(Call):
     """A call with one answer. `future` is what the caller awaits."""
 
     def begin(self, request: Any, timeout: float | None) -> asyncio.Future[Any]:
-        """Send the request."""
         self.request = self.serializer(request)
         loop = self.process.loop
         self.future: asyncio.Future[Any] = loop.create_future()
@@ -204,6 +201,4 @@ class UnaryCall(Call):
 
 def reason_in(failure: Failure) -> str:
     """`ErrorInfo.reason` of what a server of ours answered."""
-    from kvpool.protocol.status import reason_of
-
     return reason_of(status_pb2.Status.FromString(failure.trailing)) if failure.trailing else ""

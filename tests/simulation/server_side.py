@@ -51,10 +51,8 @@ class ServerSide:
         self._requests.put_nowait(None)
 
     def finish(self) -> None:
-        """The answer has come to its end."""
         self._is_answered = True
         self.end_requests()
 
     def cancel(self) -> None:
-        """The call has been cancelled, or its connection has broken."""
         self.task.cancel()

@@ -11,7 +11,7 @@ import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
@@ -158,14 +158,11 @@ BLACK_HOLE = "worker that hears nothing"
 KINDS = (*_KINDS, BLACK_HOLE)
 
 
-class Hole:
+class Hole(NamedTuple):
     """Nothing that managers send reaches one worker."""
 
-    def __init__(self, worker: WorkerProcess, began_at: float) -> None:
-        self.worker_id = worker.plan.worker_id
-        self.incarnation = worker.incarnation
-        self.machine = worker.machine
-        self.began_at = began_at
+    worker: WorkerProcess
+    began_at: float
 
 
 class Strangers:
@@ -184,17 +181,14 @@ class Strangers:
         """When the network had healed, and all clocks but those of processes that started before ran well."""
 
     def begin(self) -> None:
-        """Plan what is drawn."""
         for kind in self.kinds:
             self.world.faults[kind] += 1
             if kind == BLACK_HOLE:
                 continue
             process = Process(self.world, kind, kind)
-            self.world.add_process(process)
             self._spawn_later(process, partial(_KINDS[kind], process, self._draw))
             if _KINDS[kind] is _hoard:
                 self.viewer = Viewer(self.world, "viewer")
-                self.world.add_process(self.viewer)
                 self._spawn_later(self.viewer, self.viewer.look_for_ever, first=10.0)
 
     def _spawn_later(
@@ -221,9 +215,8 @@ class Strangers:
         worker = self._draw.choice(ready)
         self.hole = Hole(worker, world.kernel.now)
         for machine in world.manager_machines:
-            world.bus.cut(machine, worker.machine)
-            world.kernel.after(HOLE_SECONDS, world.bus.heal, machine, worker.machine)
-        client = next(client for client in world.clients if not client.is_dead)
+            world.bus.cut(machine, worker.machine, HOLE_SECONDS)
+        client = world.live_clients()[0]
         for number in range(round(HOLE_SECONDS / KEEP_ALIVE_SECONDS)):
             world.kernel.after(number * KEEP_ALIVE_SECONDS, client.look, "route", ("", [1, 2, 3, 4, 5]))
 

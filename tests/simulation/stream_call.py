@@ -29,7 +29,6 @@ class StreamCall(Call):
     """The connection has broken: nothing more comes through."""
 
     def begin(self, request: Any, timeout: float | None) -> StreamCall:
-        """Send the request."""
         self.request = self.serializer(request)
         self._open(timeout)
         return self
@@ -39,7 +38,7 @@ class StreamCall(Call):
         """Of a message, by the machine to which it went."""
         self._messages: deque[bytes] = deque()
         self._end: Failure | None = None
-        self._is_ended = False
+        self._is_over = False
         self._is_cancelled = False
         self._waiter: asyncio.Future[None] | None = None
         self._server_side: ServerSide | None = None
@@ -59,7 +58,7 @@ class StreamCall(Call):
                 raise asyncio.CancelledError
             if self._messages:
                 return self.deserializer(self._messages.popleft())
-            if self._is_ended:
+            if self._is_over:
                 if self._end is None:
                     return grpc.aio.EOF
                 raise self._end.error()
@@ -84,37 +83,27 @@ class StreamCall(Call):
         if self._is_over:
             return False
         self._is_cancelled = True
-        self._close()
+        self._finish(None)
+        self._send(self._stop_serving)
         return True
-
-    @property
-    def _is_over(self) -> bool:
-        return self._is_ended or self._is_cancelled
 
     def _expire(self) -> None:
         if not self._is_over:
             self._finish(EXPIRED)
-            self._close()
-
-    def _close(self) -> None:
-        self._wake()
-        if self._timer is not None:
-            self._timer.cancel()
-        self.bus.open_calls.pop(self, None)
-        self._send(self._stop_serving)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._send(self._stop_serving)
 
     def _finish(self, end: Failure | None) -> None:
         if self._is_over:
             return
-        self._is_ended, self._end = True, end
+        self._is_over, self._end = True, end
         if self._timer is not None:
             self._timer.cancel()
         self.bus.open_calls.pop(self, None)
         self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _take(self, message: bytes) -> None:
         self.bus.kernel.note(f"{self.process.name} {self.method}", zlib.crc32(message).to_bytes(4, "little"))
@@ -199,7 +188,6 @@ class StreamCall(Call):
     # -- faults
 
     def break_off(self, kernel: Kernel) -> None:
-        """The connection breaks: both sides hear of it."""
         self.is_broken = True
         kernel.after(_RESET_SECONDS, self.process.deliver, self._finish, GONE)
         kernel.after(_RESET_SECONDS, self._stop_serving)

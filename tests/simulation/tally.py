@@ -12,14 +12,15 @@ class Tally:
 
     operations: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    laws: Counter[str] = field(default_factory=Counter)
+    looks: Counter[str] = field(default_factory=Counter)
+    """At laws."""
     reasons: Counter[str] = field(default_factory=Counter)
     cases: Counter[str] = field(default_factory=Counter)
     downlink: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    events: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of whatever else happens."""
 
     def add_counts(self, other: Tally) -> None:
-        """Add those of another one."""
         for kind in fields(Tally):
             getattr(self, kind.name).update(getattr(other, kind.name))

@@ -80,7 +80,6 @@ class EverySecondWorker(Worker):
         self.num_sessions = 0
 
     def begin_text(self) -> None:
-        """It runs from now on."""
         self._process.spawn(self._run())
 
     async def _run(self) -> None:
@@ -168,11 +167,10 @@ def test_a_kind_of_the_tests_own_runs_through_the_simulator(seed: int, monkeypat
     world = World(seed)
     assert not world.has_encoder, "its place on the wire is taken"
     process = Process(world, FINGERPRINT, FINGERPRINT)
-    world.add_process(process)
     worker = EverySecondWorker(process, random.Random(seed))
     world.kernel.at(1.0, worker.begin_text)
     result = world.run()
     assert result.violation is None
-    assert result.laws["conservation"] > 100
+    assert result.looks["conservation"] > 100
     assert worker.num_sessions > 1, "the run has faults"
     assert worker.num_hits > 20

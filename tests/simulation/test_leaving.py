@@ -42,7 +42,6 @@ class _Leaving:
         return True
 
     def until(self, condition: Callable[[], Any], seconds: float = 30.0) -> None:
-        """Let things happen."""
         end = self.world.kernel.now + seconds
         while not condition():
             assert self.world.kernel.step()
@@ -54,7 +53,6 @@ class _Leaving:
         self.worker.deliver(self.worker.engine.drain_asked.set)
 
     def deliver(self) -> None:
-        """The Register that was held arrives."""
         self.held[0]._arrive(True)
 
     def sessions(self) -> list[Any]:
@@ -99,4 +97,4 @@ def test_no_session_outlives_a_worker_that_leaves_while_it_registers(num_heard: 
         gone = case.worker.incarnation
         assert [s for s in case.sessions() if s.registration.incarnation == gone] == []
         assert case.worker.link.has_left
-        assert case.world.laws.counts["who has left is gone"] == 1
+        assert case.world.looks["who has left is gone"] == 1

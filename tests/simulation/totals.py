@@ -113,7 +113,6 @@ class Totals(Tally):
     fewest_faults: int = 1 << 60
 
     def add(self, result: Result) -> None:
-        """One more run."""
         self.num_runs += 1
         self.num_events += result.num_events
         self.seconds += result.seconds
@@ -124,22 +123,20 @@ class Totals(Tally):
     def expected(self) -> dict[str, list[tuple[str, int]]]:
         """What has to be reached, by kind, and how often it was."""
         return {
-            "law": [(name, self.laws[name]) for name in (*OF_THE_CORE, *OF_THE_WHOLE)],
+            "law": [(name, self.looks[name]) for name in (*OF_THE_CORE, *OF_THE_WHOLE)],
             "fault": [(name, self.faults[name]) for name in (*FAULTS, *KINDS)],
-            "network": [(name, self.events[name]) for name in NETWORK],
+            "network": [(name, self.counts[name]) for name in NETWORK],
             "refusal": [(name, self.reasons[name]) for name in REASONS],
             "reconciliation": [(case.value, self.cases[case.value]) for case in Case if case not in NOT_HERE],
             "downlink": [(name, self.downlink[name]) for name in DOWNLINK],
-            "event": [(name, self.events[name]) for name in EVENTS],
+            "event": [(name, self.counts[name]) for name in EVENTS],
             "outcome": [(name, self.outcomes[name]) for name in OUTCOMES],
         }
 
     def never(self) -> list[str]:
-        """What was not reached once."""
         return [f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if not count]
 
     def reached(self) -> set[str]:
-        """What was."""
         return {f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if count}
 
     def show(self, console: Console) -> None:

@@ -60,7 +60,6 @@ class WorkerPlan:
     """How often a sequence that decodes is forked in a step."""
 
     def cache_settings(self) -> CacheSettings:
-        """Of its cache side."""
         return CacheSettings(
             block_size=BLOCK_SIZE,
             groups=self.groups,
@@ -142,7 +141,6 @@ class WorkerProcess(Process):
         )
 
     def introduction(self) -> cache_pb2.RegisterRequest:
-        """What it says of itself in each Register."""
         settings = self.cache.settings
         return cache_pb2.RegisterRequest(
             worker_id=self.plan.worker_id,
@@ -162,7 +160,6 @@ class WorkerProcess(Process):
         self.kernel.trace(self.name, "serves" if is_open else "has no session")
 
     def boot(self) -> None:
-        """Listen, and register."""
         self.world.bus.machines[self.address] = self.machine
         self.world.bus.endpoints[self.address] = self
         self.kernel.trace(self.name, f"starts as incarnation {self.incarnation} of {self.plan.worker_id}")
@@ -172,7 +169,7 @@ class WorkerProcess(Process):
         """As worker_service/server.py does, without a gRPC server."""
         stub = cache_pb2_grpc.CacheServiceStub(self.world.manager_channel(self))
         tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self.link.talk_to(stub))]
-        drain = asyncio.create_task(self._wait_for_drain())
+        drain = asyncio.create_task(self.engine.drain_asked.wait())
         done, _ = await asyncio.wait({*tasks, drain}, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task in done and not self._is_refusal(task):
@@ -198,9 +195,6 @@ class WorkerProcess(Process):
         await asyncio.gather(*tasks, return_exceptions=True)
         self.loop.call_soon(self._exit)
 
-    async def _wait_for_drain(self) -> None:
-        await self.engine.drain_asked.wait()
-
     def _is_refusal(self, task: asyncio.Task[Any]) -> bool:
         """Whether the manager knows another process of this worker, which lives: then this one has to end."""
         error = None if task.cancelled() else task.exception()
@@ -218,7 +212,6 @@ class WorkerProcess(Process):
         self.world.on_worker_death(self)
 
     def count_preemptions(self) -> None:
-        """Into the world's counts."""
         self.world.counts["preemptions"] += self.engine.scheduler.num_preemptions
         self.engine.scheduler.num_preemptions = 0
         state = self.cache._state
@@ -240,10 +233,9 @@ class WorkerProcess(Process):
     @property
     def is_quiet(self) -> bool:
         """Whether it is registered where it should be, and nothing is held here."""
-        return self.cache.is_ready() and self.cache.is_idle and not self.gpu.is_busy and not self._num_sequences()
-
-    def _num_sequences(self) -> int:
-        return self.engine.scheduler.num_running + self.engine.scheduler.num_waiting
+        scheduler = self.engine.scheduler
+        is_idle = self.cache.is_idle and not self.gpu.is_busy and not scheduler.num_running + scheduler.num_waiting
+        return self.cache.is_ready() and is_idle
 
     def live_blocks(self) -> list[tuple[CacheSequence, list[list[tuple[int, int]]]]]:
         """Sequences whose blocks are used here, with these and their generations, by group."""

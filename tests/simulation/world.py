@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -12,15 +11,11 @@ from kvpool.cache_service.core.messages import Limits
 from kvpool.cache_service.election.epoch import MAX_EPOCH, MAX_FOREIGN_EPOCH
 from kvpool.cache_service.election.file import encode
 from kvpool.protocol.tokens import input_digest
-from kvpool.worker_service.cache.groups.dense import DenseGroup
-from kvpool.worker_service.cache.groups.group import Group
-from kvpool.worker_service.cache.groups.state import StateGroup
 from kvpool.worker_service.cache.groups.unit import UnitGroup
-from kvpool.worker_service.cache.groups.window import WindowGroup
-from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from tests import tracer
+from tests.cache_groups import groups_of
 from tests.simulation import patches
 from tests.simulation.bus import Bus
 from tests.simulation.channel import Channel, LeaderChannel
@@ -44,6 +39,11 @@ ACTIVE_SECONDS = 22.0
 """Requests and faults come in this time; then everything heals."""
 _QUIET_SECONDS = 60.0
 MAX_EVENTS = 200_000
+LAYOUTS = (
+    *("full", "full", "full+full", "full+sliding", "full+sliding", "sliding", "sliding+full+sliding"),
+    *("full+state", "full+state", "state", "full+sliding+state"),
+)
+"""The groups of a worker."""
 FIRST_EPOCHS = (0, 0, 0, 6, 1 << 16, 1 << 20, MAX_FOREIGN_EPOCH - 3, MAX_FOREIGN_EPOCH + 9, MAX_EPOCH - 100)
 """That the state file holds at the beginning; 0: there is none. A run takes some dozens."""
 
@@ -79,19 +79,13 @@ class Result(Tally):
         )
 
 
-class World:
-    """Everything that one seed decides."""
+class World(Tally):
+    """Everything that one seed decides, and how often what was reached."""
 
     def __init__(self, seed: int, *, is_traced: bool = False) -> None:
+        super().__init__()
         self.kernel = Kernel(seed, is_traced=is_traced)
         self.violation: Violation | None = None
-        self.operations: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.cases: Counter[str] = Counter()
-        self.downlink: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
         self.bus = Bus(self)
         self.laws = Laws(self)
         self.disk = Disk(self.kernel.random("disk"))
@@ -106,10 +100,11 @@ class World:
         self.machines: dict[str, Machine] = {}
         """Of workers, by name; a rival process of a worker has one of its own."""
         self.clients: list[ClientProcess] = []
+        self.processes: list[Process] = []
+        """All, each from its start on."""
         self.is_watching = False
         """A fault waits for its moment."""
         self._draw = self.kernel.random("world")
-        self._processes: list[Process] = []
         self._num_managers = 0
         self._is_healed = False
         self._is_over = False
@@ -155,12 +150,7 @@ class World:
             pools: tuple[int, ...] = (num_blocks,)
             windows: tuple[int, ...] = (0,)
             state_grid = 0
-            kind = groups.choice(
-                [
-                    *("full", "full", "full+full", "full+sliding", "full+sliding", "sliding", "sliding+full+sliding"),
-                    *("full+state", "full+state", "state", "full+sliding+state"),
-                ]
-            )
+            kind = groups.choice(LAYOUTS)
             if kind == "full+full":
                 pools += (groups.choice([num_blocks, smallest, smallest + 9]),)
                 windows = (0, 0)
@@ -175,12 +165,7 @@ class World:
                     "state": [4, 6, 10, 30],
                 }
                 pools = tuple(groups.choice(least[part]) for part in parts)
-            layout: list[Group] = [
-                DenseGroup(count) if not window else WindowGroup(count, window)
-                for count, window in zip(pools, windows, strict=True)
-            ]
-            if state_grid:
-                layout[-1] = StateGroup(pools[-1], state_grid)
+            layout = list(groups_of(pools, windows, grid=state_grid))
             if self.has_encoder:
                 # After the groups of the decoder's own attention; the states, if there are any, are always the last.
                 num_units = encoder.choice([8, 10, 12, 24, 60])
@@ -255,22 +240,16 @@ class World:
             self.violation = Violation(law, message, self.kernel.now)
             self.kernel.trace("LAW", f"{law}: {message}")
 
-    def operation(self, name: str) -> None:
-        """Somebody has asked for something, and it was done or refused."""
-        self.operations[name] += 1
-
     def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
-        """A worker begins to serve a stream."""
-        self.operation(call.method)
+        self.operations[call.method] += 1
         self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
-
-    def add_process(self, process: Process) -> None:
-        """One more, until the run ends."""
-        self._processes.append(process)
 
     def live_workers(self) -> list[WorkerProcess]:
         """Processes of workers that have not ended, superseded ones too."""
-        return [process for process in self._processes if isinstance(process, WorkerProcess) and not process.is_dead]
+        return [process for process in self.processes if isinstance(process, WorkerProcess) and not process.is_dead]
+
+    def live_clients(self) -> list[ClientProcess]:
+        return [client for client in self.clients if not client.is_dead]
 
     def right_texts(self, plan: RequestPlan) -> list[tuple[list[int], bool]]:
         """What a request has to be answered, and whether the model ends it: for each of its answers."""
@@ -301,7 +280,14 @@ class World:
         if plan.num_beams > 1:
             num_shared = self._num_first_tokens(plan) // BLOCK_SIZE
             num_blocks = num_shared + plan.num_beams * (num_blocks - num_shared)
-        return any(num_blocks > one.capacity or not self._has_scratch_for(plan.num_beams, one) for one in settings)
+        if any(num_blocks > one.capacity for one in settings):
+            return True
+        # All beams need rings and running states.
+        return plan.num_beams > 1 and any(
+            group.num_for_beams(one.sizes, plan.num_beams) >= group.num_blocks
+            for one in settings
+            for group in one.groups
+        )
 
     def _num_first_tokens(self, plan: RequestPlan) -> int:
         """Tokens that the text of a request begins with."""
@@ -312,14 +298,7 @@ class World:
         room = self.max_model_len - self._num_first_tokens(plan)
         return min(plan.max_tokens or room, room)
 
-    def _has_scratch_for(self, num_beams: int, cache: CacheSettings) -> bool:
-        """Whether all beams find rings and running states."""
-        return num_beams == 1 or all(
-            group.num_for_beams(cache.sizes, num_beams) < group.num_blocks for group in cache.groups
-        )
-
     def ended(self, plan: RequestPlan, how: str) -> None:
-        """A request has come to its end."""
         self._num_ended += 1
         self.outcomes[how] += 1
         self.kernel.note(f"request {plan.number} {how}")
@@ -339,7 +318,6 @@ class World:
         return [process for process in self._managers.values() if not process.is_dead]
 
     def manager_channel(self, process: Process) -> Any:
-        """From a process to the manager that leads."""
         if len(self.manager_addresses) == 1:
             return Channel(self.bus, process, self.manager_addresses[0])
         return LeaderChannel(self.bus, process, self.manager_addresses)
@@ -348,9 +326,8 @@ class World:
 
     def _start_manager(self, machine: str = MACHINES[0]) -> None:
         self._num_managers += 1
-        process = self._managers[machine] = ManagerProcess(self, machine, self._num_managers, self.limits)
-        self._processes.append(process)
-        process.boot()
+        self._managers[machine] = ManagerProcess(self, machine, self._num_managers, self.limits)
+        self._managers[machine].boot()
 
     def on_leading(self, process: ManagerProcess) -> None:
         """It leads from now on. Others hear of it from its health, if they hear of it."""
@@ -364,7 +341,6 @@ class World:
             )
 
     def on_manager_death(self, process: ManagerProcess) -> None:
-        """It is started again after a while."""
         if self._is_over:
             return
         self._count_cases(process)
@@ -386,9 +362,7 @@ class World:
             process.core.reconciled.clear()
 
     def _start_worker(self, machine: Machine) -> None:
-        worker = WorkerProcess(self, machine)
-        self._processes.append(worker)
-        worker.boot()
+        WorkerProcess(self, machine).boot()
 
     def start_rival(self, worker: WorkerProcess) -> bool:
         """A newer process of the same worker on another machine, which starts it again like any other. False if there is one."""
@@ -414,7 +388,6 @@ class World:
     # -- the run
 
     def run(self) -> Result:
-        """From the beginning until all is quiet."""
         with patches.installed(self):
             try:
                 self._begin()
@@ -434,15 +407,8 @@ class World:
             self.kernel.num_events,
             self.kernel.now,
             self.kernel.lines,
-            operations=self.operations,
-            faults=self.faults,
-            laws=self.laws.counts,
-            reasons=self.reasons,
-            cases=self.cases,
-            downlink=self.downlink,
-            outcomes=self.outcomes,
-            events=self.counts + self.bus.num_faults,
         )
+        result.add_counts(self)
         self.__dict__.clear()
         return result
 
@@ -458,10 +424,7 @@ class World:
         for plan in self.plans:
             self.machines[plan.worker_id] = machine = Machine(plan.worker_id, plan, kernel)
             self._start_worker(machine)
-        for name in self.client_names:
-            client = ClientProcess(self, name)
-            self.clients.append(client)
-            self._processes.append(client)
+        self.clients += [ClientProcess(self, name) for name in self.client_names]
         at = 0.5
         for request in self.requests:
             if draw.random() < 0.4:
@@ -482,17 +445,14 @@ class World:
         kernel.at(ACTIVE_SECONDS + 2.0, self._heal)
         self.strangers.begin()
 
-    def _client(self) -> ClientProcess:
-        return self._draw.choice([client for client in self.clients if not client.is_dead])
-
     def _ask(self, plan: RequestPlan) -> None:
-        self._client().ask(plan)
+        self._draw.choice(self.live_clients()).ask(plan)
 
     def _plan_look(self, kind: str, argument: Any) -> None:
         self.kernel.at(self._draw.uniform(0.5, ACTIVE_SECONDS), self._look, kind, argument)
 
     def _look(self, kind: str, argument: Any) -> None:
-        self._client().look(kind, argument)
+        self._draw.choice(self.live_clients()).look(kind, argument)
 
     def _do_fault(self, name: str, faults: Any) -> None:
         self.kernel.trace("FAULT", name)
@@ -513,7 +473,7 @@ class World:
         self.disk.lies = False
         self.disk.operations_left = None
         self.lease_server.delay_seconds = 0.0
-        for process in self._processes:
+        for process in self.processes:
             process.thaw()
         for worker in self.live_workers():
             worker.gpu.step_seconds = self.step_seconds
@@ -547,7 +507,9 @@ class World:
                 continue
             quiet_at = kernel.now + 0.25
             self.laws.of_progress()
-            if self._num_ended + self._num_lost() < len(self.requests):
+            # Some clients have vanished with their requests.
+            num_lost = sum(client.num_begun - client.num_ended for client in self.clients if client.is_dead)
+            if self._num_ended + num_lost < len(self.requests):
                 if kernel.now > end:
                     self.fail("all goes quiet", f"{self._num_ended} of {len(self.requests)} requests have ended")
                 continue
@@ -557,10 +519,6 @@ class World:
                 return
             if kernel.now > end:
                 self.fail("all goes quiet", self._why_not_quiet())
-
-    def _num_lost(self) -> int:
-        """Requests whose client has vanished with them."""
-        return sum(client.num_begun - client.num_ended for client in self.clients if client.is_dead)
 
     def _why_not_quiet(self) -> str:
         core = self.manager
@@ -576,7 +534,7 @@ class World:
         """Nothing may be left to the garbage collector, which comes when it likes."""
         self._is_over = True
         self.bus.is_over = True
-        for process in self._processes:
+        for process in self.processes:
             process.loop.wind_up()
             process._inbox.clear()
         gc.collect(0)

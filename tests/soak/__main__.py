@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(result: Result, console: Console) -> None:
-    """For people."""
     totals = result.totals
     streams = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(totals.outcomes.items()))
     console.print(f"{result.seconds:.0f} s, {totals.num_tokens:,} tokens. Streams: {streams}")

@@ -7,6 +7,7 @@ import dataclasses
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,17 +27,9 @@ JUDGED_SECONDS: Final = 60.0
 """A shorter soak does not show how full pools are, nor what grows."""
 
 
-@dataclass(frozen=True)
-class Pool:
-    """A worker's."""
-
-    num_blocks: int
-    max_num_seqs: int
-
-
-LARGE: Final = Pool(1025, 256)
-"""Always full: what the next in line needs is little beside it."""
-SMALL: Final = Pool(129, 24)
+LARGE: Final = {"num_blocks": 1025, "max_num_seqs": 256}
+"""A worker's pool that is always full: what the next in line needs is little beside it."""
+SMALL: Final = {"num_blocks": 129, "max_num_seqs": 24}
 """Two long sequences and it is full, so they are preempted often; but what is left is often too little for the next."""
 
 
@@ -47,7 +40,7 @@ class Settings:
     seconds: float
     num_streams: int = 0
     """It goes on until so many have ended, also beyond `seconds`."""
-    pools: tuple[Pool, ...] = (LARGE, SMALL)
+    pools: tuple[Mapping[str, int], ...] = (LARGE, SMALL)
     """Of one worker each."""
     num_readers: int = 200
     num_requests: int = 150
@@ -82,7 +75,7 @@ async def soak(settings: Settings, folder: Path, progress: Tell) -> Result:
     pools = {f"worker-{number}": pool for number, pool in enumerate(settings.pools)}
     async with Cluster(folder) as cluster:
         worker = {"model": model.path, "block_size": 4, "max_num_batched_tokens": 512, "scheduling_policy": "priority"}
-        await cluster.start({name: worker | vars(pool) for name, pool in pools.items()})
+        await cluster.start({name: worker | dict(pool) for name, pool in pools.items()})
         watch = Watch(cluster, settings.seconds_between_looks)
         async with cluster.client() as client:
             load = Load(client, workload, settings.num_readers, draw, make_call)

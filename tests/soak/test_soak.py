@@ -14,14 +14,14 @@ from tests.cluster.models import make_endless_model
 from tests.load.load import Load
 from tests.load.workload import Reference, Request
 from tests.model.plain_loop import PlainLoop
-from tests.soak.soak import Pool, Settings, soak
+from tests.soak.soak import Settings, soak
 from tests.soak.watch import GROWTH_BYTES, GROWTH_FILES, Holding, growth
 from tests.soak.workload import make_call
 
 SMALL = Settings(
     seconds=2.0,
     num_streams=60,
-    pools=(Pool(64, 8),),
+    pools=({"num_blocks": 64, "max_num_seqs": 8},),
     num_readers=16,
     num_requests=12,
     num_tokens=24,

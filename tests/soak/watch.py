@@ -43,7 +43,6 @@ class Growth:
 
     @property
     def problems(self) -> list[str]:
-        """What has grown."""
         found = []
         if self.rss_after - self.rss_before > max(GROWTH_BYTES, GROWTH_SHARE * self.rss_before):
             found.append(f"{self.process} grew from {self.rss_before / 1e6:.1f} to {self.rss_after / 1e6:.1f} MB")
@@ -78,13 +77,11 @@ class Watch:
     violations: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
-        """For ever."""
         while True:
             await self.look()
             await asyncio.sleep(self.seconds_between)
 
     async def look(self) -> None:
-        """Once."""
         for name, process in self.cluster.processes.items():
             holding = Holding(time.monotonic(), process.resident_bytes, process.num_open_files)
             self.holdings.setdefault(name, []).append(holding)

@@ -50,7 +50,7 @@ INPUTS = {sha256(bytes([number])).digest(): list(range(10 * number, 10 * number 
 def right_slots(input_digest: bytes, tokens: tuple[int, ...]) -> list[int]:
     """What the slots of a text must hold."""
     slots: list[int] = []
-    root = tracer.encoder_digest(INPUTS[input_digest]) if input_digest else tracer.root_digest()
+    root = tracer.root_digest(encoder_tokens=INPUTS.get(input_digest, ()))
     tracer.extend(slots, root, tokens)
     return slots
 
@@ -236,7 +236,7 @@ class Story(Worker):
                 encoder = INPUTS[sequence.root.input_digest]
                 into = table if part.to_encode else []
                 if into:
-                    slots.write(into, 0, tracer.encoder_slots(encoder) if is_good else [None] * len(encoder))  # type: ignore[list-item]
+                    slots.write(into, 0, tracer.encoder_slots(encoder) if is_good else [None] * len(encoder))
                 assert not is_good or slots.read(table, len(encoder)) == tracer.encoder_slots(encoder)
             else:
                 first = max(0, start - group.window + 1) if isinstance(group, WindowGroup) else 0

@@ -80,6 +80,9 @@ def registration(
 class Worker:
     """A registered worker. It keeps the session and numbers its calls, and does nothing else by itself."""
 
+    seconds: float | None = None
+    """Within which a call must be answered, or it fails."""
+
     def __init__(self, stub: cache_pb2_grpc.CacheServiceStub, request: pb.RegisterRequest) -> None:
         self.stub = stub
         self.request = request
@@ -104,7 +107,7 @@ class Worker:
 
     async def register(self) -> pb.RegisterResponse:
         """Register once more, as a worker does that begins anew."""
-        self.registered = await self.stub.Register(self.request)
+        self.registered = await self.stub.Register(self.request, timeout=self.seconds)
         self.request.register_no += 1
         self.request.highest_epoch_seen = self.registered.epoch
         self.request.last_session = self.registered.session
@@ -138,18 +141,18 @@ class Worker:
         return await self.stub.Free(pb.FreeRequest(uplink=self.uplink(), items=items))
 
     async def keep_alive(self, *, draining: bool = False) -> pb.KeepAliveResponse:
-        return await self.stub.KeepAlive(
-            pb.KeepAliveRequest(
-                session=self.session,
-                session_key=self.session_key,
-                downlink_ack=self.downlink_ack,
-                load=common_pb2.WorkerLoad(num_running=1),
-                draining=draining,
-            )
+        request = pb.KeepAliveRequest(
+            session=self.session,
+            session_key=self.session_key,
+            downlink_ack=self.downlink_ack,
+            load=common_pb2.WorkerLoad(num_running=1),
+            draining=draining,
         )
+        return await self.stub.KeepAlive(request, timeout=self.seconds)
 
     async def deregister(self) -> pb.DeregisterResponse:
-        return await self.stub.Deregister(pb.DeregisterRequest(session=self.session, session_key=self.session_key))
+        request = pb.DeregisterRequest(session=self.session, session_key=self.session_key)
+        return await self.stub.Deregister(request, timeout=self.seconds)
 
 
 async def refused(call: Awaitable[object], code: grpc.StatusCode, reason: str) -> status_pb2.Status:
