@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 import grpc
@@ -149,18 +149,14 @@ async def test_a_bad_path_costs_nothing(served: Served) -> None:
     assert served.server.num_rebuilds == 0
 
 
-async def test_a_method_that_is_not_there_is_refused(served: Served) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.channel.unary_unary("/test/Missing")(b"")
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert caught.value.details() == "Method not found!"
-
-
-async def test_calls_of_one_method_are_served_at_once(served: Served) -> None:
+async def test_calls_of_one_method_are_served_at_once_and_one_of_none_is_refused(served: Served) -> None:
     """None waits for the end of another."""
     calls = [served.channel.unary_stream("/test/Hang")(b"") for _ in range(20)]
     async with asyncio.timeout(20):
         assert [await call.read() for call in calls] == [b"begun"] * 20
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.channel.unary_unary("/test/Missing")(b"")
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
     for call in calls:
         call.cancel()
     life = served.server._life
@@ -329,54 +325,45 @@ async def test_a_port_that_is_free_again_in_time_is_taken(mortal: Served, monkey
 async def test_calls_of_too_many_replaced_servers_end_as_unavailable(
     mortal: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """UNAVAILABLE, so that a caller of ours goes on elsewhere; each attack has a call of its own that never ends."""
+    """UNAVAILABLE, so that a caller of ours asks another worker; each attack has a call of its own that never ends."""
     monkeypatch.setattr(grpc_server, "MAX_RETIRED", 2)
-    first = mortal.channel.unary_stream("/test/Hang")(b"")
-    assert await first.read() == b"begun"
-    others: list[Any] = []
-    channels: list[Any] = []
-    for number in range(3):
-        async with await mortal.attack():
-            pass
-        if number < 2:
-            channels.append(mortal.new_channel())
-            others.append(channels[-1].unary_stream("/test/Hang")(b"", wait_for_ready=True))
-            assert await others[-1].read() == b"begun"
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with asyncio.timeout(20):
-            await first.read()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert not any(call.done() for call in others)
-    for channel in channels:
-        await channel.close()
+    async with AsyncExitStack() as channels:
+        calls: list[Any] = []
+        for _ in range(3):
+            channel = await channels.enter_async_context(mortal.new_channel())
+            calls.append(channel.unary_stream("/test/Hang")(b"", wait_for_ready=True))
+            assert await calls[-1].read() == b"begun"
+            async with await mortal.attack():
+                pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(20):
+                await calls[0].read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not any(call.done() for call in calls[1:])
 
 
 async def test_replaced_servers_go_when_their_calls_have_ended_whatever_the_attacker_keeps_open(mortal: Served) -> None:
     """The connection of the attack stays open, with the stream that was never answered."""
-    connections = [await mortal.attack() for _ in range(3)]
-    try:
+    async with AsyncExitStack() as attacks:
+        connections = [await attacks.enter_async_context(await mortal.attack()) for _ in range(3)]
         await until(lambda: not mortal.server._retired)
         for connection in connections:
             async with asyncio.timeout(20):
                 while await connection.read() is not None:
                     pass
-    finally:
-        for connection in connections:
-            await connection.__aexit__(None, None, None)
 
 
 # -- limits on connections
 
 
 async def test_connections_beyond_the_bound_are_closed_and_others_served() -> None:
-    settings = Settings(max_connections=server_settings.MIN_CONNECTIONS)
-    async with Served(settings) as served:
+    least = server_settings.MIN_CONNECTIONS
+    async with Served(Settings(max_connections=least)) as served:
         assert await served.echo() == b"here"
-        open_ones = [await http2.Connection.open(served.port) for _ in range(3 * server_settings.MIN_CONNECTIONS)]
-        greeted = [await connection.read() is not None for connection in open_ones]
-        assert server_settings.MIN_CONNECTIONS // 2 <= sum(greeted) <= server_settings.MIN_CONNECTIONS
-        for connection in open_ones:
-            await connection.__aexit__(None, None, None)
+        connections = [await http2.Connection.open(served.port) for _ in range(3 * least)]
+        assert least // 2 <= sum([await connection.read() is not None for connection in connections]) <= least
+        for connection in connections:
+            await connection.close()
         assert await served.echo() == b"here"
 
 
@@ -396,34 +383,28 @@ async def test_streams_beyond_the_bound_of_a_connection_wait_at_the_caller() -> 
 
 async def test_an_old_connection_takes_no_new_calls_and_keeps_those_that_it_has() -> None:
     """The age is over many times while the call runs; nothing ends it, and calls after it are served."""
-    async with (
-        Served(Settings(max_connection_age=0.2)) as served,
-        await http2.Connection.open(served.port) as connection,
-    ):
+    async with Served(Settings(max_connection_age=0.2)) as served:
         call = served.channel.unary_stream("/test/Count")(b"4")
         for number in range(4):
             served.counting.go_on.release()
             assert await call.read() == b"%d" % number
-            async with asyncio.timeout(20):
-                # The other connection, which has no call, is closed again and again.
-                while (await connection.read()) is not None:
-                    pass
-            await connection.__aexit__(None, None, None)
-            connection = await http2.Connection.open(served.port)
+            async with await http2.Connection.open(served.port) as other, asyncio.timeout(20):
+                while await other.read() is not None:
+                    pass  # it has no call, and is closed
             assert await served.channel.unary_unary("/test/Echo")(b"x", wait_for_ready=True) == b"x"
         assert await call.read() is grpc.aio.EOF
-        await connection.__aexit__(None, None, None)
 
 
 async def test_a_peer_that_answers_no_ping_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that lost its power: its connection is open for ever, as far as TCP knows."""
     monkeypatch.setattr(server_settings, "PING_TIMEOUT_SECONDS", 0.2)
-    async with Served(Settings(ping_seconds=1)) as served:
-        connection = await http2.Connection.open(served.port)
-        async with asyncio.timeout(30):
-            while await connection.read(answer=False) is not None:
-                pass
-        await connection.__aexit__(None, None, None)
+    async with (
+        Served(Settings(ping_seconds=1)) as served,
+        await http2.Connection.open(served.port) as connection,
+        asyncio.timeout(30),
+    ):
+        while await connection.read(answer=False) is not None:
+            pass
 
 
 @pytest.mark.parametrize(
