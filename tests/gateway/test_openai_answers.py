@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.client import GenerateOptions
 from kvpool.gateway.openai.token_bytes import shown
-from tests.gateway.conftest import EXTRA, Front, ids_of
+from tests.gateway.conftest import Front, ids_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -75,19 +75,6 @@ async def test_messages_may_have_null_where_openai_allows_it(front: Front) -> No
     model = await front.cluster.client.model()
     text = "<user>ab<assistant><tool>42<assistant>"
     assert answer.to_dict()["prompt_token_ids"] == model.encode_text(text, special=False)
-
-
-async def test_the_synchronous_client_works_as_well(front: Front) -> None:
-    own = await front.cluster.complete(PROMPT, max_tokens=NUM_NEW)
-
-    def ask() -> tuple[str, str]:
-        with openai.OpenAI(base_url=f"{front.gateway.url}/v1", api_key="any", max_retries=0) as client:
-            arguments: dict[str, Any] = {"model": front.model, "prompt": PROMPT, "temperature": 0, "extra_body": EXTRA}
-            whole = client.completions.create(max_tokens=NUM_NEW, **arguments)
-            stream = client.completions.create(max_tokens=NUM_NEW, stream=True, **arguments)
-            return whole.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
-
-    assert await asyncio.to_thread(ask) == (own.text, own.text)
 
 
 @pytest.mark.parametrize(
