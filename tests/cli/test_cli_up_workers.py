@@ -1,4 +1,4 @@
-"""Which flags `kvpool up` passes to its workers, and how it ends when they cannot use them."""
+"""How `kvpool up` ends when its workers cannot use their settings, and what it does when one of them ends."""
 
 from __future__ import annotations
 
@@ -11,58 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvpool.cli.commands.up import FLAGS, UpSettings, run_cluster
+from kvpool.cli.commands.up import run_cluster
 from kvpool.cli.launch.children import Children, ChildSpec
 from kvpool.cli.launch.cluster import Cluster, ClusterSpec, free_port
 from kvpool.cli.launch.log import Level
 from kvpool.cli.launch.trial import try_settings
-from kvpool.process.settings import SettingsProblem, load_settings
-from kvpool.worker_service.settings import WorkerSettings
+from tests.cli.test_cli_up_plan import spec
 from tests.client.commands import run_kvpool
 from tests.client.fakes import FakeWorker, fake_cluster
 from tests.client.processes import is_alive
 from tests.cluster.forked_children import forked_children
 from tests.docs.programs import run_here
-
-
-def spec(*arguments: str) -> ClusterSpec:
-    own, of_workers = FLAGS.split(["--device", "cpu", *arguments])
-    return load_settings(UpSettings, own).spec(of_workers)
-
-
-def worker_settings(child: ChildSpec) -> WorkerSettings:
-    """As a worker understands its arguments."""
-    return load_settings(WorkerSettings, child.command[child.command.index("-m") + 2 :])
-
-
-@pytest.mark.parametrize("dashes", [(), ("--",)])
-def test_each_worker_gets_the_flags_that_are_not_up_s_own(dashes: tuple[str, ...]) -> None:
-    """Before and after `--`. A value that is called like a setting of up is a value."""
-    of_workers = ["--scheduling-policy", "priority", "--gpu-memory-utilization=0.5", "--cache-dir", "workers",
-                  "--no-prefix-caching", "--num-blocks", "33"]  # fmt: skip
-    manager, *workers = spec(*dashes, *of_workers, "--workers", "2", "--host=127.0.0.2").children({})
-    assert not set(of_workers) & set(manager.command)
-    for index, worker in enumerate(workers):
-        settings = worker_settings(worker)
-        assert (settings.scheduling_policy, settings.gpu_memory_utilization) == ("priority", 0.5)
-        assert (settings.cache_dir, settings.prefix_caching) == (Path("workers"), False)
-        assert (settings.worker_id, settings.num_blocks, settings.device) == (f"worker-{index}", 33, "cpu")
-        assert settings.host == "127.0.0.2"
-
-
-@pytest.mark.parametrize(
-    ("flag", "instead"),
-    [("--manager", "give --join"), ("--worker-id=w", "give --name"), ("--dry-run", "`kvpool worker --dry-run`")],
-)
-def test_what_up_sets_itself_is_refused_with_the_way_to_say_it(flag: str, instead: str) -> None:
-    with pytest.raises(SettingsProblem, match=instead):
-        spec("--max-num-waiting", "9", flag)
-
-
-def test_a_single_worker_may_be_given_its_port() -> None:
-    (worker,) = spec("--join", "10.0.0.1:50051", "--", "--port", "7001").children({})
-    settings = worker_settings(worker)
-    assert (settings.port, settings.manager) == (7001, "10.0.0.1:50051")
 
 
 class Errors:
@@ -103,25 +62,24 @@ async def refused(state_dir: Path, *arguments: str) -> tuple[int, list[str]]:
         ),
         (["--block-size", "17", "--workers", "3"], 2, ["kvpool worker: --block-size must be a power of two, got 17"]),
         (["--model", "/no/such"], 1, ["kvpool worker: There is no model folder '/no/such'"]),
+        (
+            ["--model", "MODEL", "--max-model-len", "513"],  # config.json is enough; the weights need not be there
+            1,
+            ["kvpool worker: --max-model-len 513 is not within 2 … 512, the limits of the model's config."],
+        ),
     ],
 )
 async def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
     arguments: list[str], status: int, says: list[str], tmp_path: Path
 ) -> None:
     """With one line for each problem, however many workers there are, and the exit status of a worker."""
-    ended, lines = await refused(tmp_path, *arguments)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    ended, lines = await refused(tmp_path / "state", *(word.replace("MODEL", str(model)) for word in arguments))
     assert ended == status
     assert len(lines) == len(says)
     assert all(line.startswith(start) for line, start in zip(lines, says, strict=True)), lines
-
-
-async def test_a_length_above_the_model_s_ends_it_before_a_worker_is_started(tmp_path: Path) -> None:
-    """config.json is enough; the weights need not be there."""
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
-    assert await refused(tmp_path / "state", "--model", str(tmp_path), "--max-model-len", "513") == (
-        1,
-        ["kvpool worker: --max-model-len 513 is not within 2 … 512, the limits of the model's config."],
-    )
 
 
 async def test_without_a_manager_of_its_own_it_refuses_the_same() -> None:
