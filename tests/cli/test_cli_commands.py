@@ -81,8 +81,7 @@ async def test_every_answer_flag_reaches_the_worker(run: Run) -> None:
     own = ["--stop-token-id", "5", "--stop-token-id", "6", "--min-tokens", "3", "--ignore-eos", "--echo"]
     async with fake_cluster(worker) as manager:
         for arguments in (["generate", *shared, *own], ["chat", *shared]):
-            ran = await run(*arguments, "the", on=manager)
-            assert (ran.status, ran.err) == (0, "")
+            assert await run(*arguments, "the", on=manager) == (0, " the cat sat\n", "")
     for request in worker.requests:
         sampling = request.sampling
         assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
@@ -180,23 +179,15 @@ async def test_generate_reads_the_prompt_from_a_pipe() -> None:
 # -- chat
 
 
-async def test_chat_answers_one_message(run: Run) -> None:
-    worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager:
-        ran = await run("chat", "the cat", on=manager)
-    assert ran[:2] == (0, " the cat sat\n")
-    assert list(worker.requests[0].token_ids.ids) == [1, 3, 5, 6, 4]
-
-
 async def test_chat_remembers_what_was_answered_until_it_is_to_forget() -> None:
     """Each question carries what was said before; /clear forgets it. A question that was refused is one line on stderr, and is not
-    remembered."""
+    remembered. The environment names the manager."""
     too_long = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "too long")
     broken = error_status(code_pb2.INTERNAL, "INTERNAL", "a bug")
     worker = FakeWorker("w", answer(SAT), [too_long], [broken], answer(SAT))
     async with fake_cluster(worker) as manager:
         typed = "the\ncat\nmat\ncat\n/clear\ndog\n/exit\nmat\n"
-        done = await run_kvpool("chat", "--manager", manager.address, typed=typed)
+        done = await run_kvpool("chat", typed=typed, KVPOOL_MANAGER=manager.address)
     assert (done.returncode, done.stdout.split()) == (0, ["sat", "sat", "sat"])
     errors = [line for line in done.stderr.splitlines() if line.startswith("kvpool: ")]
     assert len(errors) == 2
@@ -307,14 +298,6 @@ async def test_signs_that_the_encoding_lacks_are_replaced() -> None:
 
 
 # -- which manager
-
-
-async def test_the_environment_names_the_manager(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fake_cluster(FakeWorker("w-of-the-environment")) as manager:
-        monkeypatch.setenv("KVPOOL_MANAGER", manager.address)
-        ran = await run("status")
-    assert ran.status == 0
-    assert "w-of-the-environment" in ran.out
 
 
 async def test_a_worker_s_port_as_manager_is_recognised(run: Run) -> None:

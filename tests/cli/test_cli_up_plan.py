@@ -161,37 +161,33 @@ def test_a_port_that_is_taken_is_named_with_its_flag_before_anything_starts(flag
 # -- GPUs: each worker has one of its own, and no other process sees it
 
 
-def devices(folder: Path, count: int) -> Path:
-    """A /dev with that many GPUs, and the files that come with them."""
-    for name in ("nvidiactl", "nvidia-uvm", "null", *(f"nvidia{index}" for index in range(count))):
-        (folder / name).touch()
-    return folder
-
-
-def test_the_variable_goes_before_the_device_files(tmp_path: Path) -> None:
-    folder = devices(tmp_path, 4)
-    assert visible_gpus({}, folder) == ["0", "1", "2", "3"]
-    for value, gpus in (("2, 3", ["2", "3"]), ("MIG-a,MIG-b", ["MIG-a", "MIG-b"]), ("", [])):
-        assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, folder) == gpus
-
-
-def test_without_a_device_file_the_gpus_are_not_known(tmp_path: Path) -> None:
-    folder = devices(tmp_path, 0)
-    assert visible_gpus({}, folder) is None
-    assert one_gpu_each(2, {}, folder) == ["0", "1"]
-
-
-def test_a_container_counts_from_zero(tmp_path: Path) -> None:
-    """It was given the host's third GPU."""
-    (tmp_path / "nvidia2").touch()
-    assert one_gpu_each(1, {}, tmp_path) == ["0"]
-
-
-def test_too_few_gpus_are_refused_with_the_figures(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"8 workers .* need 8 GPUs, there are 4: .* cuda:0"):
-        one_gpu_each(8, {}, devices(tmp_path, 4))
-    with pytest.raises(InvalidRequest, match=r"there are 1 \(CUDA_VISIBLE_DEVICES=7\)"):
-        one_gpu_each(2, {"CUDA_VISIBLE_DEVICES": "7"}, tmp_path)
+@pytest.mark.parametrize(
+    ("files", "variable", "gpus"),
+    [
+        (["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1"], None, ["0", "1"]),
+        (["nvidia2"], None, ["0"]),  # in a container, which was given the host's third GPU
+        (["nvidiactl", "null"], None, None),
+        (["nvidia0"], "2, 3", ["2", "3"]),
+        (["nvidia0"], "MIG-a,MIG-b", ["MIG-a", "MIG-b"]),
+        (["nvidia0"], "", []),
+    ],
+)
+def test_the_variable_goes_before_the_device_files(
+    files: list[str], variable: str | None, gpus: list[str] | None, tmp_path: Path
+) -> None:
+    """None: without a device file the GPUs are not known, and each worker finds out."""
+    for name in files:
+        (tmp_path / name).touch()
+    environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
+    assert visible_gpus(environment, tmp_path) == gpus
+    if gpus is None:
+        assert one_gpu_each(2, environment, tmp_path) == ["0", "1"]
+        return
+    with pytest.raises(
+        InvalidRequest, match=rf"8 workers .* need 8 GPUs, there are {len(gpus)}.*: .* cuda:0"
+    ) as refused:
+        one_gpu_each(8, environment, tmp_path)
+    assert (f"(CUDA_VISIBLE_DEVICES={variable})" in str(refused.value)) == (variable is not None)
 
 
 def test_workers_are_started_with_one_gpu_each() -> None:

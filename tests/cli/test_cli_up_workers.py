@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,16 +10,17 @@ import pytest
 from rich.console import Console
 
 from kvpool.cli.commands.up import run_cluster
-from kvpool.cli.launch.children import Children, ChildSpec
+from kvpool.cli.launch.children import Children
 from kvpool.cli.launch.cluster import Cluster, ClusterSpec, free_port
 from kvpool.cli.launch.log import Level
 from kvpool.cli.launch.trial import try_settings
+from kvpool.process.services import WORKER_MODULE, service_command
+from tests.cli.test_cli_children import child
 from tests.cli.test_cli_up_plan import spec
-from tests.client.commands import run_kvpool
+from tests.client.commands import became, exit_status, run_kvpool
 from tests.client.fakes import FakeWorker, fake_cluster
 from tests.client.processes import is_alive
 from tests.cluster.forked_children import forked_children
-from tests.docs.programs import run_here
 
 
 class Errors:
@@ -36,16 +35,6 @@ class Errors:
     def say(self, line: str, level: Level = Level.info, fields: Mapping[str, object] | None = None) -> None:
         if level is Level.error:
             self.lines.append(line)
-
-
-async def refused(state_dir: Path, *arguments: str) -> tuple[int, list[str]]:
-    """Exit status and errors of a cluster none of whose workers may start: each would make its folder in `state_dir`."""
-    errors = Errors()
-    started = spec("--port", str(free_port()), "--state-dir", str(state_dir), *arguments)
-    with forked_children():
-        status = await run_cluster(started, errors, Console(quiet=True))
-    assert not (state_dir / "workers").exists()
-    return status, errors.lines
 
 
 @pytest.mark.parametrize(
@@ -73,13 +62,15 @@ async def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
     arguments: list[str], status: int, says: list[str], tmp_path: Path
 ) -> None:
     """With one line for each problem, however many workers there are, and the exit status of a worker."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
-    ended, lines = await refused(tmp_path / "state", *(word.replace("MODEL", str(model)) for word in arguments))
-    assert ended == status
-    assert len(lines) == len(says)
-    assert all(line.startswith(start) for line, start in zip(lines, says, strict=True)), lines
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
+    given = [word.replace("MODEL", str(tmp_path)) for word in arguments]
+    errors = Errors()
+    started = spec("--port", str(free_port()), "--state-dir", str(tmp_path / "state"), *given)
+    with forked_children():
+        assert await run_cluster(started, errors, Console(quiet=True)) == status
+    assert not (tmp_path / "state" / "workers").exists(), "each worker makes its folder there"
+    assert len(errors.lines) == len(says)
+    assert all(line.startswith(start) for line, start in zip(errors.lines, says, strict=True)), errors.lines
 
 
 async def test_without_a_manager_of_its_own_it_refuses_the_same() -> None:
@@ -93,7 +84,7 @@ async def test_a_dry_run_without_an_answer_is_ended(tmp_path: Path) -> None:
     """As when the hub does not answer: the workers start."""
     pid_file = tmp_path / "pid"
     script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    await try_settings(ChildSpec("worker-0", [sys.executable, "-I", "-S", "-c", script], {}), longest_seconds=0.2)
+    await try_settings(child("worker-0", script), longest_seconds=0.2)
     assert not pid_file.exists() or not is_alive(int(pid_file.read_text()))
 
 
@@ -101,7 +92,7 @@ async def test_a_worker_that_ends_while_the_others_start_is_left_out(monkeypatch
     """Not one whose settings are refused: those are the same for all."""
     fails, lives = "sys.exit('--dry-run' not in sys.argv)", "time.sleep(0 if '--dry-run' in sys.argv else 600)"
     children = [
-        ChildSpec(name, [sys.executable, "-I", "-S", "-c", f"import sys, time; print('fine', flush=True); {rest}"])
+        child(name, f"import sys, time; print('fine', flush=True); {rest}")
         for name, rest in (("worker-0", lives), ("worker-1", fails))
     ]
     monkeypatch.setattr(ClusterSpec, "children", lambda self: children)
@@ -122,8 +113,5 @@ async def test_a_worker_that_ends_while_the_others_start_is_left_out(monkeypatch
     assert told == ["worker-1 ended with exit status 1; its log above says why. The cluster continues without it"]
 
 
-async def test_help_after_the_dashes_is_the_worker_s() -> None:
-    printed = await asyncio.to_thread(run_here, ".venv/bin/kvpool up -- --help", os.environ)
-    assert printed is not None
-    assert "usage: kvpool worker " in printed
-    assert "--max-mixed-prefill-tokens" in printed
+def test_help_after_the_dashes_is_the_worker_s() -> None:
+    assert became(lambda: exit_status(["up", "--", "--help"])) == service_command(WORKER_MODULE, ["--help"])
