@@ -126,7 +126,7 @@ async def test_bodies_that_wait_for_their_answers_are_bounded_together(monkeypat
 
         async def is_refused(content: bytes) -> bool:
             answer = await client.post("/tokenize", content=content)
-            if is_full := answer.json()["error"]["code"] == "too_many_bodies":
+            if is_full := bool(answer.json()["error"]["code"] == "too_many_bodies"):
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             return is_full
 
