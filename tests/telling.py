@@ -67,5 +67,6 @@ def tell_result(
             console.print(f"VIOLATION: {violation}", markup=False, soft_wrap=True)
         if not result.violations:
             console.print("No violation.")
-        print(around)
+        if around:
+            print(around)
     return 1 if result.violations else 0

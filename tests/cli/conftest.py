@@ -1,13 +1,42 @@
-"""Shorter pauses for the tests of the command line, as for those of the client."""
+"""Commands in the process of the tests, with shorter pauses."""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import NamedTuple, Protocol
 
 import pytest
 
 from kvpool.cli import terminal
+from tests.client.commands import kvpool
 from tests.client.conftest import short_pauses
+from tests.client.fakes import FakeManager
 
 __all__ = ["short_pauses"]
+
+
+class Ran(NamedTuple):
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Run(Protocol):
+    """Runs a command in a thread next to the fakes' event loop, `on` the cluster of a manager if one is given."""
+
+    def __call__(self, *arguments: str, on: FakeManager | str | None = None) -> Awaitable[Ran]: ...
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    async def run(*arguments: str, on: FakeManager | str | None = None) -> Ran:
+        address = on.address if isinstance(on, FakeManager) else on
+        status = await kvpool(*arguments, *(("--manager", address) if address else ()))
+        return Ran(status, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpool.cli.commands.block_map import render_block_map
 from kvpool.client import Client, ClientConfig
 from kvpool.client.block_map import BlockMap, fetch_block_map
@@ -62,7 +64,7 @@ def test_the_legend_names_the_owners_and_explains_only_what_is_there() -> None:
     assert "reserved" in "\n".join(picture(block(1, RESERVED), num_blocks=2))
 
 
-def test_equal_rows_of_a_large_pool_are_told_in_one_line() -> None:
+def test_equal_rows_of_a_large_pool_are_one_line() -> None:
     """A hundred thousand free blocks take one line, and the rows with something in them stay."""
     blocks = [block(i, FREE) for i in range(1, 100_000)]
     blocks[70_000] = block(70_001, CACHED)
@@ -71,16 +73,12 @@ def test_equal_rows_of_a_large_pool_are_told_in_one_line() -> None:
     assert any("▒" in line and line.split()[0] == str(70_001 // 64 * 64) for line in lines)
 
 
-def test_owned_rows_are_never_folded() -> None:
-    lines = picture(*(block(i, HELD, "s") for i in range(1, 640)), num_blocks=640)
-    assert len([line for line in lines if "AAAA" in line]) == 10
-
-
-def test_the_picture_fits_its_width() -> None:
-    for width in (40, 80, 160):
-        lines = picture(*(block(i, HELD, "s") for i in range(1, 640)), num_blocks=640, width=width)
-        assert max(len(line) for line in lines) <= width
-        assert any("AAAA" in line for line in lines)
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_the_picture_fits_its_width_and_owned_rows_are_never_folded(width: int) -> None:
+    lines = picture(*(block(i, HELD, "s") for i in range(1, 640)), num_blocks=640, width=width)
+    assert max(len(line) for line in lines) <= width
+    rows = [line.split()[1] for line in lines if "AAAA" in line]
+    assert sum(map(len, rows)) == 640
 
 
 async def test_a_large_pool_is_fetched_page_by_page() -> None:

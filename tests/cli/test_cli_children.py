@@ -13,6 +13,7 @@ import pytest
 
 from kvpool.cli.launch.children import MAX_LINE_BYTES, ChildExit, Children, ChildSpec
 from tests.client.processes import is_alive
+from tests.until import until
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = (
@@ -25,15 +26,12 @@ class Log:
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
-        self._changed = asyncio.Condition()
 
     def __call__(self, name: str, line: str) -> None:
         self.lines.append((name, line))
 
     async def wait_for(self, name: str, line: str) -> None:
-        async with asyncio.timeout(20):
-            while (name, line) not in self.lines:
-                await asyncio.sleep(0.01)
+        await until(lambda: (name, line) in self.lines)
 
 
 def child(name: str, script: str, *arguments: str, **environment: str) -> ChildSpec:
@@ -54,32 +52,24 @@ async def test_a_death_is_reported_with_its_last_words() -> None:
         assert str(await children.wait_for_exit()) == "worker-1 was ended by SIGKILL"
 
 
-async def test_leaving_the_block_stops_every_child() -> None:
-    log = Log()
-    async with Children(log) as children:
-        for name in ("manager", "worker-0", "worker-1"):
-            await children.start(child(name, "import os; print(os.getpid(), flush=True)\n" + SLEEPER))
-            await log.wait_for(name, "ready")
-        pids = [int(line) for _, line in log.lines if line.isdigit()]
-        assert all(is_alive(pid) for pid in pids)
-    assert len(pids) == 3
-    assert not any(is_alive(pid) for pid in pids)
-
-
-async def test_the_manager_is_stopped_last() -> None:
+async def test_leaving_the_block_stops_every_child_and_the_manager_last() -> None:
     """Workers can still take leave of it."""
     polite = (
         "import os, signal, sys, time\n"
         "def leave(*_):\n    time.sleep(0.2); os.write(1, b'bye\\n'); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\n" + SLEEPER
+        "signal.signal(signal.SIGTERM, leave); print(os.getpid(), flush=True)\n" + SLEEPER
     )
     log = Log()
     async with Children(log, last="manager") as children:
         for name in ("manager", "worker-0", "worker-1"):
             await children.start(child(name, polite))
             await log.wait_for(name, "ready")
-        assert [status for _, status in await children.stop()] == [0, 0, 0]
-    assert [name for name, line in log.lines if line == "bye"][-1] == "manager"
+        pids = [int(line) for _, line in log.lines if line.isdigit()]
+        assert [is_alive(pid) for pid in pids] == [True] * 3
+    left = [name for name, line in log.lines if line == "bye"]
+    assert sorted(left) == ["manager", "worker-0", "worker-1"]
+    assert left[-1] == "manager"
+    assert not any(is_alive(pid) for pid in pids)
 
 
 async def test_a_child_that_does_not_listen_is_killed_after_the_grace() -> None:
@@ -132,9 +122,7 @@ async def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -
     assert is_alive(pid)
     parent.kill()
     await parent.wait()
-    async with asyncio.timeout(30):
-        while is_alive(pid):
-            await asyncio.sleep(0.02)
+    await until(lambda: not is_alive(pid))
 
 
 async def test_long_and_broken_lines_are_handed_on_in_pieces() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,15 @@ from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from kvpool.cli.app import main
-from kvpool.cli.launch.cluster import ClusterSpec, free_port, num_cores
+from kvpool.cli.launch.cluster import free_port
 from kvpool.command import main as program
 from kvpool.process.address import DEFAULT_PORT
 from kvpool.process.services import SERVICES
 from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2, worker_pb2
-from tests.client.commands import became, exit_status, kvpool, run_kvpool, start_kvpool
+from kvpool.walkthrough.__main__ import STORIES
+from tests.cli.conftest import Run
+from tests.client.commands import became, exit_status, run_kvpool, start_kvpool
 from tests.client.fakes import (
     HANG,
     SAT,
@@ -36,28 +35,29 @@ from tests.client.fakes import (
     fake_cluster,
     usage,
 )
+from tests.python_program import ROOT, run_python
+
+# -- generate
 
 
-async def test_generate_streams_the_text_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_generate_streams_the_text_and_nothing_else(run: Run) -> None:
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager:
-        status = await kvpool(
-            "generate", "the dog", "--manager", manager.address, "--max-tokens", "5", "--seed", "9",
-            "--temperature", "0.5", "--top-k", "4", "--top-p", "0.5", "--stop", "x", "--stop", "y",
+        ran = await run(
+            "generate", "the dog", "--max-tokens", "5", "--seed", "9", "--temperature", "0.5", "--top-k", "4",
+            "--top-p", "0.5", "--stop", "x", "--stop", "y", on=manager,
         )  # fmt: skip
-    captured = capsys.readouterr()
-    assert (status, captured.out, captured.err) == (0, " the cat sat\n", "")
+    assert ran == (0, " the cat sat\n", "")
     (request,) = worker.requests
     assert (request.stop.max_tokens, list(request.stop.stop_strings)) == (5, ["x", "y"])
     assert (request.sampling.seed, request.sampling.top_k, request.sampling.top_p) == (9, 4, 0.5)
 
 
-async def test_generate_json_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_generate_json_prints_one_object(run: Run) -> None:
     async with fake_cluster(FakeWorker("w", answer(THE, SAT, num_cached=4))) as manager:
-        status = await kvpool("generate", "the", "--json", "--manager", manager.address)
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert (status, captured.err) == (0, "")
+        ran = await run("generate", "the", "--json", on=manager)
+    found = json.loads(ran.out)
+    assert (ran.status, ran.err) == (0, "")
     assert found.pop("time_to_first_token_ms") > 0
     assert found == {
         "text": " the sat",
@@ -72,7 +72,7 @@ async def test_generate_json_prints_one_object(capsys: pytest.CaptureFixture[str
     }
 
 
-async def test_every_answer_flag_reaches_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_every_answer_flag_reaches_the_worker(run: Run) -> None:
     worker = FakeWorker("w")
     shared = [
         "--min-p", "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.75",
@@ -80,9 +80,8 @@ async def test_every_answer_flag_reaches_the_worker(capsys: pytest.CaptureFixtur
     ]  # fmt: skip
     own = ["--stop-token-id", "5", "--stop-token-id", "6", "--min-tokens", "3", "--ignore-eos", "--echo"]
     async with fake_cluster(worker) as manager:
-        assert await kvpool("generate", "the", "--manager", manager.address, *shared, *own) == 0
-        assert await kvpool("chat", "the", "--manager", manager.address, *shared) == 0
-    assert capsys.readouterr().err == ""
+        for arguments in (["generate", *shared, *own], ["chat", *shared]):
+            assert await run(*arguments, "the", on=manager) == (0, " the cat sat\n", "")
     for request in worker.requests:
         sampling = request.sampling
         assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
@@ -107,31 +106,30 @@ def two_texts(score: float | None = None) -> list[Any]:
     return messages
 
 
-async def test_several_answers_are_printed_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_several_answers_are_printed_one_after_the_other(run: Run) -> None:
     worker = FakeWorker("w", two_texts())
     async with fake_cluster(worker) as manager:
-        status = await kvpool("generate", "the", "--n", "2", "--seed", "4", "--manager", manager.address)
-        assert (status, capsys.readouterr().out) == (0, "[1 of 2]\n the sat\n[2 of 2]\n the\n")
-        assert await kvpool("generate", "the", "--n", "2", "--json", "--manager", manager.address) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        ran = await run("generate", "the", "--n", "2", "--seed", "4", on=manager)
+        assert ran == (0, "[1 of 2]\n the sat\n[2 of 2]\n the\n", "")
+        ran = await run("generate", "the", "--n", "2", "--json", on=manager)
+    lines = [json.loads(line) for line in ran.out.splitlines()]
     assert [(line["text"], line["token_ids"]) for line in lines] == [(" the sat", [THE, SAT]), (" the", [THE])]
     assert not any("score" in line for line in lines)
     assert [request.n for request in worker.requests] == [2, 2]
 
 
-async def test_a_beam_search_has_its_flags_and_its_scores(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_beam_search_has_its_flags_and_its_scores(run: Run) -> None:
     worker = FakeWorker("w", two_texts(score=-1.5))
     flags = ["--num-beams", "3", "--n", "2", "--length-penalty", "0.5", "--early-stopping", "never"]
     async with fake_cluster(worker) as manager:
-        assert await kvpool("generate", "the", "--json", *flags, "--manager", manager.address) == 0
-    scores = [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()]
-    assert scores == [-1.5, -2.5]
+        ran = await run("generate", "the", "--json", *flags, on=manager)
+    assert [json.loads(line)["score"] for line in ran.out.splitlines()] == [-1.5, -2.5]
     search = worker.requests[0].beam_search
     assert (search.num_beams, search.length_penalty) == (3, 0.5)
     assert search.early_stopping == worker_pb2.EARLY_STOPPING_NEVER
 
 
-async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_logprobs_are_part_of_the_json_object(run: Run) -> None:
     message = worker_pb2.GenerateResponse(
         token_ids=[THE], text=" the", usage=usage(num_prompt=2), finish_reason=worker_pb2.FINISH_REASON_LENGTH
     )
@@ -139,12 +137,10 @@ async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixtur
     message.prompt_logprobs.add()
     message.prompt_logprobs.add().logprobs.logprob = -2.0
     async with fake_cluster(FakeWorker("w", [message])) as manager:
-        status = await kvpool(
-            "generate", "the", "--json", "--logprobs", "2", "--prompt-logprobs", "0", "--manager", manager.address
-        )
-    found = json.loads(capsys.readouterr().out)
+        ran = await run("generate", "the", "--json", "--logprobs", "2", "--prompt-logprobs", "0", on=manager)
+    found = json.loads(ran.out)
     top = [{"token_id": THE, "logprob": -0.5}, {"token_id": SAT, "logprob": -1.5}]
-    assert (status, found["logprobs"]) == (0, [{"logprob": -0.5, "top": top}])
+    assert found["logprobs"] == [{"logprob": -0.5, "top": top}]
     assert found["prompt_logprobs"] == [None, {"logprob": -2.0, "top": []}]
 
 
@@ -163,13 +159,12 @@ async def test_logprobs_are_part_of_the_json_object(capsys: pytest.CaptureFixtur
         (["--early-stopping", "true"], "num_beams must be 2 or more"),
     ],
 )
-async def test_a_wrong_answer_flag_is_told(
-    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_wrong_answer_flag_is_refused(flags: list[str], complaint: str, run: Run) -> None:
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager:
-        assert await kvpool("generate", "the", "--manager", manager.address, *flags) != 0
-    assert complaint in capsys.readouterr().err
+        ran = await run("generate", "the", *flags, on=manager)
+    assert ran.status != 0
+    assert complaint in ran.err
     assert not worker.requests
 
 
@@ -181,39 +176,29 @@ async def test_generate_reads_the_prompt_from_a_pipe() -> None:
     assert list(worker.requests[0].token_ids.ids) == [1, 5, 6]
 
 
-async def test_chat_answers_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager:
-        status = await kvpool("chat", "the cat", "--manager", manager.address)
-    assert (status, capsys.readouterr().out) == (0, " the cat sat\n")
-    assert list(worker.requests[0].token_ids.ids) == [1, 3, 5, 6, 4]
+# -- chat
 
 
-async def test_chat_remembers_the_conversation_until_it_is_told_not_to() -> None:
-    """Each question carries what was said before; /clear forgets it."""
-    worker = FakeWorker("w", answer(SAT))
-    async with fake_cluster(worker) as manager:
-        typed = "the\ncat\n/clear\ndog\n/exit\nmat\n"
-        done = await run_kvpool("chat", "--manager", manager.address, typed=typed)
-    assert done.returncode == 0
-    assert done.stdout.split() == ["sat", "sat", "sat"]
-    prompts = [list(request.token_ids.ids) for request in worker.requests]
-    assert prompts == [[1, 3, 5, 4], [1, 3, 5, 4, SAT, 3, 6, 4], [1, 3, 10, 4]]
-
-
-async def test_chat_goes_on_after_a_question_that_failed() -> None:
-    """Whatever refused it: the error is one line on stderr, and the question is not remembered."""
+async def test_chat_remembers_what_was_answered_until_it_is_to_forget() -> None:
+    """Each question carries what was said before; /clear forgets it. A question that was refused is one line on stderr, and is not
+    remembered. The environment names the manager."""
     too_long = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "too long")
     broken = error_status(code_pb2.INTERNAL, "INTERNAL", "a bug")
-    worker = FakeWorker("w", [too_long], [broken], answer(SAT))
+    worker = FakeWorker("w", answer(SAT), [too_long], [broken], answer(SAT))
     async with fake_cluster(worker) as manager:
-        done = await run_kvpool("chat", "--manager", manager.address, typed="the\ncat\ndog\n")
-    assert (done.returncode, done.stdout.split()) == (0, ["sat"])
-    assert [line.partition(": ")[0] for line in done.stderr.splitlines()].count("kvpool") == 2
-    assert "too long" in done.stderr
-    assert "a bug" in done.stderr
-    assert list(worker.requests[-1].token_ids.ids) == [1, 3, 10, 4]
+        typed = "the\ncat\nmat\ncat\n/clear\ndog\n/exit\nmat\n"
+        done = await run_kvpool("chat", typed=typed, KVPOOL_MANAGER=manager.address)
+    assert (done.returncode, done.stdout.split()) == (0, ["sat", "sat", "sat"])
+    errors = [line for line in done.stderr.splitlines() if line.startswith("kvpool: ")]
+    assert len(errors) == 2
+    assert "too long" in errors[0]
+    assert "a bug" in errors[1]
+    prompts = [list(request.token_ids.ids) for request in worker.requests]
+    assert prompts[0] == [1, 3, 5, 4]
+    assert prompts[3:] == [[1, 3, 5, 4, SAT, 3, 6, 4], [1, 3, 10, 4]]
 
+
+# -- what shows something of the cluster
 
 WORKER_OBJECT = {
     "worker_id": "w", "session": f"{SESSION:#x}", "lease_remaining_ms": 0, "recovering": False, "draining": False, "model": "tiny",
@@ -222,159 +207,9 @@ WORKER_OBJECT = {
 }  # fmt: skip
 
 
-async def test_every_command_that_shows_something_has_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """One object each, alone on stdout; the exit status is that of the text."""
-    async with fake_cluster(FakeWorker("w")) as manager:
-        worker = {**WORKER_OBJECT, "address": manager.workers[0].address}
-        cluster = {"manager": manager.address, "epoch": 7, "num_prefix_nodes": 3}
-        manager.blocks = [cache_pb2.BlockDescription(block_id=i, state=cache_pb2.BLOCK_STATE_FREE) for i in range(3)]
-
-        async def found(*command: str, status: int = 0) -> dict[str, Any]:
-            assert await kvpool(*command, "--json", "--manager", manager.address) == status
-            captured = capsys.readouterr()
-            assert captured.err == ""
-            parsed: dict[str, Any] = json.loads(captured.out)
-            return parsed
-
-        assert await found("status") == {**cluster, "workers": [worker]}
-        picture = await found("top", "--interval", "0.1")
-        assert picture == {**cluster, "workers": [{**worker, "rates": picture["workers"][0]["rates"]}],
-                           "requests_of": "w", "requests": []}  # fmt: skip
-        assert picture["workers"][0]["rates"]["generated_tokens"] == 0
-        (blocks,) = (await found("blocks"))["workers"]
-        assert (blocks["worker_id"], [block["block_id"] for block in blocks["blocks"]]) == ("w", [1, 2])
-        assert (blocks["blocks"][0]["state"], blocks["blocks"][0]["block_hash"]) == ("free", None)
-        assert (await found("check"))["violations"] == []
-        manager.violations = [manager_violation()]
-        assert (await found("check", status=1))["violations"] == [
-            {
-                "law": "conservation",
-                "worker_id": "w9",
-                "block_id": 17,
-                "sequence": "seq/2/1",
-                "message": "one [too] many",
-            }
-        ]
-        # The fakes have no health service.
-        assert await kvpool("health", manager.address, "--json") == 1
-        health = json.loads(capsys.readouterr().out)
-        assert (health["address"], health["serving"]) == (manager.address, False)
-
-
-async def test_a_worker_s_port_as_manager_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
-    """By its health service; an address with none is another service's, perhaps."""
-    servicer = health_aio.HealthServicer()
-    await servicer.set("kvpool.v1.WorkerService", health_pb2.HealthCheckResponse.NOT_SERVING)
-    server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        assert await kvpool("status", "--manager", f"127.0.0.1:{port}") == 1
-    finally:
-        await server.stop(None)
-    assert f"127.0.0.1:{port} is the port of a worker, not of the manager" in capsys.readouterr().err
-    async with fake_cluster(FakeWorker("w")) as manager:
-        assert await kvpool("status", "--manager", manager.workers[0].address) == 1
-        assert "the address of another service" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("no_manager_comes")
-async def test_a_host_that_does_not_resolve_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await kvpool("check", "--manager", "no.such.host.invalid:50051") == 1
-    assert "the host name 'no.such.host.invalid' of the manager does not resolve" in capsys.readouterr().err
-
-
-async def test_signs_that_the_encoding_lacks_are_replaced() -> None:
-    async with fake_cluster(FakeWorker("w")) as manager:
-        manager.blocks = [
-            cache_pb2.BlockDescription(block_id=i, state=cache_pb2.BLOCK_STATE_CACHED) for i in range(1, 12)
-        ]
-        done = await run_kvpool("blocks", "--manager", manager.address, PYTHONIOENCODING="ascii")
-    assert "0%%%%%%%%%%%" in done.stdout
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-@pytest.mark.parametrize(
-    "program", ["kvpool.command", "kvpool.cache_service.__main__", "kvpool.worker_service.__main__"]
-)
-def test_a_signal_while_a_program_is_imported_ends_it_quietly(
-    program: str, number: signal.Signals, status: int
-) -> None:
-    """The signal comes with the import of gRPC or pydantic, a part of a second after the start."""
-    script = f"""
-import importlib, os, sys
-
-class Signal:
-    def find_spec(self, name, path=None, target=None):
-        if name in ("grpc", "pydantic"):
-            os.kill(os.getpid(), {int(number)})
-
-sys.meta_path.insert(0, Signal())
-importlib.import_module({program!r}).main()
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", "common"])}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
-
-
-@pytest.mark.parametrize("service", SERVICES)
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--port", "1", "--", "x"]])
-def test_the_command_of_a_service_becomes_it(
-    service: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The program does so before it imports the other commands, which takes half a second. In their list it is the same."""
-    monkeypatch.setattr(sys, "argv", ["kvpool", service, *arguments])
-    monkeypatch.setitem(sys.modules, "kvpool.cli.app", None)  # an import would fail
-    command = became(program)
-    assert command == [sys.executable, "-m", SERVICES[service], *arguments]
-    assert became(lambda: exit_status([service, *arguments])) == command
-
-
-async def test_status_without_workers_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    """Start one; or wait, while those that a restarted manager has lost may still register."""
-    async with fake_cluster() as manager:
-        for manager.former_lease_ms, words in (0, "start one with `kvpool worker`"), (900, "its workers report in"):
-            assert await kvpool("status", "--manager", manager.address) == 0
-            assert words in capsys.readouterr().out
-
-
-async def test_the_environment_names_the_manager(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fake_cluster(FakeWorker("w-of-the-environment")) as manager:
-        monkeypatch.setenv("KVPOOL_MANAGER", manager.address)
-        assert await kvpool("status") == 0
-    assert "w-of-the-environment" in capsys.readouterr().out
-
-
-async def test_blocks_draws_every_worker_or_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = FakeWorker("w1"), FakeWorker("w2")
-    async with fake_cluster(one, two) as manager:
-        manager.blocks = [
-            cache_pb2.BlockDescription(block_id=i, state=cache_pb2.BLOCK_STATE_CACHED) for i in range(1, 12)
-        ]
-        assert await kvpool("blocks", "--manager", manager.address) == 0
-        out = capsys.readouterr().out
-        assert out.count("∅▒▒▒▒▒▒▒▒▒▒▒") == 2
-        assert "\x1b" not in out
-        assert await kvpool("blocks", "--worker", "w2", "--manager", manager.address) == 0
-        assert "w1" not in capsys.readouterr().out
-        assert await kvpool("blocks", "--worker", "w3", "--manager", manager.address) == 1
-        assert "there are: w1, w2" in capsys.readouterr().err
-
-
-async def test_check_fails_if_a_law_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    async with fake_cluster() as manager:
-        assert await kvpool("check", "--manager", manager.address) == 0
-        assert "every law holds" in capsys.readouterr().out
-        violation = manager_violation()
-        manager.violations = [violation]
-        assert await kvpool("check", "--manager", manager.address) == 1
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("conservation", "one [too] many", "w9", "17", "seq/2/1"))
+def cached_blocks(count: int) -> list[cache_pb2.BlockDescription]:
+    state = cache_pb2.BLOCK_STATE_CACHED
+    return [cache_pb2.BlockDescription(block_id=block_id, state=state) for block_id in range(1, count + 1)]
 
 
 def manager_violation() -> cache_pb2.Violation:
@@ -383,47 +218,152 @@ def manager_violation() -> cache_pb2.Violation:
     return violation
 
 
+async def test_every_command_that_shows_something_has_json(run: Run) -> None:
+    """One object each, alone on stdout; the exit status is that of the text."""
+    async with fake_cluster(FakeWorker("w")) as manager:
+        worker = {**WORKER_OBJECT, "address": manager.workers[0].address}
+        cluster = {"manager": manager.address, "epoch": 7, "num_prefix_nodes": 3}
+        manager.blocks = cached_blocks(2)
+
+        async def found(*command: str, status: int = 0) -> dict[str, Any]:
+            ran = await run(*command, "--json", on=manager)
+            assert (ran.status, ran.err) == (status, "")
+            parsed: dict[str, Any] = json.loads(ran.out)
+            return parsed
+
+        assert await found("status") == {**cluster, "workers": [worker]}
+        picture = await found("top", "--interval", "0.1")
+        rates = picture["workers"][0]["rates"]
+        assert rates["generated_tokens"] == 0
+        workers = [{**worker, "rates": rates}]
+        assert picture == {**cluster, "workers": workers, "requests_of": "w", "requests": []}
+        (blocks,) = (await found("blocks"))["workers"]
+        assert (blocks["worker_id"], [block["block_id"] for block in blocks["blocks"]]) == ("w", [1, 2])
+        assert (blocks["blocks"][0]["state"], blocks["blocks"][0]["block_hash"]) == ("cached", None)
+        assert (await found("check"))["violations"] == []
+        manager.violations = [manager_violation()]
+        (violation,) = (await found("check", status=1))["violations"]
+        assert violation == {
+            "law": "conservation",
+            "worker_id": "w9",
+            "block_id": 17,
+            "sequence": "seq/2/1",
+            "message": "one [too] many",
+        }
+        # The fakes have no health service.
+        ran = await run("health", manager.address, "--json")
+        health = json.loads(ran.out)
+        assert (ran.status, health["address"], health["serving"]) == (1, manager.address, False)
+
+
+async def test_check_fails_if_a_law_is_broken(run: Run) -> None:
+    async with fake_cluster() as manager:
+        ran = await run("check", on=manager)
+        assert ran.status == 0
+        assert "every law holds" in ran.out
+        manager.violations = [manager_violation()]
+        ran = await run("check", on=manager)
+    assert ran.status == 1
+    assert all(word in ran.out for word in ("conservation", "one [too] many", "w9", "17", "seq/2/1"))
+
+
+async def test_status_without_workers_says_what_to_do(run: Run) -> None:
+    """Start one; or wait, while those that a restarted manager has lost may still register."""
+    async with fake_cluster() as manager:
+        for manager.former_lease_ms, words in (0, "start one with `kvpool worker`"), (900, "its workers report in"):
+            ran = await run("status", on=manager)
+            assert ran.status == 0
+            assert words in ran.out
+
+
+async def test_blocks_draws_every_worker_or_the_one_asked_for(run: Run) -> None:
+    async with fake_cluster(FakeWorker("w1"), FakeWorker("w2")) as manager:
+        manager.blocks = cached_blocks(11)
+        ran = await run("blocks", on=manager)
+        assert (ran.status, ran.out.count("∅▒▒▒▒▒▒▒▒▒▒▒")) == (0, 2)
+        assert "\x1b" not in ran.out
+        ran = await run("blocks", "--worker", "w2", on=manager)
+        assert ran.status == 0
+        assert "w1" not in ran.out
+        ran = await run("blocks", "--worker", "w3", on=manager)
+        assert ran.status == 1
+        assert "there are: w1, w2" in ran.err
+
+
+async def test_signs_that_the_encoding_lacks_are_replaced() -> None:
+    async with fake_cluster(FakeWorker("w")) as manager:
+        manager.blocks = cached_blocks(11)
+        done = await run_kvpool("blocks", "--manager", manager.address, PYTHONIOENCODING="ascii")
+    assert "0%%%%%%%%%%%" in done.stdout
+
+
+# -- which manager
+
+
+async def test_a_worker_s_port_as_manager_is_recognised(run: Run) -> None:
+    """By its health service; an address with none is another service's, perhaps."""
+    servicer = health_aio.HealthServicer()
+    await servicer.set("kvpool.v1.WorkerService", health_pb2.HealthCheckResponse.NOT_SERVING)
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        ran = await run("status", on=f"127.0.0.1:{port}")
+    finally:
+        await server.stop(None)
+    assert ran.status == 1
+    assert f"127.0.0.1:{port} is the port of a worker, not of the manager" in ran.err
+    async with fake_cluster(FakeWorker("w")) as manager:
+        ran = await run("status", on=manager.workers[0].address)
+    assert ran.status == 1
+    assert "the address of another service" in ran.err
+
+
+@pytest.mark.usefixtures("no_manager_comes")
+async def test_a_host_that_does_not_resolve_is_named(run: Run) -> None:
+    ran = await run("check", on="no.such.host.invalid:50051")
+    assert ran.status == 1
+    assert "the host name 'no.such.host.invalid' of the manager does not resolve" in ran.err
+
+
 @pytest.mark.usefixtures("no_manager_comes")
 @pytest.mark.parametrize(
     "command", [["generate", "the"], ["chat", "the"], ["chat"], ["status"], ["blocks"], ["check"], ["status", "--json"]]
 )
-async def test_a_missing_manager_is_one_helpful_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_missing_manager_is_one_helpful_line(command: list[str], run: Run) -> None:
     address = f"127.0.0.1:{free_port()}"
-    status = await kvpool(*command, "--manager", address)
-    captured = capsys.readouterr()
-    assert (status, captured.out) == (1, "")
-    assert captured.err.count("\n") == 1
-    assert address in captured.err
-    assert "kvpool up" in captured.err
+    ran = await run(*command, on=address)
+    assert (ran.status, ran.out, ran.err.count("\n")) == (1, "", 1)
+    assert address in ran.err
+    assert "kvpool up" in ran.err
 
 
 @pytest.mark.parametrize("command", [["generate", "the", "--json"], ["chat", "the"], ["status", "--json"], ["check"]])
-async def test_a_manager_on_another_machine_is_used_with_one_warning(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is encrypted; whoever types the address is told, and served. On this machine there is nothing to tell."""
+async def test_a_manager_on_another_machine_is_used_with_one_warning(command: list[str], run: Run) -> None:
+    """Nothing is encrypted; who types the address is warned, and served. On this machine there is nothing to warn of."""
     async with fake_cluster(FakeWorker("w")) as manager:
         remote = manager.address.replace("127.0.0.1", "0.0.0.0")
-        assert await kvpool(*command, "--manager", remote) == 0
-        captured = capsys.readouterr()
-        assert captured.err.count("\n") == 1
-        assert remote in captured.err
-        assert "not encrypted" in captured.err
-        assert "not encrypted" not in captured.out
+        ran = await run(*command, on=remote)
+        assert (ran.status, ran.err.count("\n")) == (0, 1)
+        assert remote in ran.err
+        assert "not encrypted" in ran.err
+        assert "not encrypted" not in ran.out
         for local in (manager.address, manager.address.replace("127.0.0.1", "localhost")):
-            assert await kvpool(*command, "--manager", local) == 0
-            assert capsys.readouterr().err == ""
+            ran = await run(*command, on=local)
+            assert (ran.status, ran.err) == (0, "")
 
 
-async def test_a_refusal_is_one_line_with_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+# -- errors and signals
+
+
+async def test_a_refusal_is_one_line_with_the_figures(run: Run) -> None:
     """Also if the service wrote several lines, and with --json nothing on stdout."""
     refused = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "needs 900 blocks,\nthere are 11")
     async with fake_cluster(FakeWorker("w", [refused])) as manager:
-        status = await kvpool("generate", "the", "--json", "--manager", manager.address)
-    captured = capsys.readouterr()
-    assert (status, captured.out) == (1, "")
-    assert captured.err.count("\n") == 1
-    assert "needs 900 blocks, there are 11" in captured.err
+        ran = await run("generate", "the", "--json", on=manager)
+    assert (ran.status, ran.out, ran.err.count("\n")) == (1, "", 1)
+    assert "needs 900 blocks, there are 11" in ran.err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
@@ -458,39 +398,59 @@ async def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
     assert list(worker.requests[1].token_ids.ids) == [1, 3, 10, 4]
 
 
-async def test_up_refuses_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    """Else the other cluster's manager would be taken for ours."""
-    async with fake_cluster() as manager:
-        done = await run_kvpool("up", "--port", manager.address.rpartition(":")[2])
-    assert done.returncode == 1
-    assert "--port" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    "program", ["kvpool.command", "kvpool.cache_service.__main__", "kvpool.worker_service.__main__"]
+)
+def test_a_signal_while_a_program_is_imported_ends_it_quietly(
+    program: str, number: signal.Signals, status: int
+) -> None:
+    """The signal comes with the import of gRPC or pydantic, a part of a second after the start."""
+    script = f"""
+import importlib, os, sys
+
+class Signal:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("grpc", "pydantic"):
+            os.kill(os.getpid(), {int(number)})
+
+sys.meta_path.insert(0, Signal())
+importlib.import_module({program!r}).main()
+"""
+    done = run_python("-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
-def test_cores_are_divided_among_workers_unless_the_user_did() -> None:
-    spec = ClusterSpec(num_workers=2, port=1234)
-    manager, *workers = spec.children({})
-    assert [child.name for child in (manager, *workers)] == ["manager", "worker-0", "worker-1"]
-    assert "OMP_NUM_THREADS" not in manager.environment
-    assert {child.environment["OMP_NUM_THREADS"] for child in workers} == {str(max(1, num_cores() // 2))}
-    assert all("OMP_NUM_THREADS" not in child.environment for child in spec.children({"OMP_NUM_THREADS": "7"}))
-    assert list(workers[0].command[3:5]) == ["--manager", "127.0.0.1:1234"]
+# -- the program
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"kvpool {installed_version()}\n"
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--port", "1", "--", "x"]])
+def test_the_command_of_a_service_becomes_it(
+    service: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program does so before it imports the other commands, which takes half a second. In their list it is the same."""
+    monkeypatch.setattr(sys, "argv", ["kvpool", service, *arguments])
+    monkeypatch.setitem(sys.modules, "kvpool.cli.app", None)  # an import would fail
+    command = became(program)
+    assert command == [sys.executable, "-m", SERVICES[service], *arguments]
+    assert became(lambda: exit_status([service, *arguments])) == command
+
+
+async def test_the_help_lists_the_stories_of_the_walkthrough_and_the_version_is_that_of_the_package(run: Run) -> None:
+    ran = await run("--help")
+    text = " ".join(ran.out.replace("│", "").split())
+    assert "walkthrough See the manager's core at work" in text
+    assert ", ".join(STORIES) in text
+    assert await run("--version") == (0, f"kvpool {installed_version()}\n", "")
 
 
 def test_the_manager_s_port_is_written_once() -> None:
     """And in client/health.py, which images run without the rest of kvpool."""
-    root = Path(__file__).parents[2]
     found = {
-        str(path.relative_to(root))
+        str(path.relative_to(ROOT))
         for folder in ("cache_service", "worker_service", "client", "common/kvpool/process")
-        for path in (root / folder).rglob("*.py")
-        if str(DEFAULT_PORT) in path.read_text(encoding="utf-8")
+        for path in (ROOT / folder).rglob("*.py")
+        if str(DEFAULT_PORT) in Path(path).read_text(encoding="utf-8")
     }
     assert found == {"common/kvpool/process/address.py", "client/health.py"}

@@ -9,72 +9,59 @@ import pytest
 
 from kvpool.cli.commands import drain as drain_module
 from kvpool.client import Client, InvalidRequest, NotFound
-from tests.client.commands import kvpool
+from tests.cli.conftest import Run
 from tests.client.fakes import SESSION, FakeManager, FakeWorker, fake_cluster, serving
+from tests.until import until
+
+FOR_EVER = 1_000_000
 
 
-async def test_it_waits_until_the_worker_has_left(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_it_waits_until_the_worker_has_left(run: Run) -> None:
     async with fake_cluster(FakeWorker("w")) as manager:
-        assert await kvpool("drain", "w", "--grace", "2.5", "--manager", manager.address) == 0
+        assert await run("drain", "w", "--grace", "2.5", on=manager) == (0, "w has left\n", "")
         assert [(request.worker_id, request.grace_ms) for request in manager.drains] == [("w", 2500)]
         assert manager.num_describes_until_left == 0
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("w has left\n", "")
 
 
-async def test_a_manager_that_forgot_the_order_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_manager_that_forgot_the_order_gets_it_again(run: Run) -> None:
     """It restarted meanwhile, and the worker, which had not heard of it, is back in another session."""
     async with fake_cluster(FakeWorker("w")) as manager:
         manager.num_drains_forgotten = 1
         manager.num_describes_until_left = 4
-        assert await kvpool("drain", "w", "--manager", manager.address) == 0
+        assert await run("drain", "w", on=manager) == (0, "w has left\n", "")
         assert len(manager.drains) == 2
-    assert capsys.readouterr().out == "w has left\n"
 
 
-async def test_no_wait_asks_and_returns(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_wait_asks_and_returns(run: Run) -> None:
     async with fake_cluster(FakeWorker("w")) as manager:
-        assert await kvpool("drain", "w", "--no-wait", "--manager", manager.address) == 0
+        assert await run("drain", "w", "--no-wait", on=manager) == (0, "w is leaving\n", "")
         assert not manager.drains[0].HasField("grace_ms")
         assert not manager.describes
-    assert capsys.readouterr().out == "w is leaving\n"
 
 
-async def test_an_unknown_worker_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    async with fake_cluster(FakeWorker("w")) as manager:
-        assert await kvpool("drain", "x", "--manager", manager.address) == 1
-    assert "no live worker 'x'" in capsys.readouterr().err
-
-
-async def test_a_worker_that_stays_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_is_not_there_or_stays_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "_BEYOND_GRACE_SECONDS", 0.3)
     async with fake_cluster(FakeWorker("w")) as manager:
-        manager.num_describes_until_left = 1_000_000
-        assert await kvpool("drain", "w", "--grace", "0", "--manager", manager.address) == 1
-    assert "w has not left after 0.3 s" in capsys.readouterr().err
+        manager.num_describes_until_left = FOR_EVER
+        for name, said in (("x", "no live worker 'x'"), ("w", "w has not left after 0.3 s")):
+            ran = await run("drain", name, "--grace", "0", on=manager)
+            assert ran.status == 1
+            assert said in ran.err
 
 
-async def test_the_manager_may_end_with_its_last_worker(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_manager_may_end_with_its_last_worker(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of `kvpool up` does: the worker's address refuses connections, so it has left."""
     monkeypatch.setattr(drain_module, "_LOOK_SECONDS", 0.5)
     worker = FakeWorker("w")
     manager = FakeManager([worker])
-    manager.num_describes_until_left = 1_000_000
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(serving(worker))
-        await stack.enter_async_context(serving(manager))
-        draining = asyncio.create_task(kvpool("drain", "w", "--manager", manager.address))
-        async with asyncio.timeout(60):
-            while len(manager.describes) < 2:
-                await asyncio.sleep(0.01)
-        await stack.aclose()
-        assert await asyncio.wait_for(draining, 60) == 0
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("w has left\n", "")
+    manager.num_describes_until_left = FOR_EVER
+    async with AsyncExitStack() as served:
+        await served.enter_async_context(serving(worker))
+        await served.enter_async_context(serving(manager))
+        draining = asyncio.ensure_future(run("drain", "w", on=manager))
+        await until(lambda: len(manager.describes) >= 2)
+        await served.aclose()
+        assert await asyncio.wait_for(draining, 60) == (0, "w has left\n", "")
 
 
 async def test_the_library_returns_the_session_and_refuses_nonsense() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import re
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Literal, cast
 
 import grpc
-import grpc.aio
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -26,7 +23,9 @@ from kvpool.cli.launch.log import PrefixedLog
 from kvpool.cli.terminal import print_answer
 from kvpool.client.errors import InvalidRequest
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
-from tests.client.commands import kvpool, run_kvpool
+from tests.cli.conftest import Run
+from tests.cli.test_cli_health import ask, service
+from tests.client.commands import run_kvpool
 from tests.client.fakes import (
     CAT,
     SAT,
@@ -145,45 +144,40 @@ COMMANDS: dict[str, list[list[str]]] = {
 
 
 @pytest.mark.parametrize("command", [command for commands in COMMANDS.values() for command in commands], ids=" ".join)
-async def test_no_command_obeys_a_name(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_command_obeys_a_name(command: list[str], run: Run) -> None:
     async with nasty_cluster() as manager:
-        await kvpool(*command, "--manager", manager.address)
-    captured = capsys.readouterr()
-    assert_harmless(captured.out, captured.err)
+        ran = await run(*command, on=manager)
+    assert_harmless(ran.out, ran.err)
 
 
 @pytest.mark.parametrize("steps", ANSWERS)
 @pytest.mark.parametrize(
     "command", [["generate", "the"], ["generate", "the", "--json"], ["chat", "the"], COMMANDS["bench"][0]]
 )
-async def test_no_command_obeys_an_error(
-    command: list[str], steps: Sequence[object], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_no_command_obeys_an_error(command: list[str], steps: Sequence[object], run: Run) -> None:
     """Whatever the worker says in place of an answer; an answer itself has only the text."""
     async with nasty_cluster(steps) as manager:
-        status = await kvpool(*command, "--manager", manager.address)
-    captured = capsys.readouterr()
-    together = assert_harmless(captured.out, captured.err, "PWN")
-    if status:
+        ran = await run(*command, on=manager)
+    together = assert_harmless(ran.out, ran.err, "PWN")
+    if ran.status:
         assert "PWN" in together.removesuffix("PWN")
 
 
-@pytest.mark.parametrize("command", [["generate", "x", "--model", "unknown"], ["chat", "x", "--model", "unknown"]])
-async def test_the_names_of_models_are_shown(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["generate", "chat"])
+async def test_the_names_of_models_are_shown(command: str, run: Run) -> None:
     async with nasty_cluster() as manager:
-        assert await kvpool(*command, "--manager", manager.address) == 1
-    captured = capsys.readouterr()
-    assert "served are" in assert_harmless(captured.out, captured.err)
+        ran = await run(command, "x", "--model", "unknown", on=manager)
+    assert ran.status == 1
+    assert "served are" in assert_harmless(ran.out, ran.err)
 
 
-async def test_a_template_that_refuses_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    template = b"{{ raise_exception(messages[0].content) }}"
+async def test_a_template_that_refuses_is_shown(run: Run) -> None:
     model = FakeModel(name=NASTY)
-    model.files[worker_pb2.MODEL_FILE_CHAT_TEMPLATE] = template
+    model.files[worker_pb2.MODEL_FILE_CHAT_TEMPLATE] = b"{{ raise_exception(messages[0].content) }}"
     async with nasty_cluster(model=model) as manager:
-        assert await kvpool("chat", NASTY, "--manager", manager.address) == 1
-    captured = capsys.readouterr()
-    assert "refused" in assert_harmless(captured.out, captured.err)
+        ran = await run("chat", NASTY, on=manager)
+    assert ran.status == 1
+    assert "refused" in assert_harmless(ran.out, ran.err)
 
 
 async def test_a_conversation_shows_names_and_errors() -> None:
@@ -195,21 +189,13 @@ async def test_a_conversation_shows_names_and_errors() -> None:
     assert "kvpool: " in process.stderr
 
 
-async def test_health_shows_what_a_service_says(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["kvpool health", "kvpool-health"])
+async def test_health_shows_what_a_service_says(command: str, run: Run) -> None:
     """As a command, and as the program of the images."""
-    server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(NastyHealth(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        assert await kvpool("health", f"127.0.0.1:{port}") == 1
-        command = [sys.executable, "client/health.py", f"127.0.0.1:{port}"]
-        program = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
-    finally:
-        await server.stop(None)
-    captured = capsys.readouterr()
-    assert_harmless(captured.out, captured.err)
-    assert_harmless(program.stdout, program.stderr)
+    async with service(NastyHealth()) as address:
+        ran = await ask(run, command, address)
+    assert ran.status == 1
+    assert_harmless(ran.out, ran.err)
 
 
 def test_every_command_is_tried() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,7 @@ import pytest
 
 from kvpool.cli.launch.children import Children, ChildSpec
 from kvpool.cli.launch.restarts import MAX_DEATHS, GaveUp, Restarts, _Child
-
-SLEEPER = "import time; time.sleep(600)"
-
-
-def child(name: str, script: str) -> ChildSpec:
-    return ChildSpec(name, [sys.executable, "-I", "-S", "-c", script])
+from tests.cli.test_cli_children import SLEEPER, child
 
 
 def dies_first(name: str, folder: Path, times: int) -> ChildSpec:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import select
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
-import grpc
 import pytest
 from rich.console import Console
 from rich.text import Text
@@ -20,69 +17,61 @@ from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cli.top import view
-from kvpool.cli.top.rates import WINDOW_SECONDS, RateMeter
+from kvpool.cli.top.rates import WINDOW_SECONDS, RateMeter, Rates
 from kvpool.cli.top.top import Observer
 from kvpool.cli.top.view import Picture, render
 from kvpool.client import Client, ClientConfig
 from kvpool.client.block_map import BlockMap
-from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from kvpool.v1 import cache_pb2, common_pb2
+from tests.cache_service.edge.conftest import channel, server, settings, stub
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
+from tests.cli.terminal_user import TerminalUser, at_terminal
 from tests.client.commands import kvpool, run_kvpool
-from tests.client.terminal_user import TerminalUser, at_terminal
-from tests.cluster.polling import eventually
+from tests.until import until
+
+__all__ = ["channel", "server", "settings", "stub"]
 
 # -- rates
 
 
-def described(session: int = 1, **totals: int) -> cache_pb2.DescribeResponse:
+def look(meter: RateMeter, at: float, session: int = 1, **totals: int) -> Rates | None:
+    """The rates of a session after a look at its worker's totals."""
     worker = cache_pb2.WorkerDescription(worker_id="w", session=session, totals=cache_pb2.WorkerTotals(**totals))
-    return cache_pb2.DescribeResponse(workers=[worker])
+    meter.add(cache_pb2.DescribeResponse(workers=[worker]), at)
+    return meter.rates(session)
 
 
 def test_rates_are_differences_by_time() -> None:
     meter = RateMeter()
-    meter.add(described(num_prompt_tokens=100, num_cached_tokens=90, num_generated_tokens=10), 50.0)
-    assert meter.rates(1) is None
+    assert look(meter, 50.0, num_prompt_tokens=100, num_cached_tokens=90, num_generated_tokens=10) is None
     counts = {"num_prompt_tokens": 300, "num_cached_tokens": 140, "num_generated_tokens": 14, "num_evicted_blocks": 6}
-    meter.add(described(**counts), 52.0)
-    rates = meter.rates(1)
-    assert rates is not None
-    assert (rates.prompt_tokens, rates.generated_tokens, rates.evicted_blocks, rates.hit_rate) == (100, 2, 3, 0.25)
+    assert look(meter, 52.0, **counts) == Rates(prompt_tokens=100, generated_tokens=2, evicted_blocks=3, hit_rate=0.25)
 
 
 def test_rates_are_of_the_last_seconds() -> None:
     """What was before the window no longer counts, and where no prompt came in there is no hit rate."""
     meter = RateMeter()
     for second in range(20):
-        meter.add(described(num_prompt_tokens=min(second, 10) * 100), float(second))
-        rates = meter.rates(1)
-        if 1 <= second <= 10:
-            assert rates is not None
-            assert (rates.prompt_tokens, rates.hit_rate) == (100, 0)
-        if second >= 10 + WINDOW_SECONDS:
-            assert rates is not None
-            assert (rates.prompt_tokens, rates.hit_rate) == (0, None)
+        rates = look(meter, float(second), num_prompt_tokens=min(second, 10) * 100)
+        if rates is not None and (second <= 10 or second >= 10 + WINDOW_SECONDS):
+            assert (rates.prompt_tokens, rates.hit_rate) == ((100, 0) if second <= 10 else (0, None))
+    assert rates is not None
     assert len(meter._looks) <= WINDOW_SECONDS + 2
 
 
 def test_rates_of_rare_looks_are_of_the_last_two() -> None:
     meter = RateMeter()
-    for look in range(4):
-        meter.add(described(num_generated_tokens=look**2 * 600), 60.0 * look)
-    rates = meter.rates(1)
-    assert rates is not None
-    assert rates.generated_tokens == 50
+    rates = [look(meter, 60.0 * number, num_generated_tokens=number**2 * 600) for number in range(4)]
+    assert [each and each.generated_tokens for each in rates] == [None, 10, 30, 50]
 
 
 def test_a_new_session_counts_anew() -> None:
     """A worker that registers again has counts of 0: not a negative rate, but none yet."""
     meter = RateMeter()
-    meter.add(described(1, num_generated_tokens=1000), 1.0)
-    meter.add(described(2, num_generated_tokens=10), 2.0)
+    look(meter, 1.0, 1, num_generated_tokens=1000)
+    assert look(meter, 2.0, 2, num_generated_tokens=10) is None
     assert meter.rates(1) is None
-    assert meter.rates(2) is None
-    meter.add(described(2, num_generated_tokens=30), 3.0)
-    rates = meter.rates(2)
+    rates = look(meter, 3.0, 2, num_generated_tokens=30)
     assert rates is not None
     assert rates.generated_tokens == 20
 
@@ -96,13 +85,17 @@ def worker_of(name: str, **counts: int) -> cache_pb2.WorkerDescription:
     return worker
 
 
+def picture_of(*workers: cache_pb2.WorkerDescription, **fields: Any) -> Picture:
+    return Picture("m:1", cache_pb2.DescribeResponse(epoch=7, workers=workers), **fields)
+
+
 def picture_with(num_requests: int, num_blocks: int = 0) -> Picture:
     """Of one worker."""
-    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=[worker_of("w", capacity=10, held=10)]), chosen="w")
-    picture.requests = worker_of("w")
-    picture.requests.num_sequences = num_requests
+    requests = worker_of("w")
+    requests.num_sequences = num_requests
     for index in range(num_requests):
-        picture.requests.sequences.add(key=common_pb2.SequenceKey(sequence_id=f"request-{index}"), num_tokens=10)
+        requests.sequences.add(key=common_pb2.SequenceKey(sequence_id=f"request-{index}"), num_tokens=10)
+    picture = picture_of(worker_of("w", capacity=10, held=10), chosen="w", requests=requests)
     if num_blocks:
         # No two rows of cells alike, or the map would fold them.
         states = (cache_pb2.BLOCK_STATE_FREE, cache_pb2.BLOCK_STATE_CACHED)
@@ -119,29 +112,23 @@ def drawn(picture: Picture, width: int = 120, height: int | None = None, *, keys
 
 
 def test_each_worker_has_its_state_and_a_bar_of_its_blocks() -> None:
-    """One reserved block of a thousand is seen too; what is free or cached is not in use."""
+    """One reserved block of a thousand is seen too; what is free, cached or withheld for lack of budget is not in use."""
     workers = [
         worker_of("a", capacity=1000, free=249, cached=250, held=500, reserved=1),
         worker_of("b", capacity=10, free=10),
         worker_of("c", capacity=10, held=10),
+        worker_of("d", capacity=100, free=15, held=10, withheld=75),
     ]
     workers[1].draining = True
     workers[2].recovering = True
-    lines = drawn(Picture("m:1", cache_pb2.DescribeResponse(epoch=7, workers=workers)))
+    lines = drawn(picture_of(*workers))
     assert "manager m:1, epoch 7" in lines[0]
     assert re.search(r"^a +serving +█{12}\+▒{6}·{5} +50% ", lines[2]), lines[2]
     assert re.search(r"^b +leaving +·{24} +0% ", lines[3]), lines[3]
     assert re.search(r"^c +reporting +█{24} +100% ", lines[4]), lines[4]
-    assert re.search(r"^all +█+\+▒+·+ +50% ", lines[5]), lines[5]
+    assert re.search(r"^d .* 10% ", lines[5]), lines[5]
+    assert re.search(r"^all +█+\+▒+·+ +47% ", lines[6]), lines[6]
     assert "5.4 s" in lines[2]
-
-
-def test_blocks_for_which_the_budget_has_no_room_are_not_in_use() -> None:
-    """The manager counts them apart from the free ones."""
-    workers = [worker_of(name, capacity=100, free=15, held=10, withheld=75) for name in ("a", "b")]
-    lines = drawn(Picture("m:1", cache_pb2.DescribeResponse(workers=workers)))
-    assert re.search(r"^a .* 10% ", lines[2]), lines[2]
-    assert re.search(r"^all .* 10% ", lines[4]), lines[4]
 
 
 @pytest.mark.parametrize("height", [8, 12, 24, 60])
@@ -156,8 +143,7 @@ def test_it_is_never_higher_than_the_terminal(height: int, num_workers: int) -> 
         for block in range(1, 4000)
     )
     workers = [worker_of(f"w{index}", capacity=3999, held=3999) for index in range(num_workers)]
-    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=workers), chosen="w0")
-    picture.block_map = BlockMap("w0", 16, 4000, blocks)
+    picture = picture_of(*workers, chosen="w0", block_map=BlockMap("w0", 16, 4000, blocks))
     lines = drawn(picture, 80, height, keys=True)
     assert len(lines) <= height
     assert "q quit" in lines[-1]
@@ -171,7 +157,7 @@ def test_it_is_never_higher_than_the_terminal(height: int, num_workers: int) -> 
 @pytest.mark.parametrize("width", [60, 80, 103, 104, 120, 200])
 def test_names_and_rates_are_whole_in_every_usual_width(width: int) -> None:
     workers = [worker_of(name, capacity=10, free=5, held=5) for name in ("worker-0", "worker-1")]
-    lines = drawn(Picture("m:1", cache_pb2.DescribeResponse(workers=workers)), width)
+    lines = drawn(picture_of(*workers), width)
     assert len(lines) == 5
     assert max(map(len, lines)) <= width
     if width >= 80:
@@ -227,7 +213,7 @@ def test_without_a_terminal_the_first_twenty_requests_are_printed() -> None:
     assert "w: 100 blocks of 16 tokens" in lines
 
 
-def test_the_map_of_a_large_pool_is_not_drawn_anew_for_each_request_that_comes_or_goes(
+def test_the_map_of_a_large_pool_is_not_drawn_again_for_each_request_that_comes_or_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes half a second; only one that does not fit any more, or has much more room, is."""
@@ -239,74 +225,62 @@ def test_the_map_of_a_large_pool_is_not_drawn_anew_for_each_request_that_comes_o
 
     monkeypatch.setattr(view, "render_block_map", draw)
     picture = picture_with(0, 100)
-    block_map = picture.block_map
     for num_requests in (2, 3, 4, 5, 4, 3, 2, 5):
-        one = picture_with(num_requests)
-        picture.requests = one.requests
+        picture.requests = picture_with(num_requests).requests
         assert "the map" in drawn(picture, 100, 40)
     assert len(heights) == 4
     picture.requests = None
-    drawn(picture, 100, 40)
-    assert len(heights) == 4
-    drawn(picture, 100, 80)
-    drawn(picture, 90, 80)
-    assert len(heights) == 6
-    assert block_map is not None
-    picture.block_map = BlockMap("w", 16, 100, block_map.blocks)
+    for width, height, num_drawn in ((100, 40, 4), (100, 80, 5), (90, 80, 6)):
+        drawn(picture, width, height)
+        assert len(heights) == num_drawn
+    picture.block_map = picture_with(0, 100).block_map
     drawn(picture, 90, 80)
     assert len(heights) == 7
 
 
-def test_a_chosen_worker_that_has_gone_is_told() -> None:
-    workers = [worker_of("a", capacity=10, free=10)]
-    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=workers), chosen="b")
+def test_a_chosen_worker_that_has_gone_is_shown_as_such() -> None:
+    picture = picture_of(worker_of("a", capacity=10, free=10), chosen="b")
     assert drawn(picture)[-1] == "b is not there; ↑ ↓ chooses another worker"
     assert "b is not there" in drawn(picture, height=8, keys=True)[-2]
-    assert "is not there" not in "\n".join(drawn(Picture("m:1", cache_pb2.DescribeResponse(), chosen="b")))
+    assert "is not there" not in "\n".join(drawn(picture_of(chosen="b")))
 
 
-def test_a_manager_that_is_away_is_told_beside_what_was() -> None:
-    workers = [worker_of("a", capacity=10, free=10)]
-    picture = Picture("m:1", cache_pb2.DescribeResponse(workers=workers), away="no answer for 7 s")
-    assert drawn(picture)[1] == "no answer for 7 s"
-    assert "a  " in drawn(picture)[3]
+def test_a_manager_that_is_away_is_shown_next_to_its_last_answer() -> None:
+    lines = drawn(picture_of(worker_of("a", capacity=10, free=10), away="no answer for 7 s"))
+    assert lines[1] == "no answer for 7 s"
+    assert "a  " in lines[3]
     assert drawn(Picture("m:1", away="no answer yet: nobody there"))[1:] == ["no answer yet: nobody there"]
-    assert "no live worker" in drawn(Picture("m:1", cache_pb2.DescribeResponse()))[1]
+    assert "no live worker" in drawn(picture_of())[1]
 
 
 # -- against a real manager
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ManagerServer]:
-    settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
-    epochs = FileEpochs.open(settings.state_folder)
-    async with ManagerServer(settings, epochs) as server:
-        yield server
-    epochs.close()
+async def workers(stub: Any) -> tuple[Worker, Worker]:
+    """Two: on the first, sequence "a" holds four blocks of which "b" shares two, and it says that three run and two wait."""
+    first, second = Worker(stub, registration("first", num_blocks=1025)), Worker(stub, registration("second"))
+    for worker in (first, second):
+        await worker.register()
+    await first.allocate(item("a", prompt(3 * BLOCK_SIZE + 1)))
+    await first.append(
+        cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, num_computed_tokens=3 * BLOCK_SIZE)
+    )
+    await first.allocate(item("b", prompt(2 * BLOCK_SIZE + 1)))
+    await stub.KeepAlive(
+        cache_pb2.KeepAliveRequest(
+            session=first.session,
+            session_key=first.session_key,
+            load=common_pb2.WorkerLoad(num_running=3, num_waiting=2),
+        )
+    )
+    return first, second
 
 
 @pytest.fixture
-async def workers(server: ManagerServer) -> AsyncIterator[tuple[Worker, Worker]]:
-    """Two: on the first, sequence "a" holds four blocks of which "b" shares two, and it says that three run and two wait."""
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        stub = cache_pb2_grpc.CacheServiceStub(channel)
-        first, second = Worker(stub, registration("first", num_blocks=1025)), Worker(stub, registration("second"))
-        for worker in (first, second):
-            await worker.register()
-        await first.allocate(item("a", prompt(3 * BLOCK_SIZE + 1)))
-        await first.append(
-            cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, num_computed_tokens=3 * BLOCK_SIZE)
-        )
-        await first.allocate(item("b", prompt(2 * BLOCK_SIZE + 1)))
-        await stub.KeepAlive(
-            cache_pb2.KeepAliveRequest(
-                session=first.session,
-                session_key=first.session_key,
-                load=common_pb2.WorkerLoad(num_running=3, num_waiting=2),
-            )
-        )
-        yield first, second
+def manager(server: ManagerServer) -> str:
+    """Its address."""
+    return f"127.0.0.1:{server.port}"
 
 
 def row(output: str, name: str) -> list[str]:
@@ -315,61 +289,42 @@ def row(output: str, name: str) -> list[str]:
     return line.split()
 
 
-async def test_once_tells_workers_with_their_rates_and_the_blocks_of_one(
-    server: ManagerServer, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
+async def test_once_shows_workers_with_their_rates_and_the_requests_and_blocks_of_the_chosen_one(
+    server: ManagerServer, manager: str, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Between the two looks the first worker states 400 tokens."""
-    address = f"127.0.0.1:{server.port}"
+    """Between the two looks at the first worker "a" has 400 tokens more, and "b" none; names do nothing."""
+    first, second = workers
+    name = "\x1b[2J[red]c"
+    await second.allocate(item("b", prompt(2 * BLOCK_SIZE + 1), attempt=2), item(name, prompt(2, first=100)))
     looking = asyncio.create_task(
-        kvpool("top", "--once", "--worker", "first", "--interval", "0.5", "--manager", address)
+        kvpool("top", "--once", "--worker", "first", "--interval", "0.5", "--manager", manager)
     )
-    while not server._servicer.counts.calls["Describe", "OK"]:
-        await asyncio.sleep(0.005)
-        assert not looking.done()
-    update = cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(*range(400)))
-    answer = await workers[0].append(update)
-    assert not answer.results[0].status.code
+    # At the workers, and at the requests of one.
+    await until(lambda: server._servicer.counts.calls["Describe", "OK"] >= 2 or looking.done())
+    await first.append(cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(*range(400))))
     assert await looking == 0
     output = capsys.readouterr().out
     assert "3 requests running, 2 waiting" in output
-    name, state, _, used, run, wait, prompt_rate, generated_rate, hits, evictions, *lease = row(output, "first")
-    assert (name, state, used, run, wait, prompt_rate, hits, evictions) == (
+    worker, state, _, used, run, wait, prompt_rate, generated_rate, hits, evictions, *lease = row(output, "first")
+    assert (worker, state, used, run, wait, prompt_rate, hits, evictions) == (
         "first", "serving", "0%", "3", "2", "0", "–", "0",
     )  # fmt: skip
     assert 0 < int(generated_rate.replace(",", "")) <= 800
     assert float(lease[0]) > 500
     assert row(output, "second")[4:6] == ["0", "0"]
-    assert "first: 1,025 blocks of 4 tokens" in output
-    assert "A a: 4 blocks" in output
-    assert "B b: 3 blocks" in output
-    assert "0 ∅22" in output  # two blocks that both have, behind the null block
 
-
-async def test_once_lists_the_requests_of_the_chosen_worker(
-    server: ManagerServer, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of the first one if none is named. Between the two looks "a" has 400 tokens more, and "b" none; names do nothing."""
-    first, second = workers
-    name = "\x1b[2J[red]c"
-    await second.allocate(item("b", prompt(2 * BLOCK_SIZE + 1), attempt=2), item(name, prompt(2, first=100)))
-    address = f"127.0.0.1:{server.port}"
-    looking = asyncio.create_task(kvpool("top", "--once", "--interval", "0.5", "--manager", address))
-
-    async def has_looked() -> bool:
-        # At the workers, and at the requests of one.
-        return server._servicer.counts.calls["Describe", "OK"] >= 2
-
-    await eventually(has_looked, "the first look")
-    await first.append(cache_pb2.SequenceUpdate(key=key("a"), start=3 * BLOCK_SIZE + 1, tokens=tokens(*range(400))))
-    assert await looking == 0
-    output = capsys.readouterr().out
     assert "requests of first: 2 hold blocks, the oldest first; 2 wait for a turn" in output
     (_, state, known, computed, cached, rate, blocks, attempt, round_) = row(output, "a")
     assert (state, known, computed, cached, blocks, attempt, round_) == ("prefilling", "413", "3%", "0", "4", "1", "0")
     assert 0 < int(rate.replace(",", "")) <= 800
     assert row(output, "b") == ["b", "fenced", "9", "89%", "8", "0", "3", "1", "0"]
 
-    assert await kvpool("top", "--once", "--interval", "0.1", "--worker", "second", "--manager", address) == 0
+    assert "first: 1,025 blocks of 4 tokens" in output
+    assert "A a: 4 blocks" in output
+    assert "B b: 3 blocks" in output
+    assert "0 ∅22" in output  # two blocks that both have, after the null block
+
+    assert await kvpool("top", "--once", "--interval", "0.1", "--worker", "second", "--manager", manager) == 0
     output = capsys.readouterr().out
     assert "requests of second: 2 hold blocks, the oldest first\n" in output
     assert row(output, "b") == ["b", "prefilling", "9", "0%", "0", "0", "3", "2", "0"]
@@ -378,12 +333,12 @@ async def test_once_lists_the_requests_of_the_chosen_worker(
 
 
 async def test_an_observer_counts_requests_anew_when_another_look_begins(
-    server: ManagerServer, workers: tuple[Worker, Worker]
+    manager: str, workers: tuple[Worker, Worker]
 ) -> None:
     """With every choice: what would be compared may be far apart, or a moment."""
     first, second = workers
     await second.allocate(item("c", prompt(9)))
-    config = ClientConfig(manager=f"127.0.0.1:{server.port}")
+    config = ClientConfig(manager=manager)
     async with Client(config=config) as client:
         observer = Observer(client, config.manager, None)
         picture = observer.picture
@@ -432,57 +387,44 @@ async def test_an_observer_counts_requests_anew_when_another_look_begins(
         assert await rates() == {"a": None, "b": None}
 
 
-async def test_without_a_terminal_it_looks_once(server: ManagerServer, workers: tuple[Worker, Worker]) -> None:
-    """So that `kvpool top | head` and cron do what is meant."""
-    done = await run_kvpool("top", "--interval", "0.1", "--manager", f"127.0.0.1:{server.port}")
+async def test_without_a_terminal_it_looks_once(manager: str, workers: tuple[Worker, Worker]) -> None:
+    """So that `kvpool top | head` and cron do what is meant. The requests are those of the first worker."""
+    done = await run_kvpool("top", "--interval", "0.1", "--manager", manager)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert row(done.stdout, "second")[1] == "serving"
+    assert "requests of first: 2 hold blocks" in done.stdout
 
 
 async def test_once_says_what_is_wrong(
-    server: ManagerServer,
-    workers: tuple[Worker, Worker],
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
+    manager: str, workers: tuple[Worker, Worker], no_manager_comes: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address = f"127.0.0.1:{server.port}"
-    assert await kvpool("top", "--once", "--interval", "0.1", "--worker", "third", "--manager", address) == 1
-    assert "no live worker 'third'" in capsys.readouterr().err
-    request.getfixturevalue("no_manager_comes")
-    assert await kvpool("top", "--once", "--interval", "0.1", "--manager", "127.0.0.1:1") == 1
-    assert "no manager answers" in capsys.readouterr().err
+    for arguments, said in (
+        (("--worker", "third", "--manager", manager), "no live worker 'third'"),
+        (("--manager", "127.0.0.1:1"), "no manager answers"),
+    ):
+        assert await kvpool("top", "--once", "--interval", "0.1", *arguments) == 1
+        assert said in capsys.readouterr().err
 
 
 # -- on a terminal
 
-PROGRAM = """
-import sys
-from kvpool.cli.app import main
-main(["top", "--interval", "0.1", "--manager", "{address}"])
-"""
+
+def top_at_terminal(manager: str) -> AbstractContextManager[TerminalUser]:
+    code = f'from kvpool.cli.app import main; main(["top", "--interval", "0.1", "--manager", "{manager}"])'
+    return at_terminal(code)
 
 
 def see(user: TerminalUser, is_there: Callable[[str], bool]) -> str:
-    """Read until the last picture is as wanted; returns it without its escape codes."""
-    deadline = time.monotonic() + 60
-    while True:
-        last = user.output.rpartition(b"\x1b[H")[2].decode(errors="replace")
-        screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last)
-        # The last line is there when all of it is.
-        if "q quit" in screen and is_there(screen):
-            return screen
-        assert time.monotonic() < deadline, screen
-        if select.select([user._master], [], [], 0.1)[0]:
-            user.output += os.read(user._master, 65536)
+    """Read until the last picture is as wanted, and all of it has come."""
+    return user.see(lambda screen: "q quit" in screen and is_there(screen))
 
 
 async def test_keys_choose_the_worker_and_the_terminal_is_left_as_it_was(
-    server: ManagerServer, workers: tuple[Worker, Worker]
+    manager: str, workers: tuple[Worker, Worker]
 ) -> None:
     def use() -> None:
-        code = PROGRAM.format(address=f"127.0.0.1:{server.port}")
-        with at_terminal(code=code, columns=100, rows=30) as user:
+        with top_at_terminal(manager) as user:
             before = user.settings()
             screen = see(user, lambda screen: "first: 1,025 blocks" in screen)
             assert "A a: 4 blocks" in screen
@@ -496,8 +438,7 @@ async def test_keys_choose_the_worker_and_the_terminal_is_left_as_it_was(
             assert re.search(r"^a +decoding +13 +92% ", screen, re.MULTILINE), screen
             user.press(b"r")
             see(user, lambda screen: "requests of" not in screen and "second" in screen)
-            user.press(b"j")
-            user.press(b"r")
+            user.press(b"jr")
             see(user, lambda screen: "requests of second: none holds blocks" in screen)
             user.press(b"k")
             see(user, lambda screen: "requests of first: 2 hold blocks" in screen)
@@ -510,23 +451,18 @@ async def test_keys_choose_the_worker_and_the_terminal_is_left_as_it_was(
     await asyncio.to_thread(use)
 
 
-@pytest.mark.parametrize(("keys", "signal_number", "status"), [(b"\x03", None, 130), (b"", signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 async def test_the_terminal_is_left_as_it_was_whatever_ends_it(
-    server: ManagerServer,
-    workers: tuple[Worker, Worker],
-    keys: bytes,
-    signal_number: signal.Signals | None,
-    status: int,
+    manager: str, workers: tuple[Worker, Worker], number: signal.Signals, status: int
 ) -> None:
     def use() -> None:
-        code = PROGRAM.format(address=f"127.0.0.1:{server.port}")
-        with at_terminal(code=code, columns=100, rows=30) as user:
+        with top_at_terminal(manager) as user:
             before = user.settings()
             see(user, lambda screen: "first: 1,025 blocks" in screen)
-            if signal_number is None:
-                user.press(keys)
+            if number == signal.SIGINT:
+                user.press(b"\x03")
             else:
-                user.process.send_signal(signal_number)
+                user.process.send_signal(number)
             assert user.end() == status
             assert user.settings() == before
             assert b"\x1b[?25h\x1b[?1049l" in user.output
@@ -535,14 +471,12 @@ async def test_the_terminal_is_left_as_it_was_whatever_ends_it(
     await asyncio.to_thread(use)
 
 
-async def test_it_waits_for_a_manager_and_says_when_it_is_away(tmp_path: Path) -> None:
+async def test_it_waits_for_a_manager_and_says_when_it_is_away(settings: ManagerSettings) -> None:
     """Begun before the manager is, and kept while that is gone."""
-    settings = ManagerSettings(port=0, state_dir=tmp_path / "state", lease_seconds=600)
     epochs = FileEpochs.open(settings.state_folder)
     async with ManagerServer(settings, epochs) as first:
         settings = settings.model_copy(update={"port": first.port})
-    code = PROGRAM.format(address=f"127.0.0.1:{settings.port}")
-    with at_terminal(code=code, columns=100, rows=30) as user:
+    with top_at_terminal(f"127.0.0.1:{settings.port}") as user:
         await asyncio.to_thread(see, user, lambda screen: "no answer yet" in screen)
         async with ManagerServer(settings, epochs):
             await asyncio.to_thread(see, user, lambda screen: "no live worker" in screen)

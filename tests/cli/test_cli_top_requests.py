@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from kvpool.cli.top.rates import WINDOW_SECONDS, SequenceMeter, SequenceName, sequence_name
+from kvpool.cli.top.rates import SequenceMeter, SequenceName, sequence_name
 from kvpool.cli.top.requests import num_lines_wanted, render_requests
 from kvpool.process.printable import printable
 from kvpool.v1 import cache_pb2, common_pb2
@@ -52,10 +52,6 @@ def worker_with(
     )
 
 
-def name(sequence_id: str, attempt: int = 1, session: int = 1) -> SequenceName:
-    return session, sequence_id, attempt
-
-
 def drawn(
     worker: cache_pb2.WorkerDescription,
     width: int = 120,
@@ -73,43 +69,26 @@ def drawn(
     return lines
 
 
-# -- rates
+# -- rates; their window is that of the workers' rates
 
 
 def test_the_rate_of_a_request_is_what_became_known_by_time() -> None:
+    """Also of one that was preempted, whose next round is granted with all its tokens. With fewer tokens, in another session
+    or attempt it is another request."""
     meter = SequenceMeter()
-    meter.add(worker_with(sequence("a", 100), sequence("b", 10)), 50.0)
-    assert meter.generated_tokens(name("a")) is None
-    meter.add(worker_with(sequence("a", 132), sequence("b", 10), sequence("c", 10)), 52.0)
-    found = [meter.generated_tokens(name(each)) for each in ("a", "b", "c", "d")]
-    assert found == [16, 0, None, None]
 
+    def rate(at: float, *sequences: cache_pb2.SequenceDescription, session: int = 1, attempt: int = 1) -> float | None:
+        meter.add(worker_with(*sequences, session=session), at)
+        return meter.generated_tokens((session, "a", attempt))
 
-def test_the_rate_of_a_request_is_of_the_last_seconds() -> None:
-    """A block every other second is a steady rate, and what was before the window no longer counts."""
-    meter = SequenceMeter()
-    for second in range(40):
-        meter.add(worker_with(sequence("a", 16 * (min(second, 20) // 2))), float(second))
-        if second in (10, 20):
-            assert meter.generated_tokens(name("a")) == pytest.approx(8, abs=2)
-    assert meter.generated_tokens(name("a")) == 0
-    assert len(meter._looks) <= WINDOW_SECONDS + 2
-
-
-def test_a_request_that_was_preempted_keeps_its_rate_and_another_of_its_name_does_not() -> None:
-    """Its next round is granted with all its tokens; fewer than before, another session or attempt are somebody else."""
-    meter = SequenceMeter()
-    meter.add(worker_with(sequence("a", 100)), 1.0)
-    meter.add(worker_with(sequence("a", 110, 0, round=1)), 2.0)
-    assert meter.generated_tokens(name("a")) == 10
-    meter.add(worker_with(sequence("a", 105), sequence("a", 105, attempt=2)), 3.0)
-    assert meter.generated_tokens(name("a")) == 2.5
-    assert meter.generated_tokens(name("a", attempt=2)) is None
-    meter.add(worker_with(sequence("a", 20)), 4.0)
-    assert meter.generated_tokens(name("a")) is None
-    meter.add(worker_with(sequence("a", 300), session=2), 5.0)
-    assert meter.generated_tokens(name("a")) is None
-    assert meter.generated_tokens(name("a", session=2)) is None
+    assert rate(0.0, sequence("a", 100), sequence("b", 10)) is None
+    assert rate(1.0, sequence("a", 110, 0, round=1), sequence("b", 10), sequence("c", 10)) == 10
+    assert [meter.generated_tokens((1, name, 1)) for name in "bcd"] == [0, None, None]
+    assert rate(2.0, sequence("a", 105), sequence("a", 105, attempt=2)) == 2.5
+    assert meter.generated_tokens((1, "a", 2)) is None
+    assert rate(3.0, sequence("a", 20)) is None
+    assert rate(4.0, sequence("a", 300), session=2) is None
+    assert meter.generated_tokens((1, "a", 1)) is None
 
 
 # -- the list
@@ -131,32 +110,30 @@ def test_each_request_has_a_row_with_what_is_known_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_computed", "state"),
+    ("num_tokens", "num_computed", "block_size", "state"),
     [
-        (100, 0, "prefilling"),  # just granted
-        (100, 80, "prefilling"),  # in the middle of the prompt
-        (100, 96, "decoding"),  # all its full blocks are told
-        (112, 112, "decoding"),  # a further block was generated
-        (97, 96, "decoding"),
-        (96, 80, "prefilling"),  # the most that is ever cached of a prompt of full blocks
+        (100, 0, 16, "prefilling"),  # just granted
+        (100, 80, 16, "prefilling"),  # in the middle of the prompt
+        (100, 96, 16, "decoding"),  # all its full blocks are reported
+        (112, 112, 16, "decoding"),  # one more block was generated
+        (97, 96, 16, "decoding"),
+        (96, 80, 16, "prefilling"),  # the most that is ever cached of a prompt of full blocks
+        (9, 8, 1, "decoding"),  # the last token is never computed
+        (9, 7, 1, "prefilling"),
     ],
 )
-def test_who_is_behind_by_less_than_a_block_decodes(num_tokens: int, num_computed: int, state: str) -> None:
-    assert drawn(worker_with(sequence("a", num_tokens, num_computed)))[2].split()[1] == state
+def test_a_request_that_lags_by_less_than_a_block_decodes(
+    num_tokens: int, num_computed: int, block_size: int, state: str
+) -> None:
+    worker = worker_with(sequence("a", num_tokens, num_computed))
+    worker.kv_cache_config.block_size = block_size
+    assert drawn(worker)[2].split()[1] == state
 
 
-def test_with_blocks_of_one_token_the_last_one_is_never_computed() -> None:
-    worker = worker_with(sequence("a", 9, 8), sequence("b", 9, 7))
-    worker.kv_cache_config.block_size = 1
-    assert [line.split()[1] for line in drawn(worker)[2:]] == ["decoding", "prefilling"]
-
-
-@pytest.mark.parametrize("num_waiting", [0, 1, 5])
-def test_without_requests_that_hold_blocks_only_that_is_said(num_waiting: int) -> None:
+def test_without_requests_that_hold_blocks_only_that_is_said() -> None:
     """Those that wait are known by their number alone."""
-    (line,) = drawn(worker_with(num_waiting=num_waiting))
-    waiting = {0: "", 1: "; 1 waits for a turn", 5: "; 5 wait for a turn"}[num_waiting]
-    assert line == f"requests of w: none holds blocks{waiting}"
+    for num_waiting, words in ((0, ""), (1, "; 1 waits for a turn"), (5, "; 5 wait for a turn")):
+        assert drawn(worker_with(num_waiting=num_waiting)) == [f"requests of w: none holds blocks{words}"]
 
 
 @pytest.mark.parametrize("max_lines", [1, 2, 3, 4, 5, 20, 41, 42, 43, 60])

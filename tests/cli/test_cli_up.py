@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvpool.cli.launch.cluster import free_port, require_free_port
-from kvpool.client.errors import Unavailable
+from kvpool.cli.launch.cluster import free_port
+from tests.cli.test_cli_up_plan import free_ports
 from tests.client.commands import KVPOOL, kvpool
 from tests.client.processes import descendants, is_alive
 from tests.client.up_here import UpHere
@@ -79,19 +79,6 @@ class Up:
             status = await kvpool(*arguments, "--manager", self.manager)
         assert status == 0, output.getvalue()
         return output.getvalue()
-
-
-def free_ports(count: int) -> int:
-    """The first of that many consecutive ports that are free at this moment."""
-    while True:
-        first = free_port()
-        try:
-            for port in range(first, min(first + count, 65536)):
-                require_free_port("127.0.0.1", port)
-        except Unavailable:
-            continue
-        if first + count <= 65536:
-            return first
 
 
 @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 from unittest import mock
@@ -20,6 +21,7 @@ from kvpool.process.settings import ProcessSettings, load_settings
 from kvpool.walkthrough.__main__ import main as walkthrough
 from kvpool.worker_service.settings import WorkerSettings
 from tests.client.commands import exit_status
+from tests.docs.blocks import ROOT
 
 _KVPOOL: Final = ".venv/bin/kvpool"
 _SETTINGS: Final[Mapping[str, type[ProcessSettings]]] = {
@@ -48,6 +50,21 @@ def run_here(command: str, environment: Mapping[str, str]) -> str | None:
     printed = stdout.buffer.getvalue().decode()
     assert status == 0, f"{command}\n{printed}\n{stderr.getvalue()}"
     return printed
+
+
+def run_in_shell(commands: str, environment: Mapping[str, str] | None = None) -> str:
+    """What commands print on stdout, run in the checkout. The last one must succeed; others may fail on purpose."""
+    done = subprocess.run(
+        ["bash", "-c", commands],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def _become(program: str, command: Sequence[str]) -> NoReturn:

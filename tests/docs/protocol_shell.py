@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 from tests.docs.blocks import ROOT, here
+from tests.docs.programs import run_in_shell
 
 DOCUMENT = ROOT / "docs" / "PROTOCOL.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -33,12 +33,8 @@ class ProtocolShell:
         return here(text.replace("50061", str(self.port)))
 
     def run(self, commands: str) -> str:
-        """Run commands, of which the last must succeed; returns what they print. Calls that are refused fail on purpose."""
-        done = subprocess.run(
-            ["bash", "-c", self.here(commands)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        """Run commands, of which the last must succeed; returns what they print."""
+        return run_in_shell(self.here(commands))
 
     def commands(self, language: str) -> tuple[str, str]:
         """The commands that compile the stubs of a language and call the manager, and the output shown for them."""

@@ -6,7 +6,6 @@ import configparser
 import os
 import re
 import shlex
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from kvpool.worker_service.settings import WorkerSettings
 from scripts.protos import SITE
 from tests.client.up_here import UpHere
 from tests.docs.blocks import ROOT, Block, blocks, here, inline_code
-from tests.docs.programs import run_here
+from tests.docs.programs import run_here, run_in_shell
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -83,12 +82,7 @@ class Shell:
         """Run a command to its good end; returns what it printed."""
         if (printed := run_here(command, self._environment)) is not None:
             return printed
-        done = subprocess.run(
-            ["bash", "-c", self._here(command)],
-            cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        return run_in_shell(self._here(command), self._environment)
 
     def _here(self, command: str) -> str:
         """With this environment's programs, and a port of its own."""

@@ -6,7 +6,6 @@ import ast
 import functools
 import os
 import re
-import subprocess
 
 import pytest
 
@@ -15,7 +14,7 @@ from kvpool.cache_service.core.block_pool import BlockPool, State
 from kvpool.cache_service.core.budget import Account, Budget
 from kvpool.cache_service.core.hashing import xxh64
 from kvpool.cache_service.core.messages import ReservedBlock, Root
-from kvpool.cache_service.core.prefix_tree import PrefixTree
+from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
 from kvpool.walkthrough import state, window
 from kvpool.walkthrough.layouts import FULL_AND_STATE, FULL_AND_WINDOW
 from kvpool.walkthrough.worker import Worker
@@ -26,7 +25,7 @@ from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cache_service.core.desk import Desk
 from tests.docs.blocks import ROOT, here
-from tests.docs.programs import run_here
+from tests.docs.programs import run_here, run_in_shell
 from tests.worker_service.windowed import Worker as CacheWorker
 
 TEXT = (ROOT / "docs" / "LEARN.md").read_text()
@@ -57,10 +56,6 @@ def _names(tree: ast.AST, prefix: str = "") -> set[str]:
     return found
 
 
-def test_there_are_references() -> None:
-    assert len(REFERENCES) > 30
-
-
 @pytest.mark.parametrize(("path", "name"), REFERENCES)
 def test_what_is_referred_to_exists(path: str, name: str) -> None:
     source = (ROOT / path).read_text()
@@ -75,6 +70,7 @@ def test_every_python_name_with_a_file_is_written_so_that_it_is_checked() -> Non
         if not re.fullmatch(r"path\.py(: name)?", quoted)
     ]
     assert [quoted for quoted in loose if tuple([*quoted.split(": "), ""][:2]) not in REFERENCES] == []
+    assert len(REFERENCES) > 30
 
 
 # -- figures
@@ -149,8 +145,8 @@ def test_the_number_of_laws() -> None:
 TRANSITIONS = re.findall(r"^\| (free|cached|held|reserved) \| `(\w+)` \| (\w+) \|", TEXT, re.MULTILINE)
 
 
-def _block_in(state: str) -> tuple[BlockPool, int]:
-    """A pool of one block, which is in that state; held ones are in one table and not sealed."""
+def _pool_with_a_block(state: str) -> BlockPool:
+    """Block 1 is in that state, the only one; a held one is in one table and not sealed."""
     tree = PrefixTree(xxh64)
     pool = BlockPool(2, tree, tree.new_holder(), 0, Account(Budget(8, 32), 4))
     if state == "reserved":
@@ -158,22 +154,15 @@ def _block_in(state: str) -> tuple[BlockPool, int]:
     elif state != "free":
         pool.take_held(1, 1)
     if state == "cached":
-        _seal(tree, pool)
+        pool.seal(1, _node(pool))
         pool.release(1)
     assert pool.state(1) is State[state.upper()]
-    return pool, 1
+    return pool
 
 
-def _seal(tree: PrefixTree, pool: BlockPool) -> None:
-    root = tree.intern_root(Root("m"), 4)
-    path: list[object] = []
-    tree.extend(path, root, bytes(16), 4, 1)  # type: ignore[arg-type]
-    node = tree.find_root(Root("m"), 4)
-    assert node is not None
-    child = node.find(bytes(16))
-    assert child is not None
-    tree.name(child)
-    pool.seal(1, child)
+def _node(pool: BlockPool) -> Node:
+    """A content for the block."""
+    return pool._tree.intern(pool._tree.intern_root(Root("m"), 4), bytes(16))
 
 
 def _writes_state(node: ast.AST) -> bool:
@@ -204,26 +193,25 @@ def test_the_diagram_and_the_table_name_every_call_that_changes_a_state() -> Non
 
 @pytest.mark.parametrize(("before", "call", "after"), TRANSITIONS)
 def test_a_transition_happens(before: str, call: str, after: str) -> None:
-    pool, block = _block_in(before)
-    if (before, call, after) == ("held", "release", "held"):
-        _seal(pool._tree, pool)
-        pool.pin(block)
-    elif (call, after) == ("release", "cached"):
-        _seal(pool._tree, pool)
+    pool = _pool_with_a_block(before)
+    if (before, call) == ("held", "release") and after != "free":
+        pool.seal(1, _node(pool))
+        if after == "held":
+            pool.pin(1)
     if call == "restore_cached":
-        pool.restore_cached([(block, 2, pool._tree.intern(pool._tree.intern_root(Root("m"), 4), bytes(16)))])
+        pool.restore_cached([(1, 2, _node(pool))])
     elif call == "restore_held":
-        pool.restore_held([ReservedBlock(block, 2)])
+        pool.restore_held([ReservedBlock(1, 2)])
     elif call.startswith("restore_"):
-        getattr(pool, call)(block, 2)
+        getattr(pool, call)(1, 2)
     elif call.startswith("take_"):
         getattr(pool, call)(1, 2)
         assert pool.num_evicted == (before == "cached")
     elif call == "unreserve":
-        pool.unreserve(block, pool.generation(block))
+        pool.unreserve(1, pool.generation(1))
     else:
-        getattr(pool, call)(block)
-    assert pool.state(block) is State[after.upper()]
+        getattr(pool, call)(1)
+    assert pool.state(1) is State[after.upper()]
 
 
 def test_the_life_that_is_told() -> None:
@@ -254,13 +242,10 @@ _SHOWN = re.findall(r"```sh\n([^`]*)```\n\n```text\n([^`]*)```", TEXT)
 
 
 @functools.cache
-def _run(command: str) -> str:
+def _run(commands: str) -> str:
     """Run a block as a reader does; each prints the same every time."""
-    if (printed := run_here(command, os.environ)) is not None:
-        return printed
-    done = subprocess.run(["bash", "-ec", here(command)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    printed = run_here(commands, os.environ)
+    return run_in_shell(f"set -e\n{here(commands)}") if printed is None else printed
 
 
 def test_all_commands_are_of_this_checkout() -> None:

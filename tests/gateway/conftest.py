@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
+import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
@@ -13,17 +15,37 @@ from openai import AsyncOpenAI
 from kvpool.gateway.server import GatewayServer
 from tests.cluster.in_process import InProcessCluster, in_process_cluster
 from tests.cluster.models import make_endless_model
-from tests.gateway.serving import serving
+from tests.gateway.serving import http_client, serving
+
+EXTRA: Final = {"return_token_ids": True, "ignore_eos": True}
+"""Fields of a body that OpenAI's client does not know."""
 
 
 @dataclass(frozen=True)
 class Front:
-    """A cluster, the gateway before it, and OpenAI's own client."""
+    """A cluster, the gateway before it, and two callers of it: OpenAI's own client and a plain one."""
 
     cluster: InProcessCluster
     gateway: GatewayServer
     openai: AsyncOpenAI
+    http: httpx.AsyncClient
     model: str
+
+    async def complete(self, prompt: Any, *, extra: dict[str, Any] | None = None, **fields: Any) -> Any:
+        """A completion by OpenAI's client, greedy unless the fields say otherwise. `extra`: fields that it does not know."""
+        asked = {"model": self.model, "temperature": 0, "extra_body": EXTRA | (extra or {}), **fields}
+        return await self.openai.completions.create(prompt=prompt, **asked)
+
+    async def chat(self, messages: Any, **fields: Any) -> Any:
+        """A chat in the same way."""
+        asked = {"model": self.model, "temperature": 0, "extra_body": EXTRA, **fields}
+        return await self.openai.chat.completions.create(messages=messages, **asked)
+
+
+def ids_of(choice: Any) -> list[int]:
+    """The tokens of an answer, or those that an event has of it."""
+    ids: list[int] = choice.to_dict().get("token_ids", [])
+    return ids
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -35,10 +57,11 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
         address = f"127.0.0.1:{cluster.manager.port}"
         async with (
             serving(address) as gateway,
+            http_client(gateway.url, timeout=60) as http,
             AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as openai,
         ):
             (model,) = (await openai.models.list()).data
-            yield Front(cluster, gateway, openai, model.id)
+            yield Front(cluster, gateway, openai, http, model.id)
 
 
 def make_chat_model(folder: Path) -> None:

@@ -13,28 +13,27 @@ import argparse
 import asyncio
 import json
 import socket
+import statistics
 import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import MofNCompleteColumn
 
-from kvpool.client import Client
 from tests.cluster.cluster import GATEWAY, HOST, Cluster
 from tests.cluster.models import make_endless_model
+from tests.cluster.polling import eventually
 from tests.soak.watch import Growth, Holding, growth
+from tests.telling import Tell, tell_result, told
 
 WORKER: Final = "worker-0"
 WAYS: Final = ("close", "reset", "half")
-_LOOK_SECONDS: Final = 0.01
-_PATIENCE_SECONDS: Final = 60.0
 _NO_LINGERING: Final = struct.pack("ii", 1, 0)
 """The socket is reset when it is closed."""
 
@@ -48,6 +47,9 @@ class Left:
     violations: list[str] = field(default_factory=list)
     growth: list[Growth] = field(default_factory=list)
     """Empty for a few readers, which say nothing of it."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 async def leave(port: int, number: int) -> None:
@@ -81,24 +83,30 @@ async def leave(port: int, number: int) -> None:
         await writer.wait_closed()
 
 
-async def leaving(num_readers: int, folder: Path, on_each: Callable[[int], None] = lambda number: None) -> Left:
-    """Do it. Raises TimeoutError if blocks do not come back."""
+async def leaving(num_readers: int, folder: Path, tell: Tell) -> Left:
+    """Do it. Raises AssertionError if blocks do not come back."""
     found = Left()
     model = make_endless_model(folder / "model", tokenizer=True)
+    worker = {"model": model.path, "block_size": 4, "num_blocks": 4097, "step_seconds": 0.002}
     async with Cluster(folder) as cluster:
-        await cluster.start({WORKER: {"model": model.path, "block_size": 4, "num_blocks": 4097, "step_seconds": 0.002}})
+        await cluster.start({WORKER: worker})
         await cluster.start_gateway()
         port = int(cluster.address(GATEWAY).rpartition(":")[2])
         holdings: dict[str, list[Holding]] = {name: [] for name in cluster.processes}
         async with cluster.client() as client:
+
+            async def nothing_is_held() -> bool:
+                (worker,) = (await client.describe()).workers
+                return not worker.num_sequences and not worker.counts[0].held
+
             for number in range(num_readers):
                 await leave(port, number)
                 gone_at = time.monotonic()
-                await _until_nothing_is_held(client)
+                await eventually(nothing_is_held, "all blocks come back", 60)
                 found.seconds.append(time.monotonic() - gone_at)
                 for name, process in cluster.processes.items():
                     holdings[name].append(Holding(number, process.resident_bytes, process.num_open_files))
-                on_each(number)
+                tell("readers", number + 1, num_readers)
             found.violations += map(str, (await client.check()).violations)
         if num_readers >= 200:
             found.growth = [growth(name, taken) for name, taken in holdings.items()]
@@ -108,14 +116,13 @@ async def leaving(num_readers: int, folder: Path, on_each: Callable[[int], None]
     return found
 
 
-async def _until_nothing_is_held(client: Client) -> None:
-    """Not by a sequence, and no sequence lives."""
-    async with asyncio.timeout(_PATIENCE_SECONDS):
-        while True:
-            (worker,) = (await client.describe()).workers
-            if not worker.num_sequences and not worker.counts[0].held:
-                return
-            await asyncio.sleep(_LOOK_SECONDS)
+def show(left: Left, console: Console) -> None:
+    """For people."""
+    middle, longest = (f"{1000 * seconds:.0f} ms" for seconds in (statistics.median(left.seconds), max(left.seconds)))
+    console.print(f"{len(left.seconds):,} readers left; nothing was held after {middle} (median), {longest} (longest)")
+    for one in left.growth:
+        memory = f"{one.rss_before / 1e6:.1f} → {one.rss_after / 1e6:.1f} MB"
+        console.print(f"{one.process}: {memory}, {one.files_before} → {one.files_after} open files")
 
 
 def main() -> int:
@@ -127,27 +134,12 @@ def main() -> int:
     )
     parser.add_argument("--readers", type=int, default=1000, help="(default 1000)")
     chosen = parser.parse_args()
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="kvpool-leaving-") as folder:
-        numbers = iter(track(range(chosen.readers), "readers", console=console))
-
-        def on_each(number: int) -> None:
-            next(numbers, None)
-
-        found = asyncio.run(leaving(chosen.readers, Path(folder), on_each))
-    ordered = sorted(found.seconds)
-    print(
-        f"{len(ordered):,} readers left; nothing was held after {1000 * ordered[len(ordered) // 2]:.0f} ms (median), "
-        f"{1000 * ordered[-1]:.0f} ms (longest)"
-    )
-    for one in found.growth:
-        print(
-            f"{one.process}: {one.rss_before / 1e6:.1f} → {one.rss_after / 1e6:.1f} MB, "
-            f"{one.files_before} → {one.files_after} open files"
-        )
-    for violation in found.violations:
-        print(f"VIOLATED: {violation}")
-    return 1 if found.violations else 0
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-leaving-") as folder,
+        told("starting the cluster", MofNCompleteColumn(), is_worth_a_line=lambda done, of: done % 100 == 0) as tell,
+    ):
+        left = asyncio.run(leaving(chosen.readers, Path(folder), tell))
+    return tell_result(left, {}, show, as_json=False)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,13 @@ async def serving(manager: str = NOBODY, **settings: Any) -> AsyncIterator[Gatew
         yield server
 
 
+@asynccontextmanager
+async def calling(manager: str = NOBODY, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A caller of a gateway with these settings."""
+    async with serving(manager, **settings) as server, http_client(server.url) as client:
+        yield client
+
+
 async def exchange(port: int, raw: bytes, seconds: float = 20) -> bytes:
     """Send bytes as they are; returns what comes back until the gateway closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 
 from kvpool.gateway.access import COOKIE, SESSION_SECONDS, Access, AccessKeys, session_cookie, session_of
-from kvpool.gateway.settings import GatewaySettings
-from kvpool.process.settings import SettingsProblem, load_settings
-from tests.gateway.serving import http_client, serving
+from tests.gateway.serving import calling
 
 KEY = "a-key-of-this-test"
 OTHER = "another-key-of-it"
 
 
-async def test_without_a_key_only_health_and_version_answer() -> None:
-    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
+async def test_without_a_key_only_health_version_and_the_form_answer() -> None:
+    """A page is asked for the key, and its files and data are refused before."""
+    async with calling(api_key=[KEY]) as client:
         assert (await client.get("/version")).status_code == 200
         assert (await client.get("/health")).status_code == 503, "there is no manager"
-        for path in ("/load", "/metrics", "/server_info", "/v1/models", "/nothing"):
+        assert "API key" in (await client.get("/login")).text
+        assert (await client.get("/static/login.css")).status_code == 200
+        for path in ("/load", "/metrics", "/server_info", "/v1/models", "/nothing", "/static/main.js", "/api/watch"):
             refused = await client.get(path)
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
@@ -32,33 +31,37 @@ async def test_without_a_key_only_health_and_version_answer() -> None:
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
 async def test_each_key_opens_the_gateway_and_no_other_word_does(key: str) -> None:
-    async with serving(api_key=[KEY, OTHER]) as server, http_client(server.url) as client:
+    async with calling(api_key=[KEY, OTHER]) as client:
         assert (await client.get("/load", headers={"Authorization": f"Bearer {key}"})).status_code == 200
         for wrong in (f"Bearer {key}x", f"Bearer {key[:-1]}", f"Basic {key}", key, "Bearer", "Bearer é"):
             headers = {b"authorization": wrong.encode("latin-1")}
             assert (await client.get("/load", headers=headers)).status_code == 401
 
 
-async def test_the_page_logs_in_once_and_then_needs_no_key() -> None:
-    """The cookie is kept from scripts and other sites, is not the key, and opens the gateway until it is taken away."""
-    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
-        assert "API key" in (await client.get("/login")).text
+async def test_the_page_logs_in_once_and_then_needs_no_key(capfd: pytest.CaptureFixture[str]) -> None:
+    """The cookie is kept from scripts and other sites, is not the key, and opens the gateway until it is taken away. A redirect is
+    logged by its number."""
+    async with calling(api_key=[KEY]) as client:
+        opened = await client.get("/")
+        assert (opened.status_code, opened.headers["location"]) == (303, "/login")
         wrong = await client.post("/login", data={"key": "x" * 20})
         assert (wrong.status_code, COOKIE in wrong.cookies) == (401, False)
         right = await client.post("/login", data={"key": KEY})
-        assert right.status_code == 303
+        assert (right.status_code, right.headers["location"]) == (303, "/")
         cookie = right.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=Strict" in cookie
         assert KEY not in cookie
-        assert (await client.get("/load")).status_code == 200
+        for path in ("/", "/load", "/static/main.js"):
+            assert (await client.get(path)).status_code == 200
         foreign = await client.post("/tokenize", content=b"{}", headers={"Origin": "http://evil.example"})
         assert foreign.status_code == 403
-        own = await client.post("/tokenize", content=b"{}", headers={"Origin": server.url})
+        own = await client.post("/tokenize", content=b"{}", headers={"Origin": str(client.base_url).rstrip("/")})
         assert own.status_code == 400, "it reached the route"
         await client.post("/logout")
         client.cookies.clear()
         assert (await client.get("/load")).status_code == 401
+    assert "status=303" in "".join(capfd.readouterr())
 
 
 def test_a_session_is_of_its_key_and_ends() -> None:
@@ -96,15 +99,12 @@ def test_a_session_is_of_its_key_and_ends() -> None:
 )
 async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
     """A page that has made its own name point here (DNS rebinding) reaches nothing."""
-    async with serving(allowed_host=["pool.example"]) as server, http_client(server.url) as client:
+    async with calling(allowed_host=["pool.example"]) as client:
         assert (await client.get("/version", headers={"Host": host})).status_code == status
 
 
 async def test_pages_of_other_origins_write_only_if_allowed() -> None:
-    async with (
-        serving(cors_origin=["https://chat.example"]) as server,
-        http_client(server.url) as client,
-    ):
+    async with calling(cors_origin=["https://chat.example"]) as client:
         allowed = await client.post("/tokenize", content=b"{", headers={"Origin": "https://chat.example"})
         assert allowed.status_code == 400, "it reached the route"
         assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
@@ -139,8 +139,8 @@ async def test_a_browsers_own_word_decides_over_a_write_and_else_its_origin(
     origin: str | None, site: str | None, is_own: bool
 ) -> None:
     """Sec-Fetch-Site holds for a page that hides its origin, and before a proxy that changes Host; a page cannot set it."""
-    async with serving() as server, http_client(server.url) as client:
-        headers = {} if origin is None else {"Origin": origin.replace("PORT", str(server.port))}
+    async with calling() as client:
+        headers = {} if origin is None else {"Origin": origin.replace("PORT", str(client.base_url.port))}
         headers |= {} if site is None else {"Sec-Fetch-Site": site}
         answer = await client.post("/tokenize", content=b"{", headers=headers)
         assert answer.status_code == (400 if is_own else 403), "400: it reached the route"
@@ -148,60 +148,25 @@ async def test_a_browsers_own_word_decides_over_a_write_and_else_its_origin(
 
 async def test_the_pages_own_forms_come_with_an_origin() -> None:
     """Under no-referrer a browser sends null, and over http there is nothing else that it sends."""
-    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
+    async with calling(api_key=[KEY]) as client:
         for path in ("/login", "/static/login.css"):
             assert (await client.get(path)).headers["referrer-policy"] == "same-origin"
 
 
-async def test_a_redirect_is_logged_by_its_number(capfd: pytest.CaptureFixture[str]) -> None:
-    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
-        await client.get("/")
-    assert "status=303" in "".join(capfd.readouterr())
-
-
 @pytest.mark.parametrize("has_key", [True, False])
 async def test_only_a_gateway_with_a_key_shows_who_looks_how_to_log_out(has_key: bool) -> None:
-    async with (
-        serving(api_key=[KEY] if has_key else []) as server,
-        http_client(server.url) as client,
-    ):
+    async with calling(api_key=[KEY] if has_key else []) as client:
         page = (await client.get("/", headers={"Authorization": f"Bearer {KEY}"})).text
         assert ('action="/logout"' in page, 'id="log-out" hidden' in page) == (True, not has_key)
 
 
 async def test_a_link_of_another_site_lets_the_page_ask_with_its_session_once() -> None:
     """Such a link comes without the cookie. If our own page asks without one, there is no session."""
-    async with serving(api_key=[KEY]) as server, http_client(server.url) as client:
+    async with calling(api_key=[KEY]) as client:
         linked = await client.get("/", headers={"Sec-Fetch-Site": "cross-site"})
         assert (linked.status_code, 'content="0; url=/"' in linked.text) == (200, True)
         for site in ("same-origin", "none"):
             assert (await client.get("/", headers={"Sec-Fetch-Site": site})).headers["location"] == "/login"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--host", "0.0.0.0"], "--no-api-key"),
-        (["--host", "pool.example"], "--no-api-key"),
-        (["--api-key", "short"], "8 to 512"),
-        (["--api-key", KEY, "--no-api-key"], "contradict"),
-        (["--api-key-file", "/no/such/file"], "cannot be read"),
-    ],
-)
-def test_settings_that_would_open_the_gateway_by_mistake_are_refused(arguments: list[str], said: str) -> None:
-    with pytest.raises(SettingsProblem, match=said) as raised:
-        load_settings(GatewaySettings, arguments)
-    assert "short" not in str(raised.value), "a key is not repeated"
-
-
-def test_keys_come_from_flags_the_variable_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "keys"
-    file.write_text(f"# comment\n{OTHER}\n\n{KEY}\n")
-    settings = load_settings(GatewaySettings, ["--host", "0.0.0.0", "--api-key", KEY, "--api-key-file", str(file)])
-    assert settings.keys == (KEY, OTHER)
-    assert KEY not in repr(settings)
-    monkeypatch.setenv("KVPOOL_GATEWAY_API_KEY", OTHER)
-    assert load_settings(GatewaySettings, []).keys == (OTHER,)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +176,8 @@ def test_keys_come_from_flags_the_variable_and_a_file(tmp_path: Path, monkeypatc
         ("theme=dark; kvpool_session = right ; lang=en", "right"),
         ("kvpool_session_of_another=wrong; kvpool_session=right", "right"),
         ("another_kvpool_session=wrong", ""),
+        ('theirs={"a":"b c"}; kvpool_session=right', "right"),
+        ("no cookie at all;;=; kvpool_session=right; other=x", "right"),
         ("", ""),
     ],
 )

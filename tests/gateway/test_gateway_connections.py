@@ -12,9 +12,11 @@ import pytest
 from kvpool.gateway import connection
 from kvpool.gateway import server as gateway_server
 from kvpool.gateway.connection import MAX_HEAD_BYTES, MAX_PIPELINED, MAX_TRAILER_BYTES
-from tests.gateway.serving import exchange, http_client, serving
+from tests.gateway.serving import calling, exchange, serving
 
 WHOLE = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LAST = WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def status_of(answer: bytes) -> int:
@@ -89,16 +91,18 @@ async def test_more_connections_than_allowed_are_turned_away_and_the_next_is_ser
         held[1][1].close()
 
 
-async def test_an_unknown_path_or_method_is_answered_in_openais_form() -> None:
-    async with serving() as server, http_client(server.url) as client:
+async def test_an_unknown_path_or_method_is_answered_in_openais_form_and_not_repeated_at_length() -> None:
+    async with calling() as client:
         for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405)):
             answer = await client.request(method, path)
             assert answer.status_code == status
             assert answer.json()["error"]["type"]
+        for method in ("GET", "POST"):
+            assert len((await client.request(method, "/" + "x" * 5000)).content) < 1000
 
 
 async def test_a_request_keeps_its_id_and_one_without_gets_one() -> None:
-    async with serving() as server, http_client(server.url) as client:
+    async with calling() as client:
         assert (await client.get("/version", headers={"X-Request-Id": "mine-1"})).headers["x-request-id"] == "mine-1"
         for strange in ("", "a b", "x" * 200):
             given = (await client.get("/version", headers={"X-Request-Id": strange})).headers["x-request-id"]
@@ -106,7 +110,7 @@ async def test_a_request_keeps_its_id_and_one_without_gets_one() -> None:
 
 
 async def test_metrics_count_routes_and_never_what_a_caller_invents() -> None:
-    async with serving() as server, http_client(server.url) as client:
+    async with calling() as client:
         for path in ("/version", "/version", "/made-up/x", "/made-up/y"):
             await client.get(path)
         page = (await client.get("/metrics")).text
@@ -137,16 +141,6 @@ async def test_a_body_that_was_refused_and_does_not_come_gets_no_second_answer()
         assert status_of(answer) == 413
 
 
-async def test_an_error_repeats_no_long_path() -> None:
-    async with serving() as server, http_client(server.url) as client:
-        for method in ("GET", "POST"):
-            assert len((await client.request(method, "/" + "x" * 5000)).content) < 1000
-
-
-CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-LAST = WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-
-
 @pytest.mark.parametrize("key", [(), ("a-key-of-this-test",)], ids=["open", "key"])
 @pytest.mark.parametrize(
     ("begin", "piece"),
@@ -164,24 +158,22 @@ async def test_what_follows_a_chunk_is_not_collected(begin: bytes, piece: bytes,
     """The connection ends after some KiB of it, long before the body's time; its head has one answer."""
     async with serving(api_key=list(key), body_seconds=600) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        answer = b""
         writer.write(CHUNKED + begin)
-        if key:
-            answer = await reader.readuntil(b"\r\n\r\n")
+        answer = await reader.readuntil(b"\r\n\r\n") if key else b""
 
-        async def read() -> None:
-            nonlocal answer
+        async def send() -> None:
             with contextlib.suppress(OSError):
-                while piece := await reader.read(1000):
-                    answer += piece
-
-        reading = asyncio.create_task(read())
-        with contextlib.suppress(OSError):
-            async with asyncio.timeout(20):
-                while not reading.done():
+                while True:
                     writer.write(piece * 1024)
                     await writer.drain()
                     await asyncio.sleep(0)
+
+        sending = asyncio.create_task(send())
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(20):
+                while more := await reader.read(1000):
+                    answer += more
+        sending.cancel()
         writer.close()
         assert answer.count(b"HTTP/1.1 ") == 1
         assert status_of(answer) == (401 if key else 431)
@@ -252,7 +244,7 @@ async def test_a_gateway_takes_as_many_connections_as_it_has_descriptors(monkeyp
     raised: list[int] = []
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1100))
     monkeypatch.setattr("resource.setrlimit", lambda _, to: raised.append(to[0]))
-    async with serving() as server, http_client(server.url) as client:
+    async with calling() as client:
         assert raised == [1100]
         assert "kvpool_gateway_max_connections 972.0" in (await client.get("/metrics")).text
 

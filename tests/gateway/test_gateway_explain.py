@@ -8,40 +8,19 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 
-from kvpool.gateway.access import AccessKeys
-from kvpool.gateway.app import connection_limits
-from kvpool.gateway.context import Gateway
-from kvpool.gateway.errors import ApiError, on_api_error
-from kvpool.gateway.metrics import GatewayMetrics
-from kvpool.gateway.request_log import RequestLog
-from kvpool.gateway.routes import all_routes
-from kvpool.gateway.settings import GatewaySettings
 from kvpool.v1 import cache_pb2
-from tests.client.clients import quick
 from tests.client.fakes import FakeManager, FakeWorker, fake_cluster
+from tests.gateway.serving import calling
 
 
 @asynccontextmanager
 async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
-    """The page's routes in front of a cluster of one worker."""
-    async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
+    """A gateway in front of a cluster of one worker."""
+    async with fake_cluster(FakeWorker("w")) as manager, calling(manager.address) as browser:
         manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
         manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
-        app = Starlette(routes=all_routes(AccessKeys(())), exception_handlers={ApiError: on_api_error})
-        settings = GatewaySettings()
-        app.state.gateway = Gateway(
-            settings,
-            client,
-            lambda: 0.0,
-            metrics=GatewayMetrics(),
-            limits=connection_limits(settings),
-            request_log=RequestLog(8, lambda: 0.0),
-        )
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as browser:
-            yield manager, browser
+        yield manager, browser
 
 
 async def test_a_prompt_is_explained_in_json_and_in_words() -> None:

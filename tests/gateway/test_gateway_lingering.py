@@ -1,45 +1,71 @@
-"""Connections whose end takes two: a refused body, a head after a request, an answer that is not taken, a server that stops."""
+"""Connections whose end takes two: a head that is too long, a refused body, an answer that is not taken, a server that stops."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import monotonic
+from typing import NamedTuple
 
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvpool.gateway import server as server_module
 from kvpool.gateway.app import connection_limits
 from kvpool.gateway.connection import ENDLESS_PATHS, MAX_HEAD_BYTES, BoundedConnection, ConnectionLimits, bounded
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.address import listen
-from tests.gateway.serving import http_client, serving
+from tests.gateway.serving import exchange, http_client, serving
 from tests.until import until
 
 HEAD = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF_A_HEAD = (HEAD % b"/").removesuffix(b"\r\n")
+LINE = b"X: " + b"x" * 995 + b"\r\n"
+NUM_TOO_MANY = MAX_HEAD_BYTES // len(LINE) + 1
 
 
-async def endless(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers and does not end until its reader goes."""
+async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+    """Waits for the end of its caller."""
     assert scope["type"] == "http"
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"begun", "more_body": True})
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
+async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+    """Begins an answer, which its caller ends."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+    await silent(scope, receive, send)
+
+
+class Served(NamedTuple):
+    """A server of such answers."""
+
+    server: uvicorn.Server
+    port: int
+    limits: ConnectionLimits
+
+    @asynccontextmanager
+    async def caller(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, BoundedConnection]]:
+        """A caller's end and the server's end of a connection, the only one."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        await until(lambda: len(self.server.server_state.connections) == 1)
+        (connection,) = self.server.server_state.connections
+        assert isinstance(connection, BoundedConnection)
+        yield reader, writer, connection
+        writer.close()
+
+
 @asynccontextmanager
-async def endless_server(grace: int, **settings: float) -> AsyncIterator[tuple[uvicorn.Server, int, ConnectionLimits]]:
-    """A server whose every answer is endless, with the gateway's connections."""
+async def bounded_server(app: ASGIApp, grace: int = 0, **settings: float) -> AsyncIterator[Served]:
+    """A server of the application, with the gateway's connections."""
     limits = connection_limits(GatewaySettings(**settings))  # type: ignore[arg-type]
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
-        endless,
+        app,
         http=bounded(limits),
         loop="none",
         ws="none",
@@ -50,10 +76,56 @@ async def endless_server(grace: int, **settings: float) -> AsyncIterator[tuple[u
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve([listener]))
     try:
-        yield server, listener.getsockname()[1], limits
+        yield Served(server, listener.getsockname()[1], limits)
     finally:
         server.should_exit = True
         await running
+
+
+async def test_a_head_that_comes_in_many_pieces_is_bounded_as_a_whole() -> None:
+    async with bounded_server(silent) as served, served.caller() as (reader, _, connection):
+        connection.data_received(HALF_A_HEAD)
+        for number in range(NUM_TOO_MANY):
+            assert served.limits.ended["head"] == 0, number
+            connection.data_received(LINE)
+        assert served.limits.ended["head"] == 1
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_head_that_comes_while_the_request_before_is_served_is_bounded_too() -> None:
+    async with bounded_server(silent) as served, served.caller() as (reader, _, connection):
+        connection.data_received(HEAD % b"/")
+        await asyncio.sleep(0)
+        connection.data_received(HALF_A_HEAD + LINE * NUM_TOO_MANY)
+        assert served.limits.ended["head"] == 1
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_head_sent_during_an_answer_is_bounded() -> None:
+    """The connection ends: an answer has begun, so no other can be given."""
+    async with bounded_server(endless) as served, served.caller() as (reader, writer, _):
+        writer.write(HEAD % b"/")
+        await reader.readuntil(b"begun")
+        writer.write(HALF_A_HEAD + LINE * NUM_TOO_MANY)
+        async with asyncio.timeout(20):
+            assert await reader.read() == b"\r\n"
+        assert served.limits.ended["head"] == 1
+
+
+async def test_a_body_is_no_part_of_the_head_that_it_comes_with() -> None:
+    async with bounded_server(silent) as served, served.caller() as (_, _, connection):
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (2 * MAX_HEAD_BYTES)
+        connection.data_received(head + b"x" * (2 * MAX_HEAD_BYTES))
+        assert served.limits.ended["head"] == 0
+
+
+async def test_a_connection_that_was_turned_away_gives_back_no_place() -> None:
+    """It had none."""
+    async with bounded_server(silent, max_connections=1) as served, served.caller():
+        assert (await exchange(served.port, b"")).startswith(b"HTTP/1.1 503 ")
+        await until(lambda: served.limits.num_refused == 0)
+        assert served.limits.num_connections == 1
+    await until(lambda: served.limits.num_connections == 0)
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -98,44 +170,25 @@ async def test_a_connection_whose_body_came_after_its_answer_is_idle() -> None:
         writer.close()
 
 
-async def test_a_head_sent_during_an_answer_is_bounded() -> None:
-    """The connection ends: an answer has begun, so no other can be given."""
-    async with endless_server(0) as (_, port, limits):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD % b"/")
-        await reader.readuntil(b"begun")
-        writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * (2 * MAX_HEAD_BYTES))
-        async with asyncio.timeout(20):
-            assert await reader.read() == b"\r\n"
-        assert limits.ended["head"] == 1
-        writer.close()
-
-
 async def test_a_connection_that_closes_does_not_wait_for_a_reader_that_does_not_read() -> None:
     """Less than what makes uvicorn pause is left in its buffer."""
-    async with endless_server(0, idle_seconds=0.2, reader_seconds=0.5) as (server, port, limits):
-        with socket.socket() as caller:
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            caller.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(caller, ("127.0.0.1", port))
-            await until(lambda: len(server.server_state.connections) == 1)
-            (connection,) = server.server_state.connections
-            assert isinstance(connection, BoundedConnection)
+    async with bounded_server(silent, idle_seconds=0.2, reader_seconds=0.5) as served:
+        async with served.caller() as (_, writer, connection):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
             # Fill the kernel's buffers past the point where the rest stays in the process, but is not much.
             connection.transport.set_write_buffer_limits(high=1 << 30)
             while connection.transport.get_write_buffer_size() == 0:
                 connection.transport.write(b"x" * (1 << 14))
             assert connection.transport.get_write_buffer_size() < 1 << 16
-            await until(lambda: limits.num_connections == 0)
-        assert limits.ended["idle"] == limits.ended["reader"] == 1
+            await until(lambda: served.limits.num_connections == 0)
+        assert served.limits.ended["idle"] == served.limits.ended["reader"] == 1
 
 
 @pytest.mark.parametrize("path", sorted(ENDLESS_PATHS))
 async def test_an_open_page_does_not_hold_up_the_end_of_the_gateway(path: str) -> None:
     """Other answers have the whole grace."""
-    async with endless_server(600) as (_, port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with bounded_server(endless, grace=600) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(HEAD % path.encode())
         await reader.readuntil(b"begun")
         began = monotonic()

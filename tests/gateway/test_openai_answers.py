@@ -10,43 +10,33 @@ import pytest
 
 from kvpool.client import GenerateOptions
 from kvpool.gateway.openai.token_bytes import shown
-from tests.gateway.conftest import Front
-from tests.gateway.serving import http_client
+from tests.gateway.conftest import Front, ids_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the cache that keeps what it has read"}]
 PROMPT = "abcdefgh" * 3
 NUM_NEW = 12
-RAW = {"return_token_ids": True, "ignore_eos": True}
 
 
 async def test_a_chat_is_kvpools_own_chat_streamed_or_not(front: Front) -> None:
     """Tokens, text, finish reason and what the cache served are the same."""
     own = await front.cluster.client.chat(MESSAGES, max_tokens=NUM_NEW, ignore_eos=True).collect()
-    whole = await front.openai.chat.completions.create(
-        model=front.model, messages=MESSAGES, temperature=0, max_tokens=NUM_NEW, extra_body=RAW
-    )
+    whole = await front.chat(MESSAGES, max_tokens=NUM_NEW)
     (choice,) = whole.choices
-    assert choice.message.content == own.text
-    assert choice.to_dict()["token_ids"] == list(own.token_ids)
+    assert (choice.message.content, ids_of(choice)) == (own.text, list(own.token_ids))
     assert choice.finish_reason == own.finish_reason.value
     again = await front.cluster.client.chat(MESSAGES, max_tokens=NUM_NEW, ignore_eos=True).collect()
-    assert whole.usage is not None
-    assert whole.usage.prompt_tokens_details is not None
     assert whole.usage.prompt_tokens_details.cached_tokens == again.num_cached_tokens > 0
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (own.num_prompt_tokens, NUM_NEW)
 
-    text, usages = "", []
-    ids: list[Any] = []
-    async for chunk in await front.openai.chat.completions.create(
-        model=front.model, messages=MESSAGES, temperature=0, max_completion_tokens=NUM_NEW, stream=True,
-        stream_options={"include_usage": True}, extra_body=RAW,
-    ):  # fmt: skip
+    text, usages, ids = "", [], list[int]()
+    options = {"include_usage": True}
+    async for chunk in await front.chat(MESSAGES, max_completion_tokens=NUM_NEW, stream=True, stream_options=options):
         usages += [chunk.usage] if chunk.usage is not None else []
         for part in chunk.choices:
             text += part.delta.content or ""
-            ids += cast(list[Any], part.to_dict().get("token_ids", []))
+            ids += ids_of(part)
     assert (text, ids) == (own.text, list(own.token_ids))
     assert [usage.completion_tokens for usage in usages] == [NUM_NEW]
 
@@ -54,14 +44,9 @@ async def test_a_chat_is_kvpools_own_chat_streamed_or_not(front: Front) -> None:
 @pytest.mark.parametrize("wanted", [None, False, True])
 async def test_usage_comes_with_each_event_if_asked_for(front: Front, wanted: bool | None) -> None:
     """Of each answer what it has used so far, and in the end what all have used; without the option it is null before the end."""
-    arguments: dict[str, Any] = {"model": front.model, "temperature": 0, "max_tokens": 4, "n": 2, "stream": True}
-    arguments["extra_body"] = RAW
-    options: Any = {"include_usage": True, "continuous_usage_stats": wanted}
-    streams: list[Any] = [
-        await front.openai.completions.create(prompt=PROMPT, stream_options=options, **arguments),
-        await front.openai.chat.completions.create(messages=MESSAGES, stream_options=options, **arguments),
-    ]
-    for stream in streams:
+    options = {"include_usage": True, "continuous_usage_stats": wanted}
+    arguments: dict[str, Any] = {"max_tokens": 4, "n": 2, "stream": True, "stream_options": options}
+    for stream in (await front.complete(PROMPT, **arguments), await front.chat(MESSAGES, **arguments)):
         *events, last = [event async for event in stream]
         assert last.usage.completion_tokens == 8
         if not wanted:
@@ -75,40 +60,21 @@ async def test_usage_comes_with_each_event_if_asked_for(front: Front, wanted: bo
             for event in of_choice:
                 assert event.usage.prompt_tokens == last.usage.prompt_tokens
                 assert event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens
-            shown = len([event for event in of_choice if getattr(event.choices[0], "token_ids", None)])
-            assert shown > 1
+            assert sum(bool(ids_of(event.choices[0])) for event in of_choice) > 1
 
 
 async def test_messages_may_have_null_where_openai_allows_it(front: Front) -> None:
     """An assistant that only calls a tool says nothing; a content of parts is a text."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assistant = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]}
-    messages: Any = [
+    messages = [
         {"role": "user", "content": [{"type": "text", "text": "ab"}]},
-        assistant,
+        {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "42"},
     ]
-    answer = await front.openai.chat.completions.create(
-        model=front.model, messages=messages, max_tokens=1, temperature=0, extra_body={"return_token_ids": True}
-    )
+    answer = await front.chat(messages, max_tokens=1)
     model = await front.cluster.client.model()
-    assert model.tokenizer is not None
-    assert answer.to_dict()["prompt_token_ids"] == model.encode_text(
-        "<user>ab<assistant><tool>42<assistant>", special=False
-    )
-
-
-async def test_the_synchronous_client_works_as_well(front: Front) -> None:
-    own = await front.cluster.complete(PROMPT, max_tokens=NUM_NEW)
-
-    def ask() -> tuple[str, str]:
-        with openai.OpenAI(base_url=f"{front.gateway.url}/v1", api_key="any", max_retries=0) as client:
-            arguments: dict[str, Any] = {"model": front.model, "prompt": PROMPT, "temperature": 0, "extra_body": RAW}
-            whole = client.completions.create(max_tokens=NUM_NEW, **arguments)
-            stream = client.completions.create(max_tokens=NUM_NEW, stream=True, **arguments)
-            return whole.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
-
-    assert await asyncio.to_thread(ask) == (own.text, own.text)
+    text = "<user>ab<assistant><tool>42<assistant>"
+    assert answer.to_dict()["prompt_token_ids"] == model.encode_text(text, special=False)
 
 
 @pytest.mark.parametrize(
@@ -116,59 +82,63 @@ async def test_the_synchronous_client_works_as_well(front: Front) -> None:
     [
         ({"temperature": 0.9, "seed": 7}, {"temperature": 0.9, "seed": 7}),
         ({"temperature": 0.9, "seed": -1}, {"temperature": 0.9, "seed": 2**64 - 1}),
-        ({"temperature": 1.2, "seed": 3, "extra_body": {"top_k": 5, "min_p": 0.1}},
+        ({"temperature": 1.2, "seed": 3, "extra": {"top_k": 5, "min_p": 0.1}},
          {"temperature": 1.2, "seed": 3, "top_k": 5, "min_p": 0.1}),
-        ({"temperature": 1.2, "seed": 3, "top_p": 0.5, "extra_body": {"top_k": -1}},
+        ({"temperature": 1.2, "seed": 3, "top_p": 0.5, "extra": {"top_k": -1}},
          {"temperature": 1.2, "seed": 3, "top_p": 0.5}),
-        ({"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": -1, "logit_bias": {"9": 5}},
+        ({"presence_penalty": 1.5, "frequency_penalty": -1, "logit_bias": {"9": 5}},
          {"presence_penalty": 1.5, "frequency_penalty": -1, "logit_bias": {9: 5.0}}),
-        ({"temperature": 0, "extra_body": {"repetition_penalty": 1.5, "min_tokens": 3}},
-         {"repetition_penalty": 1.5, "min_tokens": 3}),
-        ({"temperature": 0, "user": "ann", "extra_body": {"cache_salt": "s", "priority": 3}},
+        ({"extra": {"repetition_penalty": 1.5, "min_tokens": 3}}, {"repetition_penalty": 1.5, "min_tokens": 3}),
+        ({"user": "ann", "extra": {"cache_salt": "s", "priority": 3}},
          {"tenant": "ann", "tenant_salt": "s", "priority": 3}),
         ({"temperature": None, "top_p": None, "stop": None, "logit_bias": None, "seed": 5, "n": None},
          {"temperature": 1.0, "seed": 5}),
-        ({"temperature": 0, "extra_body": {"no_repeat_ngram_size": 1, "suppress_tokens": [97, 98], "bad_words_ids": [[99], [1, 2]],
+        ({"extra": {"no_repeat_ngram_size": 1, "suppress_tokens": [97, 98], "bad_words_ids": [[99], [1, 2]],
           "begin_suppress_tokens": [3], "forced_eos_token_id": 101, "encoder_no_repeat_ngram_size": 2}},
-         {"no_repeat_ngram_size": 1, "suppress_tokens": [97, 98], "bad_words_ids": [[99], [1, 2]], "begin_suppress_tokens": [3],
-          "forced_eos_token_id": 101, "encoder_no_repeat_ngram_size": 2}),
+         {"no_repeat_ngram_size": 1, "suppress_tokens": [97, 98], "bad_words_ids": [[99], [1, 2]],
+          "begin_suppress_tokens": [3], "forced_eos_token_id": 101, "encoder_no_repeat_ngram_size": 2}),
     ],
 )  # fmt: skip
 async def test_every_option_means_what_it_means_to_the_client(
     front: Front, fields: dict[str, Any], options: GenerateOptions
 ) -> None:
-    extra = {**RAW, **fields.pop("extra_body", {})}
     asked: GenerateOptions = {**options, "max_tokens": NUM_NEW}
     own = await front.cluster.complete(PROMPT, **asked)
-    whole = await front.openai.completions.create(
-        model=front.model, prompt=PROMPT, max_tokens=NUM_NEW, extra_body=extra, **fields
-    )
-    assert whole.choices[0].to_dict()["token_ids"] == list(own.token_ids)
+    whole = await front.complete(PROMPT, max_tokens=NUM_NEW, **fields)
+    assert ids_of(whole.choices[0]) == list(own.token_ids)
+
+
+async def test_token_ids_are_a_prompt(front: Front) -> None:
+    ids = [7, 8, 9, 10, 11]
+    own = await front.cluster.complete(ids, max_tokens=NUM_NEW)
+    for prompt in (ids, [ids]):
+        assert ids_of((await front.complete(prompt, max_tokens=NUM_NEW)).choices[0]) == list(own.token_ids)
 
 
 async def test_stop_strings_end_a_text(front: Front) -> None:
     own = await front.cluster.complete(PROMPT, max_tokens=NUM_NEW)
     stop = own.text[4:6]
     for given in (stop, [stop, "never there"]):
-        whole = await front.openai.completions.create(
-            model=front.model, prompt=PROMPT, max_tokens=NUM_NEW, temperature=0, stop=given, extra_body=RAW
-        )
-        assert whole.choices[0].text == own.text[: own.text.index(stop)]
-        assert whole.choices[0].finish_reason == "stop"
+        (choice,) = (await front.complete(PROMPT, max_tokens=NUM_NEW, stop=given)).choices
+        assert (choice.text, choice.finish_reason) == (own.text[: own.text.index(stop)], "stop")
 
 
-async def test_n_answers_have_seeds_of_their_own_and_a_list_of_prompts_its_order(front: Front) -> None:
+async def test_n_answers_have_the_next_seeds_and_a_list_of_prompts_has_its_order(front: Front) -> None:
+    drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": 5}
     prompts = [PROMPT, "hgfedcba" * 2]
-    whole = await front.openai.completions.create(
-        model=front.model, prompt=prompts, n=2, temperature=1, seed=11, max_tokens=5, extra_body=RAW
-    )
+    whole = await front.complete(prompts, n=2, seed=11, **drawn)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     for index, choice in enumerate(whole.choices):
-        own = await front.cluster.complete(prompts[index // 2], temperature=1.0, seed=11 + index % 2, max_tokens=5)
-        assert choice.to_dict()["token_ids"] == list(own.token_ids)
-    assert whole.usage is not None
+        own = await front.cluster.complete(prompts[index // 2], seed=11 + index % 2, **drawn)
+        assert ids_of(choice) == list(own.token_ids)
     assert whole.usage.completion_tokens == 20
     assert whole.usage.prompt_tokens == sum(map(len, prompts)), "each prompt counts once"
+
+    drawn["ignore_eos"] = True
+    alone = [await front.cluster.client.chat(MESSAGES, seed=seed, **drawn).collect() for seed in (5, 6, 7)]
+    whole = await front.chat(MESSAGES, n=3, seed=5, temperature=1.0, max_tokens=5)
+    assert [ids_of(choice) for choice in whole.choices] == [list(one.token_ids) for one in alone]
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (alone[0].num_prompt_tokens, 15)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -188,70 +158,29 @@ async def test_beams_are_those_of_the_client(
     """vLLM's spelling too: there n is the number of beams. Streamed or not, the texts come with their index, the best one first."""
     asked: GenerateOptions = {"n": 2, "max_tokens": 8, "ignore_eos": True, "seed": 3, **options}
     own = await front.cluster.client.generate(PROMPT, **asked).collect_all()
-    body = {**RAW, "n": 2, "seed": 3, "max_tokens": 8, **fields}
-    if not options:
-        body["temperature"] = 0
     found: dict[int, list[int]] = {0: [], 1: []}
-    arguments: dict[str, Any] = {"model": front.model, "prompt": PROMPT, "extra_body": body}
-    if stream:
-        async for event in await front.openai.completions.create(stream=True, **arguments):
-            for choice in event.choices:
-                found[choice.index] += cast(list[int], choice.to_dict().get("token_ids", []))
-    else:
-        whole = await front.openai.completions.create(**arguments)
-        found = {choice.index: cast(list[int], choice.to_dict()["token_ids"]) for choice in whole.choices}
-        assert whole.usage is not None
-        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(PROMPT), 16)
-    assert found == {index: list(one.token_ids) for index, one in enumerate(own)}
-
-
-async def test_beams_are_not_drawn(front: Front) -> None:
-    """A temperature is refused by name rather than ignored, and so is what only beams can have."""
-    for fields, name in (({"num_beams": 2, "temperature": 0.5}, "temperature"), ({"length_penalty": 2}, "num_beams")):
-        with pytest.raises(openai.BadRequestError, match=name):
-            await front.openai.completions.create(model=front.model, prompt=PROMPT, extra_body={"n": 2, **fields})
-
-
-async def test_the_choices_of_a_chat_are_answers_with_the_next_seeds(front: Front) -> None:
-    messages: Any = [{"role": "user", "content": "abc"}]
-    asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
-    alone = [await front.cluster.client.chat(messages, **{**asked, "seed": seed}).collect() for seed in (5, 6, 7)]
-    whole = await front.openai.chat.completions.create(
-        model=front.model, messages=messages, n=3, seed=5, temperature=1, max_tokens=6, extra_body=RAW
+    temperature: Any = openai.NOT_GIVEN if options else 0
+    answer = await front.complete(
+        PROMPT, n=2, seed=3, max_tokens=8, temperature=temperature, stream=stream, extra=fields
     )
-    assert [choice.to_dict()["token_ids"] for choice in whole.choices] == [list(one.token_ids) for one in alone]
-    assert whole.usage is not None
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (alone[0].num_prompt_tokens, 18)
-
-
-async def test_token_ids_are_a_prompt(front: Front) -> None:
-    ids = [7, 8, 9, 10, 11]
-    own = await front.cluster.complete(ids, max_tokens=NUM_NEW)
-    for prompt in (ids, [ids]):
-        whole = await front.openai.completions.create(
-            model=front.model, prompt=prompt, temperature=0, max_tokens=NUM_NEW, extra_body=RAW
-        )
-        assert whole.choices[0].to_dict()["token_ids"] == list(own.token_ids)
+    for part in [event async for event in answer] if stream else [answer]:
+        for choice in part.choices:
+            found[choice.index] += ids_of(choice)
+    assert found == {index: list(one.token_ids) for index, one in enumerate(own)}
+    if not stream:
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 16)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo_and_log_probabilities_are_those_of_prompt_and_answer(front: Front, stream: bool) -> None:
     own = await front.cluster.complete(PROMPT, max_tokens=4, logprobs=2, prompt_logprobs=2, echo=True)
-    arguments: dict[str, Any] = {
-        "model": front.model, "prompt": PROMPT, "temperature": 0, "max_tokens": 4, "echo": True, "logprobs": 2,
-        "extra_body": RAW,
-    }  # fmt: skip
-    found: dict[str, list[Any]] = {}
-    text = ""
-    if stream:
-        async for chunk in await front.openai.completions.create(stream=True, **arguments):
-            text += chunk.choices[0].text
-            for name, values in ((chunk.choices[0].logprobs and chunk.choices[0].logprobs.to_dict()) or {}).items():
-                found.setdefault(name, []).extend(cast(list[Any], values))
-    else:
-        (choice,) = (await front.openai.completions.create(**arguments)).choices
-        assert choice.logprobs is not None
-        text, found = choice.text, cast(dict[str, list[Any]], choice.logprobs.to_dict())
+    answer = await front.complete(PROMPT, max_tokens=4, echo=True, logprobs=2, stream=stream)
+    text, found = "", dict[str, list[Any]]()
+    for part in [event async for event in answer] if stream else [answer]:
+        (choice,) = part.choices
+        text += choice.text
+        for name, values in (choice.logprobs.to_dict() if choice.logprobs else {}).items():
+            found.setdefault(name, []).extend(cast(list[Any], values))
     assert text == own.text
     assert own.prompt_logprobs is not None
     assert own.logprobs is not None
@@ -262,83 +191,61 @@ async def test_echo_and_log_probabilities_are_those_of_prompt_and_answer(front: 
     assert found["top_logprobs"][0] is None
 
 
-async def test_a_chats_log_probabilities_have_bytes(front: Front) -> None:
-    own = await front.cluster.client.chat(MESSAGES, max_tokens=4, logprobs=3, ignore_eos=True).collect()
-    whole = await front.openai.chat.completions.create(
-        model=front.model, messages=MESSAGES, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3, extra_body=RAW
-    )
-    found = whole.choices[0].logprobs
-    assert found is not None
-    assert found.content is not None
-    assert own.logprobs is not None
-    for entry, one in zip(found.content, own.logprobs, strict=True):
-        assert entry.logprob == pytest.approx(one.logprob)
-        assert [top.logprob for top in entry.top_logprobs] == pytest.approx([logprob for _, logprob in one.top])
-        assert entry.bytes is not None
-        assert shown(bytes(entry.bytes)) == entry.token
-
-
 async def test_max_tokens_0_with_echo_is_the_prompt_alone(front: Front) -> None:
-    whole = await front.openai.completions.create(
-        model=front.model, prompt=PROMPT, temperature=0, max_tokens=0, echo=True, logprobs=0
-    )
+    whole = await front.complete(PROMPT, max_tokens=0, echo=True, logprobs=0)
     (choice,) = whole.choices
-    assert choice.text == PROMPT
-    assert choice.logprobs is not None
-    assert choice.logprobs.token_logprobs is not None
-    assert len(choice.logprobs.token_logprobs) == len(PROMPT)
-    assert whole.usage is not None
+    assert (choice.text, len(choice.logprobs.token_logprobs)) == (PROMPT, len(PROMPT))
     assert whole.usage.completion_tokens == 0
 
 
+async def test_a_chats_log_probabilities_have_bytes(front: Front) -> None:
+    own = await front.cluster.client.chat(MESSAGES, max_tokens=4, logprobs=3, ignore_eos=True).collect()
+    whole = await front.chat(MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3)
+    assert own.logprobs is not None
+    for entry, one in zip(whole.choices[0].logprobs.content, own.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(one.logprob)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx([logprob for _, logprob in one.top])
+        assert shown(bytes(entry.bytes)) == entry.token
+
+
 async def test_texts_become_tokens_and_come_back(front: Front) -> None:
-    async with http_client(front.gateway.url) as client:
-        found = (await client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True})).json()
-        assert found["count"] == len(found["tokens"]) == len(PROMPT)
-        assert found["token_strs"] == list(PROMPT)
-        back = (await client.post("/detokenize", json={"tokens": found["tokens"]})).json()
-        assert back["prompt"] == PROMPT
-        chat = (await client.post("/tokenize", json={"messages": MESSAGES})).json()
-        model = await front.cluster.client.model()
-        assert chat["tokens"] == model.encode_chat(MESSAGES)
-        assert chat["max_model_len"] == model.max_model_len
+    found = (await front.http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True})).json()
+    assert found["count"] == len(found["tokens"]) == len(PROMPT)
+    assert found["token_strs"] == list(PROMPT)
+    back = (await front.http.post("/detokenize", json={"tokens": found["tokens"]})).json()
+    assert back["prompt"] == PROMPT
+    chat = (await front.http.post("/tokenize", json={"messages": MESSAGES})).json()
+    model = await front.cluster.client.model()
+    assert (chat["tokens"], chat["max_model_len"]) == (model.encode_chat(MESSAGES), model.max_model_len)
 
 
-async def test_models_are_listed_once_and_shown_by_name(front: Front) -> None:
+async def test_the_other_routes_list_the_models_and_the_state_of_the_cluster(front: Front) -> None:
     assert (await front.openai.models.retrieve(front.model)).id == front.model
     with pytest.raises(openai.NotFoundError):
         await front.openai.models.retrieve("gpt-4")
-
-
-async def test_the_state_routes_tell_of_the_cluster(front: Front) -> None:
-    async with http_client(front.gateway.url) as client:
-        assert (await client.get("/health")).json() == {"status": "ok", "workers": 1}
-        (worker,) = (await client.get("/server_info")).json()["workers"]
-        assert worker["serving"]
-        assert (await client.get("/load")).json() == {"server_load": 0}
+    assert (await front.http.get("/health")).json() == {"status": "ok", "workers": 1}
+    (worker,) = (await front.http.get("/server_info")).json()["workers"]
+    assert worker["serving"]
+    assert (await front.http.get("/load")).json() == {"server_load": 0}
 
 
 async def test_readers_that_leave_hold_nothing(front: Front) -> None:
     """Streams cut by their readers, early and late, alone and n at a time: all blocks come back, and every law holds."""
+
+    async def load() -> int:
+        return int((await front.http.get("/load")).json()["server_load"])
+
     for number in range(12):
-        stream = await front.openai.completions.create(
-            model=front.model, prompt=PROMPT, temperature=0, max_tokens=4000, stream=True, n=1 + number % 3,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
+        stream = await front.complete(PROMPT, max_tokens=4000, stream=True, n=1 + number % 3)
         for _ in range(number % 4):
             await anext(aiter(stream))
         await stream.close()
-    waiting = asyncio.create_task(
-        front.openai.completions.create(
-            model=front.model, prompt=PROMPT, max_tokens=4000, temperature=0, extra_body={"ignore_eos": True}
-        )
-    )
-    async with http_client(front.gateway.url) as client:
-        while not (await client.get("/load")).json()["server_load"]:
-            await asyncio.sleep(0.01)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await front.cluster.until_idle()
-        while (await client.get("/load")).json()["server_load"]:
-            await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(front.complete(PROMPT, max_tokens=4000))
+    while not await load():
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await front.cluster.until_idle()
+    while await load():
+        await asyncio.sleep(0.01)
     assert (await front.cluster.client.check()).violations == []

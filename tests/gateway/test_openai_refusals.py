@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import BaseModel
 
 from kvpool.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvpool.gateway.openai.fields import IGNORED_HEADER
 from tests.gateway.conftest import Front
-from tests.gateway.serving import http_client, serving
+from tests.gateway.serving import calling
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "temperature": 0}
 COMPLETION_BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, "temperature": 0}
+BODIES = {CHAT: CHAT_BODY, COMPLETION: COMPLETION_BODY, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
+"""A right one for each path."""
 
 
-async def post(front: Front, path: str, body: Any) -> httpx.Response:
-    async with http_client(front.gateway.url, timeout=60) as client:
-        return await client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+async def refusal(front: Front, path: str, body: Any) -> tuple[int, str | None, str | None]:
+    """Status, the field that is named, and the code."""
+    answer = await front.http.post(path, json=body)
+    error = answer.json()["error"]
+    assert error["message"]
+    return answer.status_code, error["param"], error["code"]
 
 
 @pytest.mark.parametrize(
@@ -65,19 +68,17 @@ async def post(front: Front, path: str, body: Any) -> httpx.Response:
         ({"cache_salt": "s" * 300}, "cache_salt"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"model": "gpt-4"}, "model"),
+        ({"n": 2, "num_beams": 2, "temperature": 0.5}, "temperature"),
+        ({"n": 2, "length_penalty": 2}, "num_beams"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_a_field_that_cannot_be_served_is_named(
     front: Front, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    body = (CHAT_BODY if path == CHAT else COMPLETION_BODY) | fields
     for stream in (False, True):
-        answer = await post(front, path, body | {"stream": stream})
-        assert answer.status_code == (404 if param == "model" else 400), answer.text
-        error = answer.json()["error"]
-        assert error["param"] == param, error
-        assert error["message"]
+        status, named, _ = await refusal(front, path, BODIES[path] | fields | {"stream": stream})
+        assert (status, named) == (404 if param == "model" else 400, param)
 
 
 @pytest.mark.parametrize(
@@ -103,73 +104,62 @@ async def test_a_field_that_cannot_be_served_is_named(
     ],
 )
 async def test_a_prompt_that_is_none_is_named(front: Front, path: str, body: dict[str, Any], param: str) -> None:
-    answer = await post(front, path, body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    status, named, _ = await refusal(front, path, body)
+    assert (status, named) == (400, param)
 
 
 async def test_a_prompt_that_is_too_long_exceeds_the_context(front: Front) -> None:
-    async with http_client(front.gateway.url) as client:
-        longest = (await client.post("/tokenize", json={"prompt": "a"})).json()["max_model_len"]
+    longest = (await front.http.post("/tokenize", json={"prompt": "a"})).json()["max_model_len"]
     for path, body in (
         (COMPLETION, COMPLETION_BODY | {"prompt": "a" * (longest + 1)}),
         (COMPLETION, COMPLETION_BODY | {"max_tokens": longest}),
         (CHAT, {"messages": [{"role": "user", "content": "a" * longest}]}),
     ):
-        answer = await post(front, path, body)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        status, _, code = await refusal(front, path, body)
+        assert (status, code) == (400, "context_length_exceeded")
 
 
-async def test_defaults_of_fields_without_effect_pass(front: Front) -> None:
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_fields_without_effect_pass_at_their_defaults(front: Front, path: str) -> None:
+    """vllm-router writes some of SGLang's into each body, whatever was asked for; they pass at their default only."""
     passing = {
         "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "store": False, "response_format": {"type": "text"},
         "service_tier": "auto", "metadata": None, "reasoning_effort": None, "made_up": None, "best_of": None, "suffix": None,
     }  # fmt: skip
-    for path, body in ((CHAT, CHAT_BODY), (COMPLETION, COMPLETION_BODY)):
-        assert (await post(front, path, body | passing)).status_code == 200
-
-
-async def test_what_a_router_adds_to_each_request_passes_at_its_default_only(front: Front) -> None:
-    """vllm-router writes these fields of SGLang into each body, whatever was asked for."""
     added = {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True}
-    for path, body in ((CHAT, CHAT_BODY), (COMPLETION, COMPLETION_BODY)):
-        assert (await post(front, path, body | added)).status_code == 200
-        for name, usual in added.items():
-            error = (await post(front, path, body | {name: not usual})).json()["error"]
-            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert (await front.http.post(path, json=BODIES[path] | passing | added)).status_code == 200
+    for name, usual in added.items():
+        refused = await refusal(front, path, BODIES[path] | {name: not usual})
+        assert refused == (400, name, "unsupported_parameter")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_log_probabilities_of_a_prompt_are_refused_in_a_stream(front: Front, path: str) -> None:
     """Events have no place for them, and clients of vLLM know the refusal. Without a stream they come."""
-    body = (CHAT_BODY if path == CHAT else COMPLETION_BODY) | {"prompt_logprobs": 0}
-    error = (await post(front, path, body | {"stream": True})).json()["error"]
-    assert (error["param"], error["code"]) == ("prompt_logprobs", "invalid_value")
+    body = BODIES[path] | {"prompt_logprobs": 0}
+    assert await refusal(front, path, body | {"stream": True}) == (400, "prompt_logprobs", "invalid_value")
     for stream in (False, None):
-        assert '"prompt_logprobs":[null,' in (await post(front, path, body | {"stream": stream})).text
+        answer = await front.http.post(path, json=body | {"stream": stream})
+        assert '"prompt_logprobs":[null,' in answer.text
 
 
 async def test_unknown_fields_are_ignored_only_if_wanted_and_then_listed(front: Front) -> None:
     """At every depth: in options of the stream too."""
-    address = f"127.0.0.1:{front.cluster.manager.port}"
-    async with (
-        serving(address, ignore_unknown_fields=True) as gateway,
-        http_client(gateway.url) as client,
-    ):
+    async with calling(f"127.0.0.1:{front.cluster.manager.port}", ignore_unknown_fields=True) as client:
         answer = await client.post(COMPLETION, json=COMPLETION_BODY | {"made_up": 1, "tools": [1], "bad\r\nname": 1})
         assert answer.status_code == 200
         assert "made_up" in answer.headers[IGNORED_HEADER]
         assert "tools" in answer.headers[IGNORED_HEADER]
         nested = {"stream": True, "stream_options": {"include_usage": True, "made_up": 1, "other": None}}
-        for path, plain in ((CHAT, CHAT_BODY), (COMPLETION, COMPLETION_BODY)):
-            answer = await client.post(path, json=plain | nested)
+        for path in (CHAT, COMPLETION):
+            answer = await client.post(path, json=BODIES[path] | nested)
             assert answer.headers[IGNORED_HEADER] == "stream_options.made_up"
             assert '"completion_tokens":' in answer.text
-            assert (await post(front, path, plain | nested)).json()["error"]["code"] == "unknown_parameter"
+            assert (await refusal(front, path, BODIES[path] | nested))[2] == "unknown_parameter"
 
 
 async def test_more_answers_than_allowed_are_429_with_a_time(front: Front) -> None:
-    address = f"127.0.0.1:{front.cluster.manager.port}"
-    async with serving(address, max_streams=1) as gateway, http_client(gateway.url) as client:
+    async with calling(f"127.0.0.1:{front.cluster.manager.port}", max_streams=1) as client:
         body = COMPLETION_BODY | {"stream": True, "max_tokens": 4000, "ignore_eos": True}
         async with client.stream("POST", COMPLETION, json=body) as first:
             assert first.status_code == 200
@@ -193,29 +183,23 @@ async def test_more_answers_than_allowed_are_429_with_a_time(front: Front) -> No
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize"])
 async def test_a_body_that_is_no_request_is_400(front: Front, path: str, body: bytes) -> None:
-    answer = await post(front, path, body)
+    answer = await front.http.post(path, content=body)
     assert answer.status_code == 400 or (path == "/tokenize" and answer.status_code == 200), answer.text
     if answer.status_code == 400:
         assert answer.json()["error"]["message"]
 
 
-BODIES: dict[str, type[BaseModel]] = {
-    CHAT: ChatBody,
-    COMPLETION: CompletionBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
 ODD: tuple[Any, ...] = (True, -(2**70), "x", [None], {"x": {}})
 """Each kind of value that JSON has."""
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_no_value_of_a_field_makes_the_gateway_fail(front: Front, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(CHAT, ChatBody), (COMPLETION, CompletionBody), ("/tokenize", TokenizeBody), ("/detokenize", DetokenizeBody)],
+)
+async def test_no_value_of_a_field_makes_the_gateway_fail(front: Front, path: str, kind: type[BaseModel]) -> None:
     """It is taken or refused, in a request that is right otherwise."""
-    right = {CHAT: CHAT_BODY, COMPLETION: COMPLETION_BODY, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
-    names = {*BODIES[path].model_fields, "response_format", "tools", "made_up"} - {"n", "stream"}
-    async with http_client(front.gateway.url, timeout=60) as client:
-        for name in sorted(names):
-            for value in ODD:
-                answer = await client.post(path, content=json.dumps(right[path] | {name: value}))
-                assert answer.status_code in (200, 400, 404), (name, value, answer.text)
+    for name in sorted({*kind.model_fields, "response_format", "tools", "made_up"} - {"n", "stream"}):
+        for value in ODD:
+            answer = await front.http.post(path, json=BODIES[path] | {name: value})
+            assert answer.status_code in (200, 400, 404), (name, value, answer.text)

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from importlib.resources import files
 
+import httpx
 import pytest
-from pydantic import SecretStr
-from starlette.testclient import TestClient
 
-from kvpool.gateway.app import make_app
 from kvpool.gateway.pages.files import page_files
-from kvpool.gateway.settings import GatewaySettings
-
-NOBODY = "127.0.0.1:9"
-"""Where no manager is."""
+from tests.gateway.serving import calling
 
 
 @pytest.fixture
-def page() -> Iterator[TestClient]:
+async def page() -> AsyncIterator[httpx.AsyncClient]:
     """A gateway without a cluster."""
-    with TestClient(make_app(GatewaySettings(manager=NOBODY, port=0)), base_url="http://127.0.0.1") as client:
+    async with calling() as client:
         yield client
 
 
-def test_the_page_and_all_its_files_are_served_with_their_types(page: TestClient) -> None:
+async def test_the_page_and_all_its_files_are_served_with_their_types(page: httpx.AsyncClient) -> None:
     """Under a policy that lets nothing else run."""
     types = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
     for path in ["/", *(f"/static/{name}" for name in page_files())]:
-        answer = page.get(path)
+        answer = await page.get(path)
         suffix = ".html" if path == "/" else re.sub(r".*(?=\.)", "", path)
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(types.get(suffix, "application/json"))
@@ -37,20 +32,20 @@ def test_the_page_and_all_its_files_are_served_with_their_types(page: TestClient
         assert "unsafe" not in answer.headers["content-security-policy"]
 
 
-def test_a_browser_that_has_a_file_gets_it_no_second_time(page: TestClient) -> None:
+async def test_a_browser_that_has_a_file_gets_it_no_second_time(page: httpx.AsyncClient) -> None:
     """It asks with the tag of the file; another tag gets the file."""
-    tag = page.get("/static/main.js").headers["etag"]
-    assert page.get("/static/main.js", headers={"If-None-Match": tag}).status_code == 304
-    assert page.get("/static/main.js", headers={"If-None-Match": f'"other", W/{tag}'}).status_code == 304
-    assert page.get("/static/main.js", headers={"If-None-Match": '"other"'}).status_code == 200
+    tag = (await page.get("/static/main.js")).headers["etag"]
+    assert (await page.get("/static/main.js", headers={"If-None-Match": tag})).status_code == 304
+    assert (await page.get("/static/main.js", headers={"If-None-Match": f'"other", W/{tag}'})).status_code == 304
+    assert (await page.get("/static/main.js", headers={"If-None-Match": '"other"'})).status_code == 200
 
 
 @pytest.mark.parametrize(
     "path", ["/static/", "/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd", "/static/none.js"]
 )
-def test_no_path_leads_out_of_the_page(page: TestClient, path: str) -> None:
+async def test_no_path_leads_out_of_the_page(page: httpx.AsyncClient, path: str) -> None:
     """404, in the form of all errors."""
-    answer = page.get(path)
+    answer = await page.get(path)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"]
 
@@ -90,35 +85,20 @@ def test_every_module_and_style_that_is_named_is_there() -> None:
         ("/api/block?worker_id=w&block_id=0", "block_id"),
     ],
 )
-def test_a_wrong_parameter_is_named(page: TestClient, path: str, param: str) -> None:
+async def test_a_wrong_parameter_is_named(page: httpx.AsyncClient, path: str, param: str) -> None:
     """400."""
-    answer = page.get(path)
+    answer = await page.get(path)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(
     "body", ["", "{", "[]", "{}", '{"worker_id": 1}', '{"worker_id": ""}', '{"worker_id": "w", "grace": -1}']
 )
-def test_a_drain_that_names_no_worker_is_refused(page: TestClient, body: str) -> None:
+async def test_a_drain_that_names_no_worker_is_refused(page: httpx.AsyncClient, body: str) -> None:
     """400, before anything is asked of the manager."""
-    assert page.post("/api/drain", content=body).status_code == 400
+    assert (await page.post("/api/drain", content=body)).status_code == 400
 
 
-def test_a_block_that_cannot_be_asked_for_is_an_answer_too(page: TestClient) -> None:
+async def test_a_block_that_cannot_be_asked_for_is_an_answer_too(page: httpx.AsyncClient) -> None:
     """No manager answers."""
-    assert page.get("/api/block?worker_id=w&block_id=1").status_code in (503, 504)
-
-
-def test_with_a_key_the_page_is_for_who_has_logged_in() -> None:
-    """Who opens it is asked for the key; its files and its data are refused before."""
-    key = "a-key-of-this-test"
-    settings = GatewaySettings(manager=NOBODY, port=0, api_key=[SecretStr(key)])
-    with TestClient(make_app(settings), base_url="http://127.0.0.1", follow_redirects=False) as page:
-        opened = page.get("/")
-        assert (opened.status_code, opened.headers["location"]) == (303, "/login")
-        for path in ("/static/main.js", "/api/watch?blocks=2", "/api/block"):
-            assert page.get(path).status_code == 401
-        assert page.get("/static/login.css").status_code == 200
-        assert page.post("/login", data={"key": key}).headers["location"] == "/"
-        assert page.get("/").status_code == page.get("/static/main.js").status_code == 200
-        assert page.get("/api/watch?blocks=2").status_code == 400
+    assert (await page.get("/api/block?worker_id=w&block_id=1")).status_code in (503, 504)

@@ -7,17 +7,29 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import cast
 
+import pytest
+
 from kvpool.client import Client, Unimplemented
 from kvpool.gateway.pages.hub import Hub, PageViewer, follow_pictures
 from kvpool.v1 import cache_pb2
-from tests.cluster.polling import eventually
 from tests.gateway.browser_mirror import BrowserMirror
 from tests.gateway.scripted_pictures import ScriptedPictures, one_worker
+from tests.until import until
 
 
-def viewing(hub: Hub) -> AsyncGenerator[bytes, None]:
-    """One more browser."""
-    return hub.events(PageViewer(include_blocks=True, pause_seconds=0))
+def viewing(hub: Hub) -> aclosing[AsyncGenerator[bytes, None]]:
+    """One more browser, until it leaves."""
+    return aclosing(hub.events(PageViewer(include_blocks=True, pause_seconds=0)))
+
+
+@pytest.fixture
+def source() -> ScriptedPictures:
+    return ScriptedPictures()
+
+
+@pytest.fixture
+def hub(source: ScriptedPictures) -> Hub:
+    return Hub(source.open, retry_seconds=0)
 
 
 async def take_until(events: AsyncGenerator[bytes, None], mirror: BrowserMirror, number: int) -> None:
@@ -26,34 +38,31 @@ async def take_until(events: AsyncGenerator[bytes, None], mirror: BrowserMirror,
         mirror.take(await anext(events))
 
 
-async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them() -> None:
+async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them(
+    source: ScriptedPictures, hub: Hub
+) -> None:
     """And who comes later gets a whole picture of now."""
-    source = ScriptedPictures()
-    hub = Hub(source.open, retry_seconds=0)
     mirrors = [BrowserMirror() for _ in range(3)]
     source.send(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    async with aclosing(viewing(hub)) as first, aclosing(viewing(hub)) as second:
+    async with viewing(hub) as first, viewing(hub) as second:
         await take_until(first, mirrors[0], 1)
         await take_until(second, mirrors[1], 1)
         assert source.num_opened == source.num_open == 1
-    await eventually(lambda: _async(source.num_open == 0), "the stream is closed")
+    await until(lambda: source.num_open == 0)
     assert hub.num_viewers == 0
-    assert hub._news(PageViewer(include_blocks=True, pause_seconds=0, manager_no=1)) == [], (
-        "nothing is left of the old picture"
-    )
+    news = hub._news(PageViewer(include_blocks=True, pause_seconds=0, manager_no=1))
+    assert news == [], "nothing is left of the old picture"
     source.send(one_worker(1, {1: (3, 1, 0, 0)}, whole=True))
-    async with aclosing(viewing(hub)) as third:
+    async with viewing(hub) as third:
         await take_until(third, mirrors[2], 1)
     assert mirrors[2].workers["1"]["blocks"][0][1][0] == 3
 
 
-async def test_a_slow_browser_gets_a_later_picture_and_no_queue() -> None:
+async def test_a_slow_browser_gets_a_later_picture_and_no_queue(source: ScriptedPictures, hub: Hub) -> None:
     """It takes two pictures while another one takes a hundred."""
-    source = ScriptedPictures()
-    hub = Hub(source.open, retry_seconds=0)
     quick, slow = BrowserMirror(), BrowserMirror()
     source.send(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    async with aclosing(viewing(hub)) as quick_events, aclosing(viewing(hub)) as slow_events:
+    async with viewing(hub) as quick_events, viewing(hub) as slow_events:
         await take_until(slow_events, slow, 1)
         await take_until(quick_events, quick, 1)
         for number in range(2, 101):
@@ -65,13 +74,11 @@ async def test_a_slow_browser_gets_a_later_picture_and_no_queue() -> None:
     assert slow.workers == quick.workers
 
 
-async def test_a_manager_that_goes_away_is_reported_and_its_return_too() -> None:
+async def test_a_manager_that_goes_away_is_reported_and_its_return_too(source: ScriptedPictures, hub: Hub) -> None:
     """The old picture stays until the new one comes."""
-    source = ScriptedPictures()
-    hub = Hub(source.open, retry_seconds=0)
     mirror = BrowserMirror()
     source.send(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    async with aclosing(viewing(hub)) as events:
+    async with viewing(hub) as events:
         await take_until(events, mirror, 1)
         source.lose()
         while mirror.manager[-1] != "away":
@@ -83,21 +90,19 @@ async def test_a_manager_that_goes_away_is_reported_and_its_return_too() -> None
     assert set(mirror.workers) == {"9"}
 
 
-async def test_a_browser_that_leaves_in_the_middle_leaves_nothing() -> None:
+async def test_a_browser_that_leaves_in_the_middle_leaves_nothing(source: ScriptedPictures, hub: Hub) -> None:
     """Also one that waits for a picture that never comes."""
-    source = ScriptedPictures()
-    hub = Hub(source.open, retry_seconds=0)
 
     async def look() -> None:
-        async with aclosing(viewing(hub)) as events:
+        async with viewing(hub) as events:
             async for _ in events:
                 pass
 
     waiting = asyncio.create_task(look())
-    await eventually(lambda: _async(source.num_open == 1), "the stream is open")
+    await until(lambda: source.num_open == 1)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await eventually(lambda: _async(source.num_open == 0 and hub.num_viewers == 0), "nothing is left")
+    await until(lambda: source.num_open == hub.num_viewers == 0)
 
 
 class OldManager:
@@ -113,11 +118,7 @@ async def test_a_manager_without_watch_is_reported_too() -> None:
     """The page says why it shows nothing."""
     hub = Hub(follow_pictures(cast(Client, OldManager())), retry_seconds=0)
     mirror = BrowserMirror()
-    async with aclosing(viewing(hub)) as events:
+    async with viewing(hub) as events:
         while "away" not in mirror.manager:
             mirror.take(await anext(events))
     assert mirror.numbers == []
-
-
-async def _async(value: bool) -> bool:
-    return value

@@ -63,6 +63,18 @@ class Truth:
         return picture
 
 
+def of_one_worker() -> ClusterPicture:
+    """A picture of one worker with one cached block."""
+    picture = ClusterPicture()
+    assert picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
+    return picture
+
+
+def changes(picture: ClusterPicture, since: int = 0, *, include_blocks: bool = True) -> Any:
+    """What a browser is sent that has that version."""
+    return json.loads(picture.changes(since, include_blocks=include_blocks))
+
+
 @settings(max_examples=30)
 @given(STEPS)
 def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
@@ -71,11 +83,11 @@ def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
     """Three browsers take pictures when they like; each then has the whole truth."""
     truth, picture = Truth(), ClusterPicture()
     mirrors, versions = [BrowserMirror() for _ in range(3)], [0, 0, 0]
-    for changes, readers, whole in steps:
-        assert picture.apply(truth.picture(changes, whole or picture.version == 0))
+    for changed, readers, whole in steps:
+        assert picture.apply(truth.picture(changed, whole or picture.version == 0))
         for reader in readers:
-            changed = picture.changes(versions[reader], include_blocks=True)
-            mirrors[reader].take(event_text("picture", changed))
+            news = picture.changes(versions[reader], include_blocks=True)
+            mirrors[reader].take(event_text("picture", news))
             versions[reader] = picture.version
             shown = mirrors[reader].workers
             assert set(shown) == set(truth.workers)
@@ -87,15 +99,13 @@ def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
 
 def test_a_picture_in_parts_is_shown_when_it_is_complete() -> None:
     """A part alone changes nothing, and one of a stream that was lost is forgotten."""
-    picture = ClusterPicture()
-    assert picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    before = picture.changes(0, include_blocks=True)
+    picture, mirror = of_one_worker(), BrowserMirror()
+    before = changes(picture)
     part = one_worker(2, {1: (3, 1, 0, 0)}, whole=False)
     part.complete = False
     assert not picture.apply(part)
-    assert picture.changes(0, include_blocks=True) == before
+    assert changes(picture) == before
     assert picture.apply(one_worker(3, {2: (4, 1, 0, 0)}, whole=True))
-    mirror = BrowserMirror()
     mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
     shown = mirror.workers["1"]["blocks"][0]
     assert (shown[1][0], shown[2][0]) == (FREE[0], 4)
@@ -120,32 +130,18 @@ def test_more_ends_than_are_remembered_give_everything_anew(monkeypatch: pytest.
     assert (mirror.wholes, mirror.workers["1"]["sequences"]) == (2, {})
 
 
-def test_without_blocks_the_rest_is_the_same() -> None:
-    """As the view Cluster needs it."""
-    picture = ClusterPicture()
-    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    mirror = BrowserMirror()
+def test_browsers_with_and_without_blocks_are_sent_different_things() -> None:
+    """Any of them may ask first; the view Cluster needs no blocks."""
+    picture, mirror = of_one_worker(), BrowserMirror()
     mirror.take(event_text("picture", picture.changes(0, include_blocks=False)))
     assert mirror.workers["1"]["worker"]["worker_id"] == "worker-1"
     assert mirror.workers["1"]["blocks"] == {}
-
-
-def _changes(picture: ClusterPicture, since: int, *, include_blocks: bool = True) -> Any:
-    return json.loads(picture.changes(since, include_blocks=include_blocks))
-
-
-def test_browsers_with_and_without_blocks_are_sent_different_things() -> None:
-    """Whoever asks first."""
-    picture = ClusterPicture()
-    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    assert "blocks" not in _changes(picture, 0, include_blocks=False)["workers"][0]
-    assert "blocks" in _changes(picture, 0)["workers"][0]
+    assert "blocks" in changes(picture)["workers"][0]
 
 
 def test_one_that_has_the_last_picture_is_sent_nothing_of_it_again() -> None:
-    picture = ClusterPicture()
-    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    assert _changes(picture, picture.version)["workers"] == []
+    picture = of_one_worker()
+    assert changes(picture, picture.version)["workers"] == []
 
 
 def test_a_sequence_that_is_shown_again_has_not_ended() -> None:
@@ -153,7 +149,7 @@ def test_a_sequence_that_is_shown_again_has_not_ended() -> None:
     truth, picture = Truth(), ClusterPicture()
     for shown in ("a", "", "a"):
         picture.apply(truth.picture([(1, {}, set(shown), False)], whole=picture.version == 0))
-    (worker,) = _changes(picture, 1)["workers"]
+    (worker,) = changes(picture, 1)["workers"]
     assert [one["sequence_id"] for one in worker["sequences"]] == ["a"]
     assert "ended_sequences" not in worker
 
@@ -163,6 +159,6 @@ def test_a_whole_picture_replaces_what_is_said_of_the_cluster() -> None:
     first = one_worker(1, {}, whole=True)
     first.cluster.num_prefix_nodes = 7
     picture.apply(first)
-    assert _changes(picture, 0)["cluster"]["num_prefix_nodes"] == "7"
+    assert changes(picture)["cluster"]["num_prefix_nodes"] == "7"
     picture.apply(one_worker(1, {}, whole=True))
-    assert _changes(picture, 0)["cluster"] is None
+    assert changes(picture)["cluster"] is None

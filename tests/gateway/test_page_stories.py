@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scripts.stories import committed, stories
-from tests.gateway.serving import http_client, serving
+from tests.gateway.serving import calling
 
 
 def test_the_stories_are_what_the_core_tells() -> None:
@@ -11,7 +11,7 @@ def test_the_stories_are_what_the_core_tells() -> None:
 
 
 async def test_the_page_lists_each_story_and_serves_it() -> None:
-    async with serving() as server, http_client(server.url) as client:
+    async with calling() as client:
         listed = (await client.get("/api/stories")).json()["stories"]
         assert {f"{story['name']}.json" for story in listed} == stories().keys()
         assert [story["name"] for story in listed[:2]] == ["pool", "sharing"]

@@ -13,33 +13,30 @@ from kvpool.client.watch import WatchUpdate
 from kvpool.gateway.pages.prefix_follower import Prefixes
 from kvpool.gateway.pages.prefix_tree import MAX_CHAIN_BLOCKS, entries_after
 from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import common_pb2
-from tests.gateway.serving import http_client, serving
+from tests.gateway.serving import calling
 
 
 def stored(node: int, parent: int, session: int = 1) -> pb.ContentEvent:
     """A content of two tokens, which are its number."""
-    root = None if parent else common_pb2.Root(model_fingerprint="m")
-    return pb.ContentEvent(
-        number=node,
-        stored=pb.ContentStored(
-            node=node,
-            parent=parent,
-            root=root,
-            tokens=struct.pack("<2I", node, node),
-            session=session,
-            worker_id=f"w{session}",
-        ),
+    content = pb.ContentStored(
+        node=node, parent=parent, tokens=struct.pack("<2I", node, node), session=session, worker_id=f"w{session}"
     )
+    if not parent:
+        content.root.model_fingerprint = "m"
+    return pb.ContentEvent(number=node, stored=content)
 
 
 def served(node: int, num_tokens: int) -> pb.ContentEvent:
     return pb.ContentEvent(number=99, served=pb.ContentServed(session=1, node=node, num_cached_tokens=num_tokens))
 
 
+def whole(*events: pb.ContentEvent, epoch: int = 1) -> pb.Contents:
+    return pb.Contents(epoch=epoch, whole_begins=True, whole_ends=True, events=events)
+
+
 def view_of(*events: pb.ContentEvent) -> ContentsView:
     view = ContentsView()
-    view.apply(pb.Contents(epoch=1, whole_begins=True, whole_ends=True, events=events))
+    view.apply(whole(*events))
     return view
 
 
@@ -80,13 +77,12 @@ def test_a_very_long_chain_is_cut_and_goes_on_below() -> None:
 def test_what_is_forgotten_is_gone_and_a_new_whole_begins_anew() -> None:
     view = view_of(stored(1, 0), stored(2, 1), served(2, 4))
     node = view.nodes.get(2)
-    view.apply(
-        pb.Contents(epoch=1, events=[pb.ContentEvent(removed=pb.ContentRemoved(node=2, session=1, forgotten=True))])
-    )
+    forgotten = pb.ContentRemoved(node=2, session=1, forgotten=True)
+    view.apply(pb.Contents(epoch=1, events=[pb.ContentEvent(removed=forgotten)]))
     assert node is not None
     assert view.nodes.get(2) is None
     assert view.nodes[1].num_served_tokens == 4
-    view.apply(pb.Contents(epoch=2, whole_begins=True, whole_ends=True, events=[stored(1, 0)]))
+    view.apply(whole(stored(1, 0), epoch=2))
     (entry,), _ = entries_after(view, None, 10)
     assert (len(view.nodes), entry.first.num_served_tokens) == (1, 0)
 
@@ -98,7 +94,7 @@ async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
         nonlocal begun, ended
         begun += 1
         try:
-            yield pb.Contents(epoch=1, whole_begins=True, whole_ends=True, events=[stored(1, 0)])
+            yield whole(stored(1, 0))
             await asyncio.Event().wait()
         finally:
             ended += 1
@@ -120,5 +116,5 @@ async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
 
 @pytest.mark.parametrize("query", ["node=x", "node=-1", "limit=100000", "node=" + "9" * 30])
 async def test_what_is_no_number_is_refused(query: str) -> None:
-    async with serving() as server, http_client(server.url) as client:
+    async with calling() as client:
         assert (await client.get(f"/api/prefixes?{query}")).status_code == 400

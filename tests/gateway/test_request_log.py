@@ -17,15 +17,14 @@ from kvpool.gateway.request_log import RequestLog
 from tests.cluster.polling import eventually
 from tests.gateway.conftest import Front
 from tests.gateway.scripted_pictures import ScriptedPictures
-from tests.gateway.serving import http_client, serving
+from tests.gateway.serving import calling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def listed(front: Front, **query: Any) -> Any:
     """What the page is given."""
-    async with http_client(front.gateway.url) as client:
-        return (await client.get("/api/requests", params=query)).json()
+    return (await front.http.get("/api/requests", params=query)).json()
 
 
 async def last_of(front: Front) -> Any:
@@ -79,9 +78,7 @@ async def test_each_answer_to_one_prompt_has_its_own_entry_and_one_explanation(f
 
 
 async def test_a_reader_that_leaves_and_a_request_that_fails_are_listed_as_such(front: Front) -> None:
-    stream = await front.openai.completions.create(
-        model=front.model, prompt="and then it left", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
-    )
+    stream = await front.complete("and then it left", max_tokens=4000, stream=True)
     await anext(aiter(stream))
     assert (await last_of(front))["outcome"] == "running"
     await stream.close()
@@ -90,8 +87,7 @@ async def test_a_reader_that_leaves_and_a_request_that_fails_are_listed_as_such(
         return bool((await last_of(front))["outcome"] == "left")
 
     await eventually(has_left, "the reader is gone")
-    async with http_client(front.gateway.url) as client:
-        refused = await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1 << 20})
+    refused = await front.http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1 << 20})
     assert refused.status_code == 400
     found = await last_of(front)
     assert found["outcome"] == "failed"
@@ -100,9 +96,8 @@ async def test_a_reader_that_leaves_and_a_request_that_fails_are_listed_as_such(
 
 async def test_as_many_as_were_asked_for_are_kept(front: Front) -> None:
     """And with none of them the manager is not asked why."""
-    address = f"127.0.0.1:{front.cluster.manager.port}"
     for most in (0, 2):
-        async with serving(address, kept_requests=most) as gateway, http_client(gateway.url) as client:
+        async with calling(f"127.0.0.1:{front.cluster.manager.port}", kept_requests=most) as client:
             for _ in range(4):
                 await client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 1})
             found = (await client.get("/api/requests")).json()["requests"]
@@ -114,8 +109,7 @@ async def test_as_many_as_were_asked_for_are_kept(front: Front) -> None:
 
 @pytest.mark.parametrize("number", ["", "0x1", "-1", "1" * 16])
 async def test_a_number_that_is_none_is_refused(front: Front, number: str) -> None:
-    async with http_client(front.gateway.url) as client:
-        assert (await client.get("/api/requests", params={"number": number})).status_code == 400
+    assert (await front.http.get("/api/requests", params={"number": number})).status_code == 400
 
 
 async def next_requests(events: AsyncGenerator[bytes, None]) -> Any:
@@ -135,16 +129,20 @@ class FakeStream:
         return f"s.{index}"
 
 
+def begin(log: RequestLog) -> Any:
+    return log.begin("r", 0, FakeStream(), 0)  # type: ignore[arg-type]
+
+
 async def test_a_browser_gets_all_first_and_then_what_changes() -> None:
     """Changes of half a second come together; what is no longer kept is no longer named."""
     log = RequestLog(1, clock=lambda: 0.0)
     source = ScriptedPictures()
     hub = Hub(source.open, RequestFeed(log, collect_seconds=0.01), retry_seconds=0)
-    first = log.begin("r1", 0, FakeStream(), 0)  # type: ignore[arg-type]
+    first = begin(log)
     async with aclosing(hub.events(PageViewer(include_blocks=False, pause_seconds=0))) as events:
         whole = await next_requests(events)
         assert (whole["whole"], [one["number"] for one in whole["requests"]]) == (True, [1])
-        second = log.begin("r2", 0, FakeStream(), 0)  # type: ignore[arg-type]
+        second = begin(log)
         first.close()
         second.close()
         changes = await next_requests(events)
@@ -158,7 +156,7 @@ async def test_a_browser_gets_all_first_and_then_what_changes() -> None:
 async def test_an_answer_ends_once_and_keeps_nothing_of_its_prompt() -> None:
     """The stream holds the prompt, of which there may be megabytes."""
     log = RequestLog(2, clock=lambda: 0.0)
-    records = [log.begin("r", 0, FakeStream(), 0) for _ in range(3)]  # type: ignore[arg-type]
+    records = [begin(log) for _ in range(3)]
     records[0].on_error(KvpoolError("no worker", reason="NO_WORKER"))
     records[0].close()
     assert (records[0].as_object()["outcome"], records[0]._stream) == ("failed", None)

@@ -35,12 +35,10 @@ class Service:
     address: str | None
     pid: int | None
 
-    def kill(self) -> float:
-        """End it as a crash would; returns the time of that."""
+    def kill(self) -> None:
+        """End it as a crash would."""
         assert self.pid is not None
-        began = time.monotonic()
         os.kill(self.pid, signal.SIGKILL)
-        return began
 
 
 class _Answering:
@@ -163,32 +161,23 @@ class Nodes:
             assert time.monotonic() < ends_at, services
             time.sleep(0.2)
 
-    def lose(self, node: str) -> float:
-        """All that runs on a node is gone at once, as when its power fails; nobody there says that anything ended. Returns the time
-        of that."""
+    def lose(self, node: str) -> None:
+        """All that runs on a node is gone at once, as when its power fails; nobody there says that anything ended."""
         children = [
             service.pid for service in self.services().values() if service.node == node and service.pid is not None
         ]
         raylet = self._ray.ask(["raylet", node])
         actors = [parent(child) for child in children]
-        began = time.monotonic()
         for pid in (raylet, *actors):
             os.kill(pid, signal.SIGSTOP)
         for pid in (*children, *actors):
             os.kill(pid, signal.SIGKILL)
         self._ray.ask(["remove", node])
         self._nodes.remove(node)
-        return began
 
 
 def flags(model: Model, **settings: object) -> list[str]:
     """Of `kvpool ray up`, for workers of a tiny model in fp32."""
-    of_workers = {
-        "model": model.path,
-        "dtype": "float32",
-        "block_size": model.block_size,
-        "num_blocks": 4096,
-        "grace_seconds": 2,
-    }
-    given = {**settings, **of_workers}
+    sizes = {"block_size": model.block_size, "num_blocks": 4096}
+    given = {**settings, "model": model.path, "dtype": "float32", **sizes, "grace_seconds": 2}
     return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -147,18 +149,14 @@ async def test_a_bad_path_costs_nothing(served: Served) -> None:
     assert served.server.num_rebuilds == 0
 
 
-async def test_a_method_that_is_not_there_is_refused(served: Served) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.channel.unary_unary("/test/Missing")(b"")
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert caught.value.details() == "Method not found!"
-
-
-async def test_calls_of_one_method_are_served_at_once(served: Served) -> None:
+async def test_calls_of_one_method_are_served_at_once_and_one_of_none_is_refused(served: Served) -> None:
     """None waits for the end of another."""
     calls = [served.channel.unary_stream("/test/Hang")(b"") for _ in range(20)]
     async with asyncio.timeout(20):
         assert [await call.read() for call in calls] == [b"begun"] * 20
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.channel.unary_unary("/test/Missing")(b"")
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
     for call in calls:
         call.cancel()
     life = served.server._life
@@ -283,24 +281,29 @@ async def test_a_listener_that_is_gone_is_noticed_though_grpc_says_nothing(
         assert await mortal.echo() == b"here"
 
 
+def take_port(served: Served, monkeypatch: pytest.MonkeyPatch, num_tries: int) -> list[int]:
+    """Another process has the port while the server is rebuilt, the first times. Returns the numbers of the tries so far."""
+    monkeypatch.setattr(grpc_server, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(grpc_server, "MAX_PAUSE_SECONDS", 0.005)
+    real, tries = served.server._bound, list[int]()
+
+    def bound(max_connections: int) -> Any:
+        tries.append(len(tries) + 1)
+        with socket.create_server((HOST, served.port)) if len(tries) <= num_tries else nullcontext():
+            return real(max_connections)
+
+    monkeypatch.setattr(served.server, "_bound", bound)
+    return tries
+
+
 async def test_a_server_that_cannot_be_built_ends_the_process_and_the_health_page_says_so(
     mortal: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process has taken the port: five tries, then `run` raises what the process exits with."""
-    monkeypatch.setattr(grpc_server, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(grpc_server, "MAX_PAUSE_SECONDS", 0.005)
-    real = mortal.server._bound
-    taken: list[socket.socket] = []
-
-    def bound(max_connections: int) -> Any:
-        if not taken:
-            taken.append(socket.create_server((HOST, mortal.port)))
-        return real(max_connections)
-
-    monkeypatch.setattr(mortal.server, "_bound", bound)
+    """Five tries, then `run` raises what the process exits with."""
+    take_port(mortal, monkeypatch, num_tries=1000)
     metrics = MetricsServer(listen_for_metrics(HOST, 0), lambda page: None, is_serving=mortal.server.is_answering)
-    async with metrics:
-        assert await status_of(metrics) == "200"
+    async with metrics, httpx.AsyncClient(verify=False) as http:
+        assert (await http.get(metrics.url)).status_code == 200
         with structlog.testing.capture_logs() as logged:
             async with await http2.Connection.open(mortal.port) as connection:
                 await connection.request(BAD_PATH)
@@ -308,93 +311,64 @@ async def test_a_server_that_cannot_be_built_ends_the_process_and_the_health_pag
                     async with asyncio.timeout(30):
                         await mortal.server.run()
         assert [line["tries"] for line in logged if "tries" in line] == [2, 3, 4, 5]
-        assert await status_of(metrics) == "503"
-    taken[0].close()
+        assert (await http.get(metrics.url)).status_code == 503
 
 
 async def test_a_port_that_is_free_again_in_time_is_taken(mortal: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old listener may take a moment to close."""
-    monkeypatch.setattr(grpc_server, "FIRST_PAUSE_SECONDS", 0.001)
-    real, num_tries = mortal.server._bound, 0
-
-    def bound(max_connections: int) -> Any:
-        nonlocal num_tries
-        num_tries += 1
-        if num_tries <= 3:
-            with socket.create_server((HOST, mortal.port)):
-                return real(max_connections)
-        return real(max_connections)
-
-    monkeypatch.setattr(mortal.server, "_bound", bound)
+    tries = take_port(mortal, monkeypatch, num_tries=3)
     async with await mortal.attack():
         assert await mortal.echo() == b"here"
-    assert num_tries == 4
+    assert tries == [1, 2, 3, 4]
 
 
 async def test_calls_of_too_many_replaced_servers_end_as_unavailable(
     mortal: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """UNAVAILABLE, so that a caller of ours goes on elsewhere; each attack has a call of its own that never ends."""
+    """UNAVAILABLE, so that a caller of ours asks another worker; each attack has a call of its own that never ends."""
     monkeypatch.setattr(grpc_server, "MAX_RETIRED", 2)
-    first = mortal.channel.unary_stream("/test/Hang")(b"")
-    assert await first.read() == b"begun"
-    others: list[Any] = []
-    channels: list[Any] = []
-    for number in range(3):
-        async with await mortal.attack():
-            pass
-        if number < 2:
-            channels.append(mortal.new_channel())
-            others.append(channels[-1].unary_stream("/test/Hang")(b"", wait_for_ready=True))
-            assert await others[-1].read() == b"begun"
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with asyncio.timeout(20):
-            await first.read()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert not any(call.done() for call in others)
-    for channel in channels:
-        await channel.close()
+    async with AsyncExitStack() as channels:
+        calls: list[Any] = []
+        for _ in range(3):
+            channel = await channels.enter_async_context(mortal.new_channel())
+            calls.append(channel.unary_stream("/test/Hang")(b"", wait_for_ready=True))
+            assert await calls[-1].read() == b"begun"
+            async with await mortal.attack():
+                pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(20):
+                await calls[0].read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not any(call.done() for call in calls[1:])
 
 
 async def test_replaced_servers_go_when_their_calls_have_ended_whatever_the_attacker_keeps_open(mortal: Served) -> None:
     """The connection of the attack stays open, with the stream that was never answered."""
-    connections = [await mortal.attack() for _ in range(3)]
-    try:
+    async with AsyncExitStack() as attacks:
+        connections = [await attacks.enter_async_context(await mortal.attack()) for _ in range(3)]
         await until(lambda: not mortal.server._retired)
         for connection in connections:
             async with asyncio.timeout(20):
                 while await connection.read() is not None:
                     pass
-    finally:
-        for connection in connections:
-            await connection.__aexit__(None, None, None)
 
 
 # -- limits on connections
 
 
 async def test_connections_beyond_the_bound_are_closed_and_others_served() -> None:
-    settings = Settings(max_connections=server_settings.MIN_CONNECTIONS)
-    async with Served(settings) as served:
+    least = server_settings.MIN_CONNECTIONS
+    async with Served(Settings(max_connections=least)) as served:
         assert await served.echo() == b"here"
-        open_ones = [await http2.Connection.open(served.port) for _ in range(3 * server_settings.MIN_CONNECTIONS)]
-        greeted = [await connection.read() is not None for connection in open_ones]
-        assert server_settings.MIN_CONNECTIONS // 2 <= sum(greeted) <= server_settings.MIN_CONNECTIONS
-        for connection in open_ones:
-            await connection.__aexit__(None, None, None)
+        connections = [await http2.Connection.open(served.port) for _ in range(3 * least)]
+        assert least // 2 <= sum([await connection.read() is not None for connection in connections]) <= least
+        for connection in connections:
+            await connection.close()
         assert await served.echo() == b"here"
 
 
 async def test_streams_beyond_the_bound_of_a_connection_wait_at_the_caller() -> None:
     async with Served(Settings(max_concurrent_streams=2)) as served:
-        async with await http2.Connection.open(served.port) as connection:
-            frame = await connection.read()
-            assert frame is not None
-            assert frame.kind == http2.Kind.SETTINGS
-            values = {
-                frame.payload[at : at + 2]: frame.payload[at + 2 : at + 6] for at in range(0, len(frame.payload), 6)
-            }
-            assert values[b"\x00\x03"] == b"\x00\x00\x00\x02"
         await served.channel.channel_ready()  # now the caller knows the bound
         calls = [served.channel.unary_stream("/test/Hang")(b"") for _ in range(5)]
         begun = [asyncio.create_task(call.read()) for call in calls]
@@ -409,34 +383,28 @@ async def test_streams_beyond_the_bound_of_a_connection_wait_at_the_caller() -> 
 
 async def test_an_old_connection_takes_no_new_calls_and_keeps_those_that_it_has() -> None:
     """The age is over many times while the call runs; nothing ends it, and calls after it are served."""
-    async with (
-        Served(Settings(max_connection_age=0.2)) as served,
-        await http2.Connection.open(served.port) as connection,
-    ):
+    async with Served(Settings(max_connection_age=0.2)) as served:
         call = served.channel.unary_stream("/test/Count")(b"4")
         for number in range(4):
             served.counting.go_on.release()
             assert await call.read() == b"%d" % number
-            async with asyncio.timeout(20):
-                # The other connection, which has no call, is closed again and again.
-                while (await connection.read()) is not None:
-                    pass
-            await connection.__aexit__(None, None, None)
-            connection = await http2.Connection.open(served.port)
+            async with await http2.Connection.open(served.port) as other, asyncio.timeout(20):
+                while await other.read() is not None:
+                    pass  # it has no call, and is closed
             assert await served.channel.unary_unary("/test/Echo")(b"x", wait_for_ready=True) == b"x"
         assert await call.read() is grpc.aio.EOF
-        await connection.__aexit__(None, None, None)
 
 
 async def test_a_peer_that_answers_no_ping_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that lost its power: its connection is open for ever, as far as TCP knows."""
     monkeypatch.setattr(server_settings, "PING_TIMEOUT_SECONDS", 0.2)
-    async with Served(Settings(ping_seconds=1)) as served:
-        connection = await http2.Connection.open(served.port)
-        async with asyncio.timeout(30):
-            while await connection.read(answer=False) is not None:
-                pass
-        await connection.__aexit__(None, None, None)
+    async with (
+        Served(Settings(ping_seconds=1)) as served,
+        await http2.Connection.open(served.port) as connection,
+        asyncio.timeout(30),
+    ):
+        while await connection.read(answer=False) is not None:
+            pass
 
 
 @pytest.mark.parametrize(
@@ -468,13 +436,3 @@ def test_connections_are_bounded_by_what_the_system_allows(
         assert Settings().descriptors_for_connections() == expected
     assert raised == ([] if raised_to is None else [raised_to])
     assert bool(logged) == (expected < 4096)
-
-
-async def status_of(metrics: MetricsServer) -> str:
-    """Of the page, as a health check sees it."""
-    port = int(metrics.url.split(":")[2].partition("/")[0])
-    reader, writer = await asyncio.open_connection(HOST, port)
-    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-    head = await reader.readline()
-    writer.close()
-    return head.split()[1].decode()

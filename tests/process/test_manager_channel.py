@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvpool.process import manager_channel
-from kvpool.process.address import manager_addresses, require_managers, split_addresses
+from kvpool.process.address import manager_addresses, require_managers
 from kvpool.process.manager_channel import ManagerChannel, is_single
 from kvpool.v1 import cache_pb2 as pb
 
@@ -68,8 +68,12 @@ async def peers(*lead: bool) -> AsyncIterator[list[Peer]]:
             await peer.server.stop(0)
 
 
-def channel_to(*to: Peer) -> contextlib.aclosing[ManagerChannel]:
-    return contextlib.aclosing(ManagerChannel(",".join(f"127.0.0.1:{peer.port}" for peer in to)))
+def channel_to(*to: Peer, file: Path | None = None) -> contextlib.aclosing[ManagerChannel]:
+    """A channel that is given the addresses, or a file that lists them."""
+    addresses = ",".join(f"127.0.0.1:{peer.port}" for peer in to)
+    if file is not None:
+        file.write_text(addresses)
+    return contextlib.aclosing(ManagerChannel(addresses if file is None else f"file:{file}"))
 
 
 async def who(channel: ManagerChannel, seconds: float = 30.0) -> int:
@@ -77,29 +81,25 @@ async def who(channel: ManagerChannel, seconds: float = 30.0) -> int:
     return int(answer.epoch)
 
 
-async def test_every_call_goes_to_the_one_that_leads() -> None:
-    async with peers(False, True, False) as three, channel_to(*three) as channel:
+@pytest.mark.parametrize("are_in_a_file", [False, True])
+async def test_calls_go_to_the_one_that_leads_or_wait_for_it_if_they_may(are_in_a_file: bool, tmp_path: Path) -> None:
+    async with (
+        peers(False, False, False) as three,
+        channel_to(*three, file=tmp_path / "managers" if are_in_a_file else None) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.stub.Describe(pb.DescribeRequest(), timeout=30)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        asking = asyncio.create_task(who(channel))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        await three[1].lead()
+        assert await asking == 2
         assert [await who(channel) for _ in range(6)] == [2] * 6
         call = channel.stub.Watch(pb.WatchRequest())
         message: Any = await call.read()
         assert message.contents.epoch == 2
         call.cancel()
-
-
-async def test_a_call_that_may_wait_goes_out_when_one_begins_to_lead() -> None:
-    async with peers(False, False) as two, channel_to(*two) as channel:
-        asking = asyncio.create_task(who(channel))
-        await asyncio.sleep(0.2)
-        assert not asking.done()
-        await two[1].lead()
-        assert await asking == 2
-
-
-async def test_a_call_that_may_not_wait_is_refused_while_none_leads() -> None:
-    async with peers(False, False) as two, channel_to(*two) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.stub.Describe(pb.DescribeRequest(), timeout=30)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_the_next_leader_is_found_when_the_first_dies() -> None:
@@ -170,13 +170,6 @@ async def test_a_file_may_come_later_and_list_another_manager_when_the_first_has
                 await channel.stub.Describe(pb.DescribeRequest(), timeout=30)
 
 
-async def test_a_file_that_lists_several_leads_to_the_one_that_leads(tmp_path: Path) -> None:
-    file = tmp_path / "managers"
-    async with peers(False, True) as two, contextlib.aclosing(ManagerChannel(f"file:{file}")) as channel:
-        file.write_text("".join(f"127.0.0.1:{peer.port}\n" for peer in two))
-        assert [await who(channel) for _ in range(4)] == [2] * 4
-
-
 @pytest.mark.parametrize(
     ("content", "listed"), [("a:1, b:2\n[::1]:3\n", ("a:1", "b:2", "[::1]:3")), ("", ()), ("a:1 b", ())]
 )
@@ -186,11 +179,6 @@ def test_a_file_lists_addresses_or_none(tmp_path: Path, content: str, listed: tu
     assert manager_addresses(f"file:{file}") == ()
     file.write_text(content)
     assert manager_addresses(f"file:{file}") == listed
-
-
-def test_a_file_needs_a_path() -> None:
-    with pytest.raises(ValueError, match="needed the path"):
-        require_managers("file:")
 
 
 @pytest.mark.parametrize(
@@ -211,8 +199,10 @@ def test_one_address_needs_no_look_up(managers: str, single: bool) -> None:
 @pytest.mark.parametrize("text", ["", ",", "a", "a:1,", "a:1,b", "a:0", "a:65536", ":1", "::1:50051", "a:b"])
 def test_what_is_no_list_of_addresses_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="needed host:port"):
-        split_addresses(text)
+        require_managers(text)
+    with pytest.raises(ValueError, match="needed the path"):
+        require_managers("file:")
 
 
 def test_a_list_may_have_spaces() -> None:
-    assert split_addresses("a:1, [::1]:2") == ("a:1", "[::1]:2")
+    assert manager_addresses("a:1, [::1]:2") == ("a:1", "[::1]:2")

@@ -9,14 +9,9 @@ import pytest
 
 from kvpool.process.address import PortError
 from kvpool.process.histogram import Histogram
-from kvpool.process.metrics import (
-    MAX_CONNECTIONS,
-    MAX_HEAD_BYTES,
-    MetricsPage,
-    MetricsServer,
-    listen_for_metrics,
-)
+from kvpool.process.metrics import MAX_CONNECTIONS, MAX_HEAD_BYTES, MetricsPage, MetricsServer, listen_for_metrics
 from tests.scrape import scrape
+from tests.until import until
 
 HOST = "127.0.0.1"
 
@@ -32,10 +27,13 @@ def fill(page: MetricsPage) -> None:
     page.histogram("kvpool_seconds", "Time.", histogram, method="Describe")
 
 
+def port_of(server: MetricsServer) -> int:
+    return int(server.url.split(":")[2].partition("/")[0])
+
+
 async def ask(server: MetricsServer, request: bytes) -> bytes:
     """The whole answer to raw bytes."""
-    port = int(server.url.split(":")[2].partition("/")[0])
-    reader, writer = await asyncio.open_connection(HOST, port)
+    reader, writer = await asyncio.open_connection(HOST, port_of(server))
     writer.write(request)
     answer = await reader.read()
     writer.close()
@@ -103,27 +101,17 @@ async def test_a_page_that_cannot_be_filled_is_an_error_and_the_next_one_is_whol
         assert "kvpool_calls_total 7.0" in (await scrape(server.url)).text
 
 
-async def test_those_who_say_nothing_take_no_more_than_their_number_of_places() -> None:
-    """Silent connections are bounded; when they have gone, others are answered again."""
+async def test_silent_connections_are_bounded_and_hold_up_neither_others_nor_the_end() -> None:
+    """When some have gone, others are answered again."""
     async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
-        port = int(server.url.split(":")[2].partition("/")[0])
-        silent = [await asyncio.open_connection(HOST, port) for _ in range(MAX_CONNECTIONS)]
-        while len(server._connections) < MAX_CONNECTIONS:
-            await asyncio.sleep(0.01)
+        silent = [await asyncio.open_connection(HOST, port_of(server)) for _ in range(MAX_CONNECTIONS)]
+        await until(lambda: len(server._connections) == MAX_CONNECTIONS)
         assert await ask(server, b"") == b""  # closed, and nothing was said
-        for _, writer in silent:
+        for _, writer in silent[1:]:
             writer.close()
-        while server._connections:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(server._connections) == 1)
         assert "kvpool_calls_total" in (await scrape(server.url)).text
-
-
-async def test_a_stop_does_not_wait_for_those_who_say_nothing() -> None:
-    async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
-        port = int(server.url.split(":")[2].partition("/")[0])
-        reader, writer = await asyncio.open_connection(HOST, port)
-        while not server._connections:
-            await asyncio.sleep(0.01)
+    reader, writer = silent[0]
     assert await reader.read() == b""
     writer.close()
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.python_program import run_python
 
 SERVE = """
 import asyncio
@@ -32,8 +30,6 @@ asyncio.run(main())
 @pytest.mark.parametrize(("first", "is_quiet"), [("", False), ("import kvpool.process.quiet_core", True)])
 def test_a_peer_s_headers_write_nothing_into_the_log_of_a_service(first: str, is_quiet: bool) -> None:
     """Without it there is a line for each of them: should gRPC stop that, the module can go."""
-    # The module sets the variable in the process that imports it, which may be this one.
-    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    command = [sys.executable, "-c", SERVE.format(first=first)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    done = run_python("-c", SERVE.format(first=first))
+    assert done.returncode == 0, done.stderr
     assert ("hpack_parser" not in done.stderr) is is_quiet, done.stderr

@@ -190,15 +190,10 @@ async def test_a_line_a_minute_with_the_count() -> None:
     now = 0.0
     line = RareLine(structlog.get_logger(), "it happened", interval_seconds=60, clock=lambda: now)
     with structlog.testing.capture_logs() as logged:
-        for number in range(5):
+        for number, at in enumerate([0.0] * 5 + [60.0, 200.0]):
+            now = at
             line.note(number=number)
-        assert [(entry["count"], entry["number"]) for entry in logged] == [(1, 0)]
-        now = 60.0
-        line.note(number=5)
-        assert [(entry["count"], entry["number"]) for entry in logged] == [(1, 0), (5, 5)]
-        now = 200.0
-        line.note(number=6)
-        assert logged[-1]["count"] == 1
+    assert [(entry["count"], entry["number"]) for entry in logged] == [(1, 0), (5, 5), (1, 6)]
 
 
 async def test_the_count_is_logged_though_nothing_follows() -> None:

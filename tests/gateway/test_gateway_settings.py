@@ -1,4 +1,4 @@
-"""Settings that may be repeated, those that are wrong, and cookies among others."""
+"""Settings that may be repeated, and those that are refused, most of them because they would open the gateway by mistake."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from starlette.datastructures import Headers
 
-from kvpool.gateway.access import COOKIE, session_of
 from kvpool.gateway.settings import MAX_KEY_FILE_BYTES, GatewaySettings
 from kvpool.process.settings import SettingsProblem, load_settings
 
@@ -31,14 +29,27 @@ def test_a_variable_has_words_with_commas_or_a_json_list(value: str, monkeypatch
     assert load_settings(GatewaySettings, []).keys == KEYS
 
 
+def test_a_file_has_keys_in_its_lines_and_each_key_counts_once(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# comment\n{KEYS[1]}\n\n{KEYS[0]}\n")
+    settings = load_settings(GatewaySettings, ["--host", "0.0.0.0", "--api-key", KEYS[0], "--api-key-file", str(file)])
+    assert settings.keys == KEYS
+    assert KEYS[0] not in repr(settings)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--host", "0.0.0.0"], "--no-api-key"),
+        (["--host", "pool.example"], "--no-api-key"),
+        (["--api-key", "secret"], "8 to 512"),
+        (["--no-api-key", "--api-key", "secret-secret"], "contradict"),
         (["--api-key", "", "--api-key", "secret-secret"], "empty"),
         (["--api-key", "secret-secret,"], "empty"),
         (["--api-key", '["secret-secret"'], "JSON list"),
         (["--allowed-host", "a.example,,b.example"], "empty"),
         (["--manager", "nonsense"], "host:port"),
+        (["--api-key-file", "/no/such/file"], "cannot be read"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named_and_a_key_is_not_repeated(arguments: list[str], said: str) -> None:
@@ -65,17 +76,3 @@ def test_a_file_of_keys_that_is_wrong_is_refused_whole(content: bytes, said: str
     with pytest.raises(SettingsProblem, match=said) as raised:
         load_settings(GatewaySettings, ["--api-key-file", str(file)])
     assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("cookies", "session"),
-    [
-        (f"{COOKIE}=1.ab", "1.ab"),
-        (f'theirs={{"a":"b c"}}; {COOKIE}=1.ab', "1.ab"),
-        (f"no cookie at all;;=; {COOKIE}=1.ab; other=x", "1.ab"),
-        (f"x{COOKIE}=1.ab", ""),
-        ("", ""),
-    ],
-)
-def test_cookies_of_other_servers_of_this_machine_do_not_hide_ours(cookies: str, session: str) -> None:
-    assert session_of(Headers({"cookie": cookies})) == session
