@@ -13,6 +13,8 @@ from kvpool.client.encoding import Encoding
 
 from .connection import ConnectionLimits
 from .metrics import GatewayMetrics
+from .pages.hub import Hub
+from .pages.prefix_follower import Prefixes
 from .request_log import RequestLog
 from .settings import GatewaySettings
 
@@ -28,6 +30,8 @@ class Gateway:
     metrics: GatewayMetrics
     limits: ConnectionLimits
     request_log: RequestLog
+    hub: Hub
+    prefixes: Prefixes
     encoding: Encoding = field(default_factory=Encoding)
     """Tokenises the texts of /tokenize."""
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import structlog
 
-from kvpool.client import Client, KvpoolError, ManagerAway, ProtocolError
+from kvpool.client import KvpoolError, ManagerAway, ProtocolError
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2
 
@@ -165,8 +165,3 @@ class Hub:
 def event_text(name: str, data: bytes) -> bytes:
     """Return one event of a stream. `data` has no line break."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
-
-
-def follow_pictures(client: Client) -> Callable[[], AsyncGenerator[WatchUpdate, None]]:
-    """Return a function that follows the pictures of a client's cluster."""
-    return lambda: client.watch(interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)

@@ -13,8 +13,10 @@ from starlette.applications import Starlette
 from kvpool.gateway.access import AccessKeys
 from kvpool.gateway.app import connection_limits
 from kvpool.gateway.context import Gateway
-from kvpool.gateway.errors import ApiError, on_api_error
+from kvpool.gateway.errors import ApiError, on_error
 from kvpool.gateway.metrics import GatewayMetrics
+from kvpool.gateway.pages.hub import Hub
+from kvpool.gateway.pages.prefix_follower import Prefixes
 from kvpool.gateway.request_log import RequestLog
 from kvpool.gateway.routes import all_routes
 from kvpool.gateway.settings import GatewaySettings
@@ -29,7 +31,7 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
     async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
         manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
         manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
-        app = Starlette(routes=all_routes(AccessKeys(())), exception_handlers={ApiError: on_api_error})
+        app = Starlette(routes=all_routes(AccessKeys(())), exception_handlers={ApiError: on_error})
         settings = GatewaySettings()
         app.state.gateway = Gateway(
             settings,
@@ -38,6 +40,8 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
             metrics=GatewayMetrics(),
             limits=connection_limits(settings),
             request_log=RequestLog(8, lambda: 0.0),
+            hub=Hub(client.watch),
+            prefixes=Prefixes(client.watch),
         )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as browser:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
 
-from kvpool.client import Client, Unimplemented
-from kvpool.gateway.pages.hub import Hub, PageViewer, follow_pictures
+from kvpool.client import Unimplemented
+from kvpool.gateway.pages.hub import Hub, PageViewer
 from kvpool.v1 import cache_pb2
 from tests.cluster.polling import eventually
 from tests.gateway.browser_mirror import BrowserMirror
@@ -103,7 +102,7 @@ async def test_a_browser_that_leaves_in_the_middle_leaves_nothing() -> None:
 class OldManager:
     """A client whose manager does not know Watch."""
 
-    async def watch(self, **_: object) -> AsyncGenerator[cache_pb2.Picture, None]:
+    async def watch(self) -> AsyncGenerator[cache_pb2.Picture, None]:
         """Fails as the real one does."""
         raise Unimplemented("this manager has no Watch")
         yield cache_pb2.Picture()
@@ -111,7 +110,7 @@ class OldManager:
 
 async def test_a_manager_without_watch_is_reported_too() -> None:
     """The page says why it shows nothing."""
-    hub = Hub(follow_pictures(cast(Client, OldManager())), retry_seconds=0)
+    hub = Hub(OldManager().watch, retry_seconds=0)
     mirror = BrowserMirror()
     async with aclosing(viewing(hub)) as events:
         while "away" not in mirror.manager:
