@@ -22,6 +22,8 @@ class Completion:
     """Tokens of the prompt."""
     num_cached_tokens: int
     """Prompt tokens that the cache served: a multiple of the block size, always less than the prompt."""
+    num_generated_tokens: int
+    """Tokens generated, the id that ended the text included."""
     worker_id: str
     """The worker that computed the last token."""
     time_to_first_token_ms: float
@@ -96,6 +98,7 @@ class CompletionBuilder:
             finish_reason=last.finish_reason,
             num_prompt_tokens=usage.num_prompt_tokens,
             num_cached_tokens=usage.num_cached_tokens,
+            num_generated_tokens=usage.num_generated_tokens,
             worker_id=last.worker_id,
             time_to_first_token_ms=first_token_ms,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),

@@ -1,17 +1,31 @@
-"""Encodes log-probabilities in OpenAI's two forms, for chats and for completions."""
+"""Encodes tokens and their log-probabilities in OpenAI's two forms, for chats and for completions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
-from kvpool.client import TokenLogprobs
+from kvpool.client import Model, TokenLogprobs
 from kvpool.client.token_bytes import TokenBytes
-
-from .token_bytes import shown
 
 LEAST: Final = -9999.0
 """Value for a probability of zero, whose logarithm JSON cannot write; OpenAI uses the same."""
+_known: Final = lru_cache(8)(TokenBytes)
+"""By tokenizer, since reading a vocabulary takes milliseconds."""
+
+
+def token_bytes(model: Model) -> TokenBytes | None:
+    """Return the bytes of a model's tokens; None: it has no tokenizer."""
+    return None if model.tokenizer is None else _known(model.tokenizer)
+
+
+def shown(raw: bytes) -> str:
+    """Return a token as text; if its bytes are no whole text, as `bytes:\\xe2\\x82`, which is OpenAI's form."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatLogprobs:
