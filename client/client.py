@@ -27,7 +27,7 @@ from .prompt import Prompt, RoutedPrompt, routed_prompt
 from .request import build_request
 from .stream import ClusterAccess, GenerateStream
 from .template_process import TemplateProcess
-from .watch import WatchOptions, WatchUpdate, watch
+from .watch import Watch, WatchOptions, WatchUpdate
 
 MAX_GRACE_SECONDS: Final = 3600
 _READ_TIMEOUT_SECONDS: Final = 10.0
@@ -156,7 +156,7 @@ class Client:
         A ManagerAway says that the stream was lost; it is opened again by itself, and contents go on where they broke off. Use it
         in `async with contextlib.aclosing(client.watch(…)) as updates`, which ends the stream with the loop."""
         options = WatchOptions(pictures, contents, interval, worker_id, blocks, max_sequences)
-        return watch(self._channels, self._config, options)
+        return Watch(self._channels, self._config, options).updates()
 
     async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
         """Audit the manager's laws. Without violations in the answer every law holds."""

@@ -67,7 +67,7 @@ class WatchOptions:
         return request
 
 
-class _Stream:
+class Watch:
     """Opens the stream again and again, each time from where it broke."""
 
     def __init__(self, channels: Channels, config: ClientConfig, options: WatchOptions) -> None:
@@ -81,10 +81,10 @@ class _Stream:
         """Whether the received contents are complete up to `_after`."""
 
     async def updates(self) -> AsyncGenerator[WatchUpdate, None]:
+        """Yield updates until the reader closes the generator. Raises KvpoolError only for errors that trying again cannot cure."""
         backoff = _BACKOFF_SECONDS_MIN
         while True:
-            is_resumable = self._is_between_wholes
-            request = self._options.request(*((self._epoch, self._after) if is_resumable else (0, 0)))
+            request = self._options.request(*((self._epoch, self._after) if self._is_between_wholes else (0, 0)))
             call = self._channels.manager(self._config.manager).Watch(request)
             try:
                 while (message := await self._read(call)) is not None:
@@ -129,8 +129,3 @@ class _Stream:
             self._after = contents.events[-1].number
         if contents.whole_ends:
             self._is_between_wholes = True
-
-
-def watch(channels: Channels, config: ClientConfig, options: WatchOptions) -> AsyncGenerator[WatchUpdate, None]:
-    """Yield updates until the reader closes the generator. Raises KvpoolError only for errors that trying again cannot cure."""
-    return _Stream(channels, config, options).updates()
