@@ -2,8 +2,7 @@
 
 import { getJson } from "../api.js";
 import { make, setText } from "../elements.js";
-import { useStyles } from "../styles.js";
-import { registerView } from "../views.js";
+import { defineView } from "../views.js";
 
 const REFRESH_MS = 2000;
 const ROOT = "0";
@@ -17,7 +16,6 @@ class PrefixesView extends HTMLElement {
   #numRefreshes = 0;
 
   connectedCallback() {
-    useStyles("/static/css/prefixes.css");
     this.replaceChildren(
       make("h1", {}, "Prefixes"),
       make("p", { class: "quiet" }, "Each entry is a row of blocks with one continuation. The bar shows the prompt tokens that it saved since somebody looks at this page."),
@@ -140,5 +138,4 @@ class PrefixesView extends HTMLElement {
   }
 }
 
-customElements.define("kvpool-prefixes", PrefixesView);
-registerView("prefixes", "Prefixes", "kvpool-prefixes");
+defineView("prefixes", "Prefixes", PrefixesView);
