@@ -1,11 +1,12 @@
-"""Settings of the commands that call a cluster, apart from their flags."""
+"""Settings of the commands that call a cluster, apart from their flags, and a setting of those that start one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from importlib.util import find_spec
+from typing import Annotated, ClassVar, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from kvpool.client.config import MANAGER_VARIABLE, ClientConfig
@@ -42,3 +43,20 @@ class ClientSettings(ProcessSettings):
         le=2**32,
         description="Bytes of tokenizer, chat template and special tokens of one model together, at most.",
     )
+
+
+_GATEWAY_NEEDS: Final = ("httptools", "starlette", "uvicorn")
+"""Packages of the extra [gateway] that a gateway needs."""
+
+
+def _require_gateway(port: int) -> int:
+    if missing := [name for name in _GATEWAY_NEEDS if find_spec(name) is None]:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ValueError(
+            f"{' and '.join(missing)} {verb} not installed: the gateway needs an extra, pip install 'kvpool[gateway]'"
+        )
+    return port
+
+
+GatewayPort = Annotated[int, Field(ge=1, le=65535), AfterValidator(_require_gateway)]
+"""Its packages must be installed."""

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .disconnect import ReaderLeft
 from .errors import ApiError
+from .event_stream import ReaderLeft
 from .metrics import GatewayMetrics
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")

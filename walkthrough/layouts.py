@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
-from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.groups.group import Group
 from kvpool.worker_service.cache.groups.state import StateGroup
@@ -57,15 +56,4 @@ def cache_settings(layout: Layout) -> CacheSettings:
         block_size=BLOCK_SIZE,
         groups=tuple(kind.group for kind in layout),
         max_chunk_tokens=CHUNK_TOKENS,
-    )
-
-
-def register_request(worker_id: str, root: common_pb2.Root, layout: Layout) -> cache_pb2.RegisterRequest:
-    """Return the call with which a worker with these groups begins a session."""
-    return cache_pb2.RegisterRequest(
-        worker_id=worker_id,
-        incarnation=1,
-        register_no=1,
-        model_fingerprint=root.model_fingerprint,
-        kv_cache_config=cache_settings(layout).kv_cache_config(),
     )

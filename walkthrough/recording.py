@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.integrity import Violation
 
-from .changes import changed_blocks
 from .layouts import BLOCK_SIZE, ONE_GROUP, Layout
-from .snapshot import GroupView, Snapshot, take_snapshot
+from .snapshot import GroupView, Snapshot, changed_blocks, take_snapshot
 from .worker import Worker
 
 

@@ -16,7 +16,7 @@ from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 
 from .calls import execute, in_words
-from .layouts import BLOCK_SIZE, CHUNK_TOKENS, ONE_GROUP, Layout, cache_settings, register_request
+from .layouts import BLOCK_SIZE, CHUNK_TOKENS, ONE_GROUP, Layout, cache_settings
 from .words import Words
 
 WORKER_ID: Final = "worker-0"
@@ -55,7 +55,13 @@ class Worker:
         self._prompt_lengths: dict[str, int] = {}
         self._calls: list[str] = []
         self._now = 0.0
-        request = register_request(WORKER_ID, _ROOT, layout)
+        request = cache_pb2.RegisterRequest(
+            worker_id=WORKER_ID,
+            incarnation=1,
+            register_no=1,
+            model_fingerprint=_ROOT.model_fingerprint,
+            kv_cache_config=cache_settings(layout).kv_cache_config(),
+        )
         epoch, number = self.manager.register(worker_codec.decode_registration(request), self._now)
         self.cache.on_registered(cache_pb2.RegisterResponse(epoch=epoch, session=number))
 

@@ -34,7 +34,7 @@ _MARK_FILE: Final = "shared"
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process. All fields are strings, numbers and lists of them: Ray pickles what it passes between processes."""
+    """One process. Ray pickles it."""
 
     name: str
     """Name of the actor; it is also the worker_id of a worker."""

@@ -14,12 +14,11 @@ from kvpool.client.token_bytes import TokenBytes
 from ..context import gateway_of, request_id_of
 from .bodies import ChatBody, plain, read_body
 from .errors import openai_error
-from .event_stream import data
 from .fields import check_other_fields
 from .generation import GenerationStreams
 from .logprobs import ChatLogprobs, prompt_logprobs, token_bytes
 from .options import chat_options
-from .serving import GenerationAnswer, check_count, respond
+from .serving import GenerationAnswer, check_count, data, respond
 from .usage import StreamUsage
 
 

@@ -16,12 +16,11 @@ from ..context import gateway_of, request_id_of
 from ..errors import invalid
 from .bodies import CompletionBody, read_body
 from .errors import openai_error
-from .event_stream import data
 from .fields import check_other_fields
 from .generation import GenerationStreams
 from .logprobs import CompletionLogprobs, prompt_logprobs, token_bytes
 from .options import completion_options
-from .serving import GenerationAnswer, check_count, respond
+from .serving import GenerationAnswer, check_count, data, respond
 from .usage import StreamUsage, encode_usage
 
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, Generic, TypeVar
 from uuid import uuid4
 
+import structlog
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvpool.client import Completion, KvpoolError
 
 from ..context import Gateway, gateway_of
-from ..disconnect import unless_reader_leaves
 from ..errors import invalid
-from ..event_stream import EventStream
+from ..event_stream import EventStream, unless_reader_leaves
 from .bodies import GenerationBody
 from .errors import openai_error
-from .event_stream import to_the_end
 from .generation import GenerationStreams
 from .usage import encode_usage
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
+
+DONE: Final = b"data: [DONE]\n\n"
 
 B = TypeVar("B", bound=GenerationBody)
 
@@ -115,3 +119,24 @@ def check_count(gateway: Gateway, n: int, num_prompts: int = 1) -> None:
                 name,
                 f"{name}: {number} answers or prompts in one request, this gateway takes {most} ({flag}): send several requests",
             )
+
+
+async def to_the_end(events: AsyncIterator[bytes], prompt_field: str) -> AsyncGenerator[bytes, None]:
+    """Yield the events, then [DONE] or, after an error, an event that says so."""
+    last = DONE
+    try:
+        async for event in events:
+            yield event
+    except KvpoolError as error:
+        last = b"event: error\n" + data(openai_error(error, prompt_field).body)
+    except Exception:
+        log.exception("stream failed")
+        last = b'event: error\ndata: {"error":{"message":"the gateway failed, which is a defect; its log has the ' + (
+            b'traceback","type":"server_error","param":null,"code":"internal_error"}}\n\n'
+        )
+    yield last
+
+
+def data(message: Mapping[str, Any]) -> bytes:
+    """Return one event."""
+    return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"

@@ -93,7 +93,7 @@ def test_the_rate_of_a_request_is_of_the_last_seconds() -> None:
         if second in (10, 20):
             assert meter.generated_tokens(name("a")) == pytest.approx(8, abs=2)
     assert meter.generated_tokens(name("a")) == 0
-    assert len(meter._looks) <= WINDOW_SECONDS + 2
+    assert len(meter._looks._looks) <= WINDOW_SECONDS + 2
 
 
 def test_a_request_that_was_preempted_keeps_its_rate_and_another_of_its_name_does_not() -> None:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from kvpool.cli.launch import gateway_port
+from kvpool.cli import settings
 from kvpool.client.errors import Unavailable
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import SettingsProblem, load_settings
@@ -49,6 +49,6 @@ def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is started, too."""
     real = importlib.util.find_spec
-    monkeypatch.setattr(gateway_port, "find_spec", lambda name: None if name == "starlette" else real(name))
+    monkeypatch.setattr(settings, "find_spec", lambda name: None if name == "starlette" else real(name))
     with pytest.raises(SettingsProblem, match=r"starlette is not installed.*kvpool\[gateway\]"):
         spec("--http", "8099")

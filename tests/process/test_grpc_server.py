@@ -17,7 +17,7 @@ from kvpool.process import grpc_server, server_settings, serving_loop
 from kvpool.process.address import PortError
 from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
-from kvpool.process.server_settings import ServerSettings
+from kvpool.process.server_settings import ServerSettings, descriptors_for_connections
 from tests import http2
 from tests.until import until
 
@@ -299,16 +299,17 @@ async def test_a_server_that_cannot_be_built_ends_the_process_and_the_health_pag
 
     monkeypatch.setattr(mortal.server, "_bound", bound)
     metrics = MetricsServer(listen_for_metrics(HOST, 0), lambda page: None, is_serving=mortal.server.is_answering)
-    async with metrics:
-        assert await status_of(metrics) == "200"
-        with structlog.testing.capture_logs() as logged:
-            async with await http2.Connection.open(mortal.port) as connection:
-                await connection.request(BAD_PATH)
-                with pytest.raises(PortError, match="could not be rebuilt in 5 tries"):
-                    async with asyncio.timeout(30):
-                        await mortal.server.run()
-        assert [line["tries"] for line in logged if "tries" in line] == [2, 3, 4, 5]
-        assert await status_of(metrics) == "503"
+    await metrics.start()
+    assert await status_of(metrics) == "200"
+    with structlog.testing.capture_logs() as logged:
+        async with await http2.Connection.open(mortal.port) as connection:
+            await connection.request(BAD_PATH)
+            with pytest.raises(PortError, match="could not be rebuilt in 5 tries"):
+                async with asyncio.timeout(30):
+                    await mortal.server.run()
+    assert [line["tries"] for line in logged if "tries" in line] == [2, 3, 4, 5]
+    assert await status_of(metrics) == "503"
+    await metrics.stop()
     taken[0].close()
 
 
@@ -465,7 +466,7 @@ def test_connections_are_bounded_by_what_the_system_allows(
     monkeypatch.setattr("resource.getrlimit", lambda _: limits)
     monkeypatch.setattr("resource.setrlimit", lambda _, to: raised.append(to[0]))
     with structlog.testing.capture_logs() as logged:
-        assert Settings().descriptors_for_connections() == expected
+        assert descriptors_for_connections(Settings().max_connections) == expected
     assert raised == ([] if raised_to is None else [raised_to])
     assert bool(logged) == (expected < 4096)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import urllib.error
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -32,6 +34,17 @@ def fill(page: MetricsPage) -> None:
     page.histogram("kvpool_seconds", "Time.", histogram, method="Describe")
 
 
+@asynccontextmanager
+async def serving(fill: Callable[[MetricsPage], None]) -> AsyncIterator[MetricsServer]:
+    """On a free port."""
+    server = MetricsServer(listen_for_metrics(HOST, 0), fill)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
 async def ask(server: MetricsServer, request: bytes) -> bytes:
     """The whole answer to raw bytes."""
     port = int(server.url.split(":")[2].partition("/")[0])
@@ -43,7 +56,7 @@ async def ask(server: MetricsServer, request: bytes) -> bytes:
 
 
 async def test_a_client_reads_what_the_page_was_filled_with() -> None:
-    async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
+    async with serving(fill) as server:
         families = (await scrape(server.url)).families
     assert families["kvpool_blocks"].type == "gauge"
     assert [(s.labels["state"], s.value) for s in families["kvpool_blocks"].samples] == [
@@ -77,7 +90,7 @@ async def test_a_client_reads_what_the_page_was_filled_with() -> None:
     ids=["query", "head", "elsewhere", "post", "nonsense", "too large"],
 )
 async def test_each_request_gets_its_status(request_head: bytes, status: bytes) -> None:
-    async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
+    async with serving(fill) as server:
         answer = await ask(server, request_head + b"\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 " + status + b"\r\n"), answer[:200]
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -96,7 +109,7 @@ async def test_a_page_that_cannot_be_filled_is_an_error_and_the_next_one_is_whol
             raise RuntimeError("no numbers today")
         fill(page)
 
-    async with MetricsServer(listen_for_metrics(HOST, 0), fill_or_fail) as server:
+    async with serving(fill_or_fail) as server:
         with pytest.raises(urllib.error.HTTPError, match="500"):
             await scrape(server.url)
         is_broken = False
@@ -105,7 +118,7 @@ async def test_a_page_that_cannot_be_filled_is_an_error_and_the_next_one_is_whol
 
 async def test_those_who_say_nothing_take_no_more_than_their_number_of_places() -> None:
     """Silent connections are bounded; when they have gone, others are answered again."""
-    async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
+    async with serving(fill) as server:
         port = int(server.url.split(":")[2].partition("/")[0])
         silent = [await asyncio.open_connection(HOST, port) for _ in range(MAX_CONNECTIONS)]
         while len(server._connections) < MAX_CONNECTIONS:
@@ -119,7 +132,7 @@ async def test_those_who_say_nothing_take_no_more_than_their_number_of_places() 
 
 
 async def test_a_stop_does_not_wait_for_those_who_say_nothing() -> None:
-    async with MetricsServer(listen_for_metrics(HOST, 0), fill) as server:
+    async with serving(fill) as server:
         port = int(server.url.split(":")[2].partition("/")[0])
         reader, writer = await asyncio.open_connection(HOST, port)
         while not server._connections:

@@ -8,11 +8,10 @@ from itertools import pairwise
 import pytest
 
 from kvpool.walkthrough.__main__ import STORIES
-from kvpool.walkthrough.changes import changed_blocks
 from kvpool.walkthrough.layouts import Kind
 from kvpool.walkthrough.picture import draw_legend, draw_step
 from kvpool.walkthrough.recording import record
-from kvpool.walkthrough.snapshot import BlockView, GroupView, TableView
+from kvpool.walkthrough.snapshot import BlockView, GroupView, TableView, changed_blocks
 
 RECORDED = {name: record(story) for name, story in STORIES.items()}
 

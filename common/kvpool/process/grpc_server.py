@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from .address import PortError, join_host_port, reachable_host
 from .rare_line import RareLine
 from .request_guard import RequestGuard, RequestLimit
-from .server_settings import MIN_CONNECTIONS, ServerSettings
+from .server_settings import MIN_CONNECTIONS, ServerSettings, descriptors_for_connections
 from .serving_loop import KNOWN_GRPCIO, is_steady, new_server
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
@@ -99,7 +99,7 @@ class GrpcServer:
 
     def bind(self) -> None:
         """Take the port, without serving yet. Raises PortError."""
-        self._max_connections = self._settings.descriptors_for_connections()
+        self._max_connections = descriptors_for_connections(self._settings.max_connections)
         self._life = self._bound(self._max_connections)
         self.port = self._life.port
 

@@ -11,7 +11,7 @@ import math
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
-from typing import Final, Self
+from typing import Final
 
 import structlog
 from prometheus_client import ProcessCollector, generate_latest
@@ -78,7 +78,7 @@ def listen_for_metrics(host: str, port: int) -> socket.socket:
 
 
 class MetricsServer:
-    """Answers GET /metrics. `async with` serves on `listener` and closes it in the end. `fill` is called for every answer.
+    """Answers GET /metrics on `listener`, which it closes in the end. `fill` is called for every answer.
 
     While `is_serving` returns False the answer is 503, so that a process that its callers cannot reach does not look healthy.
     """
@@ -97,13 +97,6 @@ class MetricsServer:
         self._is_serving = is_serving
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     async def start(self) -> None:
         """Serve, and log the URL."""
