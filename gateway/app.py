@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
@@ -37,12 +37,7 @@ def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
     return ConnectionLimits(**settings.model_dump(include=names))
 
 
-def make_app(
-    settings: GatewaySettings,
-    limits: ConnectionLimits | None = None,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> Starlette:
+def make_app(settings: GatewaySettings, limits: ConnectionLimits | None = None) -> Starlette:
     """Make the application. Its lifespan opens and closes a client of the cluster. `limits` are those of its server."""
     metrics = GatewayMetrics()
     limits = limits or connection_limits(settings)
@@ -52,12 +47,12 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         config = ClientConfig(manager=settings.manager, timeout=settings.timeout)
-        log = RequestLog(settings.kept_requests, clock)
+        log = RequestLog(settings.kept_requests, time.monotonic)
         async with Client(config=config) as client:
             pictures = partial(client.watch, interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)
             hub = Hub(pictures, RequestFeed(log))
             prefixes = Prefixes(partial(client.watch, pictures=False, contents=True))
-            app.state.gateway = Gateway(settings, client, clock, metrics, limits, log, hub, prefixes)
+            app.state.gateway = Gateway(settings, client, metrics, limits, log, hub, prefixes)
             try:
                 yield
             finally:
@@ -65,9 +60,7 @@ def make_app(
                 await hub.close()
 
     middleware = [
-        Middleware(
-            RequestObservation, routes=routes, metrics=metrics, max_body_bytes=settings.max_body_bytes, clock=clock
-        ),
+        Middleware(RequestObservation, routes=routes, metrics=metrics, max_body_bytes=settings.max_body_bytes),
         *_cors(settings),
         Middleware(
             Access,

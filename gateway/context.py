@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -25,8 +24,6 @@ class Gateway:
 
     settings: GatewaySettings
     client: Client
-    clock: Callable[[], float]
-    """Monotonic seconds."""
     metrics: GatewayMetrics
     limits: ConnectionLimits
     request_log: RequestLog

@@ -105,7 +105,7 @@ def _tables(before: GroupView, after: GroupView, width: int) -> list[Text]:
             items.append(Text(tokens, style="dim"))
         else:
             items += _unnamed(old, table)
-        lines += flow(f"{after.kind.value} {table.sequence}", items, width, gap=2)
+        lines += flow(f"{after.kind.label} {table.sequence}", items, width, gap=2)
     return lines
 
 

@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple
 
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.block_pool import BlockPool, State
-from kvpool.cache_service.core.integrity import Audit
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session import Session
 from kvpool.v1 import cache_pb2, common_pb2
@@ -99,10 +98,6 @@ class Worker:
         """Return the blocks in a state, of all blocks or of those `among`, in their order."""
         pool = self.session.pools[group]
         return [block for block in (among or range(1, pool.num_blocks)) if pool.state(block) is state]
-
-    def check(self) -> Audit:
-        """Run the core's own audit of all its laws."""
-        return self.manager.check()
 
     # -- what the engine does
 

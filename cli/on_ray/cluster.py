@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import ActorAlreadyExistsError, ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -51,9 +50,6 @@ Description = dict[str, Any]
 
 class CommandTurn:
     """An actor whose name only one command can have at a time. Ray ends it with the command."""
-
-    def is_taken(self) -> bool:
-        return True
 
 
 class RayCluster:
@@ -117,18 +113,10 @@ class RayCluster:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other commands from changing the cluster meanwhile. Raises Unavailable if one does so already."""
-        turn = self._take_turn()
-        try:
-            yield
-        finally:
-            ray.kill(turn)
-
-    def _take_turn(self) -> ActorHandle:
-        """Take the turn. Raises Unavailable if another command has it."""
         try:
             turn = ray.remote(num_cpus=0)(CommandTurn).options(name=_TURN_NAME, namespace=self._namespace).remote()
             try:
-                ray.get(turn.is_taken.remote())
+                ray.get(turn.__ray_ready__.remote())
             except ActorDiedError:
                 # Of two commands that begin at once, the other one may have got the name.
                 ray.get_actor(_TURN_NAME, self._namespace)
@@ -139,7 +127,10 @@ class RayCluster:
                 "with Ctrl-C",
                 reason="BUSY",
             ) from error
-        return turn
+        try:
+            yield
+        finally:
+            ray.kill(turn)
 
     def _remove_leftovers(self) -> dict[str, Description | None]:
         """Remove what a killed command has left: actors whose process has ended, and places without an actor. Returns the
@@ -228,7 +219,7 @@ class RayCluster:
             max_restarts=-1,
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
-            max_concurrency=_MANY_CALLS if spec.is_manager else 100,
+            max_concurrency=_MANY_CALLS if is_manager(spec.name) else 100,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
         ).remote(spec)
 

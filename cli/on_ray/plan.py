@@ -57,14 +57,6 @@ class ServiceSpec:
     """Content of the mark file in `state_dir`; a folder without it is on another disk."""
 
     @property
-    def is_manager(self) -> bool:
-        return self.module == MANAGER_MODULE
-
-    @property
-    def is_worker(self) -> bool:
-        return self.module == WORKER_MODULE
-
-    @property
     def folder(self) -> Path:
         """Folder for the state of this process on its node."""
         return state_home() / "ray" / self.namespace / self.name
@@ -77,11 +69,11 @@ class ServiceSpec:
     def command(self, host: str, port: int) -> list[str]:
         """Return the command line for a node with this address. `port` is that of a manager or a gateway."""
         own = ["--host", host]
-        if self.is_worker:
+        if is_worker(self.name):
             own += ["--worker-id", self.name, "--state-dir", str(self.folder / "state")]
         else:
             own += ["--port", str(port)]
-        if self.is_manager:
+        if is_manager(self.name):
             own += ["--state-dir", self.state_dir or str(self.folder / "state")]
         else:
             own += ["--manager", f"file:{self.managers_file}"]

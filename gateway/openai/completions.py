@@ -21,7 +21,7 @@ from .generation import GenerationStreams
 from .logprobs import CompletionLogprobs, prompt_logprobs, token_bytes
 from .options import completion_options
 from .serving import GenerationAnswer, check_count, data, respond
-from .usage import StreamUsage, encode_usage
+from .usage import StreamUsage
 
 
 async def complete(request: Request) -> Response:
@@ -149,6 +149,3 @@ class CompletionAnswer(GenerationAnswer[CompletionBody]):
         if tokens is None:
             raise invalid("logprobs", "logprobs: the model has no tokenizer, so its tokens have no text")
         return tokens
-
-    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return encode_usage(completions, self.generation.num_per_prompt, drop_generated=self._drops_generated)

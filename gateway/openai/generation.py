@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
@@ -35,7 +36,7 @@ class GenerationStreams:
         self._streams = streams
         self.num_per_prompt = streams[0].num_answers
         self.num_choices = self.num_per_prompt * len(streams)
-        self._began = gateway.clock()
+        self._began = time.monotonic()
         self._first: GenerationPiece | None = None
         self._has_token = False
         self._pieces = self._read()
@@ -109,7 +110,7 @@ class GenerationStreams:
         self._records[piece.choice].on_chunk(piece.chunk)
         if not self._has_token and piece.chunk.token_ids:
             self._has_token = True
-            self._gateway.metrics.first_token_seconds.observe(self._gateway.clock() - self._began)
+            self._gateway.metrics.first_token_seconds.observe(time.monotonic() - self._began)
         return piece
 
 

@@ -43,6 +43,8 @@ class GenerationAnswer(ABC, Generic[B]):
         self.body = body
         self.generation = generation
         self._wants_ids = bool(body.return_token_ids)
+        self._drops_generated = False
+        """Whether the generated tokens are no part of the answer, and do not count."""
         self._id = f"{self.id_prefix}-{uuid4().hex}"
         self._created = int(time.time())
 
@@ -61,7 +63,7 @@ class GenerationAnswer(ABC, Generic[B]):
         return self._head(self.kind) | {"choices": choices, "usage": self._usage(completions)}
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return encode_usage(completions, self.generation.num_per_prompt)
+        return encode_usage(completions, self.generation.num_per_prompt, drop_generated=self._drops_generated)
 
     def _head(self, kind: str) -> dict[str, Any]:
         """Return the fields with which each object of the answer begins."""

@@ -36,7 +36,6 @@ async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
         app.state.gateway = Gateway(
             settings,
             client,
-            lambda: 0.0,
             metrics=GatewayMetrics(),
             limits=connection_limits(settings),
             request_log=RequestLog(8, lambda: 0.0),

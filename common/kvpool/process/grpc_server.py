@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -66,7 +66,6 @@ class _Life:
     server: grpc.aio.Server
     guard: RequestGuard
     port: int
-    cut: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class GrpcServer:
@@ -240,18 +239,12 @@ class GrpcServer:
         self._retired[life] = task
         task.add_done_callback(lambda _: self._retired.pop(life, None))
         if len(self._retired) > MAX_RETIRED:
-            next(iter(self._retired)).cut.set()
+            next(iter(self._retired)).guard.stop_waiting()
 
     async def _see_off(self, life: _Life) -> None:
-        idle = asyncio.create_task(life.guard.wait_until_idle())
-        cut = asyncio.create_task(life.cut.wait())
-        try:
-            await asyncio.wait({idle, cut}, return_when=asyncio.FIRST_COMPLETED)
-            # gRPC ends the calls that are left with UNAVAILABLE: a client of ours continues on another worker.
-            await _stop(life.server, LAST_WORDS_SECONDS)
-        finally:
-            idle.cancel()
-            cut.cancel()
+        await life.guard.wait_until_idle()
+        # gRPC ends the calls that are left with UNAVAILABLE: a client of ours continues on another worker.
+        await _stop(life.server, LAST_WORDS_SECONDS)
 
 
 async def _stop(server: grpc.aio.Server, grace_seconds: float) -> None:

@@ -77,8 +77,12 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             self._on_refused = on_refused
 
     async def wait_until_idle(self) -> None:
-        """Wait until no call is in flight."""
+        """Wait until no call is in flight, or until `stop_waiting`."""
         await self._idle.wait()
+
+    def stop_waiting(self) -> None:
+        """End `wait_until_idle`, whatever is in flight."""
+        self._idle.set()
 
     async def intercept_service(
         self,
