@@ -17,32 +17,18 @@ _DEFAULTS: Final = ClientConfig()
 
 
 class ClientSettings(ProcessSettings):
-    """`KVPOOL_CLIENT_*` variables, $KVPOOL_MANAGER, and [client] of the file that $KVPOOL_CONFIG names."""
+    """`KVPOOL_CLIENT_*` variables, $KVPOOL_MANAGER, and [client] of the file that $KVPOOL_CONFIG names. ClientConfig describes
+    them."""
 
     model_config = SettingsConfigDict(env_prefix="KVPOOL_CLIENT_", cli_prog_name="kvpool")
     table: ClassVar[str] = "client"
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": MANAGER_VARIABLE}
 
-    manager: str = Field(
-        default=DEFAULT_MANAGER,
-        description="host:port of the cache manager; of several with commas between; or file:PATH of a file that lists them.",
-    )
-    timeout: float = Field(
-        default=_DEFAULTS.timeout, gt=0, le=86_400, description="Seconds from a request to its last token."
-    )
-    max_attempts: int = Field(
-        default=_DEFAULTS.max_attempts, ge=1, le=64, description="Workers tried for one request at most."
-    )
-    continuation: bool = Field(
-        default=_DEFAULTS.continuation,
-        description="Whether an answer continues on another worker when its worker is gone.",
-    )
-    max_model_bytes: int = Field(
-        default=_DEFAULTS.max_model_bytes,
-        ge=1,
-        le=2**32,
-        description="Bytes of tokenizer, chat template and special tokens of one model together, at most.",
-    )
+    manager: str = DEFAULT_MANAGER
+    timeout: float = Field(default=_DEFAULTS.timeout, gt=0, le=86_400)
+    max_attempts: int = Field(default=_DEFAULTS.max_attempts, ge=1, le=64)
+    continuation: bool = _DEFAULTS.continuation
+    max_model_bytes: int = Field(default=_DEFAULTS.max_model_bytes, ge=1, le=2**32)
 
 
 _GATEWAY_NEEDS: Final = ("httptools", "starlette", "uvicorn")

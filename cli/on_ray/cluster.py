@@ -164,7 +164,7 @@ class RayCluster:
                     f"{installed_version()}: end it with `kvpool ray down`, or use its version",
                     reason="OTHER_VERSION",
                 )
-            if description["record"] != plan.record:
+            if description["record"] != plan.managers[0].record:
                 running = "; ".join(description["record"])
                 raise InvalidRequest(
                     f"the cluster in the namespace {self._namespace} runs with other settings ({running}): give these to let it "

@@ -91,11 +91,6 @@ class RayPlan:
     worker_gpus: int
 
     @property
-    def record(self) -> list[str]:
-        """Settings that all starts of the cluster have in common."""
-        return self.managers[0].record
-
-    @property
     def names(self) -> list[str]:
         """Names of all processes."""
         services = [*self.managers, *self.workers, *([] if self.gateway is None else [self.gateway])]

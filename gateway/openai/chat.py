@@ -16,7 +16,7 @@ from .bodies import ChatBody, plain, read_body
 from .errors import openai_error
 from .fields import check_other_fields
 from .generation import GenerationStreams
-from .logprobs import ChatLogprobs, prompt_logprobs, token_bytes
+from .logprobs import chat_logprobs, prompt_logprobs, token_bytes
 from .options import chat_options
 from .serving import GenerationAnswer, check_count, data, respond
 from .usage import StreamUsage
@@ -58,7 +58,7 @@ class ChatAnswer(GenerationAnswer[ChatBody]):
             usage.add(choice, chunk)
             logprobs = None
             if chunk.logprobs is not None and chunk.token_ids:
-                logprobs = ChatLogprobs(self._tokens()).encode(chunk.token_ids, chunk.logprobs)
+                logprobs = chat_logprobs(self._tokens(), chunk.token_ids, chunk.logprobs)
             if chunk.text or logprobs is not None or (self._wants_ids and chunk.token_ids):
                 token_ids = {"token_ids": chunk.token_ids} if self._wants_ids else {}
                 entry = _entry(choice, {"content": chunk.text}, logprobs) | token_ids
@@ -73,7 +73,7 @@ class ChatAnswer(GenerationAnswer[ChatBody]):
         """Return the object of one answer."""
         logprobs = None
         if self.body.logprobs:
-            logprobs = ChatLogprobs(self._tokens()).encode(completion.token_ids, completion.logprobs or ())
+            logprobs = chat_logprobs(self._tokens(), completion.token_ids, completion.logprobs or ())
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         finish_reason = completion.finish_reason.value
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}

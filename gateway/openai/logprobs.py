@@ -28,24 +28,18 @@ def shown(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-class ChatLogprobs:
-    """Encodes the tokens of one choice of a chat."""
+def chat_logprobs(tokens: TokenBytes, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Encode tokens of a chat."""
 
-    def __init__(self, tokens: TokenBytes) -> None:
-        self._tokens = tokens
-
-    def encode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Encode the next tokens."""
-        content = []
-        for token_id, at_token in zip(token_ids, logprobs, strict=True):
-            entry = self._entry(token_id, at_token.logprob)
-            entry["top_logprobs"] = [self._entry(other, logprob) for other, logprob in at_token.top]
-            content.append(entry)
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokens.of(token_id)
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokens.of(token_id)
         return {"token": shown(raw), "logprob": max(logprob, LEAST), "bytes": list(raw)}
+
+    content = [
+        entry(token_id, at_token.logprob) | {"top_logprobs": [entry(*other) for other in at_token.top]}
+        for token_id, at_token in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:

@@ -95,7 +95,6 @@ _COLUMNS: Final = (("states", "u1"), ("ref_counts", "u2"), ("last_used", "u4"), 
 _KEY_NAMES: Final = ("sequence_id", "attempt", "round")
 _COUNTS: Final = ("capacity", "free", "cached", "held", "reserved", "copying", "shared", "withheld")
 _NO_COUNTS: Final = common_pb2.BlockCounts()
-_LOAD: Final = ("num_running", "num_waiting", "num_uncomputed_tokens")
 _TOTALS: Final = ("num_prompt_tokens", "num_cached_tokens", "num_evicted_blocks", "num_calls", "num_generated_tokens")
 _BUDGET: Final = ("num_blocks", "max_blocks", "num_slots", "num_sequence_tokens", "max_tokens")
 
@@ -128,17 +127,16 @@ def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
         "block_size": worker.kv_cache_config.block_size,
         "max_model_len": worker.max_model_len,
         "groups": groups,
-        "load": {name: _number(getattr(worker.load, name), name) for name in _LOAD},
+        "load": {
+            "num_running": worker.load.num_running,
+            "num_waiting": worker.load.num_waiting,
+            "num_uncomputed_tokens": str(worker.load.num_uncomputed_tokens),  # a browser's numbers have 53 bits
+        },
         "totals": {name: str(getattr(worker.totals, name)) for name in _TOTALS},
         "num_sequences": worker.num_sequences,
         "draining": worker.draining,
         "recovering": worker.recovering,
     }
-
-
-def _number(value: int, name: str) -> int | str:
-    """Return a 64-bit number as a decimal string: a browser's numbers have 53 bits."""
-    return str(value) if name == "num_uncomputed_tokens" else value
 
 
 def _sequence_json(sequence: cache_pb2.SequenceDescription) -> dict[str, Any]:

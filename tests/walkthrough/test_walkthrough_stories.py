@@ -30,7 +30,7 @@ def test_every_step_shows_its_calls_and_keeps_every_law(name: str, monkeypatch: 
 
     monkeypatch.setattr(Worker, "check", counted)
     steps = record(STORIES[name])
-    capacities = [kind.group.num_blocks - 1 for kind in STORIES[name].layout]
+    capacities = [kind.make_group().num_blocks - 1 for kind in STORIES[name].layout]
     assert [audit.num_blocks for audit in audits] == [sum(capacities)] * len(steps)
     num_calls = 0
     for number, step in enumerate(steps, 1):
