@@ -19,7 +19,6 @@ from .errors import ApiError, invalid
 from .event_stream import EventStream
 from .openai.bodies import Body, Messages, plain, read_body
 from .openai.errors import openai_error
-from .pages.hub import PICTURE_MS, PageViewer
 from .pages.prefix_tree import entries_after
 
 MAX_UINT32: Final = 2**32 - 1
@@ -33,14 +32,8 @@ MAX_ENTRIES: Final = 200
 
 
 async def watch(request: Request) -> Response:
-    """Answer with events `manager`, `picture` and `requests`, for ?interval_ms=200&blocks=1. A larger interval gives fewer
-    pictures, blocks=0 leaves out the state of each block."""
-    interval_ms = _number(request, "interval_ms", PICTURE_MS, least=100, most=10_000)
-    blocks = _number(request, "blocks", 1, most=1)
-    # The manager's own interval passes anyway between two pictures.
-    pause = max(0, interval_ms - PICTURE_MS) / 1000
-    viewer = PageViewer(include_blocks=bool(blocks), pause_seconds=pause)
-    return EventStream(gateway_of(request).hub.events(viewer), _WATCH_HEADERS)
+    """Answer with events `manager`, `picture` and `requests`."""
+    return EventStream(gateway_of(request).hub.events(), _WATCH_HEADERS)
 
 
 async def requests(request: Request) -> Response:

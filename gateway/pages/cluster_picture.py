@@ -18,7 +18,7 @@ class ClusterPicture:
 
     def __init__(self) -> None:
         self._view = PictureView()
-        self._texts: dict[tuple[int, bool], bytes] = {}
+        self._texts: dict[int, bytes] = {}
 
     @property
     def version(self) -> int:
@@ -32,19 +32,17 @@ class ClusterPicture:
             self._texts.clear()
         return is_complete
 
-    def changes(self, since: int, *, include_blocks: bool) -> bytes:
+    def changes(self, since: int) -> bytes:
         """Return JSON of all changes after version `since`, or of everything. Browsers that ask for the same share the work."""
         if since < self._view.whole_at:
             since = 0
-        asked = (since, include_blocks)
-        if asked not in self._texts:
-            text = json.dumps(_changes(self._view, since, include_blocks), separators=(",", ":"))
-            self._texts[asked] = text.encode()
-        return self._texts[asked]
+        if since not in self._texts:
+            self._texts[since] = json.dumps(_changes(self._view, since), separators=(",", ":")).encode()
+        return self._texts[since]
 
 
-def _changes(view: PictureView, since: int, include_blocks: bool) -> dict[str, Any]:
-    workers = [_worker_changes(worker, since, include_blocks) for worker in view.workers.values()]
+def _changes(view: PictureView, since: int) -> dict[str, Any]:
+    workers = [_worker_changes(worker, since) for worker in view.workers.values()]
     return {
         "epoch": str(view.epoch),
         "number": str(view.number),
@@ -55,15 +53,14 @@ def _changes(view: PictureView, since: int, include_blocks: bool) -> dict[str, A
     }
 
 
-def _worker_changes(worker: WorkerView, since: int, include_blocks: bool) -> dict[str, Any]:
+def _worker_changes(worker: WorkerView, since: int) -> dict[str, Any]:
     """Return the changed fields of one worker."""
     changes: dict[str, Any] = {"session": str(worker.session)}
     if worker.described_at > since:
         changes["worker"] = _worker_json(worker.description)
-    if include_blocks:
-        parts = [_blocks(group, pool, since) for group, pool in worker.pools.items()]
-        if blocks := [part for part in parts if part is not None]:
-            changes["blocks"] = blocks
+    parts = [_blocks(group, pool, since) for group, pool in worker.pools.items()]
+    if blocks := [part for part in parts if part is not None]:
+        changes["blocks"] = blocks
     changed = [key for key, at in worker.sequences_at.items() if at > since]
     if sequences := [_sequence_json(worker.sequences[key]) for key in changed if key in worker.sequences]:
         changes["sequences"] = sequences

@@ -81,10 +81,8 @@ def test_every_module_and_style_that_is_named_is_there() -> None:
 @pytest.mark.parametrize(
     ("path", "param"),
     [
-        ("/api/watch?interval_ms=99", "interval_ms"),
-        ("/api/watch?interval_ms=10001", "interval_ms"),
-        ("/api/watch?interval_ms=²", "interval_ms"),
-        ("/api/watch?blocks=2", "blocks"),
+        ("/api/prefixes?limit=201", "limit"),
+        ("/api/prefixes?node=²", "node"),
         ("/api/block?block_id=1", "worker_id"),
         ("/api/block?worker_id=w&block_id=-1", "block_id"),
         ("/api/block?worker_id=w&block_id=0", "block_id"),
@@ -116,9 +114,9 @@ def test_with_a_key_the_page_is_for_who_has_logged_in() -> None:
     with TestClient(make_app(settings), base_url="http://127.0.0.1", follow_redirects=False) as page:
         opened = page.get("/")
         assert (opened.status_code, opened.headers["location"]) == (303, "/login")
-        for path in ("/static/main.js", "/api/watch?blocks=2", "/api/block"):
+        for path in ("/static/main.js", "/api/watch", "/api/block"):
             assert page.get(path).status_code == 401
         assert page.get("/static/login.css").status_code == 200
         assert page.post("/login", data={"key": key}).headers["location"] == "/"
         assert page.get("/").status_code == page.get("/static/main.js").status_code == 200
-        assert page.get("/api/watch?blocks=2").status_code == 400
+        assert page.get("/api/block").status_code == 400

@@ -16,7 +16,7 @@ from tests.gateway.scripted_pictures import ScriptedPictures, one_worker
 
 def viewing(hub: Hub) -> AsyncGenerator[bytes, None]:
     """One more browser."""
-    return hub.events(PageViewer(include_blocks=True, pause_seconds=0))
+    return hub.events()
 
 
 async def take_until(events: AsyncGenerator[bytes, None], mirror: BrowserMirror, number: int) -> None:
@@ -37,9 +37,7 @@ async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them() 
         assert source.num_opened == source.num_open == 1
     await eventually(lambda: _async(source.num_open == 0), "the stream is closed")
     assert hub.num_viewers == 0
-    assert hub._news(PageViewer(include_blocks=True, pause_seconds=0, manager_no=1)) == [], (
-        "nothing is left of the old picture"
-    )
+    assert hub._news(PageViewer(manager_no=1)) == [], "nothing is left of the old picture"
     source.send(one_worker(1, {1: (3, 1, 0, 0)}, whole=True))
     async with aclosing(viewing(hub)) as third:
         await take_until(third, mirrors[2], 1)

@@ -74,8 +74,7 @@ def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
     for changes, readers, whole in steps:
         assert picture.apply(truth.picture(changes, whole or picture.version == 0))
         for reader in readers:
-            changed = picture.changes(versions[reader], include_blocks=True)
-            mirrors[reader].take(event_text("picture", changed))
+            mirrors[reader].take(event_text("picture", picture.changes(versions[reader])))
             versions[reader] = picture.version
             shown = mirrors[reader].workers
             assert set(shown) == set(truth.workers)
@@ -89,14 +88,14 @@ def test_a_picture_in_parts_is_shown_when_it_is_complete() -> None:
     """A part alone changes nothing, and one of a stream that was lost is forgotten."""
     picture = ClusterPicture()
     assert picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    before = picture.changes(0, include_blocks=True)
+    before = picture.changes(0)
     part = one_worker(2, {1: (3, 1, 0, 0)}, whole=False)
     part.complete = False
     assert not picture.apply(part)
-    assert picture.changes(0, include_blocks=True) == before
+    assert picture.changes(0) == before
     assert picture.apply(one_worker(3, {2: (4, 1, 0, 0)}, whole=True))
     mirror = BrowserMirror()
-    mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
+    mirror.take(event_text("picture", picture.changes(0)))
     shown = mirror.workers["1"]["blocks"][0]
     assert (shown[1][0], shown[2][0]) == (FREE[0], 4)
 
@@ -113,33 +112,15 @@ def test_more_ends_than_are_remembered_give_everything_anew(monkeypatch: pytest.
     monkeypatch.setattr(picture_view, "MAX_ENDED", 3)
     truth, picture, mirror = Truth(), ClusterPicture(), BrowserMirror()
     picture.apply(truth.picture([(1, {}, set("abcdef"), False)], whole=True))
-    mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
+    mirror.take(event_text("picture", picture.changes(0)))
     seen = picture.version
     picture.apply(truth.picture([(1, {}, set(), False)], whole=False))
-    mirror.take(event_text("picture", picture.changes(seen, include_blocks=True)))
+    mirror.take(event_text("picture", picture.changes(seen)))
     assert (mirror.wholes, mirror.workers["1"]["sequences"]) == (2, {})
 
 
-def test_without_blocks_the_rest_is_the_same() -> None:
-    """As the view Cluster needs it."""
-    picture = ClusterPicture()
-    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    mirror = BrowserMirror()
-    mirror.take(event_text("picture", picture.changes(0, include_blocks=False)))
-    assert mirror.workers["1"]["worker"]["worker_id"] == "worker-1"
-    assert mirror.workers["1"]["blocks"] == {}
-
-
-def _changes(picture: ClusterPicture, since: int, *, include_blocks: bool = True) -> Any:
-    return json.loads(picture.changes(since, include_blocks=include_blocks))
-
-
-def test_browsers_with_and_without_blocks_are_sent_different_things() -> None:
-    """Whoever asks first."""
-    picture = ClusterPicture()
-    picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
-    assert "blocks" not in _changes(picture, 0, include_blocks=False)["workers"][0]
-    assert "blocks" in _changes(picture, 0)["workers"][0]
+def _changes(picture: ClusterPicture, since: int) -> Any:
+    return json.loads(picture.changes(since))
 
 
 def test_one_that_has_the_last_picture_is_sent_nothing_of_it_again() -> None:

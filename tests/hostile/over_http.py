@@ -240,7 +240,7 @@ async def unread_answers(url: str, count: int) -> AsyncIterator[None]:
 @asynccontextmanager
 async def unread_viewers(url: str, count: int) -> AsyncIterator[None]:
     """Event streams of the page, none of which is read."""
-    async with _unread(url, count, _request("GET", "/api/watch?interval_ms=100")):
+    async with _unread(url, count, _request("GET", "/api/watch")):
         yield
 
 
