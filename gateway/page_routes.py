@@ -22,6 +22,7 @@ from .openai.errors import openai_error
 from .pages.prefix_tree import entries_after
 
 MAX_UINT32: Final = 2**32 - 1
+_OF_BLOCK: Final = ("group", "block_id", "ref_count", "token_count", "sealed", "table_index")
 _WATCH_HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 BLOCK_SECONDS: Final = 2.0
 """Time for an answer about a block. It is short, since somebody points at the block and waits."""
@@ -106,16 +107,11 @@ async def block(request: Request) -> Response:
 def _block_json(described: cache_pb2.DescribeBlockResponse) -> dict[str, Any]:
     block, root = described.block, described.root
     return {
+        **{name: getattr(block, name) for name in _OF_BLOCK},
         "epoch": str(described.epoch),
-        "group": block.group,
-        "block_id": block.block_id,
         "state": cache_pb2.BlockState.Name(block.state).removeprefix("BLOCK_STATE_").lower(),
-        "ref_count": block.ref_count,
         "generation": str(block.generation),
-        "token_count": block.token_count,
-        "sealed": block.sealed,
         "block_hash": str(block.block_hash),
-        "table_index": block.table_index,
         "owners": [
             {"sequence_id": owner.sequence_id, "attempt": owner.attempt, "round": owner.round} for owner in block.owners
         ],

@@ -205,11 +205,6 @@ class Cluster:
         """Return the names of the workers that have not ended."""
         return set(self._specs) - {MANAGER_NAME, GATEWAY_NAME}
 
-    async def wait_for_failure(self) -> ClusterFailed:
-        """Wait until a process ends by itself, and return an error that says so."""
-        ended = await self._children.wait_for_exit()
-        return ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
-
     async def keep_alive(self, on_event: Callable[[str], None]) -> None:
         """Restart processes that die until the last worker has left (SIGTERM, `kvpool drain`). Call it after `start`.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client import PictureView, PoolView, WorkerView
+from kvpool.client.picture_view import LISTS
 from kvpool.v1 import cache_pb2, common_pb2
 
 
@@ -78,7 +79,7 @@ def _blocks(group: int, pool: PoolView, since: int) -> dict[str, Any] | None:
         ids = _base64(where.astype("u4"))
     if not pool.states or ids == "":
         return None
-    columns = {name: _base64(np.frombuffer(getattr(pool, name), kind)[where]) for name, kind in _COLUMNS}
+    columns = {name: _base64(np.frombuffer(getattr(pool, name), kind)[where]) for name, kind in LISTS}
     return {"group": group, "first": 0 if ids is None else None, "ids": ids, **columns}
 
 
@@ -87,9 +88,11 @@ def _base64(column: npt.NDArray[Any]) -> str:
     return base64.b64encode(column.astype(column.dtype.newbyteorder("<")).tobytes()).decode()
 
 
-_COLUMNS: Final = (("states", "u1"), ("ref_counts", "u2"), ("last_used", "u4"), ("salt_numbers", "u2"))
-"""Lists of PoolView with the type of their entries."""
 _KEY_NAMES: Final = ("sequence_id", "attempt", "round")
+_SEQUENCE: Final = ("num_tokens", "num_cached_tokens", "num_computed_tokens", "num_blocks", "fenced")
+_WORKER: Final = (
+    "worker_id", "address", "model_name", "max_model_len", "num_sequences", "draining", "recovering",
+)  # fmt: skip
 _COUNTS: Final = ("capacity", "free", "cached", "held", "reserved", "copying", "shared", "withheld")
 _NO_COUNTS: Final = common_pb2.BlockCounts()
 _TOTALS: Final = ("num_prompt_tokens", "num_cached_tokens", "num_evicted_blocks", "num_calls", "num_generated_tokens")
@@ -118,11 +121,8 @@ def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
         for pool in worker.kv_cache_config.pools
     ]
     return {
-        "worker_id": worker.worker_id,
-        "address": worker.address,
-        "model_name": worker.model_name,
+        **{name: getattr(worker, name) for name in _WORKER},
         "block_size": worker.kv_cache_config.block_size,
-        "max_model_len": worker.max_model_len,
         "groups": groups,
         "load": {
             "num_running": worker.load.num_running,
@@ -130,18 +130,10 @@ def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
             "num_uncomputed_tokens": str(worker.load.num_uncomputed_tokens),  # a browser's numbers have 53 bits
         },
         "totals": {name: str(getattr(worker.totals, name)) for name in _TOTALS},
-        "num_sequences": worker.num_sequences,
-        "draining": worker.draining,
-        "recovering": worker.recovering,
     }
 
 
 def _sequence_json(sequence: cache_pb2.SequenceDescription) -> dict[str, Any]:
-    return {
-        **{name: getattr(sequence.key, name) for name in _KEY_NAMES},
-        "num_tokens": sequence.num_tokens,
-        "num_cached_tokens": sequence.num_cached_tokens,
-        "num_computed_tokens": sequence.num_computed_tokens,
-        "num_blocks": sequence.num_blocks,
-        "fenced": sequence.fenced,
+    return {name: getattr(sequence.key, name) for name in _KEY_NAMES} | {
+        name: getattr(sequence, name) for name in _SEQUENCE
     }
