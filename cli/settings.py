@@ -1,11 +1,12 @@
-"""Settings of the commands that call a cluster, apart from their flags."""
+"""Settings of the commands that call a cluster, apart from their flags, and a setting of those that start one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from importlib.util import find_spec
+from typing import Annotated, ClassVar, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from kvpool.client.config import MANAGER_VARIABLE, ClientConfig
@@ -16,29 +17,32 @@ _DEFAULTS: Final = ClientConfig()
 
 
 class ClientSettings(ProcessSettings):
-    """`KVPOOL_CLIENT_*` variables, $KVPOOL_MANAGER, and [client] of the file that $KVPOOL_CONFIG names."""
+    """`KVPOOL_CLIENT_*` variables, $KVPOOL_MANAGER, and [client] of the file that $KVPOOL_CONFIG names. ClientConfig describes
+    them."""
 
     model_config = SettingsConfigDict(env_prefix="KVPOOL_CLIENT_", cli_prog_name="kvpool")
     table: ClassVar[str] = "client"
     shared_variables: ClassVar[Mapping[str, str]] = {"manager": MANAGER_VARIABLE}
 
-    manager: str = Field(
-        default=DEFAULT_MANAGER,
-        description="host:port of the cache manager; of several with commas between; or file:PATH of a file that lists them.",
-    )
-    timeout: float = Field(
-        default=_DEFAULTS.timeout, gt=0, le=86_400, description="Seconds from a request to its last token."
-    )
-    max_attempts: int = Field(
-        default=_DEFAULTS.max_attempts, ge=1, le=64, description="Workers tried for one request at most."
-    )
-    continuation: bool = Field(
-        default=_DEFAULTS.continuation,
-        description="Whether an answer continues on another worker when its worker is gone.",
-    )
-    max_model_bytes: int = Field(
-        default=_DEFAULTS.max_model_bytes,
-        ge=1,
-        le=2**32,
-        description="Bytes of tokenizer, chat template and special tokens of one model together, at most.",
-    )
+    manager: str = DEFAULT_MANAGER
+    timeout: float = Field(default=_DEFAULTS.timeout, gt=0, le=86_400)
+    max_attempts: int = Field(default=_DEFAULTS.max_attempts, ge=1, le=64)
+    continuation: bool = _DEFAULTS.continuation
+    max_model_bytes: int = Field(default=_DEFAULTS.max_model_bytes, ge=1, le=2**32)
+
+
+_GATEWAY_NEEDS: Final = ("httptools", "starlette", "uvicorn")
+"""Packages of the extra [gateway] that a gateway needs."""
+
+
+def _require_gateway(port: int) -> int:
+    if missing := [name for name in _GATEWAY_NEEDS if find_spec(name) is None]:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ValueError(
+            f"{' and '.join(missing)} {verb} not installed: the gateway needs an extra, pip install 'kvpool[gateway]'"
+        )
+    return port
+
+
+GatewayPort = Annotated[int, Field(ge=1, le=65535), AfterValidator(_require_gateway)]
+"""Its packages must be installed."""

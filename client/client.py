@@ -27,7 +27,7 @@ from .prompt import Prompt, RoutedPrompt, routed_prompt
 from .request import build_request
 from .stream import ClusterAccess, GenerateStream
 from .template_process import TemplateProcess
-from .watch import WatchOptions, WatchUpdate, watch
+from .watch import Watch, WatchUpdate, watch_request
 
 MAX_GRACE_SECONDS: Final = 3600
 _READ_TIMEOUT_SECONDS: Final = 10.0
@@ -155,8 +155,15 @@ class Client:
 
         A ManagerAway says that the stream was lost; it is opened again by itself, and contents go on where they broke off. Use it
         in `async with contextlib.aclosing(client.watch(…)) as updates`, which ends the stream with the loop."""
-        options = WatchOptions(pictures, contents, interval, worker_id, blocks, max_sequences)
-        return watch(self._channels, self._config, options)
+        request = watch_request(
+            pictures=pictures,
+            contents=contents,
+            interval=interval,
+            worker_id=worker_id,
+            blocks=blocks,
+            max_sequences=max_sequences,
+        )
+        return Watch(self._channels, self._config, request).updates()
 
     async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:
         """Audit the manager's laws. Without violations in the answer every law holds."""

@@ -22,6 +22,8 @@ class Completion:
     """Tokens of the prompt."""
     num_cached_tokens: int
     """Prompt tokens that the cache served: a multiple of the block size, always less than the prompt."""
+    num_generated_tokens: int
+    """Tokens generated, the id that ended the text included."""
     worker_id: str
     """The worker that computed the last token."""
     time_to_first_token_ms: float
@@ -45,23 +47,19 @@ class CompletionBuilder:
     """Collects the chunks of one answer, in order."""
 
     def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        """The tokens delivered so far. Owned by the builder: do not change."""
         self._text: list[str] = []
-        self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._usage: Usage | None = None
         self._last: Chunk | None = None
         self._first_token_ms: float | None = None
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens delivered so far. Owned by the builder: do not change."""
-        return self._token_ids
-
     def add(self, chunk: Chunk, elapsed_ms: float) -> None:
         """Take in the next chunk, `elapsed_ms` after the start of the call."""
         self._text.append(chunk.text)
-        self._token_ids.extend(chunk.token_ids)
+        self.token_ids.extend(chunk.token_ids)
         if chunk.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += chunk.logprobs
@@ -80,7 +78,7 @@ class CompletionBuilder:
         last, usage, first_token_ms = self._last, self._usage, self._first_token_ms
         if last is None or last.finish_reason is None or usage is None or first_token_ms is None:
             raise ProtocolError(
-                f"the answer is not complete: {len(self._token_ids)} tokens, "
+                f"the answer is not complete: {len(self.token_ids)} tokens, "
                 f"finish reason {last.finish_reason if last else None}, usage {usage}",
                 reason="INCOMPLETE",
             )
@@ -92,10 +90,11 @@ class CompletionBuilder:
             )
         return Completion(
             text="".join(self._text),
-            token_ids=tuple(self._token_ids),
+            token_ids=tuple(self.token_ids),
             finish_reason=last.finish_reason,
             num_prompt_tokens=usage.num_prompt_tokens,
             num_cached_tokens=usage.num_cached_tokens,
+            num_generated_tokens=usage.num_generated_tokens,
             worker_id=last.worker_id,
             time_to_first_token_ms=first_token_ms,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),

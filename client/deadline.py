@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from .errors import DeadlineExceeded
 
 
-@dataclass(frozen=True, slots=True)
 class Deadline:
-    """The end of one request on the monotonic clock. Immutable; safe to hand to every call of the request."""
+    """The end of one request on the monotonic clock, which every call of the request gets."""
 
-    seconds: float
-    """The time-out that it was made from."""
-    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "started", self.clock())
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        """The time-out that it was made from."""
+        self.clock = clock
+        self._started = clock()
 
     def elapsed(self) -> float:
         """Seconds since it was made."""
-        return self.clock() - self.started
+        return self.clock() - self._started
 
     def remaining(self) -> float:
         """Seconds left, never negative."""

@@ -13,31 +13,23 @@ class Gate:
     """
 
     def __init__(self) -> None:
+        self.num_delivered = 0
+        """Tokens taken so far, over all attempts."""
+        self.base = 0
+        """Tokens that earlier attempts delivered."""
         self._attempt = 0
-        self._base = 0
-        self._num_delivered = 0
         self._num_prompt_delivered = 0
         self._num_prompt_of_attempt = 0
 
     def __repr__(self) -> str:
-        return f"Gate(attempt={self._attempt}, base={self._base}, num_delivered={self._num_delivered})"
-
-    @property
-    def num_delivered(self) -> int:
-        """Tokens taken so far, over all attempts."""
-        return self._num_delivered
-
-    @property
-    def base(self) -> int:
-        """Tokens that earlier attempts delivered."""
-        return self._base
+        return f"Gate(attempt={self._attempt}, base={self.base}, num_delivered={self.num_delivered})"
 
     def open(self, attempt: int) -> None:
         """Let only `attempt`, which must be larger than any before, deliver. Its positions count from the next token of the
         answer."""
         assert attempt > self._attempt, (attempt, self._attempt)
         self._attempt = attempt
-        self._base = self._num_delivered
+        self.base = self.num_delivered
         self._num_prompt_of_attempt = 0
 
     def take(self, attempt: int, start_index: int, num_tokens: int) -> int | None:
@@ -48,15 +40,15 @@ class Gate:
         """
         if attempt != self._attempt:
             return None
-        position = self._base + start_index
-        if num_tokens and position != self._num_delivered:
+        position = self.base + start_index
+        if num_tokens and position != self.num_delivered:
             raise ProtocolError(
                 f"the worker sent tokens at position {start_index} of attempt {attempt}, "
-                f"the next one is {self._num_delivered - self._base}",
+                f"the next one is {self.num_delivered - self.base}",
                 reason="OUT_OF_ORDER",
             )
-        self._num_delivered += num_tokens
-        return self._num_delivered - num_tokens
+        self.num_delivered += num_tokens
+        return self.num_delivered - num_tokens
 
     def take_prompt(self, num_entries: int) -> int:
         """Accept log-probabilities of the prompt's next `num_entries` tokens. Returns how many of them, from the first on, an

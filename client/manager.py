@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from kvpool.process.address import manager_addresses
-from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2
 
@@ -22,6 +21,7 @@ from .config import ClientConfig
 from .deadline import Deadline
 from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, Unavailable, Unimplemented, from_rpc_error
 from .prompt import RoutedPrompt
+from .request import require_fits
 
 _BACKOFF_SECONDS_MIN: Final = 0.05
 _BACKOFF_SECONDS_MAX: Final = 1.0
@@ -103,11 +103,7 @@ class Manager:
     ) -> _Response:
         """Make one call of an idempotent method, and repeat it while the manager is away: until the deadline if it ever answered,
         else for first_contact. InvalidRequest if no message can hold the request."""
-        if request.ByteSize() > MAX_MESSAGE_BYTES:
-            raise InvalidRequest(
-                f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}: shorten the prompt",
-                reason="NEVER_FITS",
-            )
+        require_fits(request)
         contact = Deadline(self._config.first_contact, deadline.clock)
         backoff = _BACKOFF_SECONDS_MIN
         num_attempts = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,10 +35,8 @@ class PoolView:
         count = num_blocks - len(self.states)
         if count > 0:
             self.states += bytes([cache_pb2.BLOCK_STATE_FREE]) * count
-            self.ref_counts.frombytes(bytes(2 * count))
-            self.last_used.frombytes(bytes(4 * count))
-            self.salt_numbers.frombytes(bytes(2 * count))
-            self.changed_at.frombytes(bytes(8 * count))
+            for column in (self.ref_counts, self.last_used, self.salt_numbers, self.changed_at):
+                column.frombytes(bytes(column.itemsize * count))
 
 
 @dataclass(slots=True)
@@ -78,14 +75,10 @@ class PictureView:
         """Version in which it last changed."""
         self.ended_sessions: dict[int, int] = {}
         """Version in which each ended session ended."""
-        self._workers: dict[int, WorkerView] = {}
+        self.workers: dict[int, WorkerView] = {}
+        """Workers by session."""
         self._parts: list[cache_pb2.Picture] = []
         """Messages of a picture that is not complete yet."""
-
-    @property
-    def workers(self) -> Mapping[int, WorkerView]:
-        """Workers by session."""
-        return self._workers
 
     def apply(self, picture: cache_pb2.Picture) -> bool:
         """Take in one message; returns whether it completes the picture, which only then is in the view. Raises ProtocolError if
@@ -105,20 +98,20 @@ class PictureView:
 
     def _apply_part(self, picture: cache_pb2.Picture, version: int) -> None:
         if picture.whole:
-            self._workers.clear()
+            self.workers.clear()
             self.ended_sessions.clear()
             self.cluster, self.cluster_at = cache_pb2.ClusterPicture(), 0
             self.whole_at = version
         if picture.HasField("cluster"):
             self.cluster, self.cluster_at = picture.cluster, version
         for session in picture.ended_sessions:
-            self._workers.pop(session, None)
+            self.workers.pop(session, None)
             self.ended_sessions[session] = version
         for part in picture.workers:
             self._apply_worker(part, version)
 
     def _apply_worker(self, part: cache_pb2.WorkerPicture, version: int) -> None:
-        worker = self._workers.setdefault(part.session, WorkerView(part.session))
+        worker = self.workers.setdefault(part.session, WorkerView(part.session))
         if part.HasField("worker"):
             worker.description, worker.described_at = part.worker, version
         for blocks in part.blocks:
@@ -132,7 +125,7 @@ class PictureView:
             worker.sequences[key], worker.sequences_at[key] = sequence, version
 
     def _forget_ended(self) -> None:
-        workers = self._workers.values()
+        workers = self.workers.values()
         num_ended = len(self.ended_sessions) + sum(
             len(worker.sequences_at) - len(worker.sequences) for worker in workers
         )
@@ -151,7 +144,7 @@ def _apply_blocks(pool: PoolView, blocks: cache_pb2.BlockPicture, version: int) 
     import numpy as np  # its import takes a while, and most clients watch nothing
 
     count = len(blocks.states)
-    lists = {name: (getattr(blocks, name), kind) for name, kind in _LISTS}
+    lists = {name: (getattr(blocks, name), kind) for name, kind in LISTS}
     if any(len(data) != int(kind[1]) * count for data, kind in lists.values()) or (
         len(blocks.block_ids) not in (0, count)
     ):
@@ -163,5 +156,5 @@ def _apply_blocks(pool: PoolView, blocks: cache_pb2.BlockPicture, version: int) 
     np.frombuffer(pool.changed_at, "u8")[where] = version
 
 
-_LISTS: Final = (("states", "u1"), ("ref_counts", "u2"), ("last_used", "u4"), ("salt_numbers", "u2"))
+LISTS: Final = (("states", "u1"), ("ref_counts", "u2"), ("last_used", "u4"), ("salt_numbers", "u2"))
 """Lists of BlockPicture and PoolView, with the type of their entries."""

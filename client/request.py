@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from kvpool.protocol.answers import answer_seed
 from kvpool.protocol.defaults import fill_in
-from kvpool.protocol.limits import BadField, check_options
+from kvpool.protocol.limits import MAX_MESSAGE_BYTES, BadField, check_options
 from kvpool.protocol.sampling import SAMPLING_OPTIONS
 from kvpool.v1 import worker_pb2
 
@@ -97,6 +97,15 @@ def request_for(
         own_ids = set(request.stop.stop_token_ids)
         request.stop.stop_token_ids.extend(token_id for token_id in prompt.stop_token_ids if token_id not in own_ids)
     return request
+
+
+def require_fits(message: Message) -> None:
+    """Raise InvalidRequest if the message is larger than one may be."""
+    if message.ByteSize() > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(
+            f"the request has {message.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}: shorten the prompt",
+            reason="NEVER_FITS",
+        )
 
 
 def _choose_seed(request: worker_pb2.GenerateRequest) -> None:

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 from uuid import uuid4
 
 from kvpool.protocol.answers import answer_id
-from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 
 from .answer import Answer
@@ -26,7 +25,7 @@ from .manager import Manager
 from .model import Model
 from .models import Models
 from .prompt import Prompt, routed_prompt
-from .request import answer_request, attempt_request, request_for
+from .request import answer_request, attempt_request, request_for, require_fits
 from .watched_call import WatchedCall
 
 _NO_WORKER_PAUSE_SECONDS: Final = 0.2
@@ -322,11 +321,7 @@ class GenerateStream:
             attempt=target.attempt,
             model_fingerprint=self._model.fingerprint,
         )
-        if request.ByteSize() > MAX_MESSAGE_BYTES:
-            raise InvalidRequest(
-                f"the request has {request.ByteSize()} bytes, a message holds {MAX_MESSAGE_BYTES}: shorten the prompt",
-                reason="NEVER_FITS",
-            )
+        require_fits(request)
         for answer in self._answers:
             answer.begin(target.attempt, deadline.elapsed() * 1000)
         return WatchedCall(

@@ -7,8 +7,8 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .chunk import Chunk
 from .client import Client
@@ -16,10 +16,7 @@ from .completion import Completion
 from .config import ClientConfig
 from .errors import Cancelled, FailedPrecondition
 from .explanation import Explanation
-from .messages import Message
-from .options import GenerateOptions
 from .stream import GenerateStream
-from .watch import WatchUpdate
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -127,14 +124,6 @@ class SyncStream:
         return self._loop.run(self._stream.collect_all())
 
 
-async def _next(updates: AsyncGenerator[WatchUpdate, None]) -> WatchUpdate:
-    return await anext(updates)
-
-
-async def _close(updates: AsyncGenerator[WatchUpdate, None]) -> None:
-    await updates.aclose()
-
-
 def _blocking(
     method: Callable[Concatenate[Client, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[SyncClient, _P], _T]:
@@ -147,8 +136,45 @@ def _blocking(
     return call
 
 
+def _streaming(
+    method: Callable[Concatenate[Client, _P], GenerateStream],
+) -> Callable[Concatenate[SyncClient, _P], SyncStream]:
+    """Do the same for a method that returns a stream of chunks."""
+
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *arguments: _P.args, **options: _P.kwargs) -> SyncStream:
+        return SyncStream(method(self._client, *arguments, **options), self._loop)
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[Client, _P], AsyncGenerator[_T, None]],
+) -> Callable[Concatenate[SyncClient, _P], Generator[_T, None, None]]:
+    """Do the same for a method that returns a generator. Closing the result ends it."""
+
+    async def next_of(items: AsyncGenerator[_T, None]) -> _T:
+        return await anext(items)
+
+    async def close(items: AsyncGenerator[_T, None]) -> None:
+        await items.aclose()
+
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *arguments: _P.args, **options: _P.kwargs) -> Generator[_T, None, None]:
+        items = method(self._client, *arguments, **options)
+        try:
+            while True:
+                yield self._loop.run(next_of(items))
+        finally:
+            with contextlib.suppress(Cancelled, FailedPrecondition):
+                self._loop.run(close(items))
+
+    return call
+
+
 class SyncClient:
-    """Has the methods of Client, in blocking form; see there. Its event loop runs in a thread of its own.
+    """Has the methods of Client, in blocking form; see there. generate and chat return a SyncStream, and watch a generator, whose
+    end is the stream's. Its event loop runs in a thread of its own.
 
     Use it as `with SyncClient() as client`, or call close(). Safe to use from several threads.
     """
@@ -168,46 +194,9 @@ class SyncClient:
         repeated."""
         self._loop.close(self._client.close)
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> SyncStream:
-        """Continue a raw prompt; see Client.generate. Iterate over the stream for chunks, or collect() the whole answer."""
-        return SyncStream(self._client.generate(prompt, **options), self._loop)
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        template_arguments: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> SyncStream:
-        """Let the assistant speak next; see Client.chat."""
-        return SyncStream(self._client.chat(messages, template_arguments=template_arguments, **options), self._loop)
-
-    def watch(
-        self,
-        *,
-        pictures: bool = True,
-        contents: bool = False,
-        interval: float = 1.0,
-        worker_id: str = "",
-        blocks: bool = False,
-        max_sequences: int = 0,
-    ) -> Generator[WatchUpdate, None, None]:
-        """Watch the cluster; see Client.watch. Closing the generator ends the stream."""
-        updates = self._client.watch(
-            pictures=pictures,
-            contents=contents,
-            interval=interval,
-            worker_id=worker_id,
-            blocks=blocks,
-            max_sequences=max_sequences,
-        )
-        try:
-            while True:
-                yield self._loop.run(_next(updates))
-        finally:
-            with contextlib.suppress(Cancelled, FailedPrecondition):
-                self._loop.run(_close(updates))
-
+    generate = _streaming(Client.generate)
+    chat = _streaming(Client.chat)
+    watch = _iterating(Client.watch)
     model = _blocking(Client.model)
     describe = _blocking(Client.describe)
     describe_block = _blocking(Client.describe_block)

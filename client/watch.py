@@ -33,59 +33,48 @@ WatchUpdate = cache_pb2.Picture | cache_pb2.Contents | ManagerAway
 """An item that Client.watch yields; see PictureView, and protos/kvpool/v1/cache.proto for the fields."""
 
 
-@dataclass(frozen=True, slots=True)
-class WatchOptions:
-    """Options of a watch. Validated when they are made: InvalidRequest."""
-
-    pictures: bool
-    contents: bool
-    interval: float
-    worker_id: str
-    blocks: bool
-    max_sequences: int
-
-    def __post_init__(self) -> None:
-        if not (self.pictures or self.contents):
-            raise InvalidRequest("watch pictures, contents or both: neither was asked for", reason="BAD_FIELD")
-        if not 0.1 <= self.interval <= 10:
-            raise InvalidRequest(f"interval must be in 0.1 … 10 seconds, got {self.interval:g}", reason="BAD_FIELD")
-        if not 0 <= self.max_sequences < 2**32:
-            raise InvalidRequest(
-                f"max_sequences must be in 0 … 2**32 − 1, got {self.max_sequences}", reason="BAD_FIELD"
-            )
-
-    def request(self, epoch: int, after: int) -> cache_pb2.WatchRequest:
-        """Return the request. Contents begin after the event `after` of the epoch."""
-        request = cache_pb2.WatchRequest()
-        if self.pictures:
-            request.picture.interval_ms = round(self.interval * 1000)
-            request.picture.worker_id = self.worker_id
-            request.picture.include_blocks = self.blocks
-            request.picture.max_sequences = self.max_sequences
-        if self.contents:
-            request.contents.epoch, request.contents.after = epoch, after
-        return request
+def watch_request(
+    *, pictures: bool, contents: bool, interval: float, worker_id: str, blocks: bool, max_sequences: int
+) -> cache_pb2.WatchRequest:
+    """Make the request of a watch from the options of Client.watch. Raises InvalidRequest."""
+    if not (pictures or contents):
+        raise InvalidRequest("watch pictures, contents or both: neither was asked for", reason="BAD_FIELD")
+    if not 0.1 <= interval <= 10:
+        raise InvalidRequest(f"interval must be in 0.1 … 10 seconds, got {interval:g}", reason="BAD_FIELD")
+    if not 0 <= max_sequences < 2**32:
+        raise InvalidRequest(f"max_sequences must be in 0 … 2**32 − 1, got {max_sequences}", reason="BAD_FIELD")
+    request = cache_pb2.WatchRequest()
+    if pictures:
+        request.picture.interval_ms = round(interval * 1000)
+        request.picture.worker_id = worker_id
+        request.picture.include_blocks = blocks
+        request.picture.max_sequences = max_sequences
+    if contents:
+        request.contents.SetInParent()
+    return request
 
 
-class _Stream:
+class Watch:
     """Opens the stream again and again, each time from where it broke."""
 
-    def __init__(self, channels: Channels, config: ClientConfig, options: WatchOptions) -> None:
+    def __init__(self, channels: Channels, config: ClientConfig, request: cache_pb2.WatchRequest) -> None:
         self._channels = channels
         self._config = config
-        self._options = options
-        self._silence = max(_SILENCE_SECONDS, 3 * options.interval)
+        self._request = request
+        self._silence = max(_SILENCE_SECONDS, 3 * request.picture.interval_ms / 1000)
         self._epoch = 0
         self._after = 0
         self._is_between_wholes = True
         """Whether the received contents are complete up to `_after`."""
 
     async def updates(self) -> AsyncGenerator[WatchUpdate, None]:
+        """Yield updates until the reader closes the generator. Raises KvpoolError only for errors that trying again cannot cure."""
         backoff = _BACKOFF_SECONDS_MIN
         while True:
-            is_resumable = self._is_between_wholes
-            request = self._options.request(*((self._epoch, self._after) if is_resumable else (0, 0)))
-            call = self._channels.manager(self._config.manager).Watch(request)
+            if self._request.HasField("contents"):
+                resume = (self._epoch, self._after) if self._is_between_wholes else (0, 0)
+                self._request.contents.epoch, self._request.contents.after = resume
+            call = self._channels.manager(self._config.manager).Watch(self._request)
             try:
                 while (message := await self._read(call)) is not None:
                     backoff = _BACKOFF_SECONDS_MIN
@@ -129,8 +118,3 @@ class _Stream:
             self._after = contents.events[-1].number
         if contents.whole_ends:
             self._is_between_wholes = True
-
-
-def watch(channels: Channels, config: ClientConfig, options: WatchOptions) -> AsyncGenerator[WatchUpdate, None]:
-    """Yield updates until the reader closes the generator. Raises KvpoolError only for errors that trying again cannot cure."""
-    return _Stream(channels, config, options).updates()

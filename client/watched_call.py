@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from enum import Enum, auto
 
 import grpc.aio
 
@@ -14,15 +13,6 @@ from .deadline import Deadline
 from .errors import Cancelled, KvpoolError, ProtocolError, Unavailable, from_rpc_error, from_status
 from .failover import Target
 from .manager import Manager
-
-
-class _Sight(Enum):
-    """State of a worker according to the manager."""
-
-    LIVE = auto()
-    MISSING = auto()
-    REPLACED = auto()
-    """Another process serves under the worker's name and address."""
 
 
 class WatchedCall:
@@ -97,13 +87,13 @@ class WatchedCall:
                 num_missing = 0
                 await asyncio.sleep(self._liveness_interval - silent_seconds)
                 continue
-            sight = await self._look()
+            incarnations = await self._look()
             # The answer may have come while we asked.
             if self._waiting_since != since:
                 continue
             # Missing once may be a manager that has just restarted and waits for registrations.
-            num_missing = num_missing + 1 if sight is _Sight.MISSING else 0
-            if sight is _Sight.REPLACED:
+            num_missing = num_missing + 1 if incarnations == [] else 0
+            if incarnations and incarnations[0] != self._incarnation:
                 self._give_up("another process serves under its name by now")
                 return
             if num_missing == 2:
@@ -111,16 +101,16 @@ class WatchedCall:
                 return
             await asyncio.sleep(self._liveness_interval)
 
-    async def _look(self) -> _Sight:
-        """Ask the manager for the worker's state; LIVE if the manager does not answer."""
+    async def _look(self) -> list[int] | None:
+        """Ask the manager for the incarnation of the live worker of this name and address, if there is one. None: the manager does
+        not answer."""
         seconds = min(self._liveness_interval, max(self._deadline.remaining(), 0.001))
         try:
             response = await self._manager.look(seconds, self._liveness_interval / 2)
         except KvpoolError:
-            return _Sight.LIVE
-        for worker in response.workers:
-            if (worker.worker_id, worker.address) == (self.target.worker_id, self.target.address):
-                if self._incarnation is None:
-                    self._incarnation = worker.incarnation
-                return _Sight.LIVE if worker.incarnation == self._incarnation else _Sight.REPLACED
-        return _Sight.MISSING
+            return None
+        ours = (self.target.worker_id, self.target.address)
+        found = [worker.incarnation for worker in response.workers if (worker.worker_id, worker.address) == ours]
+        if found and self._incarnation is None:
+            self._incarnation = found[0]
+        return found

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from kvpool.cli.commands.block_map import render_block_map
 from kvpool.cli.launch.children import Children
-from kvpool.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterSpec, free_port
+from kvpool.cli.launch.cluster import MANAGER_NAME, Cluster, ClusterFailed, ClusterSpec, free_port
 from kvpool.cli.terminal import stdout_console
 from kvpool.client import Client, Completion, KvpoolError
 from kvpool.client.block_map import BlockMap, fetch_block_map
@@ -254,9 +254,8 @@ async def demo(console: Console) -> int:
         async with Children(
             lambda name, line: log.append(f"{name:<9}| {Text.from_ansi(line).plain}"), last=MANAGER_NAME
         ) as children:
-            cluster = Cluster(spec, children)
             try:
-                await run_demo(cluster, spec, log, console)
+                await run_demo(children, spec, log, console)
             except* KvpoolError as errors:
                 console.print("\n".join(log), style="dim", markup=False, highlight=False)
                 for error in errors.exceptions:
@@ -267,7 +266,7 @@ async def demo(console: Console) -> int:
     return exit_status
 
 
-async def run_demo(cluster: Cluster, spec: ClusterSpec, log: Sequence[str], console: Console) -> None:
+async def run_demo(children: Children, spec: ClusterSpec, log: Sequence[str], console: Console) -> None:
     """Start, chat, show. KvpoolError if a service fails."""
     started = time.monotonic()
     starting = "starting one manager and two workers"
@@ -279,12 +278,12 @@ async def run_demo(cluster: Cluster, spec: ClusterSpec, log: Sequence[str], cons
             last = log[-1] if log else ""
             status.update(escape(f"{progress} ({time.monotonic() - started:.0f} s)\n  {last}"))
 
-        workers = await cluster.start(show)
+        workers = await Cluster(spec, children).start(show)
     console.print(
         f"one manager ({spec.address}) and {len(workers)} workers are ready after {time.monotonic() - started:.0f} s;\n"
         "now two desks answer their visitors, with a model of 135 million parameters: expect its speed, not its wisdom\n"
     )
-    failure = asyncio.create_task(cluster.wait_for_failure())
+    failure = asyncio.create_task(children.wait_for_exit())
     try:
         async with Client(spec.address) as client:
             chatting = asyncio.create_task(show_sharing(client, [worker.worker_id for worker in workers], console))
@@ -292,7 +291,7 @@ async def run_demo(cluster: Cluster, spec: ClusterSpec, log: Sequence[str], cons
             if failure.done():
                 chatting.cancel()
                 await asyncio.gather(chatting, return_exceptions=True)
-                raise failure.result()
+                raise ClusterFailed(f"{failure.result()}; its log above says why", reason="CHILD_ENDED")
             await chatting
     finally:
         failure.cancel()

@@ -26,7 +26,7 @@ COOKIE: Final = "kvpool_session"
 SESSION_SECONDS: Final = 12 * 3600
 OPEN_PATHS: Final = frozenset({"/health", "/version"})
 """Paths that anybody may request."""
-LOGIN_PATHS: Final = frozenset({"/login", "/static/icon.svg", "/static/login.css"})
+LOGIN_PATHS: Final = frozenset({"/login", "/static/icon.svg", "/static/css/theme.css", "/static/login.css"})
 """Paths that the form for the key needs."""
 _ASK_AGAIN: Final = (
     '<!doctype html><title>kvpool</title><meta http-equiv="refresh" content="0; url=/"><a href="/">kvpool</a>'

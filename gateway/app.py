@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 from starlette.applications import Starlette
@@ -14,15 +15,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpool.client import Client, ClientConfig
+from kvpool.client import Client, ClientConfig, KvpoolError
 
 from .access import Access, AccessKeys
 from .connection import ConnectionLimits
 from .context import Gateway
-from .errors import ApiError, on_api_error
+from .errors import ApiError, on_error
 from .metrics import GatewayMetrics
 from .observation import RequestObservation
-from .pages.page import open_page
+from .pages.hub import MAX_SEQUENCES, PICTURE_MS, Hub
+from .pages.prefix_follower import Prefixes
+from .pages.request_feed import RequestFeed
 from .request_log import RequestLog
 from .routes import all_routes
 from .settings import GatewaySettings
@@ -34,12 +37,7 @@ def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
     return ConnectionLimits(**settings.model_dump(include=names))
 
 
-def make_app(
-    settings: GatewaySettings,
-    limits: ConnectionLimits | None = None,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-) -> Starlette:
+def make_app(settings: GatewaySettings, limits: ConnectionLimits | None = None) -> Starlette:
     """Make the application. Its lifespan opens and closes a client of the cluster. `limits` are those of its server."""
     metrics = GatewayMetrics()
     limits = limits or connection_limits(settings)
@@ -49,16 +47,20 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         config = ClientConfig(manager=settings.manager, timeout=settings.timeout)
-        log = RequestLog(settings.kept_requests, clock)
-        async with Client(config=config) as client, open_page(client, log) as page:
-            app.state.gateway = Gateway(settings, client, clock, metrics, limits, log)
-            app.state.page = page
-            yield
+        log = RequestLog(settings.kept_requests, time.monotonic)
+        async with Client(config=config) as client:
+            pictures = partial(client.watch, interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)
+            hub = Hub(pictures, RequestFeed(log))
+            prefixes = Prefixes(partial(client.watch, pictures=False, contents=True))
+            app.state.gateway = Gateway(settings, client, metrics, limits, log, hub, prefixes)
+            try:
+                yield
+            finally:
+                await prefixes.close()
+                await hub.close()
 
     middleware = [
-        Middleware(
-            RequestObservation, routes=routes, metrics=metrics, max_body_bytes=settings.max_body_bytes, clock=clock
-        ),
+        Middleware(RequestObservation, routes=routes, metrics=metrics, max_body_bytes=settings.max_body_bytes),
         *_cors(settings),
         Middleware(
             Access,
@@ -71,7 +73,7 @@ def make_app(
         routes=routes,
         lifespan=lifespan,
         middleware=middleware,
-        exception_handlers={HTTPException: _on_http_exception, ApiError: on_api_error},
+        exception_handlers={HTTPException: _on_http_exception, ApiError: on_error, KvpoolError: on_error},
     )
 
 

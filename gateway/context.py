@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,6 +12,8 @@ from kvpool.client.encoding import Encoding
 
 from .connection import ConnectionLimits
 from .metrics import GatewayMetrics
+from .pages.hub import Hub
+from .pages.prefix_follower import Prefixes
 from .request_log import RequestLog
 from .settings import GatewaySettings
 
@@ -23,11 +24,11 @@ class Gateway:
 
     settings: GatewaySettings
     client: Client
-    clock: Callable[[], float]
-    """Monotonic seconds."""
     metrics: GatewayMetrics
     limits: ConnectionLimits
     request_log: RequestLog
+    hub: Hub
+    prefixes: Prefixes
     encoding: Encoding = field(default_factory=Encoding)
     """Tokenises the texts of /tokenize."""
 

@@ -79,23 +79,20 @@ def invalid(param: str, message: str) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code="invalid_value")
 
 
-async def on_api_error(request: Request, error: Exception) -> Response:
-    """Answer with the error; for an application's table of handlers."""
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-def http_status(error: KvpoolError) -> int:
-    """Return the HTTP status of a client's error. An error outside the table is a defect: 500."""
-    return int(_STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR))
-
-
 def api_error(error: KvpoolError, *, param: str | None = None, code: str | None = None) -> ApiError:
     """Make the answer to a client's error, with Retry-After if the service named a time. `code` is the error's reason by
     default."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    return ApiError(
-        http_status(error), error.message, param=param, code=code or error.reason.lower() or None, headers=headers
-    )
+    # An error outside the table is a defect.
+    status = _STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+    return ApiError(status, error.message, param=param, code=code or error.reason.lower() or None, headers=headers)
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Answer with an ApiError or a client's error; for an application's table of handlers."""
+    if isinstance(error, KvpoolError):
+        error = api_error(error)
+    assert isinstance(error, ApiError)
+    return error.response()

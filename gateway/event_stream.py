@@ -1,13 +1,42 @@
-"""An answer of server-sent events (WHATWG HTML, section 9.2)."""
+"""An answer of server-sent events (WHATWG HTML, section 9.2), and what to do when a reader goes away."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .disconnect import ReaderLeft, unless_reader_leaves
+T = TypeVar("T")
+
+
+class ReaderLeft(Exception):
+    """The reader has gone; nobody waits for the answer any more."""
+
+
+async def unless_reader_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If the reader goes away before, cancel `work`, wait for its end and raise ReaderLeft.
+
+    The request's body must have been read."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_until_left(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ReaderLeft
+    finally:
+        tasks = [task for task in (working, watching) if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait_until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(Response):

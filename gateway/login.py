@@ -23,6 +23,7 @@ _FORM: Final = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>kvpool: log in</title>
 <link rel="icon" href="/static/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/static/css/theme.css">
 <link rel="stylesheet" href="/static/login.css">
 <main>
   <h1>kvpool</h1>

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute, Route
 
-from . import status_routes
+from . import page_routes, status_routes
 from .access import AccessKeys
 from .login import login_routes
 from .openai.chat import chat
 from .openai.completions import complete
 from .openai.models import list_models, show_model
 from .openai.tokens import detokenize, tokenize
-from .pages.block import block
-from .pages.drain import drain
-from .pages.explain import explain
 from .pages.files import file_routes
-from .pages.prefixes import prefixes
-from .pages.requests import requests
-from .pages.stories import stories
-from .pages.watch import watch
 
 
 def all_routes(keys: AccessKeys) -> list[BaseRoute]:
@@ -36,12 +29,11 @@ def all_routes(keys: AccessKeys) -> list[BaseRoute]:
         Route("/v1/models/{name:path}", show_model),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/api/watch", watch),
-        Route("/api/block", block),
-        Route("/api/explain", explain, methods=["POST"]),
-        Route("/api/drain", drain, methods=["POST"]),
-        Route("/api/prefixes", prefixes),
-        Route("/api/requests", requests),
-        Route("/api/stories", stories),
+        Route("/api/watch", page_routes.watch),
+        Route("/api/block", page_routes.block),
+        Route("/api/explain", page_routes.explain, methods=["POST"]),
+        Route("/api/drain", page_routes.drain, methods=["POST"]),
+        Route("/api/prefixes", page_routes.prefixes),
+        Route("/api/requests", page_routes.requests),
         *file_routes(has_login=bool(keys)),
     ]

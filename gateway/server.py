@@ -81,13 +81,6 @@ class GatewayServer:
         return f"http://{join_host_port(reachable_host(self._settings.host), self.port)}"
 
     async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
         """Listen and serve. Raises PortError."""
         settings = self._settings
         listener = listen(settings.host, settings.port, backlog=_BACKLOG)
@@ -125,6 +118,7 @@ class GatewayServer:
             log.warning("listening beyond loopback without encryption", host=settings.host)
             if not settings.keys:
                 log.warning("anybody who reaches this port may use the cluster: --no-api-key", host=settings.host)
+        return self
 
     async def serve_until(self, stopping: asyncio.Event) -> None:
         """Wait for `stopping`. Raises the error that ended the HTTP server."""
@@ -135,12 +129,11 @@ class GatewayServer:
         if self._serving.done():
             self._serving.result()
 
-    async def stop(self) -> None:
-        """Take no more requests, let the running ones end within the grace, and stop. Idempotent."""
-        if self._server is None or self._serving is None:
-            return
-        server, self._server = self._server, None
-        server.begin_to_stop()
+    async def __aexit__(self, *_: object) -> None:
+        """Take no more requests, let the running ones end within the grace, and stop."""
+        assert self._server is not None
+        assert self._serving is not None
+        self._server.begin_to_stop()
         await asyncio.gather(self._serving, return_exceptions=True)
         log.info("stopped")
 

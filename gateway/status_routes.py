@@ -16,8 +16,6 @@ from kvpool.process.version import installed_version
 from kvpool.v1 import cache_pb2
 
 from .context import gateway_of
-from .errors import api_error
-from .pages.page import page_of
 
 HEALTH_SECONDS: Final = 2.0
 """Time for the manager to answer. A probe of Kubernetes waits one second by default, Docker's thirty."""
@@ -58,10 +56,7 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Answer with the workers and the limits of this gateway."""
     gateway = gateway_of(request)
-    try:
-        described = await gateway.client.describe()
-    except KvpoolError as error:
-        raise api_error(error) from error
+    described = await gateway.client.describe()
     settings = gateway.settings
     limits = ("max_streams", "max_body_bytes", "max_n", "max_prompts", "timeout", "ignore_unknown_fields")
     return JSONResponse(
@@ -92,6 +87,6 @@ async def metrics(request: Request) -> Response:
     """Answer with the page of metrics for Prometheus."""
     gateway = gateway_of(request)
     page = MetricsPage()
-    gateway.metrics.fill(page, gateway.limits, num_viewers=page_of(request).hub.num_viewers)
+    gateway.metrics.fill(page, gateway.limits, num_viewers=gateway.hub.num_viewers)
     # In a thread, because a long page takes milliseconds to write; it is complete by now.
     return Response(await run_in_threadpool(generate_latest, page), media_type=CONTENT_TYPE)

@@ -54,11 +54,9 @@ class Distribution:
 
     def as_json(self) -> dict[str, float]:
         """Return the figures in milliseconds. The names are part of the interface."""
-        figures: dict[str, float] = {"count": self.count, "mean_ms": self.mean * 1000, "least_ms": self.least * 1000}
-        figures |= {
-            f"p{percent}_ms": value * 1000 for percent, value in zip(PERCENTILES, self.percentiles, strict=True)
-        }
-        return {**figures, "most_ms": self.most * 1000}
+        percentiles = {f"p{percent}": value for percent, value in zip(PERCENTILES, self.percentiles, strict=True)}
+        times = {"mean": self.mean, "least": self.least, **percentiles, "most": self.most}
+        return {"count": self.count} | {f"{name}_ms": seconds * 1000 for name, seconds in times.items()}
 
 
 @dataclass(frozen=True, slots=True)

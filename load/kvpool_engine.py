@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from kvpool.client.block_map import fetch_block_map
 from kvpool.client.client import Client
 from kvpool.client.config import ClientConfig
 from kvpool.client.errors import ResourceExhausted
@@ -13,7 +14,7 @@ from kvpool.client.options import GenerateOptions
 from kvpool.client.request import build_request
 
 from .engine import Delivery, RefusedRequest, ServedRequest
-from .waste import WasteSample, look
+from .waste import WasteSample, waste_of
 
 
 class KvpoolEngine:
@@ -50,9 +51,11 @@ class KvpoolEngine:
             raise RefusedRequest(str(error)) from error
 
     async def waste(self) -> WasteSample:
-        """Return the slots that the sequences hold now."""
+        """Return the slots that the sequences hold now. The workers are asked one after the other; a pool of more than 4,096 blocks
+        is read in pages, milliseconds apart."""
         workers = (await self._client.describe()).workers
-        return await look(self._client, sorted(worker.worker_id for worker in workers), self._lengths)
+        samples = [waste_of(await fetch_block_map(self._client, worker.worker_id), self._lengths) for worker in workers]
+        return WasteSample(*(sum(column) for column in zip(*samples, strict=True)))
 
     def forget(self) -> None:
         """Forget the sequences so far, which have ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -67,12 +67,11 @@ class LoadPlan:
 
     def as_json(self) -> dict[str, object]:
         """Return the plan as JSON values. The names are part of the interface."""
-        arrivals = {name: getattr(self.arrivals, name) for name in self.arrivals.__dataclass_fields__}
         return {
             "workload": self.workload.value,
             "num_conversations": self.num_conversations,
-            **{name: getattr(self.sizes, name) for name in RequestSizes.__dataclass_fields__},
-            "arrivals": {"loop": type(self.arrivals).__name__.removesuffix("Loop").lower(), **arrivals},
+            **asdict(self.sizes),
+            "arrivals": {"loop": type(self.arrivals).__name__.removesuffix("Loop").lower(), **asdict(self.arrivals)},
             "repetitions": self.repetitions,
             "cases": [case.value for case in self.cases],
             "warm_up": self.warm_up,

@@ -10,11 +10,10 @@ the worker and bound to no sequence; it is reported too, as a share of the held 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvpool.client.block_map import BlockMap, fetch_block_map
-from kvpool.client.client import Client
+from kvpool.client.block_map import BlockMap
 from kvpool.v1 import cache_pb2
 
 
@@ -84,10 +83,3 @@ def summarise(samples: Sequence[WasteSample]) -> Waste | None:
         waste_max=max(1 - sample.num_assigned_slots / sample.num_held_slots for sample in samples),
         reserve=sum(sample.num_reserved_slots for sample in samples) / num_held,
     )
-
-
-async def look(client: Client, worker_ids: Iterable[str], lengths: Mapping[str, int]) -> WasteSample:
-    """Take a sample of these workers, one after the other. A pool of more than 4,096 blocks is read in pages, milliseconds
-    apart."""
-    samples = [waste_of(await fetch_block_map(client, worker_id), lengths) for worker_id in worker_ids]
-    return WasteSample(*(sum(column) for column in zip(*samples, strict=True)))

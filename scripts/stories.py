@@ -1,4 +1,4 @@
-"""The stories of the page Learn, as the manager's real core and a worker's real cache side play them.
+"""The stories of the page Learn, as the manager's real core and a worker's real cache side play them; index.json lists them.
 
 `python -m scripts.stories` writes them, with --check it only compares.
 """
@@ -18,13 +18,18 @@ FOLDER: Final = Path(__file__).parents[1] / "gateway" / "static" / "stories"
 
 def stories() -> dict[str, str]:
     """The content of each file by its name."""
-    files = {}
+    files, listed = {}, []
     for name, story in STORIES.items():
         told = as_object(story, record(story))
         broken = [step["title"] for step in told["steps"] if step["violations"]]
         assert not broken, f"the story {name} breaks a law at {broken}"
-        files[f"{name}.json"] = json.dumps(told, ensure_ascii=False, separators=(",", ":")) + "\n"
-    return files
+        files[f"{name}.json"] = _json(told)
+        listed.append({"name": name, "summary": story.summary})
+    return {**files, "index.json": _json(listed)}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def committed() -> dict[str, str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf.message import Message
-
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session_key import NO_KEY, SessionKey
@@ -13,7 +11,7 @@ from kvpool.v1 import cache_pb2
 from kvpool.walkthrough import calls
 
 
-def execute(manager: CacheManager, method: str, request: Any, now: float, new_key: SessionKey = NO_KEY) -> Message:
+def execute(manager: CacheManager, method: str, request: Any, now: float, new_key: SessionKey = NO_KEY) -> Any:
     """What the manager answers; a session that begins has `new_key`. Raises Refusal."""
     if method == "Register":
         epoch, session = manager.register(worker_codec.decode_registration(request), now, new_key)
@@ -33,5 +31,4 @@ def execute(manager: CacheManager, method: str, request: Any, now: float, new_ke
     if method == "Report":
         _, reply = manager.report(worker_codec.decode_uplink(request), worker_codec.decode_report(request))
         return cache_pb2.ReportResponse(downlink=worker_codec.encode_downlink(reply))
-    response: Message = calls.execute(manager, request)
-    return response
+    return calls.execute(manager, request)

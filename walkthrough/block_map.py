@@ -8,10 +8,9 @@ from typing import Final
 
 from rich.text import Text
 
-from .changes import changed_blocks
 from .layouts import BLOCK_SIZE, Kind
 from .lines import CHANGED_STYLE, flow
-from .snapshot import BlockView, GroupView
+from .snapshot import BlockView, GroupView, changed_blocks
 
 _NULL_TILE: Final = 7
 _TILES_PER_ROW: Final = 8

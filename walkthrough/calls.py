@@ -64,13 +64,13 @@ def _item(item: Any, layout: Layout) -> Iterator[str]:
     yield from _entries(update.bound, layout)
     yield from (f"block {block} as scratch" for run in update.scratch for block in run.block_ids)
     for run in update.released:
-        place = layout[run.group].value.lower()
+        place = layout[run.group].label.lower()
         yield from (f"block {block} of the {place} released" for block in run.block_ids)
 
 
 def _entries(runs: Iterable[common_pb2.BlockRun], layout: Layout) -> Iterator[str]:
     for run in runs:
-        place = layout[run.group].value.lower()
+        place = layout[run.group].label.lower()
         yield from (f"block {block} as {place}[{index}]" for index, block in enumerate(run.block_ids, run.start_index))
 
 

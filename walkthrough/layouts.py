@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Final
 
-from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.groups.group import Group
 from kvpool.worker_service.cache.groups.state import StateGroup
@@ -22,27 +23,21 @@ GRID_TOKENS: Final = 8
 
 
 class Kind(Enum):
-    """Kinds of groups, each with the label of its tables in the picture."""
+    """Kinds of groups: the label of its tables in the picture, how to make one, and its layers in words. Two rows of the picture
+    can be granted, or one."""
 
-    FULL = "Table"
-    WINDOW = "Window"
-    STATE = "State"
+    FULL = "Table", partial(DenseGroup, 17), "layers that see the whole text"
+    WINDOW = "Window", partial(WindowGroup, 9, WINDOW), f"layers that see the last {WINDOW} tokens"
+    STATE = (
+        "State",
+        partial(StateGroup, 9, GRID_TOKENS),
+        f"recurrent layers: one state, kept after multiples of {GRID_TOKENS} tokens",
+    )
 
-    @property
-    def group(self) -> Group:
-        """The group of such layers. Two rows of the picture can be granted, or one."""
-        return {Kind.FULL: DenseGroup(17), Kind.WINDOW: WindowGroup(9, WINDOW), Kind.STATE: StateGroup(9, GRID_TOKENS)}[
-            self
-        ]
-
-    @property
-    def title(self) -> str:
-        """The layers of the group, in words."""
-        return {
-            Kind.FULL: "layers that see the whole text",
-            Kind.WINDOW: f"layers that see the last {WINDOW} tokens",
-            Kind.STATE: f"recurrent layers: one state, kept after multiples of {GRID_TOKENS} tokens",
-        }[self]
+    def __init__(self, label: str, make_group: Callable[[], Group], title: str) -> None:
+        self.label = label
+        self.make_group = make_group
+        self.title = title
 
 
 Layout = tuple[Kind, ...]
@@ -55,17 +50,6 @@ def cache_settings(layout: Layout) -> CacheSettings:
     """Return the settings of a worker's cache side with these groups."""
     return CacheSettings(
         block_size=BLOCK_SIZE,
-        groups=tuple(kind.group for kind in layout),
+        groups=tuple(kind.make_group() for kind in layout),
         max_chunk_tokens=CHUNK_TOKENS,
-    )
-
-
-def register_request(worker_id: str, root: common_pb2.Root, layout: Layout) -> cache_pb2.RegisterRequest:
-    """Return the call with which a worker with these groups begins a session."""
-    return cache_pb2.RegisterRequest(
-        worker_id=worker_id,
-        incarnation=1,
-        register_no=1,
-        model_fingerprint=root.model_fingerprint,
-        kv_cache_config=cache_settings(layout).kv_cache_config(),
     )

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.integrity import Violation
 
-from .changes import changed_blocks
 from .layouts import BLOCK_SIZE, ONE_GROUP, Layout
-from .snapshot import GroupView, Snapshot, take_snapshot
+from .snapshot import GroupView, Snapshot, changed_blocks, take_snapshot
 from .worker import Worker
 
 
@@ -50,7 +49,7 @@ def record(story: Story) -> list[StoryStep]:
     play = story.play(worker)
     while text := _next_text(play, worker):
         title, _, sentences = text.partition("\n")
-        violations = tuple(worker.check().violations)
+        violations = tuple(worker.manager.check().violations)
         after = take_snapshot(worker)
         steps.append(StoryStep(title, " ".join(sentences.split()), worker.take_calls(), before, after, violations))
         if violations:
@@ -64,7 +63,7 @@ def _next_text(play: Iterator[str], worker: Worker) -> str:
     try:
         return next(play, "")
     except Exception as error:
-        if not worker.check().violations:
+        if not worker.manager.check().violations:
             raise
         return f"The story cannot go on\n\n{type(error).__name__}: {error}."
 

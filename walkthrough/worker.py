@@ -7,7 +7,6 @@ from typing import Any, Final, NamedTuple
 
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.block_pool import BlockPool, State
-from kvpool.cache_service.core.integrity import Audit
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session import Session
 from kvpool.v1 import cache_pb2, common_pb2
@@ -16,7 +15,7 @@ from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 
 from .calls import execute, in_words
-from .layouts import BLOCK_SIZE, CHUNK_TOKENS, ONE_GROUP, Layout, cache_settings, register_request
+from .layouts import BLOCK_SIZE, CHUNK_TOKENS, ONE_GROUP, Layout, cache_settings
 from .words import Words
 
 WORKER_ID: Final = "worker-0"
@@ -55,7 +54,13 @@ class Worker:
         self._prompt_lengths: dict[str, int] = {}
         self._calls: list[str] = []
         self._now = 0.0
-        request = register_request(WORKER_ID, _ROOT, layout)
+        request = cache_pb2.RegisterRequest(
+            worker_id=WORKER_ID,
+            incarnation=1,
+            register_no=1,
+            model_fingerprint=_ROOT.model_fingerprint,
+            kv_cache_config=cache_settings(layout).kv_cache_config(),
+        )
         epoch, number = self.manager.register(worker_codec.decode_registration(request), self._now)
         self.cache.on_registered(cache_pb2.RegisterResponse(epoch=epoch, session=number))
 
@@ -93,10 +98,6 @@ class Worker:
         """Return the blocks in a state, of all blocks or of those `among`, in their order."""
         pool = self.session.pools[group]
         return [block for block in (among or range(1, pool.num_blocks)) if pool.state(block) is state]
-
-    def check(self) -> Audit:
-        """Run the core's own audit of all its laws."""
-        return self.manager.check()
 
     # -- what the engine does
 

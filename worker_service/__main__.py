@@ -16,9 +16,9 @@ import structlog
 import kvpool.process.quiet_core  # noqa: F401
 from kvpool.process.address import PortError
 from kvpool.process.imports import without_collections
-from kvpool.process.logs import configure_logging, identify_log_lines
+from kvpool.process.logs import configure_logging
 from kvpool.process.printable import printable_lines
-from kvpool.process.settings import SettingsProblem, load_settings
+from kvpool.process.program import EXIT_FAILED, complain, run_service
 from kvpool.process.signals import INTERRUPTED
 
 from .incarnation import WorkerStateError
@@ -29,19 +29,13 @@ from .settings import WorkerSettings
 def main() -> int:
     """Run a worker until it is asked to stop, or only print its plan; returns the exit status: 0 after SIGTERM or a drain, 130
     after SIGINT, 1 if it could not start or continue, 2 for wrong settings."""
-    try:
-        settings = load_settings(WorkerSettings)
-    except SettingsProblem as problem:
-        for line in str(problem).splitlines():
-            _complain(line)
-        return 2
+    return run_service("worker", WorkerSettings, _run, (ModelError, PortError, WorkerStateError))
+
+
+def _run(settings: WorkerSettings) -> int:
     configure_logging(settings.log_format, settings.log_level)
-    identify_log_lines(service="worker")
     try:
         return _dry_run(settings) if settings.dry_run else _serve(settings)
-    except (ModelError, PortError, WorkerStateError) as error:
-        _complain(printable_lines(str(error)))
-        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -54,8 +48,8 @@ def _serve(settings: WorkerSettings) -> int:
         try:
             return runner.run(run_worker(settings))
         except RegistrationRefused as error:
-            _complain(printable_lines(str(error)))  # among them words of the manager
-            return 1
+            complain("worker", printable_lines(str(error)))  # among them words of the manager
+            return EXIT_FAILED
         except StoppedWhileLoading as stopped:
             # Nothing is held and the manager does not know this worker; an exit in order would wait for the load.
             sys.stderr.flush()
@@ -79,14 +73,9 @@ def _tensor_side() -> Iterator[None]:
         with without_collections():
             yield
     except ModuleNotFoundError as error:
-        _complain(
-            f"the package {error.name!r} is missing: a worker needs `pip install '.[worker]'` in a checkout of kvpool"
-        )
-        sys.exit(1)
-
-
-def _complain(message: str) -> None:
-    print(f"kvpool worker: {message}", file=sys.stderr)
+        missing = f"the package {error.name!r} is missing"
+        complain("worker", f"{missing}: a worker needs `pip install '.[worker]'` in a checkout of kvpool")
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

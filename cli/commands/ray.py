@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -118,39 +118,31 @@ def status(
         cluster = _connected(address, namespace)
         from ..on_ray.connection import disconnect
 
-        services = cluster.describe()
-        states = {name: _state(cluster, name, service) for name, service in services.items()}
+        services = [_service_object(cluster, name, service) for name, service in cluster.describe().items()]
         disconnect()
     if as_json:
-        print_json({"namespace": namespace, "services": [_service_object(*item, states) for item in services.items()]})
+        print_json({"namespace": namespace, "services": services})
         return
-    show_services(stdout_console(), namespace, services, states)
+    show_services(stdout_console(), namespace, services)
 
 
-def show_services(
-    console: Console, namespace: str, services: Mapping[str, Mapping[str, Any] | None], states: Mapping[str, str]
-) -> None:
+def show_services(console: Console, namespace: str, services: Sequence[Mapping[str, Any]]) -> None:
     """Print the table of `kvpool ray status`."""
     if not services:
         console.print(printed(f"no cluster runs in the namespace {namespace}; start one with `kvpool ray up`"))
         return
     table = Table("process", "state", "node", "address", "pid", box=None, pad_edge=False)
-    for name, service in services.items():
-        shown = service or {"host": "", "address": "", "pid": ""}
-        table.add_row(*map(printed, (name, states[name], shown["host"], shown["address"], str(shown["pid"] or ""))))
+    for service in services:
+        columns = ("name", "state", "host", "address", "pid")
+        table.add_row(*(printed(str(service[column] or "")) for column in columns))
     console.print(table)
 
 
-def _service_object(name: str, service: Mapping[str, Any] | None, states: Mapping[str, str]) -> dict[str, object]:
+def _service_object(cluster: RayCluster, name: str, service: Mapping[str, Any] | None) -> dict[str, object]:
     """Return the object that `status --json` prints for a process. The names are part of the interface."""
-    description = service or {}
-    return {
-        "name": name,
-        "state": states[name],
-        "node": description.get("node"),
-        "host": description.get("host"),
-        "address": description.get("address") or None,
-        "pid": description.get("pid") or None,
+    described = service or {}
+    return {"name": name, "state": _state(cluster, name, service)} | {
+        key: described.get(key) or None for key in ("node", "host", "address", "pid")
     }
 
 

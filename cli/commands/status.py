@@ -16,6 +16,7 @@ from ..terminal import PIPED_WIDTH, JsonOption, ManagerOption, client_config, pr
 _COUNTS: Final = [
     field.name for field in common_pb2.BlockCounts.DESCRIPTOR.fields if field.name not in ("tier", "group")
 ]
+_SHOWN: Final = ("free", "cached", "held", "shared", "reserved")
 
 
 def status(as_json: JsonOption = False, manager: ManagerOption = None) -> None:
@@ -72,11 +73,7 @@ def worker_object(worker: cache_pb2.WorkerDescription) -> dict[str, object]:
         "model": worker.model_name,
         "block_size": worker.kv_cache_config.block_size,
         "num_blocks": num_device_blocks(worker),
-        "free": counts.free,
-        "cached": counts.cached,
-        "held": counts.held,
-        "shared": counts.shared,
-        "reserved": counts.reserved,
+        **{name: getattr(counts, name) for name in _SHOWN},
         "running": worker.load.num_running,
         "waiting": worker.load.num_waiting,
         "hit_rate": _hit_rate(worker),
@@ -104,7 +101,7 @@ def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("worker", "address", "model"):
         table.add_column(column, overflow="fold")
-    for column in ("blocks", "free", "cached", "held", "shared", "reserved", "running", "waiting", "hit rate"):
+    for column in ("blocks", *_SHOWN, "running", "waiting", "hit rate"):
         table.add_column(column, justify="right")
     for worker in workers:
         counts = device_counts(worker)
@@ -113,7 +110,7 @@ def _table(workers: Sequence[cache_pb2.WorkerDescription]) -> Table:
             printed(worker.address),
             printed(worker.model_name),
             f"{num_device_blocks(worker):,} × {worker.kv_cache_config.block_size}",
-            *(f"{n:,}" for n in (counts.free, counts.cached, counts.held, counts.shared, counts.reserved)),
+            *(f"{getattr(counts, name):,}" for name in _SHOWN),
             str(worker.load.num_running),
             str(worker.load.num_waiting),
             "–" if (rate := _hit_rate(worker)) is None else f"{rate:.0%}",

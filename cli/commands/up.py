@@ -27,11 +27,11 @@ from kvpool.v1 import cache_pb2
 
 from ..launch.children import Children
 from ..launch.cluster import GATEWAY_NAME, HOST, MANAGER_NAME, Cluster, ClusterSpec
-from ..launch.gateway_port import GatewayPort
 from ..launch.gpus import visible_gpus
 from ..launch.log import JsonLog, Level, Log, PrefixedLog
 from ..launch.trial import WorkerRefused
 from ..launch.worker_flags import WorkerFlags
+from ..settings import GatewayPort
 from ..terminal import error_line, printed, stdout_console, typed_command
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -101,49 +101,42 @@ class ClusterSpec:
 
     def children(self, environment: Mapping[str, str] = os.environ) -> list[ChildSpec]:
         """Return the processes, the manager first unless there is one to join. Raises InvalidRequest if there are too few GPUs."""
-        unbuffered = {"PYTHONUNBUFFERED": "1"}
+        gpus = one_gpu_each(self.num_workers, environment) if self.gpu_each else None
         children = []
         if self.join is None:
             listen = ["--host", self.host, "--port", str(self.port)]
-            command = service_command(
-                MANAGER_MODULE,
-                [*listen, *self._shared_arguments(MANAGER_NAME)],
-            )
-            children.append(ChildSpec(MANAGER_NAME, command, unbuffered))
-        gpus = one_gpu_each(self.num_workers, environment) if self.gpu_each else None
+            children.append(self._child(MANAGER_NAME, MANAGER_MODULE, listen))
         for index, name in enumerate(self.worker_names):
-            command = service_command(WORKER_MODULE, self._arguments_of_worker(name))
-            variables = dict(unbuffered)
+            variables = {}
             if self.share_cores and "OMP_NUM_THREADS" not in environment:
                 variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // self.num_workers))
             if gpus is not None:
                 variables[VISIBLE_VARIABLE] = gpus[index]
-            children.append(ChildSpec(name, command, variables))
+            place = ["--manager", self.address, "--host", self.host, "--worker-id", name]
+            children.append(self._child(name, WORKER_MODULE, place, self.worker_arguments, variables))
         if self.http_port is not None:
             listen = ["--host", HOST, "--port", str(self.http_port), "--manager", self.address]
-            command = service_command(GATEWAY_MODULE, [*listen, *self._log_arguments()])
-            children.append(ChildSpec(GATEWAY_NAME, command, unbuffered))
+            children.append(self._child(GATEWAY_NAME, GATEWAY_MODULE, listen))
         return children
 
-    def _arguments_of_worker(self, name: str) -> list[str]:
-        return [
-            *("--manager", self.address, "--host", self.host, "--worker-id", name),
-            *self._shared_arguments(name),
-            *self.worker_arguments,
-        ]
-
-    def _shared_arguments(self, name: str) -> list[str]:
-        """Return the flags that manager and workers have in common."""
-        arguments = []
+    def _child(
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        last: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> ChildSpec:
+        """Return a process with these arguments, those for metrics, state and log between the two parts."""
         if (port := dict(self._metrics_ports()).get(name)) is not None:
             arguments += ["--metrics-host", self.metrics_host, "--metrics-port", str(port)]
-        if self.state_dir is not None:
+        if self.state_dir is not None and name != GATEWAY_NAME:
             folder = self.state_dir if name == MANAGER_NAME else self.state_dir / "workers" / name
             arguments += ["--state-dir", str(folder)]
-        return [*arguments, *self._log_arguments()]
-
-    def _log_arguments(self) -> list[str]:
-        return [] if self.log_format is None else ["--log-format", self.log_format]
+        if self.log_format is not None:
+            arguments += ["--log-format", self.log_format]
+        command = service_command(module, [*arguments, *last])
+        return ChildSpec(name, command, {"PYTHONUNBUFFERED": "1", **(variables or {})})
 
 
 class ClusterFailed(KvpoolError):
@@ -211,11 +204,6 @@ class Cluster:
     def _workers_left(self) -> set[str]:
         """Return the names of the workers that have not ended."""
         return set(self._specs) - {MANAGER_NAME, GATEWAY_NAME}
-
-    async def wait_for_failure(self) -> ClusterFailed:
-        """Wait until a process ends by itself, and return an error that says so."""
-        ended = await self._children.wait_for_exit()
-        return ClusterFailed(f"{ended}; its log above says why", reason="CHILD_ENDED")
 
     async def keep_alive(self, on_event: Callable[[str], None]) -> None:
         """Restart processes that die until the last worker has left (SIGTERM, `kvpool drain`). Call it after `start`.

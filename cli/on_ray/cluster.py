@@ -7,14 +7,12 @@ from . import before_ray  # noqa: F401
 # isort: split
 import asyncio
 import contextlib
-import dataclasses
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import ActorAlreadyExistsError, ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -52,9 +50,6 @@ Description = dict[str, Any]
 
 class CommandTurn:
     """An actor whose name only one command can have at a time. Ray ends it with the command."""
-
-    def is_taken(self) -> bool:
-        return True
 
 
 class RayCluster:
@@ -118,18 +113,10 @@ class RayCluster:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other commands from changing the cluster meanwhile. Raises Unavailable if one does so already."""
-        turn = self._take_turn()
-        try:
-            yield
-        finally:
-            ray.kill(turn)
-
-    def _take_turn(self) -> ActorHandle:
-        """Take the turn. Raises Unavailable if another command has it."""
         try:
             turn = ray.remote(num_cpus=0)(CommandTurn).options(name=_TURN_NAME, namespace=self._namespace).remote()
             try:
-                ray.get(turn.is_taken.remote())
+                ray.get(turn.__ray_ready__.remote())
             except ActorDiedError:
                 # Of two commands that begin at once, the other one may have got the name.
                 ray.get_actor(_TURN_NAME, self._namespace)
@@ -140,7 +127,10 @@ class RayCluster:
                 "with Ctrl-C",
                 reason="BUSY",
             ) from error
-        return turn
+        try:
+            yield
+        finally:
+            ray.kill(turn)
 
     def _remove_leftovers(self) -> dict[str, Description | None]:
         """Remove what a killed command has left: actors whose process has ended, and places without an actor. Returns the
@@ -174,7 +164,7 @@ class RayCluster:
                     f"{installed_version()}: end it with `kvpool ray down`, or use its version",
                     reason="OTHER_VERSION",
                 )
-            if description["record"] != plan.record:
+            if description["record"] != plan.managers[0].record:
                 running = "; ".join(description["record"])
                 raise InvalidRequest(
                     f"the cluster in the namespace {self._namespace} runs with other settings ({running}): give these to let it "
@@ -229,9 +219,9 @@ class RayCluster:
             max_restarts=-1,
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
-            max_concurrency=_MANY_CALLS if spec.is_manager else 100,
+            max_concurrency=_MANY_CALLS if is_manager(spec.name) else 100,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-        ).remote(dataclasses.asdict(spec))
+        ).remote(spec)
 
     def _try(self, spec: ServiceSpec, group: PlacementGroup, resources: Resources, on_progress: Progress) -> None:
         """Let a worker check its settings on the node where the first one will run. Raises WorkerRefused."""
@@ -242,7 +232,7 @@ class RayCluster:
             num_gpus=resources["GPU"],
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         )
-        answer = task.remote(dataclasses.asdict(spec))
+        answer = task.remote(spec)
         while not ray.wait([answer], timeout=_LOOK_SECONDS)[0]:
             on_progress("trying the workers' settings")
         refused = ray.get(answer)
@@ -352,9 +342,8 @@ def addresses_of(services: dict[str, Description | None]) -> str:
     )
 
 
-def try_worker(spec: dict[str, Any]) -> dict[str, Any] | None:
+def try_worker(service: ServiceSpec) -> dict[str, Any] | None:
     """Check a worker's settings; runs on its node. Returns its output and exit status; None: it can use the settings."""
-    service = ServiceSpec(**spec)
     child = ChildSpec(service.name, service.command(ray.util.get_node_ip_address(), 0), service.variables)
     try:
         asyncio.run(try_settings(child))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import ray
 from ray.util.placement_group import (
@@ -41,7 +41,7 @@ def places() -> set[str]:
 def waits_for_room(name: str) -> bool:
     """Whether a bundle of this group waits because no node has room for it."""
     group = _find(name)
-    return group is not None and _entry(group)["state"] in ("PENDING", "RESCHEDULING")
+    return group is not None and placement_group_table(group)["state"] in ("PENDING", "RESCHEDULING")
 
 
 def wait_for_room(group: PlacementGroup, what: str, on_progress: Callable[[str], None]) -> None:
@@ -59,12 +59,6 @@ def free_resources() -> str:
 def _find(name: str) -> PlacementGroup | None:
     with contextlib.suppress(ValueError):
         group = get_placement_group(name)
-        if _entry(group)["state"] != "REMOVED":
+        if placement_group_table(group)["state"] != "REMOVED":
             return group
     return None
-
-
-def _entry(group: PlacementGroup) -> dict[str, Any]:
-    """Return Ray's table entry of a placement group."""
-    entry: dict[str, Any] = placement_group_table(group)
-    return entry

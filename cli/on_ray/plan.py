@@ -34,7 +34,7 @@ _MARK_FILE: Final = "shared"
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process. All fields are strings, numbers and lists of them: Ray pickles what it passes between processes."""
+    """One process. Ray pickles it."""
 
     name: str
     """Name of the actor; it is also the worker_id of a worker."""
@@ -57,14 +57,6 @@ class ServiceSpec:
     """Content of the mark file in `state_dir`; a folder without it is on another disk."""
 
     @property
-    def is_manager(self) -> bool:
-        return self.module == MANAGER_MODULE
-
-    @property
-    def is_worker(self) -> bool:
-        return self.module == WORKER_MODULE
-
-    @property
     def folder(self) -> Path:
         """Folder for the state of this process on its node."""
         return state_home() / "ray" / self.namespace / self.name
@@ -77,11 +69,11 @@ class ServiceSpec:
     def command(self, host: str, port: int) -> list[str]:
         """Return the command line for a node with this address. `port` is that of a manager or a gateway."""
         own = ["--host", host]
-        if self.is_worker:
+        if is_worker(self.name):
             own += ["--worker-id", self.name, "--state-dir", str(self.folder / "state")]
         else:
             own += ["--port", str(port)]
-        if self.is_manager:
+        if is_manager(self.name):
             own += ["--state-dir", self.state_dir or str(self.folder / "state")]
         else:
             own += ["--manager", f"file:{self.managers_file}"]
@@ -97,11 +89,6 @@ class RayPlan:
     gateway: ServiceSpec | None
     worker_cpus: int
     worker_gpus: int
-
-    @property
-    def record(self) -> list[str]:
-        """Settings that all starts of the cluster have in common."""
-        return self.managers[0].record
 
     @property
     def names(self) -> list[str]:

@@ -21,12 +21,13 @@ import ray
 from ray.exceptions import RayError
 
 from kvpool.process.address import join_host_port
+from kvpool.process.durable_file import write_durably
 from kvpool.process.version import installed_version
 
 from ..launch.children import ChildExit, tied
 from ..launch.cluster import free_port
 from .places import remove_place
-from .plan import ServiceSpec, problem_of_disk
+from .plan import ServiceSpec, is_manager, is_worker, problem_of_disk
 
 _REFUSES: Final = 2
 """Exit status of a process that cannot use its settings: restarting it would not help."""
@@ -40,9 +41,8 @@ _LOOK_SECONDS: Final = 1.0
 class Service:
     """The actor. Other actors and `kvpool ray` call its methods; all but `address` and `drain` answer at once."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        """`spec` has the fields of a ServiceSpec."""
-        self._spec = ServiceSpec(**spec)
+    def __init__(self, spec: ServiceSpec) -> None:
+        self._spec = spec
         self._host: str = ray.util.get_node_ip_address()
         self._port = 0
         self._pid = 0
@@ -113,11 +113,11 @@ class Service:
         began = time.monotonic()
         self._spec.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._wait_for_the_disk()
-        if not self._spec.is_manager:
+        if not is_manager(self._spec.name):
             managers = ManagersFile(self._spec)
             managers.follow_once()
             threading.Thread(target=managers.follow, name="managers", daemon=True).start()
-        if not self._spec.is_worker:
+        if not is_worker(self._spec.name):
             self._port = self._spec.port or free_port(self._host)
         command = tied(self._spec.command(self._host, self._port))
         with self._lock:
@@ -147,9 +147,9 @@ class Service:
     def _on_exit(self, status: int) -> None:
         self._pid = 0
         self._ended.set_result(None)
-        if self._is_leaving and self._spec.is_manager:
+        if self._is_leaving and is_manager(self._spec.name):
             return  # the caller of `drain` removes it, last
-        if self._is_leaving or (self._spec.is_worker and status == 0):
+        if self._is_leaving or (is_worker(self._spec.name) and status == 0):
             _say(self._spec.name, "has left")
             self._remove_itself()
             return
@@ -228,10 +228,8 @@ class ManagersFile:
         return is_new
 
     def _write(self) -> None:
-        file = self._spec.managers_file
-        unfinished = file.with_name(f"{file.name}.tmp")
-        unfinished.write_text("".join(f"{self._known[name]}\n" for name in sorted(self._known)))
-        unfinished.replace(file)
+        content = "".join(f"{self._known[name]}\n" for name in sorted(self._known))
+        write_durably(self._spec.managers_file, content.encode())
 
 
 def remove_actor(name: str, namespace: str) -> None:

@@ -11,8 +11,8 @@ from pydantic_settings import CliToggleFlag, SettingsConfigDict
 from kvpool.process.address import DEFAULT_PORT
 from kvpool.process.settings import ProcessSettings
 
-from ..launch.gateway_port import GatewayPort
 from ..launch.worker_flags import WorkerFlags
+from ..settings import GatewayPort
 
 DEFAULT_NAMESPACE: Final = "kvpool"
 SHARED_MANAGERS: Final = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvpool.v1 import cache_pb2
 
@@ -32,22 +32,11 @@ _Name = TypeVar("_Name", bound=Hashable)
 _Counts = TypeVar("_Counts")
 
 
-class _Change(NamedTuple, Generic[_Counts]):
-    """The oldest and the newest counts, and the time between."""
-
-    before: _Counts
-    now: _Counts
-    seconds: float
-
-
 class _Looks(Generic[_Name, _Counts]):
     """Recent looks at things that come and go, of which the newest is compared with the oldest."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, dict[_Name, _Counts]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._looks)
 
     def add(self, counts: dict[_Name, _Counts], now: float) -> None:
         looks = self._looks
@@ -56,8 +45,9 @@ class _Looks(Generic[_Name, _Counts]):
         while len(looks) > 2 and looks[1][0] <= now - WINDOW_SECONDS:
             looks.popleft()
 
-    def change(self, name: _Name) -> _Change[_Counts] | None:
-        """Return the change since the oldest look that has the name; None: only the newest has it, or none does."""
+    def change(self, name: _Name) -> tuple[_Counts, _Counts, float] | None:
+        """Return the counts in the oldest look that has the name and in the newest look, and the seconds between; None: only the
+        newest has it, or none does."""
         if not self._looks:
             return None
         newest_at, newest = self._looks[-1]
@@ -65,7 +55,7 @@ class _Looks(Generic[_Name, _Counts]):
             return None
         oldest_at, oldest = next(look for look in self._looks if name in look[1])
         seconds = newest_at - oldest_at
-        return _Change(oldest[name], newest[name], seconds) if seconds > 0 else None
+        return (oldest[name], newest[name], seconds) if seconds > 0 else None
 
 
 class RateMeter:
@@ -109,10 +99,11 @@ class SequenceMeter:
     def generated_tokens(self, name: SequenceName) -> float | None:
         """Return the tokens per second since the oldest look that has the sequence; None: only the newest has it."""
         change = self._looks.change(name)
-        # A sequence never forgets tokens: with fewer of them it is another one under the same name.
-        if change is None or change.now < change.before:
+        if change is None:
             return None
-        return (change.now - change.before) / change.seconds
+        before, now, seconds = change
+        # A sequence never forgets tokens: with fewer of them it is another one under the same name.
+        return (now - before) / seconds if now >= before else None
 
 
 def sequence_name(worker: cache_pb2.WorkerDescription, sequence: cache_pb2.SequenceDescription) -> SequenceName:

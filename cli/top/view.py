@@ -168,21 +168,24 @@ def _table(picture: Picture, workers: Sequence[cache_pb2.WorkerDescription], *, 
     all_counts = [device_counts(worker) for worker in workers]
     for worker, counts in zip(workers, all_counts, strict=True):
         name = Text(printable(worker.worker_id), style="bold" if worker.worker_id == picture.chosen else "")
-        lease = f"{worker.lease_remaining_ms / 1000:.1f} s"
-        load = worker.load
-        cells = (
-            name, _state(worker), *_blocks(counts, bar_cells), str(load.num_running), str(load.num_waiting),
-            *_rates(picture.rates.get(worker.session)), lease,
-        )  # fmt: skip
+        figures = _figures(counts, bar_cells, [worker], picture.rates.get(worker.session))
+        cells = (name, _state(worker), *figures, f"{worker.lease_remaining_ms / 1000:.1f} s")
         table.add_row(*cells[: len(table.columns)])
     if len(workers) > 1:
-        running, waiting = _load(workers)
-        cells = (
-            Text("all", style="dim"), Text(), *_blocks(sum_counts(all_counts), bar_cells), str(running), str(waiting),
-            *_rates(_sum([picture.rates.get(worker.session) for worker in workers])), "",
-        )  # fmt: skip
+        rates = _sum([picture.rates.get(worker.session) for worker in workers])
+        cells = (Text("all", style="dim"), Text(), *_figures(sum_counts(all_counts), bar_cells, workers, rates), "")
         table.add_row(*cells[: len(table.columns)])
     return table
+
+
+def _figures(
+    counts: common_pb2.BlockCounts,
+    bar_cells: int,
+    workers: Sequence[cache_pb2.WorkerDescription],
+    rates: Rates | None,
+) -> tuple[Text | str, ...]:
+    """Return the columns from the blocks on."""
+    return (*_blocks(counts, bar_cells), *map(str, _load(workers)), *_rates(rates))
 
 
 def _load(workers: Sequence[cache_pb2.WorkerDescription]) -> tuple[int, int]:

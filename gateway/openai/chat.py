@@ -8,20 +8,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpool.client import KvpoolError, TokenLogprobs
+from kvpool.client import Completion, KvpoolError
 from kvpool.client.token_bytes import TokenBytes
 
 from ..context import gateway_of, request_id_of
 from .bodies import ChatBody, plain, read_body
 from .errors import openai_error
-from .event_stream import data
 from .fields import check_other_fields
 from .generation import GenerationStreams
-from .logprobs import ChatLogprobs, prompt_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs, token_bytes
 from .options import chat_options
-from .serving import GenerationAnswer, check_count, respond
-from .token_bytes import token_bytes
-from .usage import StreamUsage, encode_usage
+from .serving import GenerationAnswer, check_count, data, respond
+from .usage import StreamUsage
 
 
 async def chat(request: Request) -> Response:
@@ -39,81 +37,58 @@ async def chat(request: Request) -> Response:
     return await respond(request, ChatAnswer(body, generation), headers)
 
 
-class ChatAnswer(GenerationAnswer):
+class ChatAnswer(GenerationAnswer[ChatBody]):
     """Puts the pieces of a generation into the form of a chat."""
 
     prompt_field = "messages"
     id_prefix = "chatcmpl"
-
-    def __init__(self, body: ChatBody, generation: GenerationStreams) -> None:
-        super().__init__(body, generation)
-        self._body = body
+    kind = "chat.completion"
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events. The first one of a choice has its role, the last one its finish reason."""
         head = self._head("chat.completion.chunk")
-        usage = StreamUsage(self.generation, self._body.stream_options)
+        usage = StreamUsage(self.generation, self.body.stream_options)
         begun: set[int] = set()
-        encoder: ChatLogprobs | None = None
         async for choice, chunk in self.generation.pieces():
             if choice not in begun:
                 begun.add(choice)
                 role: dict[str, Any] = {"role": "assistant", "content": ""}
-                first = head | {"choices": [_choice_of_chunk(choice, role, None, None)]} | usage.of(choice)
-                if self._wants_ids:
-                    first["prompt_token_ids"] = self._prompt_ids(choice)
-                yield data(first)
+                prompt_ids = {"prompt_token_ids": self._prompt_ids(choice)} if self._wants_ids else {}
+                yield data(head | {"choices": [_entry(choice, role)]} | usage.of(choice) | prompt_ids)
             usage.add(choice, chunk)
             logprobs = None
             if chunk.logprobs is not None and chunk.token_ids:
-                encoder = encoder or ChatLogprobs(self._tokens())
-                logprobs = encoder.encode(chunk.token_ids, chunk.logprobs)
+                logprobs = chat_logprobs(self._tokens(), chunk.token_ids, chunk.logprobs)
             if chunk.text or logprobs is not None or (self._wants_ids and chunk.token_ids):
-                event = _choice_of_chunk(choice, {"content": chunk.text}, logprobs, None)
-                if self._wants_ids:
-                    event["token_ids"] = chunk.token_ids
-                yield data(head | {"choices": [event]} | usage.of(choice))
+                token_ids = {"token_ids": chunk.token_ids} if self._wants_ids else {}
+                entry = _entry(choice, {"content": chunk.text}, logprobs) | token_ids
+                yield data(head | {"choices": [entry]} | usage.of(choice))
             if chunk.finish_reason is not None:
-                last = _choice_of_chunk(choice, {}, None, chunk.finish_reason.value)
+                last = _entry(choice, {}, finish_reason=chunk.finish_reason.value)
                 yield data(head | {"choices": [last]} | usage.of(choice))
         if usage.is_wanted:
-            yield data(head | {"choices": [], "usage": self._usage()})
+            yield data(head | {"choices": [], "usage": self._usage(await self.generation.completions())})
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """Return the object of one answer."""
+        logprobs = None
+        if self.body.logprobs:
+            logprobs = chat_logprobs(self._tokens(), completion.token_ids, completion.logprobs or ())
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        finish_reason = completion.finish_reason.value
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+        return choice | ({"token_ids": completion.token_ids} if self._wants_ids else {})
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer with all choices."""
-        texts: dict[int, list[str]] = {}
-        ids: dict[int, list[int]] = {}
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        of_prompt: list[TokenLogprobs | None] = []
-        reasons: dict[int, str] = {}
-        async for choice, chunk in self.generation.pieces():
-            texts.setdefault(choice, []).append(chunk.text)
-            ids.setdefault(choice, []).extend(chunk.token_ids)
-            logprobs.setdefault(choice, []).extend(chunk.logprobs or ())
-            if choice == 0:
-                of_prompt += chunk.prompt_logprobs or ()
-            if chunk.finish_reason is not None:
-                reasons[choice] = chunk.finish_reason.value
-        choices = []
-        for choice in range(self.generation.num_choices):
-            encoded = None
-            if self._body.logprobs:
-                encoded = ChatLogprobs(self._tokens()).encode(ids[choice], logprobs[choice])
-            message = {"role": "assistant", "content": "".join(texts[choice]), "refusal": None}
-            entry = {"index": choice, "message": message, "logprobs": encoded, "finish_reason": reasons[choice]}
-            if self._wants_ids:
-                entry["token_ids"] = ids[choice]
-            choices.append(entry)
-        whole = self._head("chat.completion") | {"choices": choices, "usage": self._usage()}
+        """Return the answer with all choices, and what was asked of the prompt."""
+        whole = await super().whole()
         prompt_ids = self._prompt_ids(0)
         if self._wants_ids:
             whole["prompt_token_ids"] = prompt_ids
-        if self._body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(self._tokens(), prompt_ids, of_prompt)
+        if self.body.prompt_logprobs is not None:
+            (first, *_) = await self.generation.completions()
+            whole["prompt_logprobs"] = prompt_logprobs(self._tokens(), prompt_ids, first.prompt_logprobs or ())
         return whole
-
-    def _usage(self) -> dict[str, Any]:
-        return encode_usage(self.generation.usages, self.generation.num_choices)
 
     def _tokens(self) -> TokenBytes:
         tokens = token_bytes(self.generation.model)
@@ -121,5 +96,5 @@ class ChatAnswer(GenerationAnswer):
         return tokens
 
 
-def _choice_of_chunk(index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+def _entry(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpool.client import Chunk, KvpoolError, TokenLogprobs
+from kvpool.client import Chunk, Completion, KvpoolError, TokenLogprobs
+from kvpool.client.token_bytes import TokenBytes
 
 from ..context import gateway_of, request_id_of
 from ..errors import invalid
 from .bodies import CompletionBody, read_body
 from .errors import openai_error
-from .event_stream import data
 from .fields import check_other_fields
 from .generation import GenerationStreams
-from .logprobs import CompletionLogprobs, prompt_logprobs
+from .logprobs import CompletionLogprobs, prompt_logprobs, token_bytes
 from .options import completion_options
-from .serving import GenerationAnswer, check_count, respond
-from .token_bytes import token_bytes
-from .usage import StreamUsage, encode_usage
+from .serving import GenerationAnswer, check_count, data, respond
+from .usage import StreamUsage
 
 
 async def complete(request: Request) -> Response:
@@ -50,115 +50,102 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     return prompts
 
 
-class CompletionAnswer(GenerationAnswer):
+class CompletionAnswer(GenerationAnswer[CompletionBody]):
     """Puts the pieces of a generation into the form of a completion."""
 
     prompt_field = "prompt"
     id_prefix = "cmpl"
 
+    kind = "text_completion"
+
     def __init__(self, body: CompletionBody, generation: GenerationStreams) -> None:
         super().__init__(body, generation)
-        self._body = body
         self._drops_generated = body.max_tokens == 0
         self._encoders: dict[int, CompletionLogprobs] = {}
-        self._num_prompt_tokens_shown: dict[int, int] = {}
+        self._num_prompt_tokens_shown: Counter[int] = Counter()
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events. The last one of a choice has its finish reason."""
-        head = self._head("text_completion")
-        usage = StreamUsage(self.generation, self._body.stream_options, drop_generated=self._drops_generated)
+        head = self._head(self.kind)
+        usage = StreamUsage(self.generation, self.body.stream_options, drop_generated=self._drops_generated)
         begun: set[int] = set()
         async for choice, chunk in self.generation.pieces():
             usage.add(choice, chunk)
-            text, token_ids = self._text(choice, chunk), self._token_ids(chunk)
-            logprobs = self._logprobs(choice, chunk)
-            finish_reason = self._finish_reason(chunk)
-            if not text and logprobs is None and finish_reason is None and not (self._wants_ids and token_ids):
+            event = self._fields(choice, chunk)
+            if not any(event.values()) and not (self._wants_ids and self._token_ids(chunk)):
                 continue
-            event = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
             if self._wants_ids:
-                event["token_ids"] = token_ids
+                event["token_ids"] = self._token_ids(chunk)
                 if choice not in begun:
                     event["prompt_token_ids"] = self._prompt_ids(choice)
             begun.add(choice)
-            yield data(head | {"choices": [event]} | usage.of(choice))
+            yield data(head | {"choices": [{"index": choice, **event}]} | usage.of(choice))
         if usage.is_wanted:
-            yield data(head | {"choices": [], "usage": self._usage()})
+            yield data(head | {"choices": [], "usage": self._usage(await self.generation.completions())})
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer with all choices."""
-        num_choices = self.generation.num_choices
-        texts: list[list[str]] = [[] for _ in range(num_choices)]
-        ids: list[list[int]] = [[] for _ in range(num_choices)]
-        logprobs: list[dict[str, list[Any]]] = [{} for _ in range(num_choices)]
-        of_prompts: list[list[TokenLogprobs | None]] = [[] for _ in range(num_choices)]
-        reasons: list[str | None] = [None] * num_choices
-        async for choice, chunk in self.generation.pieces():
-            texts[choice].append(self._text(choice, chunk))
-            ids[choice] += self._token_ids(chunk)
-            of_prompts[choice] += chunk.prompt_logprobs or ()
-            for name, values in (self._logprobs(choice, chunk) or {}).items():
-                logprobs[choice].setdefault(name, []).extend(values)
-            reasons[choice] = self._finish_reason(chunk) or reasons[choice]
-        choices = []
-        for choice in range(num_choices):
-            prompt_ids = self._prompt_ids(choice)
-            entry: dict[str, Any] = {
-                "index": choice,
-                "text": "".join(texts[choice]),
-                "logprobs": logprobs[choice] or None,
-                "finish_reason": reasons[choice],
-            }
-            if self._wants_ids:
-                entry |= {"prompt_token_ids": prompt_ids, "token_ids": ids[choice]}
-            if self._body.prompt_logprobs is not None and (tokens := token_bytes(self.generation.model)) is not None:
-                entry["prompt_logprobs"] = prompt_logprobs(tokens, prompt_ids, of_prompts[choice])
-            choices.append(entry)
-        return self._head("text_completion") | {"choices": choices, "usage": self._usage()}
+        if self.body.logprobs is not None:
+            self._tokens()  # refuses before anything is computed
+        return await super().whole()
 
-    def _text(self, choice: int, chunk: Chunk) -> str:
-        """Return the text of a chunk. With max_tokens 0 that is only the echo: it comes with the first token, whose text may be
-        joined to it, so the prompt is decoded."""
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """Return the object of one answer."""
+        prompt_ids = self._prompt_ids(index)
+        choice = {"index": index, **self._fields(index, completion)}
+        if self._wants_ids:
+            choice |= {"prompt_token_ids": prompt_ids, "token_ids": self._token_ids(completion)}
+        if self.body.prompt_logprobs is not None and (tokens := token_bytes(self.generation.model)) is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(tokens, prompt_ids, completion.prompt_logprobs or ())
+        return choice
+
+    def _fields(self, choice: int, piece: Chunk | Completion) -> dict[str, Any]:
+        """Return text, log-probabilities and finish reason of a piece, or of a whole answer."""
+        finish_reason = piece.finish_reason and ("length" if self._drops_generated else piece.finish_reason.value)
+        return {
+            "text": self._text(choice, piece.text),
+            "logprobs": self._logprobs(choice, piece),
+            "finish_reason": finish_reason,
+        }
+
+    def _text(self, choice: int, text: str) -> str:
+        """Return the text to show. With max_tokens 0 that is only the echo: it comes with the first token, whose text may be joined
+        to it, so the prompt is decoded."""
         if not self._drops_generated:
-            return chunk.text
+            return text
         tokenizer = self.generation.model.tokenizer
-        if not chunk.text or tokenizer is None:
+        if not text or tokenizer is None:
             return ""
-        text: str = tokenizer.decode(list(self._prompt_ids(choice)))
-        return text
+        echo: str = tokenizer.decode(list(self._prompt_ids(choice)))
+        return echo
 
-    def _token_ids(self, chunk: Chunk) -> tuple[int, ...]:
-        return () if self._drops_generated else chunk.token_ids
+    def _token_ids(self, piece: Chunk | Completion) -> tuple[int, ...]:
+        return () if self._drops_generated else piece.token_ids
 
-    def _finish_reason(self, chunk: Chunk) -> str | None:
-        if chunk.finish_reason is None:
+    def _logprobs(self, choice: int, piece: Chunk | Completion) -> dict[str, list[Any]] | None:
+        """Encode the log-probabilities of the piece's tokens; with `echo` those of the prompt come first. None: there are none."""
+        if self.body.logprobs is None:
             return None
-        return "length" if self._drops_generated else chunk.finish_reason.value
-
-    def _logprobs(self, choice: int, chunk: Chunk) -> dict[str, list[Any]] | None:
-        """Encode the log-probabilities of the chunk's tokens; with `echo` those of the prompt come first. None: there are none."""
-        if self._body.logprobs is None:
-            return None
-        tokens = token_bytes(self.generation.model)
-        if tokens is None:
-            raise invalid("logprobs", "logprobs: the model has no tokenizer, so its tokens have no text")
+        tokens = self._tokens()
         ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        if self._body.echo and chunk.prompt_logprobs:
-            begin = self._num_prompt_tokens_shown.get(choice, 0)
-            end = begin + len(chunk.prompt_logprobs)
-            self._num_prompt_tokens_shown[choice] = end
-            ids += self._prompt_ids(choice)[begin:end]
-            logprobs += chunk.prompt_logprobs
+        if self.body.echo and piece.prompt_logprobs:
+            begin = self._num_prompt_tokens_shown[choice]
+            self._num_prompt_tokens_shown[choice] += len(piece.prompt_logprobs)
+            ids += self._prompt_ids(choice)[begin : self._num_prompt_tokens_shown[choice]]
+            logprobs += piece.prompt_logprobs
         if not self._drops_generated:
-            ids += chunk.token_ids
-            logprobs += chunk.logprobs or ()
+            ids += piece.token_ids
+            logprobs += piece.logprobs or ()
         if not ids:
             return None
         if choice not in self._encoders:
-            before = () if self._body.echo else self._prompt_ids(choice)
-            self._encoders[choice] = CompletionLogprobs(tokens, self._body.logprobs, before=before)
+            before = () if self.body.echo else self._prompt_ids(choice)
+            self._encoders[choice] = CompletionLogprobs(tokens, self.body.logprobs, before=before)
         return self._encoders[choice].encode(ids, logprobs)
 
-    def _usage(self) -> dict[str, Any]:
-        return encode_usage(self.generation.usages, self._body.n or 1, drop_generated=self._drops_generated)
+    def _tokens(self) -> TokenBytes:
+        tokens = token_bytes(self.generation.model)
+        if tokens is None:
+            raise invalid("logprobs", "logprobs: the model has no tokenizer, so its tokens have no text")
+        return tokens

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import NamedTuple, Self
 
-from kvpool.client import Chunk, GenerateStream, KvpoolError, Model, Usage
+from kvpool.client import Chunk, Completion, GenerateStream, KvpoolError, Model
 from kvpool.client.forked_streams import MergedStreams
 
 from ..context import Gateway
@@ -33,13 +34,11 @@ class GenerationStreams:
         self._request_id = request_id
         self._records: list[AnswerRecord] = []
         self._streams = streams
-        self._num_per_prompt = streams[0].num_answers
-        self.num_choices = self._num_per_prompt * len(streams)
-        self._began = gateway.clock()
+        self.num_per_prompt = streams[0].num_answers
+        self.num_choices = self.num_per_prompt * len(streams)
+        self._began = time.monotonic()
         self._first: GenerationPiece | None = None
         self._has_token = False
-        self.usages: dict[int, Usage] = {}
-        """The last usage of each answer, by its choice."""
         self._pieces = self._read()
 
     async def __aenter__(self) -> Self:
@@ -54,7 +53,7 @@ class GenerationStreams:
         metrics.open_streams += self.num_choices
         log = self._gateway.request_log
         self._records = [
-            log.begin(self._request_id, choice, self.stream_of(choice), choice % self._num_per_prompt)
+            log.begin(self._request_id, choice, self.stream_of(choice), choice % self.num_per_prompt)
             for choice in range(self.num_choices)
         ]
         return self
@@ -69,7 +68,7 @@ class GenerationStreams:
 
     def stream_of(self, choice: int) -> GenerateStream:
         """Return the stream of a choice."""
-        return self._streams[choice // self._num_per_prompt]
+        return self._streams[choice // self.num_per_prompt]
 
     @property
     def model(self) -> Model:
@@ -90,12 +89,18 @@ class GenerationStreams:
         async for piece in self._pieces:
             yield piece
 
+    async def completions(self) -> list[Completion]:
+        """Wait for the end and return all answers by their choices, pieces that were already taken included. Raises KvpoolError."""
+        async for _ in self._pieces:
+            pass
+        return [completion for stream in self._streams for completion in await stream.collect_all()]
+
     async def _read(self) -> AsyncGenerator[GenerationPiece, None]:
         chunks = _chunks(self._streams[0]) if len(self._streams) == 1 else _merged(self._streams)
         try:
             async with aclosing(chunks):
                 async for index, chunk in chunks:
-                    yield self._noted(GenerationPiece(index * self._num_per_prompt + chunk.index, chunk))
+                    yield self._noted(GenerationPiece(index * self.num_per_prompt + chunk.index, chunk))
         except KvpoolError as error:
             for record in self._records:
                 record.on_error(error)
@@ -103,11 +108,9 @@ class GenerationStreams:
 
     def _noted(self, piece: GenerationPiece) -> GenerationPiece:
         self._records[piece.choice].on_chunk(piece.chunk)
-        if piece.chunk.usage is not None:
-            self.usages[piece.choice] = piece.chunk.usage
         if not self._has_token and piece.chunk.token_ids:
             self._has_token = True
-            self._gateway.metrics.first_token_seconds.observe(self._gateway.clock() - self._began)
+            self._gateway.metrics.first_token_seconds.observe(time.monotonic() - self._began)
         return piece
 
 

@@ -1,37 +1,45 @@
-"""Encodes log-probabilities in OpenAI's two forms, for chats and for completions."""
+"""Encodes tokens and their log-probabilities in OpenAI's two forms, for chats and for completions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
-from kvpool.client import TokenLogprobs
+from kvpool.client import Model, TokenLogprobs
 from kvpool.client.token_bytes import TokenBytes
-
-from .token_bytes import shown
 
 LEAST: Final = -9999.0
 """Value for a probability of zero, whose logarithm JSON cannot write; OpenAI uses the same."""
+_known: Final = lru_cache(8)(TokenBytes)
+"""By tokenizer, since reading a vocabulary takes milliseconds."""
 
 
-class ChatLogprobs:
-    """Encodes the tokens of one choice of a chat."""
+def token_bytes(model: Model) -> TokenBytes | None:
+    """Return the bytes of a model's tokens; None: it has no tokenizer."""
+    return None if model.tokenizer is None else _known(model.tokenizer)
 
-    def __init__(self, tokens: TokenBytes) -> None:
-        self._tokens = tokens
 
-    def encode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Encode the next tokens."""
-        content = []
-        for token_id, at_token in zip(token_ids, logprobs, strict=True):
-            entry = self._entry(token_id, at_token.logprob)
-            entry["top_logprobs"] = [self._entry(other, logprob) for other, logprob in at_token.top]
-            content.append(entry)
-        return {"content": content, "refusal": None}
+def shown(raw: bytes) -> str:
+    """Return a token as text; if its bytes are no whole text, as `bytes:\\xe2\\x82`, which is OpenAI's form."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokens.of(token_id)
+
+def chat_logprobs(tokens: TokenBytes, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Encode tokens of a chat."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokens.of(token_id)
         return {"token": shown(raw), "logprob": max(logprob, LEAST), "bytes": list(raw)}
+
+    content = [
+        entry(token_id, at_token.logprob) | {"top_logprobs": [entry(*other) for other in at_token.top]}
+        for token_id, at_token in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:

@@ -12,7 +12,7 @@ from kvpool.client import KvpoolError
 from kvpool.client.models import KnownModel, served_models
 
 from ..context import Gateway, gateway_of
-from ..errors import ApiError, api_error
+from ..errors import ApiError
 
 
 async def list_models(request: Request) -> Response:
@@ -41,10 +41,7 @@ async def show_model(request: Request) -> Response:
 
 
 async def _models(gateway: Gateway) -> dict[str, dict[str, Any]]:
-    try:
-        described = await gateway.client.describe()
-    except KvpoolError as error:
-        raise api_error(error) from error
+    described = await gateway.client.describe()
     models = sorted(served_models(described.workers), key=lambda model: (model.name, not model.takes_prompts))
     by_name: dict[str, dict[str, Any]] = {}
     for model in models:

@@ -17,7 +17,7 @@ from ..errors import invalid
 from .bodies import DetokenizeBody, TokenizeBody, plain, read_body
 from .errors import openai_error
 from .fields import check_other_fields
-from .token_bytes import shown, token_bytes
+from .logprobs import shown, token_bytes
 
 
 async def tokenize(request: Request) -> Response:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from kvpool.client import Chunk, Usage
+from kvpool.client import Chunk, Completion
 
 from .bodies import StreamOptions
 from .generation import GenerationStreams
 
 
-def encode_usage(usages: Mapping[int, Usage], num_per_prompt: int, *, drop_generated: bool = False) -> dict[str, Any]:
-    """Encode `usages`, which are by the answer's choice. `num_per_prompt` answers have one prompt, which counts once, with the
-    cached tokens of the first of them. `drop_generated`: the generated tokens do not count."""
-    first = [usage for index, usage in usages.items() if index % num_per_prompt == 0]
-    num_prompt = sum(usage.num_prompt_tokens for usage in first)
-    num_generated = 0 if drop_generated else sum(usage.num_generated_tokens for usage in usages.values())
+def encode_usage(
+    completions: Sequence[Completion], num_per_prompt: int, *, drop_generated: bool = False
+) -> dict[str, Any]:
+    """Encode the usage of all answers. `num_per_prompt` of them in a row have one prompt, which counts once, with the cached tokens
+    of the first of them. `drop_generated`: the generated tokens do not count."""
+    first = completions[::num_per_prompt]
+    num_prompt = sum(completion.num_prompt_tokens for completion in first)
+    num_generated = 0 if drop_generated else sum(completion.num_generated_tokens for completion in completions)
+    return {
+        **_counts(num_prompt, num_generated),
+        "prompt_tokens_details": {"cached_tokens": sum(completion.num_cached_tokens for completion in first)},
+    }
+
+
+def _counts(num_prompt: int, num_generated: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in first)},
     }
 
 
@@ -51,14 +59,5 @@ class StreamUsage:
             return {}
         if not self._is_continuous:
             return {"usage": None}
-        num_prompt, num_generated = (
-            len(self._generation.stream_of(choice).prompt_token_ids),
-            self._num_generated[choice],
-        )
-        return {
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_generated,
-                "total_tokens": num_prompt + num_generated,
-            }
-        }
+        num_prompt = len(self._generation.stream_of(choice).prompt_token_ids)
+        return {"usage": _counts(num_prompt, self._num_generated[choice])}

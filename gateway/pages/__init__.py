@@ -1,1 +1,1 @@
-"""Serves the live page: its files, and JSON and event streams below /api."""
+"""The live page: its files, and what its routes answer with."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client import PictureView, PoolView, WorkerView
+from kvpool.client.picture_view import LISTS
 from kvpool.v1 import cache_pb2, common_pb2
 
 
@@ -18,7 +19,7 @@ class ClusterPicture:
 
     def __init__(self) -> None:
         self._view = PictureView()
-        self._texts: dict[tuple[int, bool], bytes] = {}
+        self._texts: dict[int, bytes] = {}
 
     @property
     def version(self) -> int:
@@ -32,19 +33,17 @@ class ClusterPicture:
             self._texts.clear()
         return is_complete
 
-    def changes(self, since: int, *, include_blocks: bool) -> bytes:
+    def changes(self, since: int) -> bytes:
         """Return JSON of all changes after version `since`, or of everything. Browsers that ask for the same share the work."""
         if since < self._view.whole_at:
             since = 0
-        asked = (since, include_blocks)
-        if asked not in self._texts:
-            text = json.dumps(_changes(self._view, since, include_blocks), separators=(",", ":"))
-            self._texts[asked] = text.encode()
-        return self._texts[asked]
+        if since not in self._texts:
+            self._texts[since] = json.dumps(_changes(self._view, since), separators=(",", ":")).encode()
+        return self._texts[since]
 
 
-def _changes(view: PictureView, since: int, include_blocks: bool) -> dict[str, Any]:
-    workers = [_worker_changes(worker, since, include_blocks) for worker in view.workers.values()]
+def _changes(view: PictureView, since: int) -> dict[str, Any]:
+    workers = [_worker_changes(worker, since) for worker in view.workers.values()]
     return {
         "epoch": str(view.epoch),
         "number": str(view.number),
@@ -55,15 +54,14 @@ def _changes(view: PictureView, since: int, include_blocks: bool) -> dict[str, A
     }
 
 
-def _worker_changes(worker: WorkerView, since: int, include_blocks: bool) -> dict[str, Any]:
+def _worker_changes(worker: WorkerView, since: int) -> dict[str, Any]:
     """Return the changed fields of one worker."""
     changes: dict[str, Any] = {"session": str(worker.session)}
     if worker.described_at > since:
         changes["worker"] = _worker_json(worker.description)
-    if include_blocks:
-        parts = [_blocks(group, pool, since) for group, pool in worker.pools.items()]
-        if blocks := [part for part in parts if part is not None]:
-            changes["blocks"] = blocks
+    parts = [_blocks(group, pool, since) for group, pool in worker.pools.items()]
+    if blocks := [part for part in parts if part is not None]:
+        changes["blocks"] = blocks
     changed = [key for key, at in worker.sequences_at.items() if at > since]
     if sequences := [_sequence_json(worker.sequences[key]) for key in changed if key in worker.sequences]:
         changes["sequences"] = sequences
@@ -81,7 +79,7 @@ def _blocks(group: int, pool: PoolView, since: int) -> dict[str, Any] | None:
         ids = _base64(where.astype("u4"))
     if not pool.states or ids == "":
         return None
-    columns = {name: _base64(np.frombuffer(getattr(pool, name), kind)[where]) for name, kind in _COLUMNS}
+    columns = {name: _base64(np.frombuffer(getattr(pool, name), kind)[where]) for name, kind in LISTS}
     return {"group": group, "first": 0 if ids is None else None, "ids": ids, **columns}
 
 
@@ -90,12 +88,13 @@ def _base64(column: npt.NDArray[Any]) -> str:
     return base64.b64encode(column.astype(column.dtype.newbyteorder("<")).tobytes()).decode()
 
 
-_COLUMNS: Final = (("states", "u1"), ("ref_counts", "u2"), ("last_used", "u4"), ("salt_numbers", "u2"))
-"""Lists of PoolView with the type of their entries."""
 _KEY_NAMES: Final = ("sequence_id", "attempt", "round")
+_SEQUENCE: Final = ("num_tokens", "num_cached_tokens", "num_computed_tokens", "num_blocks", "fenced")
+_WORKER: Final = (
+    "worker_id", "address", "model_name", "max_model_len", "num_sequences", "draining", "recovering",
+)  # fmt: skip
 _COUNTS: Final = ("capacity", "free", "cached", "held", "reserved", "copying", "shared", "withheld")
 _NO_COUNTS: Final = common_pb2.BlockCounts()
-_LOAD: Final = ("num_running", "num_waiting", "num_uncomputed_tokens")
 _TOTALS: Final = ("num_prompt_tokens", "num_cached_tokens", "num_evicted_blocks", "num_calls", "num_generated_tokens")
 _BUDGET: Final = ("num_blocks", "max_blocks", "num_slots", "num_sequence_tokens", "max_tokens")
 
@@ -122,31 +121,19 @@ def _worker_json(worker: cache_pb2.WorkerDescription) -> dict[str, Any]:
         for pool in worker.kv_cache_config.pools
     ]
     return {
-        "worker_id": worker.worker_id,
-        "address": worker.address,
-        "model_name": worker.model_name,
+        **{name: getattr(worker, name) for name in _WORKER},
         "block_size": worker.kv_cache_config.block_size,
-        "max_model_len": worker.max_model_len,
         "groups": groups,
-        "load": {name: _number(getattr(worker.load, name), name) for name in _LOAD},
+        "load": {
+            "num_running": worker.load.num_running,
+            "num_waiting": worker.load.num_waiting,
+            "num_uncomputed_tokens": str(worker.load.num_uncomputed_tokens),  # a browser's numbers have 53 bits
+        },
         "totals": {name: str(getattr(worker.totals, name)) for name in _TOTALS},
-        "num_sequences": worker.num_sequences,
-        "draining": worker.draining,
-        "recovering": worker.recovering,
     }
 
 
-def _number(value: int, name: str) -> int | str:
-    """Return a 64-bit number as a decimal string: a browser's numbers have 53 bits."""
-    return str(value) if name == "num_uncomputed_tokens" else value
-
-
 def _sequence_json(sequence: cache_pb2.SequenceDescription) -> dict[str, Any]:
-    return {
-        **{name: getattr(sequence.key, name) for name in _KEY_NAMES},
-        "num_tokens": sequence.num_tokens,
-        "num_cached_tokens": sequence.num_cached_tokens,
-        "num_computed_tokens": sequence.num_computed_tokens,
-        "num_blocks": sequence.num_blocks,
-        "fenced": sequence.fenced,
+    return {name: getattr(sequence.key, name) for name in _KEY_NAMES} | {
+        name: getattr(sequence, name) for name in _SEQUENCE
     }

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
 from starlette.requests import Request
@@ -55,18 +53,9 @@ class PageFile:
 
 def page_files() -> dict[str, PageFile]:
     """Read all files below static/ with a known ending, by path."""
-    return {name: PageFile.of(name, file.read_bytes()) for name, file in _walk(files("kvpool.gateway") / "static", "")}
-
-
-def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
-    entries: list[tuple[str, Traversable]] = []
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        name = prefix + entry.name
-        if entry.is_dir():
-            entries += _walk(entry, name + "/")
-        elif PurePosixPath(name).suffix in _TYPES:
-            entries.append((name, entry))
-    return entries
+    static = Path(__file__).parents[1] / "static"
+    found = (path for path in sorted(static.rglob("*")) if path.suffix in _TYPES)
+    return {path.relative_to(static).as_posix(): PageFile.of(path.name, path.read_bytes()) for path in found}
 
 
 def file_routes(*, has_login: bool) -> list[BaseRoute]:

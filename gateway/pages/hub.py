@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import structlog
 
-from kvpool.client import Client, KvpoolError, ManagerAway, ProtocolError
+from kvpool.client import KvpoolError, ManagerAway, ProtocolError
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2
 
@@ -22,7 +22,7 @@ from .request_feed import RequestFeed
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.gateway")
 
 PICTURE_MS: Final = 200
-"""Interval of the manager's pictures. Browsers may ask for fewer, and get no more."""
+"""Interval of the manager's pictures."""
 MAX_SEQUENCES: Final = 200
 """Sequences of each worker in a picture."""
 RETRY_SECONDS: Final = 0.5
@@ -35,9 +35,6 @@ SILENCE_SECONDS: Final = 15.0
 class PageViewer:
     """The stream of one browser, and the versions that it has seen."""
 
-    include_blocks: bool
-    pause_seconds: float
-    """Pause after each picture, in addition to the time to the next one."""
     version: int = 0
     manager_no: int = 0
     requests_version: int | None = None
@@ -70,9 +67,10 @@ class Hub:
         """Number of browsers that look now."""
         return len(self._viewers)
 
-    async def events(self, viewer: PageViewer) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events for one browser: first a whole picture, then changes. Each is made when the one before has been taken,
         so a slow browser gets a later picture and never a queue."""
+        viewer = PageViewer()
         self._enter(viewer)
         try:
             while True:
@@ -86,8 +84,6 @@ class Hub:
                         await changed.wait()
                 except TimeoutError:
                     yield b": still here\n\n"
-                else:
-                    await asyncio.sleep(viewer.pause_seconds)
         finally:
             self._leave(viewer)
 
@@ -98,9 +94,7 @@ class Hub:
             viewer.manager_no = self._manager_no
             news.append(event_text("manager", json.dumps(self._manager).encode()))
         if viewer.version != self._picture.version:
-            news.append(
-                event_text("picture", self._picture.changes(viewer.version, include_blocks=viewer.include_blocks))
-            )
+            news.append(event_text("picture", self._picture.changes(viewer.version)))
             viewer.version = self._picture.version
         if self._requests is not None and viewer.requests_version != self._requests.version:
             news.append(event_text("requests", self._requests.changes(viewer.requests_version)))
@@ -165,8 +159,3 @@ class Hub:
 def event_text(name: str, data: bytes) -> bytes:
     """Return one event of a stream. `data` has no line break."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
-
-
-def follow_pictures(client: Client) -> Callable[[], AsyncGenerator[WatchUpdate, None]]:
-    """Return a function that follows the pictures of a client's cluster."""
-    return lambda: client.watch(interval=PICTURE_MS / 1000, blocks=True, max_sequences=MAX_SEQUENCES)

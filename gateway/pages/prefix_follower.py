@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from kvpool.client import Client, ContentsView
+from kvpool.client import ContentsView
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2
 
@@ -62,8 +62,3 @@ class Prefixes:
                     if self._view.is_complete:
                         self._has_come.set()
                     await asyncio.sleep(0)  # many messages may be there at once
-
-
-def follow_contents(client: Client) -> Callable[[], AsyncGenerator[WatchUpdate, None]]:
-    """Return a function that follows the contents of a client's cluster."""
-    return lambda: client.watch(pictures=False, contents=True)

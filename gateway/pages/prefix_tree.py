@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+from tokenizers import Tokenizer
 
 from kvpool.client import ContentNode, ContentsView
 
@@ -24,6 +26,26 @@ class PrefixEntry:
     tokens: bytes
     """First tokens of the chain, as little-endian uint32."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that computed it."""
+        root = self.first.path()[0].root
+        return "" if root is None else root.model_fingerprint
+
+    def as_object(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """Return the entry as JSON values; without a tokenizer its text is null."""
+        ids = memoryview(self.tokens).cast("I").tolist()
+        return {
+            "node": str(self.last.node),
+            "text": None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False),
+            "num_blocks": self.num_blocks,
+            "num_tokens": self.num_blocks * (len(self.first.tokens) // 4),
+            "num_saved_tokens": self.first.num_served_tokens,
+            "workers": sorted(self.first.sessions.values()),
+            "num_children": len(self.last.children),
+            "salt_number": self.first.path()[0].salt_number,
+        }
+
 
 def entries_after(view: ContentsView, parent: ContentNode | None, most: int) -> tuple[list[PrefixEntry], int]:
     """Return the entries after a node (None: the beginnings), at most `most`, those that saved most first; and their total
@@ -31,13 +53,6 @@ def entries_after(view: ContentsView, parent: ContentNode | None, most: int) -> 
     nodes = list(view.beginnings() if parent is None else parent.children.values())
     widest = heapq.nsmallest(most, nodes, key=lambda node: (-node.num_served_tokens, node.node))
     return [_fold(node) for node in widest], len(nodes)
-
-
-def beginning_of(node: ContentNode) -> ContentNode:
-    """Return the node that begins the chain, which has its root and the number of its salt."""
-    while node.parent is not None:
-        node = node.parent
-    return node
 
 
 def _fold(first: ContentNode) -> PrefixEntry:

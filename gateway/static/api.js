@@ -1,12 +1,9 @@
 // Calls of the gateway that are no streams.
 
+import { make } from "./elements.js";
+
 /** An answer that is none: `message` is the gateway's own. */
-export class ApiFailure extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
+export class ApiFailure extends Error {}
 
 /** GET; the answer's JSON. Throws ApiFailure. */
 export function getJson(path, parameters = {}, signal = undefined) {
@@ -29,7 +26,18 @@ export function sendJson(path, body, signal = undefined) {
 export async function failureOf(answer) {
   if (answer.status === 401) location.assign("/login");
   const body = await answer.json().catch(() => null);
-  return new ApiFailure(answer.status, body?.error?.message ?? `the gateway answered ${answer.status}`);
+  return new ApiFailure(body?.error?.message ?? `the gateway answered ${answer.status}`);
+}
+
+/** Offer the served models in a <select>. Resolves with what to say of it. */
+export async function offerModels(select) {
+  try {
+    const { data } = await getJson("/v1/models");
+    select.replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
+    return data.length === 0 ? "No worker serves a model now." : "";
+  } catch (failure) {
+    return failure.message;
+  }
 }
 
 async function answerOf(promise) {
@@ -38,7 +46,7 @@ async function answerOf(promise) {
     answer = await promise;
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiFailure(0, "the gateway does not answer");
+    throw new ApiFailure("the gateway does not answer");
   }
   if (!answer.ok) throw await failureOf(answer);
   return answer.json();

@@ -16,16 +16,34 @@ export function make(name, attributes = {}, ...children) {
     else if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else element.setAttribute(key, value === true ? "" : String(value));
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined).map(asNode));
+  element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
 }
 
-function asNode(child) {
-  return child instanceof Node ? child : document.createTextNode(String(child));
+/** A figure of a list `<dl class="figures">`. @param {HTMLElement|string} value a <dd>, or what it says */
+export function figure(title, value) {
+  return make("div", {}, make("dt", {}, title), value instanceof Node ? value : make("dd", {}, value));
 }
 
 /** Write a text only if it is another one: screen readers repeat what is written. */
 export function setText(element, text) {
   const words = String(text);
   if (element.textContent !== words) element.textContent = words;
+}
+
+/**
+ * Keep one part of a list for each item, in the items' order: parts whose items are gone are removed, new ones are made.
+ * @param {HTMLElement} list; @param {Map} parts by key, each with `element`; @param {Map} items by key; @param {function} makePart of an item
+ */
+export function keepList(list, parts, items, makePart) {
+  for (const [key, part] of parts) {
+    if (items.has(key)) continue;
+    part.element.remove();
+    parts.delete(key);
+  }
+  [...items].forEach(([key, item], index) => {
+    if (!parts.has(key)) parts.set(key, makePart(item));
+    const { element } = parts.get(key);
+    if (list.children[index] !== element) list.insertBefore(element, list.children[index] ?? null);
+  });
 }

@@ -1,38 +1,25 @@
-// Rates over time, from totals that only grow: a sample a second, two minutes of them.
+// Tokens per second over time, from a total that only grows: a sample a second, two minutes of them.
 
 const SAMPLES = 120;
 const SECONDS = 1;
 
 export class Rates {
-  #samples = []; // {at, totals}
-  #points = []; // {generated, prompt, cached, evicted}, per second
+  #last = null; // {at, total}
+  /** Tokens per second, oldest first. */
+  series = [];
 
-  /** @param {number} at seconds; @param {Object<string, string>} totals of a worker, or sums of several */
-  sample(at, totals) {
-    const last = this.#samples.at(-1);
+  /** @param {number} at seconds; @param {string} total number of tokens */
+  sample(at, total) {
+    const last = this.#last;
     if (last && at - last.at < SECONDS) return;
-    const now = Object.fromEntries(Object.entries(totals).map(([name, value]) => [name, Number(value)]));
-    if (last) {
-      const rate = (name) => Math.max(0, (now[name] - last.totals[name]) / (at - last.at));
-      this.#points.push({
-        generated: rate("num_generated_tokens"),
-        prompt: rate("num_prompt_tokens"),
-        cached: rate("num_cached_tokens"),
-        evicted: rate("num_evicted_blocks"),
-      });
-      if (this.#points.length > SAMPLES) this.#points.shift();
-    }
-    this.#samples = [{ at, totals: now }];
-  }
-
-  /** One of generated, prompt, cached, evicted: tokens or blocks per second, oldest first. */
-  series(name) {
-    return this.#points.map((point) => point[name]);
+    this.#last = { at, total: Number(total) };
+    if (last) this.series.push(Math.max(0, (this.#last.total - last.total) / (at - last.at)));
+    if (this.series.length > SAMPLES) this.series.shift();
   }
 
   /** Mean of the last seconds. */
-  recent(name, seconds = 5) {
-    const points = this.#points.slice(-seconds);
-    return points.length ? points.reduce((sum, point) => sum + point[name], 0) / points.length : 0;
+  recent(seconds = 5) {
+    const points = this.series.slice(-seconds);
+    return points.length ? points.reduce((sum, point) => sum + point, 0) / points.length : 0;
   }
 }

@@ -17,7 +17,7 @@ class Store extends EventTarget {
   cluster = null;
   /** @type {Map<string, WorkerState>} by session */
   workers = new Map();
-  /** @type {Map<string, Rates>} by session; "" is all of them */
+  /** @type {Map<string, Rates>} by session */
   rates = new Map();
   /** @type {Map<number, Object>} answers of this gateway by number, oldest first: as sent, and `began_at` of performance.now() */
   requests = new Map();
@@ -27,7 +27,7 @@ class Store extends EventTarget {
   start() {
     this.#source = new EventSource("/api/watch");
     this.#source.addEventListener("picture", (event) => this.#onPicture(JSON.parse(event.data)));
-    this.#source.addEventListener("manager", (event) => this.#onManager(JSON.parse(event.data)));
+    this.#source.addEventListener("manager", (event) => this.#connect(JSON.parse(event.data)));
     this.#source.addEventListener("requests", (event) => this.#onRequests(JSON.parse(event.data)));
     this.#source.addEventListener("error", () => this.#onError());
   }
@@ -62,7 +62,10 @@ class Store extends EventTarget {
       if (!this.workers.has(change.session)) this.workers.set(change.session, new WorkerState(change.session));
       changed.set(change.session, this.workers.get(change.session).apply(change));
     }
-    this.#sampleRates();
+    const now = performance.now() / 1000;
+    for (const { session, info } of this.workers.values()) {
+      if (info) this.ratesOf(session).sample(now, info.totals.num_generated_tokens);
+    }
     this.dispatchEvent(new CustomEvent("picture", { detail: { whole: picture.whole, changed } }));
   }
 
@@ -75,27 +78,16 @@ class Store extends EventTarget {
     this.dispatchEvent(new Event("requests"));
   }
 
-  #sampleRates() {
-    const now = performance.now() / 1000;
-    for (const worker of this.workers.values()) {
-      if (worker.info) this.ratesOf(worker.session).sample(now, worker.info.totals);
-    }
-  }
-
-  #onManager({ state, message }) {
-    this.#connect(state, message);
-  }
-
   async #onError() {
-    this.#connect("lost", "The gateway does not answer.");
+    this.#connect({ state: "lost", message: "The gateway does not answer." });
     if (this.#source.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
     const answer = await fetch("/load").catch(() => null); // guarded like all else
     if (answer?.status === 401) location.assign("/login");
     else setTimeout(() => this.start(), RETRY_MS);
   }
 
-  #connect(connection, message) {
-    this.connection = connection;
+  #connect({ state, message }) {
+    this.connection = state;
     this.message = message;
     this.dispatchEvent(new Event("manager"));
   }

@@ -1,18 +1,19 @@
 // The views of the page, and which of them is shown: the address after # names it, as in #/blocks?worker=worker-0.
 
-const views = new Map(); // name → {title, element}
-const changes = new EventTarget();
+import { make } from "./elements.js";
+
+const views = new Map(); // name → {title, styles}
 
 /**
- * Add a view. Its element is made when the view is shown and removed from the document when another one is.
+ * Add a view: the element kvpool-NAME, with the style sheet css/NAME.css. It is made when the view is shown and removed from the
+ * document when another one is. All views are added before the page starts.
  * @param {string} name in the address: a–z and hyphens
  * @param {string} title on its tab
- * @param {string} element name of a custom element; defined by now or later
+ * @param {function} element class of the custom element
  */
-export function registerView(name, title, element) {
-  if (views.has(name)) throw new Error(`the view ${name} is registered twice`);
-  views.set(name, { title, element });
-  changes.dispatchEvent(new Event("registered"));
+export function defineView(name, title, element) {
+  customElements.define(`kvpool-${name}`, element);
+  views.set(name, { title, styles: make("link", { rel: "stylesheet", href: `/static/css/${name}.css` }) });
 }
 
 /** What the address names: {name, parameters}. The first view if it names none that there is. */
@@ -36,36 +37,26 @@ export function keepParameters(parameters) {
 /** Show the view that the address names in `main`, now and whenever it changes, with a tab for each in `tabs`. */
 export function startViews(main, tabs) {
   let shown = null;
-  const showTabs = () => {
-    const { name } = currentRoute();
-    tabs.replaceChildren(
-      ...[...views].map(([other, { title }]) => {
-        const link = document.createElement("a");
-        link.href = viewAddress(other);
-        link.textContent = title;
-        if (other === name) link.setAttribute("aria-current", "page");
-        return link;
-      }),
-    );
-  };
   const show = () => {
     const { name, parameters } = currentRoute();
-    showTabs();
-    if (name === undefined) return;
-    const { title, element } = views.get(name);
+    tabs.replaceChildren(
+      ...[...views].map(([other, { title }]) =>
+        make("a", { href: viewAddress(other), "aria-current": other === name ? "page" : null }, title),
+      ),
+    );
+    const { title, styles } = views.get(name);
     document.title = `${title} · kvpool`;
     if (shown?.name === name) {
       shown.node.routeChanged?.(parameters);
       return;
     }
-    const node = document.createElement(element);
-    node.classList.add("view");
+    if (!styles.isConnected) document.head.append(styles);
+    const node = make(`kvpool-${name}`, { class: "view" });
     const moved = shown !== null;
     shown = { name, node };
     main.replaceChildren(node);
     if (moved) main.focus({ preventScroll: true });
   };
   addEventListener("hashchange", show);
-  changes.addEventListener("registered", () => (shown === null ? show() : showTabs()));
   show();
 }

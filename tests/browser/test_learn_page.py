@@ -15,7 +15,7 @@ def test_a_story_runs_to_its_end_and_back_by_the_arrow_keys(watched: Watched, na
     page.locator(f'[data-story="{name}"][aria-pressed="true"]').wait_for()
     place = page.locator(".story-place")
     num_steps = int(place.inner_text().split()[3])
-    num_blocks = sum(kind.group.num_blocks - 1 for kind in STORIES[name].layout)
+    num_blocks = sum(kind.make_group().num_blocks - 1 for kind in STORIES[name].layout)
     titles = []
     for number in range(1, num_steps + 1):
         assert place.inner_text().startswith(f"step {number} of {num_steps}")

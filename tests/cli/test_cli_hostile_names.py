@@ -212,9 +212,10 @@ def console() -> Iterator[tuple[Console, io.StringIO]]:
 
 def test_ray_shows_what_its_nodes_say() -> None:
     with console() as (shown, stream):
-        service = {"host": NASTY, "address": NASTY, "pid": 1}
-        show_services(shown, NASTY, {NASTY: service, "worker-0": None}, {NASTY: NASTY, "worker-0": "runs"})
-        show_services(shown, NASTY, {}, {})
+        place = {"host": None, "address": None, "pid": None}
+        service = {"name": NASTY, "state": NASTY, "host": NASTY, "address": NASTY, "pid": 1}
+        show_services(shown, NASTY, [service, {"name": "worker-0", "state": "runs", **place}])
+        show_services(shown, NASTY, [])
     assert "worker-0" in assert_harmless(stream.getvalue())
 
 

@@ -133,9 +133,12 @@ def test_variables_of_the_command_are_those_of_the_processes() -> None:
 
 def test_what_all_starts_of_a_cluster_share_leaves_out_how_many_workers() -> None:
     before = plan("--workers", "1", "--model", "m")
-    assert plan("--workers", "5", "--model", "m", "--http", "8000", "--detach").record == before.record
+    assert (
+        plan("--workers", "5", "--model", "m", "--http", "8000", "--detach").managers[0].record
+        == before.managers[0].record
+    )
     for other in (["--model", "n"], ["--model", "m", "--port", "1"], ["--model", "m", "--cpus-per-worker", "2"]):
-        assert plan(*other).record != before.record
+        assert plan(*other).managers[0].record != before.managers[0].record
 
 
 @pytest.mark.parametrize("arguments", [["up"], ["down"], ["status"], ["status", "--json"]])

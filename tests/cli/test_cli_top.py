@@ -56,7 +56,7 @@ def test_rates_are_of_the_last_seconds() -> None:
         if rates is not None and (second <= 10 or second >= 10 + WINDOW_SECONDS):
             assert (rates.prompt_tokens, rates.hit_rate) == ((100, 0) if second <= 10 else (0, None))
     assert rates is not None
-    assert len(meter._looks) <= WINDOW_SECONDS + 2
+    assert len(meter._looks._looks) <= WINDOW_SECONDS + 2
 
 
 def test_rates_of_rare_looks_are_of_the_last_two() -> None:

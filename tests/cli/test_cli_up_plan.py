@@ -11,8 +11,8 @@ from typing import Final
 import pytest
 
 from kvpool.cache_service.settings import ManagerSettings
+from kvpool.cli import settings as cli_settings
 from kvpool.cli.commands.up import FLAGS, UpSettings
-from kvpool.cli.launch import gateway_port
 from kvpool.cli.launch.cluster import ClusterSpec, free_port, num_cores, require_free_port
 from kvpool.cli.launch.gpus import one_gpu_each, visible_gpus
 from kvpool.client.errors import InvalidRequest, Unavailable
@@ -118,7 +118,7 @@ def test_the_gateway_comes_last_and_knows_its_manager() -> None:
 
 def test_what_the_gateway_lacks_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(gateway_port, "find_spec", lambda name: None if name == "starlette" else real(name))
+    monkeypatch.setattr(cli_settings, "find_spec", lambda name: None if name == "starlette" else real(name))
     with pytest.raises(SettingsProblem, match=r"starlette is not installed.*kvpool\[gateway\]"):
         spec("--http", "8099")
 

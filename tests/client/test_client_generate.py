@@ -49,6 +49,7 @@ async def test_chunks_arrive_in_order_and_collect_puts_them_together() -> None:
         finish_reason=FinishReason.STOP,
         num_prompt_tokens=4,
         num_cached_tokens=4,
+        num_generated_tokens=3,
         worker_id="w",
         time_to_first_token_ms=completion.time_to_first_token_ms,
         logprobs=None,

@@ -16,7 +16,7 @@ from kvpool.gateway.errors import ApiError
 from kvpool.gateway.openai import bodies
 from kvpool.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from kvpool.gateway.openai.options import completion_options
-from kvpool.gateway.pages.explain import ExplainBody
+from kvpool.gateway.page_routes import ExplainBody
 from kvpool.gateway.settings import GatewaySettings
 from tests.gateway.serving import calling
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvpool.client import GenerateOptions
-from kvpool.gateway.openai.token_bytes import shown
+from kvpool.gateway.openai.logprobs import shown
 from tests.gateway.conftest import Front, ids_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

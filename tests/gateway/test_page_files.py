@@ -76,10 +76,8 @@ def test_every_module_and_style_that_is_named_is_there() -> None:
 @pytest.mark.parametrize(
     ("path", "param"),
     [
-        ("/api/watch?interval_ms=99", "interval_ms"),
-        ("/api/watch?interval_ms=10001", "interval_ms"),
-        ("/api/watch?interval_ms=²", "interval_ms"),
-        ("/api/watch?blocks=2", "blocks"),
+        ("/api/prefixes?limit=201", "limit"),
+        ("/api/prefixes?node=²", "node"),
         ("/api/block?block_id=1", "worker_id"),
         ("/api/block?worker_id=w&block_id=-1", "block_id"),
         ("/api/block?worker_id=w&block_id=0", "block_id"),

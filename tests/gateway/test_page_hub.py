@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
 
 import pytest
 
-from kvpool.client import Client, Unimplemented
-from kvpool.gateway.pages.hub import Hub, PageViewer, follow_pictures
+from kvpool.client import Unimplemented
+from kvpool.gateway.pages.hub import Hub, PageViewer
 from kvpool.v1 import cache_pb2
 from tests.gateway.browser_mirror import BrowserMirror
 from tests.gateway.scripted_pictures import ScriptedPictures, one_worker
@@ -19,7 +18,7 @@ from tests.until import until
 
 def viewing(hub: Hub) -> aclosing[AsyncGenerator[bytes, None]]:
     """One more browser, until it leaves."""
-    return aclosing(hub.events(PageViewer(include_blocks=True, pause_seconds=0)))
+    return aclosing(hub.events())
 
 
 @pytest.fixture
@@ -50,8 +49,7 @@ async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them(
         assert source.num_opened == source.num_open == 1
     await until(lambda: source.num_open == 0)
     assert hub.num_viewers == 0
-    news = hub._news(PageViewer(include_blocks=True, pause_seconds=0, manager_no=1))
-    assert news == [], "nothing is left of the old picture"
+    assert hub._news(PageViewer(manager_no=1)) == [], "nothing is left of the old picture"
     source.send(one_worker(1, {1: (3, 1, 0, 0)}, whole=True))
     async with viewing(hub) as third:
         await take_until(third, mirrors[2], 1)
@@ -108,7 +106,7 @@ async def test_a_browser_that_leaves_in_the_middle_leaves_nothing(source: Script
 class OldManager:
     """A client whose manager does not know Watch."""
 
-    async def watch(self, **_: object) -> AsyncGenerator[cache_pb2.Picture, None]:
+    async def watch(self) -> AsyncGenerator[cache_pb2.Picture, None]:
         """Fails as the real one does."""
         raise Unimplemented("this manager has no Watch")
         yield cache_pb2.Picture()
@@ -116,7 +114,7 @@ class OldManager:
 
 async def test_a_manager_without_watch_is_reported_too() -> None:
     """The page says why it shows nothing."""
-    hub = Hub(follow_pictures(cast(Client, OldManager())), retry_seconds=0)
+    hub = Hub(OldManager().watch, retry_seconds=0)
     mirror = BrowserMirror()
     async with viewing(hub) as events:
         while "away" not in mirror.manager:

@@ -70,9 +70,9 @@ def of_one_worker() -> ClusterPicture:
     return picture
 
 
-def changes(picture: ClusterPicture, since: int = 0, *, include_blocks: bool = True) -> Any:
+def changes(picture: ClusterPicture, since: int = 0) -> Any:
     """What a browser is sent that has that version."""
-    return json.loads(picture.changes(since, include_blocks=include_blocks))
+    return json.loads(picture.changes(since))
 
 
 @settings(max_examples=30)
@@ -86,8 +86,7 @@ def test_a_browser_that_misses_pictures_sees_what_one_that_misses_none_sees(
     for changed, readers, whole in steps:
         assert picture.apply(truth.picture(changed, whole or picture.version == 0))
         for reader in readers:
-            news = picture.changes(versions[reader], include_blocks=True)
-            mirrors[reader].take(event_text("picture", news))
+            mirrors[reader].take(event_text("picture", picture.changes(versions[reader])))
             versions[reader] = picture.version
             shown = mirrors[reader].workers
             assert set(shown) == set(truth.workers)
@@ -106,7 +105,7 @@ def test_a_picture_in_parts_is_shown_when_it_is_complete() -> None:
     assert not picture.apply(part)
     assert changes(picture) == before
     assert picture.apply(one_worker(3, {2: (4, 1, 0, 0)}, whole=True))
-    mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
+    mirror.take(event_text("picture", picture.changes(0)))
     shown = mirror.workers["1"]["blocks"][0]
     assert (shown[1][0], shown[2][0]) == (FREE[0], 4)
 
@@ -123,20 +122,15 @@ def test_more_ends_than_are_remembered_give_everything_anew(monkeypatch: pytest.
     monkeypatch.setattr(picture_view, "MAX_ENDED", 3)
     truth, picture, mirror = Truth(), ClusterPicture(), BrowserMirror()
     picture.apply(truth.picture([(1, {}, set("abcdef"), False)], whole=True))
-    mirror.take(event_text("picture", picture.changes(0, include_blocks=True)))
+    mirror.take(event_text("picture", picture.changes(0)))
     seen = picture.version
     picture.apply(truth.picture([(1, {}, set(), False)], whole=False))
-    mirror.take(event_text("picture", picture.changes(seen, include_blocks=True)))
+    mirror.take(event_text("picture", picture.changes(seen)))
     assert (mirror.wholes, mirror.workers["1"]["sequences"]) == (2, {})
 
 
-def test_browsers_with_and_without_blocks_are_sent_different_things() -> None:
-    """Any of them may ask first; the view Cluster needs no blocks."""
-    picture, mirror = of_one_worker(), BrowserMirror()
-    mirror.take(event_text("picture", picture.changes(0, include_blocks=False)))
-    assert mirror.workers["1"]["worker"]["worker_id"] == "worker-1"
-    assert mirror.workers["1"]["blocks"] == {}
-    assert "blocks" in changes(picture)["workers"][0]
+def _changes(picture: ClusterPicture, since: int) -> Any:
+    return json.loads(picture.changes(since))
 
 
 def test_one_that_has_the_last_picture_is_sent_nothing_of_it_again() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool.client import Chunk, FinishReason, KvpoolError
-from kvpool.gateway.pages.hub import Hub, PageViewer
+from kvpool.gateway.pages.hub import Hub
 from kvpool.gateway.pages.request_feed import RequestFeed
 from kvpool.gateway.request_log import RequestLog
 from tests.cluster.polling import eventually
@@ -139,7 +139,7 @@ async def test_a_browser_gets_all_first_and_then_what_changes() -> None:
     source = ScriptedPictures()
     hub = Hub(source.open, RequestFeed(log, collect_seconds=0.01), retry_seconds=0)
     first = begin(log)
-    async with aclosing(hub.events(PageViewer(include_blocks=False, pause_seconds=0))) as events:
+    async with aclosing(hub.events()) as events:
         whole = await next_requests(events)
         assert (whole["whole"], [one["number"] for one in whole["requests"]]) == (True, [1])
         second = begin(log)

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kvpool.client import Model
 from kvpool.client.token_bytes import TokenBytes
-from kvpool.gateway.openai.logprobs import CompletionLogprobs
-from kvpool.gateway.openai.token_bytes import shown, token_bytes
+from kvpool.gateway.openai.logprobs import CompletionLogprobs, shown, token_bytes
 from kvpool.protocol.byte_level import byte_letters
 
 

@@ -197,7 +197,7 @@ _LONG: Final = {
 }
 LONG_ANSWER: Final = _request(body=_json(_LONG | {"stream": True}))
 """Some megabytes each."""
-EVENT_STREAM: Final = _request("GET", "/api/watch?interval_ms=100")
+EVENT_STREAM: Final = _request("GET", "/api/watch")
 """Of the page."""
 
 

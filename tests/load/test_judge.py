@@ -25,6 +25,7 @@ DONE: dict[str, Any] = {
     "finish_reason": FinishReason.LENGTH,
     "num_prompt_tokens": 3,
     "num_cached_tokens": 0,
+    "num_generated_tokens": 4,
     "worker_id": "a",
     "time_to_first_token_ms": 1.0,
     "logprobs": None,

@@ -19,7 +19,7 @@ from kvpool.process import grpc_server, server_settings, serving_loop
 from kvpool.process.address import PortError
 from kvpool.process.grpc_server import GrpcServer, Services
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
-from kvpool.process.server_settings import ServerSettings
+from kvpool.process.server_settings import ServerSettings, descriptors_for_connections
 from tests import http2
 from tests.until import until
 
@@ -433,6 +433,6 @@ def test_connections_are_bounded_by_what_the_system_allows(
     monkeypatch.setattr("resource.getrlimit", lambda _: limits)
     monkeypatch.setattr("resource.setrlimit", lambda _, to: raised.append(to[0]))
     with structlog.testing.capture_logs() as logged:
-        assert Settings().descriptors_for_connections() == expected
+        assert descriptors_for_connections(Settings().max_connections) == expected
     assert raised == ([] if raised_to is None else [raised_to])
     assert bool(logged) == (expected < 4096)

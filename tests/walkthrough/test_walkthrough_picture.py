@@ -8,11 +8,10 @@ from itertools import pairwise
 import pytest
 
 from kvpool.walkthrough.__main__ import STORIES
-from kvpool.walkthrough.changes import changed_blocks
 from kvpool.walkthrough.layouts import Kind
 from kvpool.walkthrough.picture import draw_legend, draw_step
 from kvpool.walkthrough.recording import record
-from kvpool.walkthrough.snapshot import BlockView, GroupView, TableView
+from kvpool.walkthrough.snapshot import BlockView, GroupView, TableView, changed_blocks
 
 RECORDED = {name: record(story) for name, story in STORIES.items()}
 
@@ -78,7 +77,7 @@ def _shown(group: GroupView, table: TableView) -> str:
         words = " ".join(block.words if group.kind is Kind.STATE else [*block.words, *"·" * (4 - len(block.words))])
         place = "" if group.kind is Kind.FULL else f"{index}:"
         entries.append(f"{place}{number}{f'[{words}]' if block.sealed else f'({words})'}")
-    shown = " ".join([group.kind.value, table.sequence, *entries])
+    shown = " ".join([group.kind.label, table.sequence, *entries])
     if group.kind is Kind.FULL:
         return f"{shown} {table.num_tokens} tokens"
     shown += "".join(f" {part}" for part in ("scratch", *table.scratch))

@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 
 from kvpool.cache_service.core.integrity import Audit
+from kvpool.cache_service.core.manager import CacheManager
 from kvpool.walkthrough import recording
 from kvpool.walkthrough.__main__ import STORIES
 from kvpool.walkthrough.recording import record
-from kvpool.walkthrough.worker import Worker
 
 
 @pytest.mark.parametrize("name", STORIES)
 def test_every_step_shows_its_calls_and_keeps_every_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit runs after each one; a step starts from what the one before it left; gN is the number of a call of the step."""
     audits = []
-    check = Worker.check
+    check = CacheManager.check
 
-    def counted(worker: Worker) -> Audit:
-        audits.append(check(worker))
+    def counted(manager: CacheManager) -> Audit:
+        audits.append(check(manager))
         return audits[-1]
 
-    monkeypatch.setattr(Worker, "check", counted)
+    monkeypatch.setattr(CacheManager, "check", counted)
     steps = record(STORIES[name])
-    capacities = [kind.group.num_blocks - 1 for kind in STORIES[name].layout]
+    capacities = [kind.make_group().num_blocks - 1 for kind in STORIES[name].layout]
     assert [audit.num_blocks for audit in audits] == [sum(capacities)] * len(steps)
     num_calls = 0
     for number, step in enumerate(steps, 1):

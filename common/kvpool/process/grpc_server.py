@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from .address import PortError, join_host_port, reachable_host
 from .rare_line import RareLine
 from .request_guard import RequestGuard, RequestLimit
-from .server_settings import MIN_CONNECTIONS, ServerSettings
+from .server_settings import MIN_CONNECTIONS, ServerSettings, descriptors_for_connections
 from .serving_loop import KNOWN_GRPCIO, is_steady, new_server
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.server")
@@ -66,7 +66,6 @@ class _Life:
     server: grpc.aio.Server
     guard: RequestGuard
     port: int
-    cut: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class GrpcServer:
@@ -99,7 +98,7 @@ class GrpcServer:
 
     def bind(self) -> None:
         """Take the port, without serving yet. Raises PortError."""
-        self._max_connections = self._settings.descriptors_for_connections()
+        self._max_connections = descriptors_for_connections(self._settings.max_connections)
         self._life = self._bound(self._max_connections)
         self.port = self._life.port
 
@@ -240,18 +239,12 @@ class GrpcServer:
         self._retired[life] = task
         task.add_done_callback(lambda _: self._retired.pop(life, None))
         if len(self._retired) > MAX_RETIRED:
-            next(iter(self._retired)).cut.set()
+            next(iter(self._retired)).guard.stop_waiting()
 
     async def _see_off(self, life: _Life) -> None:
-        idle = asyncio.create_task(life.guard.wait_until_idle())
-        cut = asyncio.create_task(life.cut.wait())
-        try:
-            await asyncio.wait({idle, cut}, return_when=asyncio.FIRST_COMPLETED)
-            # gRPC ends the calls that are left with UNAVAILABLE: a client of ours continues on another worker.
-            await _stop(life.server, LAST_WORDS_SECONDS)
-        finally:
-            idle.cancel()
-            cut.cancel()
+        await life.guard.wait_until_idle()
+        # gRPC ends the calls that are left with UNAVAILABLE: a client of ours continues on another worker.
+        await _stop(life.server, LAST_WORDS_SECONDS)
 
 
 async def _stop(server: grpc.aio.Server, grace_seconds: float) -> None:

@@ -16,15 +16,8 @@ DELAY_SECONDS: Final = 1.0
 """Time until then, in which the request's memory is freed, and that of later ones too."""
 
 
-def _find_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None  # not glibc
-    return trim
-
-
-_trim: Callable[[int], int] | None = _find_trim()
+_trim: Final[Callable[[int], int] | None] = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""glibc's own; None: this is another library."""
 
 
 class Heap:

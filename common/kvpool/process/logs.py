@@ -61,22 +61,18 @@ def _traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
     stream.write(printable_lines(text.getvalue()))
 
 
-class _Identity:
-    """Adds the fields that name the process to each line, unless the line has its own."""
-
-    def __init__(self) -> None:
-        self.fields: dict[str, str] = {}
-
-    def __call__(self, _logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        return {**self.fields, **event}
+_identity: dict[str, str] = {}
+"""Fields that name the process."""
 
 
-_identity = _Identity()
+def _identified(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Add the fields that name the process, unless the line has its own."""
+    return {**_identity, **event}
 
 
 def identify_log_lines(**fields: str) -> None:
     """Add fields to every JSON line that this process logs from now on, e.g. its service and its worker_id."""
-    _identity.fields.update(fields)
+    _identity.update(fields)
 
 
 def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
@@ -88,7 +84,7 @@ def configure_logging(log_format: LogFormat, log_level: LogLevel) -> None:
     # Without the local variables, which structlog shows by default: among them are prompts and session keys.
     to_dict = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     renderer: list[structlog.typing.Processor] = (
-        [_identity, structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
+        [_identified, structlog.processors.ExceptionRenderer(to_dict), structlog.processors.JSONRenderer()]
         if log_format is LogFormat.json
         else [_printable, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)]
     )

@@ -78,7 +78,7 @@ def listen_for_metrics(host: str, port: int) -> socket.socket:
 
 
 class MetricsServer:
-    """Answers GET /metrics. `async with` serves on `listener` and closes it in the end. `fill` is called for every answer.
+    """Answers GET /metrics on `listener`, which it closes in the end. `fill` is called for every answer.
 
     While `is_serving` returns False the answer is 503, so that a process that its callers cannot reach does not look healthy.
     """

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Final
 
-_LINE_CHARACTERS: Final = frozenset("\n\t")
-
-
-def printable(text: str) -> str:
+def printable(text: str, unescaped: str = "") -> str:
     """Return a name or sentence of another process as one line without effect on the terminal. Characters that are not printable
-    (control characters, line ends, marks that turn the direction of writing) are escaped as Python would write them."""
-    return _escaped(text, frozenset())
-
-
-def printable_lines(text: str) -> str:
-    """Do the same for a text of several lines: line ends and tabs stay."""
-    return _escaped(text, _LINE_CHARACTERS)
-
-
-def _escaped(text: str, unescaped: Set[str]) -> str:
+    (control characters, line ends, marks that turn the direction of writing) are escaped as Python would write them, unless they
+    are `unescaped`."""
     if text.isprintable():
         return text
     return "".join(
         character if character.isprintable() or character in unescaped else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def printable_lines(text: str) -> str:
+    """Do the same for a text of several lines: line ends and tabs stay."""
+    return printable(text, "\n\t")

@@ -64,7 +64,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         self._complaints = complaints or RareLine(log, "requests refused before they were read")
         self._guarded: dict[str, Handler] = {}
         self._heap = Heap()
-        self._num_calls = 0
+        self.num_calls = 0
+        """Calls in flight."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -75,14 +76,13 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         if on_refused is not None:
             self._on_refused = on_refused
 
-    @property
-    def num_calls(self) -> int:
-        """Calls in flight."""
-        return self._num_calls
-
     async def wait_until_idle(self) -> None:
-        """Wait until no call is in flight."""
+        """Wait until no call is in flight, or until `stop_waiting`."""
         await self._idle.wait()
+
+    def stop_waiting(self) -> None:
+        """End `wait_until_idle`, whatever is in flight."""
+        self._idle.set()
 
     async def intercept_service(
         self,
@@ -136,7 +136,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         return wrapped
 
     async def _run(self, method: str, context: Context, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        self._num_calls += 1
+        self.num_calls += 1
         self._idle.clear()
         try:
             return await work()
@@ -159,8 +159,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             context.set_details(f"{method} is not in this version")
             return None
         finally:
-            self._num_calls -= 1
-            if not self._num_calls:
+            self.num_calls -= 1
+            if not self.num_calls:
                 self._idle.set()
 
 

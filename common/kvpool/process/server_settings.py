@@ -68,10 +68,6 @@ class ServerSettings(ProcessSettings):
             *age,
         )
 
-    def descriptors_for_connections(self) -> int:
-        """Return `max_connections`, or fewer if this process may not open as many descriptors."""
-        return descriptors_for_connections(self.max_connections)
-
 
 def descriptors_for_connections(max_connections: int) -> int:
     """Return `max_connections`, or fewer if this process may not open as many descriptors. Its limit is raised as far as the system

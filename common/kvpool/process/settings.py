@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
@@ -160,8 +160,13 @@ def flags_in(arguments: Sequence[str]) -> list[str]:
 
 def unknown_flag(flag: str, flags: Collection[str]) -> str:
     """Say that a flag does not exist, with the closest flag that does."""
-    close = difflib.get_close_matches(flag, sorted(flags), n=1)
-    return f"there is no flag {flag}" + (f"; did you mean {close[0]}?" if close else "; --help lists them")
+    return f"there is no flag {flag}" + (_meant(flag, sorted(flags)) or "; --help lists them")
+
+
+def _meant(name: str, known: Iterable[str], form: str = "{}") -> str:
+    """Ask whether the closest known name is meant; empty: none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
 def read_tables(path: Path) -> dict[str, dict[str, Any]]:
@@ -173,8 +178,7 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsProblem(f"the settings file {path} is not TOML: {error}") from None
     if strange := [name for name, value in tables.items() if isinstance(value, dict) and name not in TABLES]:
-        close = difflib.get_close_matches(strange[0], TABLES, n=1)
-        hint = f"; did you mean [{close[0]}]?" if close else f": there are {', '.join(f'[{name}]' for name in TABLES)}"
+        hint = _meant(strange[0], TABLES, "[{}]") or f": there are {', '.join(f'[{name}]' for name in TABLES)}"
         raise SettingsProblem(f"[{strange[0]}] in {path} is no table that kvpool reads{hint}")
     if loose := [name for name, value in tables.items() if not isinstance(value, dict)]:
         raise SettingsProblem(
@@ -195,8 +199,7 @@ def _config_path(arguments: Sequence[str], own_variable: str) -> Path | None:
 
 
 def _unknown(kind: type[ProcessSettings], path: Path | None, name: str) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), kind.model_fields, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = _meant(name.replace("-", "_"), kind.model_fields, "{!r}")
     return f"{name!r} in [{kind.table}] of {path} is no setting{hint}"
 
 
@@ -215,16 +218,11 @@ def _say(
     flag, negative = _flag(field), _flag(f"no_{field}")
     variable = f"{kind.model_config.get('env_prefix', '')}{field}".upper()
     shared = kind.shared_variables.get(field, "")
-    if any(argument.split("=")[0] in (flag, negative) for argument in arguments):
-        place = flag
-    elif os.environ.get(variable):
-        place = variable
-    elif os.environ.get(shared):
-        place = shared
-    elif field in table:
-        place = f"{field} in [{kind.table}] of {path}"
-    else:
-        place = flag
+    is_flag = any(argument.split("=")[0] in (flag, negative) for argument in arguments)
+    named = next(
+        filter(os.environ.get, (variable, shared)), f"{field} in [{kind.table}] of {path}" if field in table else flag
+    )
+    place = flag if is_flag else named
     if "Secret" in str(kind.model_fields[field].annotation):
         return f"{place}: {message}"  # it goes to a terminal or a log
     return f"{place}: {message}, got {problem['input']!r}"

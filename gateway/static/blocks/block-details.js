@@ -1,7 +1,7 @@
 // What there is to know of one block, asked of the gateway when a pointer or a key comes to it.
 
 import { getJson } from "../api.js";
-import { make } from "../elements.js";
+import { figure, make } from "../elements.js";
 import { count } from "../format.js";
 
 const WAIT_MS = 90; // a pointer that crosses the map asks for nothing
@@ -55,20 +55,19 @@ export class BlockDetails {
     const words = JSON.stringify(block);
     if (words === this.#shown) return;
     this.#shown = words;
-    const fact = (title, value) => make("div", {}, make("dt", {}, title), make("dd", {}, value));
     const times = block.ref_count > 1 ? ` ×${count(block.ref_count)}` : "";
     this.element.replaceChildren(
       make("h2", {}, `Block ${count(block.block_id)} · ${block.state}${times}`),
       make(
         "dl",
         { class: "figures" },
-        fact("generation", count(block.generation)),
+        figure("generation", count(block.generation)),
         ...(block.num_tokens > 0
           ? [
-              fact("depth", count(block.table_index)),
-              fact("computed tokens", count(block.token_count)),
-              fact("sealed", block.sealed ? "yes: a hit" : "not yet"),
-              fact("salt", block.salt_number === 0 ? "none" : `number ${count(block.salt_number)}`),
+              figure("depth", count(block.table_index)),
+              figure("computed tokens", count(block.token_count)),
+              figure("sealed", block.sealed ? "yes: a hit" : "not yet"),
+              figure("salt", block.salt_number === 0 ? "none" : `number ${count(block.salt_number)}`),
             ]
           : []),
       ),

@@ -60,10 +60,6 @@ export class BlockMap extends EventTarget {
     this.#scheme.removeEventListener("change", this.onScheme);
   }
 
-  get frameTimes() {
-    return this.#painter.frameTimes;
-  }
-
   /** Show this pool. */
   show(pool) {
     this.pool = pool;

@@ -3,8 +3,7 @@
 import { make, setText } from "../elements.js";
 import { count, groupName } from "../format.js";
 import { store } from "../store.js";
-import { useStyles } from "../styles.js";
-import { currentRoute, keepParameters, registerView } from "../views.js";
+import { currentRoute, defineView, keepParameters } from "../views.js";
 import { BlockDetails } from "./block-details.js";
 import { BlockMap } from "./block-map.js";
 import { COLOURINGS } from "./colourings.js";
@@ -26,7 +25,6 @@ class BlocksView extends HTMLElement {
   #selected = null;
 
   connectedCallback() {
-    useStyles("/static/css/blocks.css");
     this.replaceChildren(
       make(
         "div",
@@ -177,5 +175,4 @@ class BlocksView extends HTMLElement {
   }
 }
 
-customElements.define("kvpool-blocks", BlocksView);
-registerView("blocks", "Blocks", "kvpool-blocks");
+defineView("blocks", "Blocks", BlocksView);

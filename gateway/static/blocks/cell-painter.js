@@ -4,11 +4,8 @@ import { colourOf, mix } from "./colours.js";
 
 const FADE_MS = 900;
 const DIMMED = 0.78;
-const KEPT_FRAMES = 240;
 
 export class CellPainter {
-  /** Milliseconds that the last frames took to compute and hand over, newest last. */
-  frameTimes = [];
   #canvas;
   #context;
   #image = null;
@@ -70,7 +67,6 @@ export class CellPainter {
   }
 
   #paint(now) {
-    const began = performance.now();
     this.#frame = 0;
     if (this.#dirty === "all") {
       for (let cell = 0; cell < this.#base.length; cell += 1) this.#pixels[cell] = this.#base[cell] = this.#baseOf(cell);
@@ -86,8 +82,6 @@ export class CellPainter {
       } else this.#pixels[cell] = mix(this.#base[cell], this.#glow, Math.min(1, heat));
     }
     this.#context.putImageData(this.#image, 0, 0);
-    this.frameTimes.push(performance.now() - began);
-    if (this.frameTimes.length > KEPT_FRAMES) this.frameTimes.shift();
     if (this.#glowing.size > 0) this.#ask();
   }
 }

@@ -1,10 +1,15 @@
 // Colours of cells: the style sheet's, as the numbers that a canvas takes.
 
-/** "#rrggbb" of a custom property → 0xAABBGGRR. */
+import { make } from "../elements.js";
+
+const probe = make("span", { hidden: true });
+
+/** The colour of a custom property, which the theme may resolve in two ways → 0xAABBGGRR. */
 export function colourOf(property) {
-  const text = getComputedStyle(document.documentElement).getPropertyValue(property).trim();
-  const value = Number.parseInt(text.slice(1), 16);
-  return (0xff000000 | ((value & 0xff) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
+  if (!probe.isConnected) document.body.append(probe);
+  probe.style.color = `var(${property})`;
+  const [red, green, blue] = getComputedStyle(probe).color.match(/\d+/g).map(Number); // rgb(r, g, b)
+  return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
 /** `share` 0 … 1 of `over` on top of `under`. */

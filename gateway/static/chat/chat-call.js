@@ -6,7 +6,7 @@ import { eventsOf } from "./event-reader.js";
 /**
  * @param {{model: string, messages: Object[], maxTokens: number}} asked
  * @param {AbortSignal} signal ends the answer
- * Yields {promptIds}, {text}, {finish}, and at the end {usage}. Throws ApiFailure.
+ * Yields {text}, {finish}, and at the end {usage}. Throws ApiFailure.
  */
 export async function* ask({ model, messages, maxTokens }, signal) {
   const body = {
@@ -16,22 +16,20 @@ export async function* ask({ model, messages, maxTokens }, signal) {
     temperature: 0,
     stream: true,
     stream_options: { include_usage: true },
-    return_token_ids: true,
   };
   const answer = await sendJson("/v1/chat/completions", body, signal);
   if (!answer.ok) throw await failureOf(answer);
   for await (const { event, data } of eventsOf(answer)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (event === "error" || chunk.error) throw new ApiFailure(0, chunk.error.message);
-    if (chunk.prompt_token_ids) yield { promptIds: chunk.prompt_token_ids };
+    if (event === "error" || chunk.error) throw new ApiFailure(chunk.error.message);
     if (chunk.usage) yield { usage: chunk.usage };
     for (const { delta, finish_reason } of chunk.choices) {
       if (delta.content) yield { text: delta.content };
       if (finish_reason) yield { finish: finish_reason };
     }
   }
-  throw new ApiFailure(0, "the answer broke off");
+  throw new ApiFailure("the answer broke off");
 }
 
 /** The tokens of a chat as texts, in order. */

@@ -69,7 +69,9 @@ export class ChatPane {
     this.#turns.append(make("p", { class: "question" }, question), tokens.element, why, answer);
     this.#question.value = "";
     let text = "";
-    this.#begin();
+    this.#call = new AbortController();
+    this.#busy(true);
+    setText(this.#said, "Answering…");
     try {
       const { signal } = this.#call;
       tokenTexts(model, messages, signal).then((texts) => tokens.showTexts(texts), () => {});
@@ -100,12 +102,6 @@ export class ChatPane {
     } catch (failure) {
       if (failure.name === "AbortError") throw failure;
     }
-  }
-
-  #begin() {
-    this.#call = new AbortController();
-    this.#busy(true);
-    setText(this.#said, "Answering…");
   }
 
   #busy(busy) {

@@ -1,9 +1,8 @@
 // The view Chat: two conversations under one system prompt. The second is served from what the first has computed.
 
-import { getJson } from "../api.js";
+import { offerModels } from "../api.js";
 import { make, setText } from "../elements.js";
-import { useStyles } from "../styles.js";
-import { registerView } from "../views.js";
+import { defineView } from "../views.js";
 import { ChatPane } from "./chat-pane.js";
 
 const SYSTEM =
@@ -18,7 +17,6 @@ class ChatView extends HTMLElement {
   #panes = [];
 
   connectedCallback() {
-    useStyles("/static/css/chat.css");
     this.#system.value = SYSTEM;
     const context = () => ({
       model: this.#model.value,
@@ -42,23 +40,12 @@ class ChatView extends HTMLElement {
       this.#said,
       make("div", { class: "panes" }, ...this.#panes.map((pane) => pane.element)),
     );
-    this.#showModels();
+    offerModels(this.#model).then((said) => setText(this.#said, said));
   }
 
   disconnectedCallback() {
     for (const pane of this.#panes) pane.disconnect();
   }
-
-  async #showModels() {
-    try {
-      const { data } = await getJson("/v1/models");
-      this.#model.replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
-      setText(this.#said, data.length === 0 ? "No worker serves a model now." : "");
-    } catch (failure) {
-      setText(this.#said, failure.message);
-    }
-  }
 }
 
-customElements.define("kvpool-chat", ChatView);
-registerView("chat", "Chat", "kvpool-chat");
+defineView("chat", "Chat", ChatView);

@@ -1,36 +1,30 @@
 // The view Cluster: sums over all workers, and a card for each.
 
-import { make, setText } from "../elements.js";
+import { figure, keepList, make, setText } from "../elements.js";
 import { count, rate, share } from "../format.js";
 import { store } from "../store.js";
-import { useStyles } from "../styles.js";
-import { registerView } from "../views.js";
+import { defineView } from "../views.js";
 import { WorkerCard } from "./worker-card.js";
 
 class ClusterView extends HTMLElement {
   #cards = new Map(); // session → WorkerCard
-  #figures = {};
+  #figures = Object.fromEntries(["workers", "running", "waiting", "rate", "hits", "prefixes", "audits"].map((name) => [name, make("dd")]));
   #list = make("div", { class: "workers" });
   #empty = make("p", { class: "card" });
 
   connectedCallback() {
-    useStyles("/static/css/cluster.css");
-    const figure = (name, title) => {
-      this.#figures[name] = make("dd");
-      return make("div", {}, make("dt", {}, title), this.#figures[name]);
-    };
     this.replaceChildren(
       make("h1", {}, "Cluster"),
       make(
         "dl",
         { class: "figures card sums" },
-        figure("workers", "workers"),
-        figure("running", "running"),
-        figure("waiting", "waiting"),
-        figure("rate", "tokens/s"),
-        figure("hits", "hit rate"),
-        figure("prefixes", "cached prefixes"),
-        figure("audits", "audits"),
+        figure("workers", this.#figures.workers),
+        figure("running", this.#figures.running),
+        figure("waiting", this.#figures.waiting),
+        figure("tokens/s", this.#figures.rate),
+        figure("hit rate", this.#figures.hits),
+        figure("cached prefixes", this.#figures.prefixes),
+        figure("audits", this.#figures.audits),
       ),
       this.#empty,
       this.#list,
@@ -51,17 +45,9 @@ class ClusterView extends HTMLElement {
     this.#showSums(workers);
     setText(this.#empty, store.connection === "up" ? "No worker is registered. Start one: kvpool up, or kvpool worker." : "Waiting for the first picture.");
     this.#empty.hidden = workers.length > 0;
-    for (const [session, card] of this.#cards) {
-      if (store.workers.has(session)) continue;
-      card.element.remove();
-      this.#cards.delete(session);
-    }
-    workers.forEach((worker, index) => {
-      if (!this.#cards.has(worker.session)) this.#cards.set(worker.session, new WorkerCard(worker));
-      const card = this.#cards.get(worker.session);
-      if (this.#list.children[index] !== card.element) this.#list.insertBefore(card.element, this.#list.children[index] ?? null);
-      card.show(worker, store.ratesOf(worker.session));
-    });
+    const bySession = new Map(workers.map((worker) => [worker.session, worker]));
+    keepList(this.#list, this.#cards, bySession, (worker) => new WorkerCard(worker));
+    for (const [session, worker] of bySession) this.#cards.get(session).show(worker, store.ratesOf(session));
   }
 
   #showSums(workers) {
@@ -69,7 +55,7 @@ class ClusterView extends HTMLElement {
     setText(this.#figures.workers, count(workers.length));
     setText(this.#figures.running, count(sum((info) => info.load.num_running)));
     setText(this.#figures.waiting, count(sum((info) => info.load.num_waiting)));
-    setText(this.#figures.rate, rate(workers.reduce((total, worker) => total + store.ratesOf(worker.session).recent("generated"), 0)));
+    setText(this.#figures.rate, rate(workers.reduce((total, worker) => total + store.ratesOf(worker.session).recent(), 0)));
     setText(this.#figures.hits, share(sum((info) => info.totals.num_cached_tokens), sum((info) => info.totals.num_prompt_tokens)));
     setText(this.#figures.prefixes, store.cluster ? count(store.cluster.num_prefix_nodes) : "–");
     setText(this.#figures.audits, auditsOf(store.cluster));
@@ -82,5 +68,4 @@ function auditsOf(cluster) {
   return Number(cluster.num_audits) > 0 ? `${count(cluster.num_audits)}, all clean` : "none yet";
 }
 
-customElements.define("kvpool-cluster", ClusterView);
-registerView("cluster", "Cluster", "kvpool-cluster");
+defineView("cluster", "Cluster", ClusterView);

@@ -1,7 +1,7 @@
 // One worker: what it does, and what its pool holds.
 
 import { Chart } from "../chart.js";
-import { make, setText } from "../elements.js";
+import { figure, make, setText } from "../elements.js";
 import { count, groupName, rate, share } from "../format.js";
 import { viewAddress } from "../views.js";
 import { BlockBar } from "./block-bar.js";
@@ -26,7 +26,6 @@ export class WorkerCard {
     this.#blocks.setAttribute("aria-label", `Blocks of ${id}`);
     this.#drain.setAttribute("aria-label", `Drain ${id}`);
     this.#drain.addEventListener("click", () => askToDrain(id, this.element));
-    const figure = (title, value) => make("div", {}, make("dt", {}, title), value);
     this.element = make(
       "article",
       { class: "card worker", "data-worker": id },
@@ -53,12 +52,12 @@ export class WorkerCard {
     setText(this.#state, state);
     this.#state.hidden = state === "";
     this.#drain.disabled = info.draining;
-    setText(this.#figures.rate, rate(rates.recent("generated")));
+    setText(this.#figures.rate, rate(rates.recent()));
     setText(this.#figures.hits, share(info.totals.num_cached_tokens, info.totals.num_prompt_tokens));
     setText(this.#figures.running, count(info.load.num_running));
     setText(this.#figures.waiting, count(info.load.num_waiting));
     setText(this.#figures.evicted, count(info.totals.num_evicted_blocks));
-    this.#chart.show(rates.series("generated"));
+    this.#chart.show(rates.series);
     while (this.#bars.length < info.groups.length) {
       this.#bars.push(new BlockBar());
       this.#barsElement.append(this.#bars.at(-1).element);

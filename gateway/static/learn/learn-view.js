@@ -2,8 +2,7 @@
 
 import { getJson } from "../api.js";
 import { make, setText } from "../elements.js";
-import { useStyles } from "../styles.js";
-import { currentRoute, keepParameters, registerView } from "../views.js";
+import { currentRoute, defineView, keepParameters } from "../views.js";
 import { drawStep } from "./story-step.js";
 
 class LearnView extends HTMLElement {
@@ -20,7 +19,6 @@ class LearnView extends HTMLElement {
   #onKey = (event) => this.#press(event);
 
   connectedCallback() {
-    useStyles("/static/css/learn.css");
     this.replaceChildren(
       make("h1", {}, "Learn"),
       make("p", { class: "quiet" }, "Each story runs on the manager's real core and a worker's real cache side. Arrow keys step forwards and backwards; Home and End go to the ends."),
@@ -44,7 +42,7 @@ class LearnView extends HTMLElement {
 
   async #showStories() {
     try {
-      const { stories } = await getJson("/api/stories");
+      const stories = await getJson("/static/stories/index.json");
       this.#stories.replaceChildren(
         ...stories.map(({ name, summary }) =>
           make("button", { "data-story": name, "aria-pressed": "false", title: summary, onclick: () => this.#open(name, 0) }, name),
@@ -93,5 +91,4 @@ class LearnView extends HTMLElement {
   }
 }
 
-customElements.define("kvpool-learn", LearnView);
-registerView("learn", "Learn", "kvpool-learn");
+defineView("learn", "Learn", LearnView);

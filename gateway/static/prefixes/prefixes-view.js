@@ -2,11 +2,11 @@
 
 import { getJson } from "../api.js";
 import { make, setText } from "../elements.js";
-import { useStyles } from "../styles.js";
-import { registerView } from "../views.js";
+import { defineView } from "../views.js";
 
 const REFRESH_MS = 2000;
 const ROOT = "0";
+const levelAfter = (node) => getJson("/api/prefixes", { node });
 
 class PrefixesView extends HTMLElement {
   #said = make("p", { class: "quiet", role: "status" });
@@ -17,7 +17,6 @@ class PrefixesView extends HTMLElement {
   #numRefreshes = 0;
 
   connectedCallback() {
-    useStyles("/static/css/prefixes.css");
     this.replaceChildren(
       make("h1", {}, "Prefixes"),
       make("p", { class: "quiet" }, "Each entry is a row of blocks with one continuation. The bar shows the prompt tokens that it saved since somebody looks at this page."),
@@ -39,7 +38,7 @@ class PrefixesView extends HTMLElement {
     // One that began before something was folded would show it as it was.
     const isOld = () => !this.isConnected || number !== this.#numRefreshes;
     try {
-      const root = await this.#level(ROOT);
+      const root = await levelAfter(ROOT);
       const widest = Math.max(1, ...root.entries.map((entry) => entry.num_saved_tokens));
       const items = await this.#items(root, 1, widest);
       if (isOld()) return;
@@ -52,10 +51,6 @@ class PrefixesView extends HTMLElement {
       setText(this.#said, failure.message);
     }
     this.#timer = setTimeout(() => this.#refresh(), REFRESH_MS);
-  }
-
-  async #level(node) {
-    return getJson("/api/prefixes", { node });
   }
 
   async #items(level, depth, widest) {
@@ -87,7 +82,7 @@ class PrefixesView extends HTMLElement {
       ),
     );
     if (isOpen) {
-      const below = await this.#level(entry.node);
+      const below = await levelAfter(entry.node);
       item.append(make("ul", { role: "group" }, ...(await this.#items(below, depth + 1, widest))));
     }
     return item;
@@ -140,5 +135,4 @@ class PrefixesView extends HTMLElement {
   }
 }
 
-customElements.define("kvpool-prefixes", PrefixesView);
-registerView("prefixes", "Prefixes", "kvpool-prefixes");
+defineView("prefixes", "Prefixes", PrefixesView);

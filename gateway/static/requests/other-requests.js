@@ -40,10 +40,10 @@ export class OtherRequests {
 
   #see(key, workerId, sequence, now) {
     if (!this.#lanes.has(key)) {
-      this.#lanes.set(key, { sequence_id: sequence.sequence_id, worker_id: workerId, parts: [], began_at: now, num_first_tokens: sequence.num_tokens });
+      this.#lanes.set(key, { sequence_id: sequence.sequence_id, worker_id: workerId, parts: [], began_at: now });
     }
     const lane = this.#lanes.get(key);
-    Object.assign(lane, { num_tokens: sequence.num_tokens, num_cached_tokens: sequence.num_cached_tokens, round: sequence.round, end_at: null });
+    Object.assign(lane, { num_tokens: sequence.num_tokens, num_cached_tokens: sequence.num_cached_tokens, end_at: null });
     const state = stateOf(sequence, lane);
     if (lane.parts.at(-1)?.state !== state) lane.parts.push({ state, worker_id: workerId, start_ms: now - lane.began_at });
   }

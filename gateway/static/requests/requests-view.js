@@ -1,10 +1,9 @@
 // The view Requests: the answers of this gateway, newest first, and below them those that came another way.
 
-import { make, setText } from "../elements.js";
+import { keepList, make, setText } from "../elements.js";
 import { count, duration } from "../format.js";
 import { store } from "../store.js";
-import { useStyles } from "../styles.js";
-import { registerView } from "../views.js";
+import { defineView } from "../views.js";
 import { Lane, legend } from "./lane.js";
 import { OtherRequests } from "./other-requests.js";
 import { RequestRow } from "./request-row.js";
@@ -24,8 +23,6 @@ class RequestsView extends HTMLElement {
   #timer = null;
 
   connectedCallback() {
-    useStyles("/static/css/requests.css");
-    useStyles("/static/css/why.css");
     this.replaceChildren(
       make("h1", {}, "Requests"),
       make("p", { class: "quiet" }, "Where the time of each answer went: first as its reader sees it and, when it has ended, as its worker measured it."),
@@ -67,21 +64,8 @@ class RequestsView extends HTMLElement {
   }
 
   #showOwn(answers, ends, longest) {
-    const kept = new Set(answers.map(({ number }) => number));
-    for (const [number, row] of this.#rows) {
-      if (kept.has(number)) continue;
-      row.element.remove();
-      this.#rows.delete(number);
-    }
-    let before = null;
-    answers.forEach((answer, index) => {
-      if (!this.#rows.has(answer.number)) this.#rows.set(answer.number, new RequestRow());
-      const row = this.#rows.get(answer.number);
-      row.show(answer, ends[index], longest);
-      const place = before === null ? this.#own.firstElementChild : before.nextElementSibling;
-      if (place !== row.element) this.#own.insertBefore(row.element, place);
-      before = row.element;
-    });
+    keepList(this.#own, this.#rows, new Map(answers.map((answer) => [answer.number, answer])), () => new RequestRow());
+    answers.forEach((answer, index) => this.#rows.get(answer.number).show(answer, ends[index], longest));
   }
 
   #showOthers(others, now, longest) {
@@ -114,5 +98,4 @@ class RequestsView extends HTMLElement {
   }
 }
 
-customElements.define("kvpool-requests", RequestsView);
-registerView("requests", "Requests", "kvpool-requests");
+defineView("requests", "Requests", RequestsView);

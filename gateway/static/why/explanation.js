@@ -5,9 +5,7 @@ import { make } from "../elements.js";
 import { count, share } from "../format.js";
 
 /** @param {Object} asked: {model, prompt} or {model, messages}, and cache_salt if there is one. Throws ApiFailure. */
-export function explain(asked, signal = undefined) {
-  return postJson("/api/explain", asked, signal);
-}
+export const explain = (asked, signal = undefined) => postJson("/api/explain", asked, signal);
 
 /** The sentences as a list. */
 export function sentencesOf(explanation) {

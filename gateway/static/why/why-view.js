@@ -1,9 +1,8 @@
 // The view Why?: a prompt is pasted, and the manager says what of it is cached and why no more. Nothing is computed.
 
-import { getJson } from "../api.js";
+import { offerModels } from "../api.js";
 import { make, setText } from "../elements.js";
-import { useStyles } from "../styles.js";
-import { registerView } from "../views.js";
+import { defineView } from "../views.js";
 import { explain, sentencesOf, workersTable } from "./explanation.js";
 
 class WhyView extends HTMLElement {
@@ -15,7 +14,6 @@ class WhyView extends HTMLElement {
   #found = make("div", { "aria-live": "polite" });
 
   connectedCallback() {
-    useStyles("/static/css/why.css");
     this.replaceChildren(
       make("h1", {}, "Why did it miss?"),
       make("p", { class: "quiet" }, "Paste a prompt: the page says how much of it is served from the cache now, and why no more. Nothing is computed and nothing changes."),
@@ -38,16 +36,7 @@ class WhyView extends HTMLElement {
       this.#said,
       this.#found,
     );
-    this.#showModels();
-  }
-
-  async #showModels() {
-    try {
-      const { data } = await getJson("/v1/models");
-      this.#model.replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
-    } catch (failure) {
-      setText(this.#said, failure.message);
-    }
+    offerModels(this.#model).then((said) => setText(this.#said, said));
   }
 
   async #onSubmit(event) {
@@ -68,5 +57,4 @@ class WhyView extends HTMLElement {
   }
 }
 
-customElements.define("kvpool-why", WhyView);
-registerView("why", "Why?", "kvpool-why");
+defineView("why", "Why?", WhyView);
