@@ -19,10 +19,9 @@ from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
 from tests import tracer
 from tests.tracer import expected_text
-from tests.tracer_beams import expected_beams
 from tests.until import until
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import Wire, World
+from tests.worker_service.world import Wire, World, right_texts
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -136,16 +135,6 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
 def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
     """Options of a beam search."""
     return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
-
-
-def right_texts(request: Request) -> list[list[int]]:
-    """What its answers must be."""
-    params = request.params
-    if params.beams is None:
-        count, first_seed = params.max_tokens, params.sampling.seed
-        return expected_texts(params.token_ids, count, params.num_answers, first_seed=first_seed)
-    found = expected_beams(params.token_ids, params.max_tokens, params.beams, params.stop_token_ids)
-    return [text for text, _ in found[: params.num_answers]]
 
 
 ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 9))

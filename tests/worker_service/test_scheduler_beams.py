@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence
 from tests.worker_service.scheduler_world import SchedulerWorld
 
@@ -16,53 +17,46 @@ def test_a_group_that_is_preempted_between_its_beams_forgets_what_some_of_them_h
     world.turns(3)
     assert len(group.sequences) == 3
     assert worse in world.scheduler._running
-    kept, world.cache.blocks = world.cache.blocks[2:], world.cache.blocks[:2]
-    batch = world.launch()
+    with world.with_spare(2):
+        batch = world.begin_step()
     assert [part.request for part in batch] == [group, group]
-    world.land()
-    world.cache.blocks += kept
-    world.scheduler._preempt(group, 0.0)
+    world.end_step()
+    world.preempt(group, 0.0)
     world.run_dry()
     assert group.num_preemptions == 1
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_request_alone_gives_back_what_only_its_end_can_bring_back(is_refused: bool) -> None:
-    """The manager has no room for its forks, so their parents keep their blocks. Otherwise it waits for those that are on their
-    way."""
+def test_a_request_alone_keeps_its_blocks_and_waits_for_those_that_are_on_their_way() -> None:
+    """Unless only its end can bring them back: test_forks_over_core.py."""
     world = SchedulerWorld(num_blocks=24, block_size=1, max_num_seqs=6)
     group = world.submit(2, 5, n=3, num_beams=3)
     world.turns(3)
     assert len(group.sequences) == 3
-    world.cache.settle()
-    kept, world.cache.blocks = world.cache.blocks, []
-    world.cache.forks_hold_blocks = is_refused
-    assert not world.launch()
-    assert group.num_preemptions == is_refused
-    world.cache.blocks += kept
-    world.cache.forks_hold_blocks = False
+    world.talk()
+    world.cache._state.pool_is_empty = [True]
+    with world.with_spare(0):
+        assert not world.begin_step()
+    assert not group.num_preemptions
     world.run_dry()
 
 
 def test_what_comes_back_with_the_last_preemption_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks that the manager does not know give their blocks back without a call, when the last that needs them has ended. The
     first request was passed over by then, and no reply would wake the engine."""
-    world = SchedulerWorld(num_blocks=24, block_size=1)
+    world = SchedulerWorld(num_blocks=12, block_size=1)
     first, *others = [world.submit(2, 9) for _ in range(3)]
     world.turns(3)
     assert world.scheduler.num_running == 3
-    world.cache.settle()
-    world.cache.blocks = []
     free = world.cache.free
 
     def free_late(sequence: CacheSequence) -> None:
         free(sequence)
-        if all(world.cache.num_freed[other.params.sequence_id] for other in others):
-            world.cache.settle()
+        if world.scheduler._running.last is first:
+            world.talk()
 
     monkeypatch.setattr(world.cache, "free", free_late)
     # Those that have ended wait for each other, so nothing is on its way.
-    monkeypatch.setattr(type(world.cache), "is_exhausted", property(lambda cache: not cache.blocks))
+    monkeypatch.setattr(EngineCache, "is_exhausted", property(lambda cache: not cache.num_spare_blocks[0]))
     batch = world.scheduler.schedule(0.0)
     assert [part.request for part in batch] == [first]
     assert [other.num_preemptions for other in others] == [1, 1]

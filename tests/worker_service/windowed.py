@@ -32,6 +32,7 @@ class Worker:
         chunk: int = 512,
         grid: int = 0,
         retention_interval: int = 0,
+        reserve_seconds: float = 2.0,
         limits: Limits | None = None,
         cross_group: int | None = None,
     ) -> None:
@@ -40,7 +41,9 @@ class Worker:
             groups=groups_of(num_blocks, windows, grid=grid, unit=cross_group),
             max_chunk_tokens=chunk,
             retention_interval=retention_interval,
+            reserve_seconds=reserve_seconds,
         )
+        self.block_size = block_size
         self.cache = EngineCache(settings)
         self.manager = CacheManager(1, limits=limits)
         self.methods: list[str] = []

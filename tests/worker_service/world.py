@@ -28,6 +28,7 @@ from kvpool.worker_service.manager_link import ManagerLink
 from tests import manager_calls
 from tests.cache_groups import groups_of
 from tests.tracer import VOCAB_SIZE, expected_text
+from tests.tracer_beams import expected_beams
 from tests.worker_service.tracer_model import TracerModel
 
 FINGERPRINT = "tracer"
@@ -224,6 +225,16 @@ async def read_right(*requests: Request) -> None:
     """Read all streams to their ends: each must have its one right text."""
     texts = await asyncio.gather(*map(read, requests))
     assert texts == [expected_text(request.params.token_ids, request.params.max_tokens) for request in requests]
+
+
+def right_texts(request: Request) -> list[list[int]]:
+    """What its answers must be: those of single requests with the next seeds, or what a search finds that shares nothing."""
+    params = request.params
+    if params.beams is None:
+        seeds = [params.sampling.seed + index for index in range(params.num_answers)]
+        return [expected_text(params.token_ids, params.max_tokens, seed=seed) for seed in seeds]
+    found = expected_beams(params.token_ids, params.max_tokens, params.beams, params.stop_token_ids)
+    return [text for text, _ in found[: params.num_answers]]
 
 
 class Failed(NamedTuple):
