@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from kvpool.v1 import cache_pb2
+from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.beams import BeamRequest
@@ -61,7 +62,10 @@ class SchedulerWorld(Worker):
         """The running step."""
         self.copies: list[ForkCopies] = []
         """Those that it makes."""
-        self._cancelled: set[Request] = set()
+        self._cancelled: dict[Request, int] = {}
+        """Those whose readers have gone, and the tokens that they had then."""
+        self._in_flight: tuple[MutatingCall, Any] | None = None
+        """A call, and its answer, which is on its way."""
 
     @property
     def num_computed(self) -> int:
@@ -77,23 +81,41 @@ class SchedulerWorld(Worker):
     # -- what happens
 
     def submit(
-        self, num_prompt: int, num_new: int, *, num_shared: int = 0, n: int = 1, num_beams: int = 1, **params: Any
+        self,
+        num_prompt: int,
+        num_new: int,
+        *,
+        name: str = "",
+        num_shared: int = 0,
+        n: int = 1,
+        num_beams: int = 1,
+        **params: Any,
     ) -> Request:
         """A new request; its prompt begins with `num_shared` tokens as others do. Raises EngineError."""
         number = len(self.requests)
         prompt = [*range(4000, 4000 + num_shared), *[number] * num_prompt][:num_prompt]
         beams = BeamParams(num_beams) if num_beams > 1 else None
-        asked = GenerationParams(str(number), 1, prompt, max_tokens=num_new, num_answers=n, beams=beams, **params)
+        asked = GenerationParams(
+            name or str(number), 1, prompt, max_tokens=num_new, num_answers=n, beams=beams, **params
+        )
         self.requests.append(self.engine.submit(asked))
         return self.requests[-1]
 
     def cancel(self, request: Request) -> None:
         """Its reader has gone. Nothing happens if it has ended."""
-        self._cancelled.add(request)
+        self._cancelled.setdefault(request, request.num_generated_in_all)
         self.engine.abort(request)
+
+    def send(self) -> None:
+        """The call that is due, whose answer comes when they talk again."""
+        if not self.is_away and (call := self.cache.next_call(self.candidates, self.now)) is not None:
+            self._in_flight = call, self.execute(call.request)
 
     def talk(self, *, lose_answer: bool = False) -> None:
         """All calls that are due; `lose_answer`: up to an Allocate, which is executed, and its answer is lost."""
+        if self._in_flight is not None:
+            (call, answer), self._in_flight = self._in_flight, None
+            self.cache.on_reply(call, answer, self.now)
         link = self.cache._state.link
         assert link is not None
         self.now = max(self.now + 1.0, link.retry_at)
@@ -156,7 +178,7 @@ class SchedulerWorld(Worker):
         if batch:
             self.engine._finish_step(batch, self.model.execute(as_step(batch, self.copies)), self.now)
         self.engine._deliver()
-        for request in {part.request.answers[0] for part in batch} - self._cancelled:
+        for request in {part.request.answers[0] for part in batch} - self._cancelled.keys():
             if request.stream.is_finished:
                 texts: list[list[int]] = [[] for _ in range(request.params.num_answers)]
                 while (chunk := request.stream.take()) is not None:
@@ -298,8 +320,9 @@ class SchedulerWorld(Worker):
         return self.cache._state.ledgers[0]._num_users[block]
 
     def check_books(self) -> None:
-        """No request is lost or doubled, nor any of its tokens, nor any block."""
+        """No request is lost or doubled, nor any block, and nothing comes for those whose readers have gone."""
         scheduler = self.scheduler
+        assert all(request.num_generated_in_all == count for request, count in self._cancelled.items())
         assert set(scheduler) == set(self.open)
         queued = [*scheduler.waiting, *scheduler._running]
         assert Counter(queued) == Counter(self.open)

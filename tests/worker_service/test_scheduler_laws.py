@@ -75,11 +75,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.world.talk()
             self.world.whole_step()
 
+    @rule()
+    def send(self) -> None:
+        self.world.send()
+
     @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 1 << 30))
-    def cancel(self, which: int) -> None:
-        """In whatever state it is, also when it has ended."""
-        self.world.cancel(self.world.requests[which % len(self.world.requests)])
+    @rule(which=st.integers(0, 1 << 30), again=st.booleans())
+    def cancel(self, which: int, again: bool) -> None:
+        """In whatever state it is, also when it has ended; perhaps another one takes its name."""
+        request = self.world.requests[which % len(self.world.requests)]
+        self.world.cancel(request)
+        if again:
+            with contextlib.suppress(EngineError):
+                self.world.submit(5, 3, name=request.params.sequence_id)
 
     @rule()
     def cut(self) -> None:
@@ -256,6 +264,18 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten() -> None:
     assert len(accounts._tokens) == 1 + MAX_IDLE_ACCOUNTS
     fairness.settle([])
     assert not fairness._levels
+
+
+def test_a_request_that_ends_in_a_step_has_no_more_of_it_also_if_another_one_has_its_name_by_then() -> None:
+    world = SchedulerWorld()
+    request = world.submit(5, 9)
+    world.turns(2)
+    world.begin_step()
+    world.cancel(request)
+    again = world.submit(5, 3, name=request.params.sequence_id)
+    world.end_step()
+    assert not again.num_generated
+    world.run_dry()
 
 
 def test_prompts_next_to_a_decode_without_a_block_keep_its_pace() -> None:
