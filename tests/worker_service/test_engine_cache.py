@@ -104,7 +104,7 @@ def test_what_a_lost_answer_may_have_granted_is_freed() -> None:
     """The Allocate was executed and its answer lost; then the request ends. The manager holds blocks that only a Free lets go."""
     worker = Worker((8,), (), block_size=1)
     sequence = worker.sequence("s", [1], 2)
-    call = _call(worker.cache, "Allocate", sequence)
+    call = worker.next_call(sequence)
     worker.execute(call.request)
     worker.cache.on_failure(call, "", 0.0)
     worker.end(sequence)

@@ -43,10 +43,8 @@ async def test_a_thousand_calls_compute_their_common_prompt_once() -> None:
         places = asyncio.Semaphore(64)
 
         async def call() -> int:
-            prompt = system + [rng.randrange(1000) for _ in range(16)]
             async with places:
-                request = world.submit(prompt, 4)
-                assert await read(request) == expected_text(prompt, 4)
+                request = await world.answered(system + [rng.randrange(1000) for _ in range(16)], 4)
             return request.num_cached_tokens
 
         cached = await asyncio.gather(*(call() for _ in range(1000)))
@@ -76,12 +74,11 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
         else:
             elsewhere = World(num_blocks=600, block_size=16, worker_id="w1", wire=world.wire)
             async with elsewhere.running():
-                text = await elsewhere.generate([*system, 7], 3, sequence_id=leader.params.sequence_id, attempt=2)
-                assert text == expected_text([*system, 7], 3)
+                await elsewhere.answered([*system, 7], 3, sequence_id=leader.params.sequence_id, attempt=2)
         gate.set()
         await read_right(*others)
         if how == "preempted":
-            assert await read(leader) == expected_text(leader.params.token_ids, 3)
+            await read_right(leader)
         if how in ("stopped", "bad logits"):
             kind = ErrorKind.SUPERSEDED if how == "stopped" else ErrorKind.INTERNAL
             assert (await failed(leader)).error.kind is kind
@@ -107,28 +104,6 @@ async def test_a_bad_request_is_told_what_was_needed(prompt: list[int], count: i
         assert world.engine.load().num_waiting == 0
 
 
-async def test_one_stream_per_attempt_and_a_bounded_queue() -> None:
-    """A second stream for one (sequence, attempt) and a full queue are refused."""
-    world = World(num_blocks=60, block_size=4, max_num_waiting=2)
-    async with world.running():
-        world.wire.gate = asyncio.Event()
-        first = world.submit([1, 2], 2, sequence_id="a")
-        with pytest.raises(EngineError) as caught:
-            world.submit([1, 2], 2, sequence_id="a")
-        assert caught.value.kind is ErrorKind.EXISTS
-        second = world.submit([1, 2], 2, sequence_id="a", attempt=2)
-        with pytest.raises(EngineError) as full:
-            world.submit([1, 2], 2, sequence_id="b")
-        assert full.value.kind is ErrorKind.BUSY
-        world.wire.gate.set()
-        assert await read(second) == expected_text([1, 2], 2)
-        # The larger attempt may fence the smaller before it ends; either way it ends.
-        try:
-            assert await read(first) == expected_text([1, 2], 2)
-        except EngineError as error:
-            assert error.kind in (ErrorKind.SUPERSEDED, ErrorKind.REFUSED)  # noqa: PT017
-
-
 async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_pool_is_exhausted() -> None:
     """The manager holds blocks for a sequence that this worker takes for waiting; nobody else can use or free them."""
     world = World(num_blocks=34, block_size=1)
@@ -143,8 +118,7 @@ async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_po
         # Now let the first run into the end of the pool, and keep Allocate back until it has.
         world.cache._state.ask_again_at = world.wire.now() + 3600
         world.wire.is_cut = False
-        assert await read(first) == expected_text(list(range(10)), 20)
-        assert await read(second) == expected_text(list(range(100, 120)), 2)
+        await read_right(first, second)
 
 
 async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
@@ -159,7 +133,7 @@ async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
         # The worker hears nothing while the client moves on.
         world.cache._state.link.retry_at = world.wire.now() + 3600  # type: ignore[union-attr]
         world.wire.is_cut = False
-        assert await other.generate(list(range(20)), 4, sequence_id="a", attempt=2) == expected_text(list(range(20)), 4)
+        await other.answered(list(range(20)), 4, sequence_id="a", attempt=2)
         world.cache._state.link.retry_at = 0.0  # type: ignore[union-attr]
         world.engine.changed_for_link.set()
         with pytest.raises(EngineError) as caught:
@@ -174,8 +148,7 @@ async def test_a_call_never_outgrows_a_message() -> None:
     """Many long prompts go out in several calls; each is served."""
     world = World(num_blocks=4000, block_size=4, max_call_bytes=2000)
     async with world.running():
-        requests = [world.submit([i, *range(200)], 2) for i in range(12)]
-        await read_right(*requests)
+        await read_right(*(world.submit([i, *range(200)], 2) for i in range(12)))
         assert world.wire.num_calls["Allocate"] >= 8
 
 
@@ -192,8 +165,7 @@ async def run_until_preempted(world: World, **params: Any) -> Request:
     first = world.submit(list(range(100, 104)), 40)
     second = world.submit(list(range(12)), 40, **params)
     async with in_lockstep(world.engine, 2):
-        assert await read(first) == expected_text(list(range(100, 104)), 40)
-        assert await read(second) == expected_text(list(range(12)), 40)
+        await read_right(first, second)
     assert second.num_preemptions > 0
     return second
 
@@ -219,17 +191,15 @@ async def test_a_worker_with_more_places_than_the_manager_takes_sequences_lets_t
     """TOO_MANY_SEQUENCES is an answer for now: it ends no request."""
     limits = Limits(max_sequences_per_session=2)
     world = World(num_blocks=64, block_size=4, max_num_seqs=6, wire=Wire(CacheManager(1, limits=limits)))
-    prompts = [[10 * index, 1, 2] for index in range(6)]
     async with world.running():
-        texts = await asyncio.gather(*(world.generate(prompt, 6) for prompt in prompts))
-    assert texts == [expected_text(prompt, 6) for prompt in prompts]
+        await read_right(*(world.submit([10 * index, 1, 2], 6) for index in range(6)))
 
 
 async def test_as_many_tokens_as_fit_fill_the_pool() -> None:
     """The last token needs no slot: 16 slots take 6 prompt tokens and 11 new ones."""
     world = World(num_blocks=5, block_size=4)
     async with world.running():
-        assert await world.generate(list(range(6)), 0) == expected_text(list(range(6)), 11)
+        assert await read(world.submit(list(range(6)), 0)) == expected_text(list(range(6)), 11)
 
 
 # -- a worker whose pool is larger than what the manager may keep
@@ -242,10 +212,8 @@ async def test_every_request_comes_to_its_end_under_a_small_budget(limits: Limit
     world = World(num_blocks=500, block_size=4, wire=Wire(CacheManager(1, limits=limits)))
     async with world.running():
         prompts = [[rng.randrange(50) for _ in range(rng.randrange(1, 20))] for _ in range(12)]
-        requests = [world.submit(prompt, 20) for prompt in prompts]
         async with asyncio.timeout(30):
-            for prompt, request in zip(prompts, requests, strict=True):
-                assert await read(request) == expected_text(prompt, 20)
+            await read_right(*(world.submit(prompt, 20) for prompt in prompts))
         budget = world.manager.budget
         assert budget.num_blocks <= 12
         assert world.manager.worker("w0").pools[0].num_withheld == 499 - budget.num_blocks
@@ -257,7 +225,7 @@ async def test_a_report_beyond_the_budget_ends_what_runs_and_the_worker_serves_a
     world = World(num_blocks=100, block_size=4)
     async with world.running():
         for i in range(6):
-            assert await world.generate([i] * 20, 3) == expected_text([i] * 20, 3)
+            await world.answered([i] * 20, 3)
         old = world.wire.manager
         world.wire.manager = CacheManager(old.epoch + 1, limits=Limits(max_total_blocks=8))
         async with asyncio.timeout(30):
@@ -265,4 +233,4 @@ async def test_a_report_beyond_the_budget_ends_what_runs_and_the_worker_serves_a
                 world.engine.changed_for_link.set()
                 await asyncio.sleep(0.005)
         assert world.manager.budget.num_blocks == 0
-        assert await world.generate([1] * 20, 3) == expected_text([1] * 20, 3)
+        await world.answered([1] * 20, 3)

@@ -10,9 +10,8 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import TOKEN_BYTES
 from kvpool.worker_service.engine.errors import ErrorKind
-from tests.tracer import expected_text
 from tests.until import until
-from tests.worker_service.world import World, failed, read, read_right
+from tests.worker_service.world import World, failed, read_right
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -45,7 +44,7 @@ async def test_the_cache_survives_a_restart_of_the_manager() -> None:
     async with world.running():
         prompts = [[i] * 3 + list(range(21)) for i in range(4)]
         for prompt in [*prompts, prompts[1]]:
-            await world.generate(prompt, 5)
+            await world.answered(prompt, 5)
         await world.until_idle()
         pool = world.manager.worker("w0").pools[0]
         before = [block for block in pool.free_list() if pool.is_cached(block)]
@@ -56,7 +55,7 @@ async def test_the_cache_survives_a_restart_of_the_manager() -> None:
         forwarded = world.model.num_forwarded
         for prompt in prompts:
             request = world.submit(prompt, 5)
-            assert await read(request) == expected_text(prompt, 5)
+            await read_right(request)
             assert request.num_cached_tokens == 20
         assert world.model.num_forwarded - forwarded == 4 * (24 - 20 + 4)
 
@@ -88,7 +87,7 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
     world = World(num_blocks=60, block_size=4)
     world.model.step_seconds = 0.003
     async with world.running():
-        await world.generate([7] * 9, 4)
+        await world.answered([7] * 9, 4)
         request = world.submit(list(range(20)), 200)
         await until(lambda: request.num_generated > 8)
         ledger = world.cache._state.ledgers[0]
@@ -98,7 +97,7 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
         restart(world)
         assert (await failed(request)).error.kind is ErrorKind.UNAVAILABLE
         await until(world.cache.is_ready)
-        assert await world.generate(list(range(20)), 8) == expected_text(list(range(20)), 8)
+        await world.answered(list(range(20)), 8)
         assert world.manager.worker("w0").num_cached_tokens == 0
 
 
@@ -115,21 +114,21 @@ async def test_what_was_held_at_register_and_is_gone_since_is_reported_as_nothin
         if when == "after":
             await until(lambda: world.manager.sessions)
         gate.set()
-        assert await read(request) == expected_text([1, 2, 3], 1)
+        await read_right(request)
         world.wire.gate.set()
         world.wire.gate = None
         await until(lambda: world.manager.sessions and world.is_open.is_set())
-        assert await world.generate([4, 5, 6], 3) == expected_text([4, 5, 6], 3)
+        await world.answered([4, 5, 6], 3)
 
 
 async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_ever() -> None:
     """A defect of the manager, answered INTERNAL: the worker gives its blocks up, and serves."""
     world = World(num_blocks=60, block_size=4)
     async with world.running():
-        await world.generate(list(range(20)), 4)
+        await world.answered(list(range(20)), 4)
         restart(world)
         world.wire.break_reports = True
         await until(lambda: not world.cache.holds_state)
         await until(world.is_open.is_set)
-        assert await world.generate(list(range(20)), 4) == expected_text(list(range(20)), 4)
+        await world.answered(list(range(20)), 4)
         assert world.wire.num_calls["Report"] == 1

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
-from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_text
-from tests.tracer_beams import expected_beams
 from tests.until import until
-from tests.worker_service.test_forks_over_core import SEED, read_all, several
-from tests.worker_service.world import World, failed, read
+from tests.worker_service.test_forks_over_core import searching, several
+from tests.worker_service.world import World, failed, read, read_right
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -46,10 +44,10 @@ def ask(world: World, prompt: list[int], count: int, delivered: tuple[int, ...] 
     )
 
 
-async def answered(world: World, prompt: list[int], count: int, **more: Any) -> Request:
-    """The same, read to its end: the text must be the right one."""
-    request = ask(world, prompt, count, **more)
-    assert await read(request) == expected_text(request.params.token_ids, count, encoder_tokens=prompt)
+async def answered(world: World, prompt: list[int], count: int, *more: Any, **params: Any) -> Request:
+    """The same, read to its end: the texts must be the right ones."""
+    request = ask(world, prompt, count, *more, **params)
+    await read_right(request)
     return request
 
 
@@ -110,11 +108,9 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
     whole = expected_text([START], 30, encoder_tokens=prompt)
     world = world_with()
     async with world.running():
-        request = ask(world, prompt, 20, tuple(whole[:10]))
-        assert await read(request) == whole[10:]
+        request = await answered(world, prompt, 20, tuple(whole[:10]))
         assert counts(request) == (60, 0, 20), "the prompt of an attempt is what it states"
-        again = ask(world, prompt, 20, tuple(whole[:10]))
-        assert await read(again) == whole[10:]
+        again = await answered(world, prompt, 20, tuple(whole[:10]))
         assert again.sequence.num_cached_tokens == 8
         assert world.model.num_forwarded < 2 * (11 + 19), "the decoder's prefix of the first request was a hit"
 
@@ -127,8 +123,7 @@ async def test_an_evicted_unit_is_computed_again_for_a_decoder_that_hits() -> No
         await answered(world, prompt, 30)
         await answered(world, other, 2)
         before = world.model.num_forwarded
-        request = ask(world, prompt, 5, tuple(whole[:25]))
-        assert await read(request) == whole[25:]
+        await answered(world, prompt, 5, tuple(whole[:25]))
         assert world.model.num_encoded == 3 * 40
         assert world.model.num_forwarded - before == 26 - 24 + 4, "24 of the decoder's 26 tokens were cached"
 
@@ -188,7 +183,7 @@ async def test_units_survive_a_restart_of_the_manager() -> None:
         request = await answered(world, list(range(30)), 3)
         assert request.num_cached_tokens == 30
         assert (await answered(world, list(range(50, 90)), 3)).num_cached_tokens == 40
-        assert await read(running) == expected_text([START], 400, encoder_tokens=list(range(50, 90)))
+        await read_right(running)
         assert world.model.num_encoded == 70
 
 
@@ -278,8 +273,6 @@ def test_as_many_ids_are_read_as_a_request_may_state() -> None:
 
 # -- several answers
 
-BEAMS: Final[dict[str, Any]] = {"num_answers": 2, "beams": BeamParams(3), "ignore_eos": True}
-
 
 @pytest.mark.parametrize(("num_blocks", "num_unit_blocks"), [(400, 400), (8, 11)], ids=["at once", "one after another"])
 async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_blocks: int) -> None:
@@ -287,8 +280,7 @@ async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_bl
     world = world_with(num_blocks=num_blocks, num_unit_blocks=num_unit_blocks)
     prompt = list(range(1, 40))
     async with world.running():
-        answers = await read_all(ask(world, prompt, 20, **several(4)))
-        assert answers == [expected_text([START], 20, seed=SEED + n, encoder_tokens=prompt) for n in range(4)]
+        await answered(world, prompt, 20, **several(4))
         assert world.model.num_encoded == len(prompt)
 
 
@@ -296,10 +288,6 @@ async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_bl
 async def test_beams_share_the_unit_and_keep_it_when_they_are_preempted(num_blocks: int) -> None:
     """Their common beginning is then computed again: as much as they have generated, however long the prompt is."""
     world = world_with(num_blocks=num_blocks, num_unit_blocks=24)
-    prompts = inputs(5, 4, most=20)
-    right = [expected_beams([START], 10, BeamParams(3), encoder_tokens=prompt) for prompt in prompts]
     async with world.running():
-        requests = [ask(world, prompt, 10, **BEAMS) for prompt in prompts]
-        for answers, texts in zip(await asyncio.gather(*map(read_all, requests)), right, strict=True):
-            assert answers == [text for text, _ in texts[:2]]
+        await read_right(*(ask(world, prompt, 10, **searching(3, 2)) for prompt in inputs(5, 4, most=20)))
         assert (world.engine.scheduler.num_preemptions > 0) == (num_blocks < 400)

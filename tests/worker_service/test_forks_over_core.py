@@ -14,14 +14,13 @@ from kvpool.protocol.answers import answer_id
 from kvpool.worker_service.engine.beam_search import BeamParams, EarlyStopping
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
-from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
 from tests import tracer
 from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import Wire, World, right_texts
+from tests.worker_service.world import Wire, World, failed, read_all, read_right, right_texts
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -33,23 +32,9 @@ def several(n: int) -> dict[str, Any]:
     return {"num_answers": n, "sampling": SamplingParams(temperature=1.0, seed=SEED)}
 
 
-def expected_texts(prompt: list[int], count: int, n: int, *, first_seed: int = SEED) -> list[list[int]]:
-    """Each answer is the text of a request of its own, with the next seed."""
-    return [expected_text(prompt, count, seed=first_seed + index) for index in range(n)]
-
-
-async def read_all(request: Request) -> list[list[int]]:
-    """The texts of all answers. Raises EngineError."""
-    texts: list[list[int]] = [[] for _ in range(request.params.num_answers)]
-    finished: set[int] = set()
-    while (chunk := await request.stream.get()) is not None:
-        assert chunk.index not in finished
-        assert chunk.start_index == len(texts[chunk.index]) or not chunk.tokens
-        texts[chunk.index] += [token.token_id for token in chunk.tokens]
-        if chunk.finish_reason is not None:
-            finished.add(chunk.index)
-    assert len(finished) == len(texts)
-    return texts
+def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
+    """Options of a beam search."""
+    return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -67,10 +52,7 @@ async def test_each_answer_is_that_of_a_request_alone(block_size: int, budget: i
     async with world.running():
         for _ in range(2):
             requests = [world.submit(prompt, 9, **several(1 + index % 4)) for index, prompt in enumerate(prompts)]
-            found = await asyncio.gather(*map(read_all, requests))
-            for request, texts in zip(requests, found, strict=True):
-                expected = expected_texts(request.params.token_ids, 9, request.params.num_answers)
-                assert texts == expected
+            await read_right(*requests)
 
 
 async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -> None:
@@ -79,11 +61,11 @@ async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -
     most_used = 0
     async with world.running():
         request = world.submit(prompt, count, **several(n))
-        reading = asyncio.create_task(read_all(request))
+        reading = asyncio.create_task(read_right(request))
         while not reading.done():
             most_used = max(most_used, *world.cache.num_used_blocks)
             await asyncio.sleep(0)
-        assert await reading == expected_texts(prompt, count, n)
+        await reading
     assert world.model.num_forwarded == len(prompt) + n * (count - 1)
     num_full, num_all = len(prompt) // 4, -(-(len(prompt) + count - 1) // 4)
     assert most_used <= num_full + n * (num_all - num_full)
@@ -132,12 +114,6 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
                 assert texts == right_texts(request)
 
 
-def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
-    """Options of a beam search."""
-    return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
-
-
-ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 9))
 FEW_ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 512))
 
 
@@ -161,10 +137,7 @@ async def test_beams_find_what_a_search_that_shares_nothing_finds(
             )
             for num, prompt in zip([2, 3, 4, 4, 6, 2], prompts_with_shared_beginnings(rng, 6, 40), strict=True)
         ]
-        beside = world.submit([1, 2, 3], 30, **several(3))
-        for request in requests:
-            assert await read_all(request) == right_texts(request)
-        assert await read_all(beside) == right_texts(beside)
+        await read_right(*requests, world.submit([1, 2, 3], 30, **several(3)))
 
 
 async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:
@@ -172,8 +145,7 @@ async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:
     world = World(num_blocks=20, block_size=4, max_num_seqs=8)
     world.manager.limits = Limits(max_sequences_per_session=3)
     async with world.running():
-        group = world.submit(list(range(9)), 13, **searching(4, 1))
-        assert await read_all(group) == right_texts(group)
+        group = await world.answered(list(range(9)), 13, **searching(4, 1))
         assert group.num_preemptions > 0
 
 
@@ -185,14 +157,13 @@ async def test_beams_that_never_fit_are_refused_with_the_figures() -> None:
         assert caught.value.kind is ErrorKind.NEVER_FITS
         with pytest.raises(EngineError, match="5 beams are computed together"):
             world.submit([1], 4, **searching(5, 1))
-        request = world.submit(list(range(10)), 15, **searching(4, 2))
-        assert await read_all(request) == right_texts(request)
+        await world.answered(list(range(10)), 15, **searching(4, 2))
 
 
 async def test_no_step_of_beams_waits_for_a_call() -> None:
     world = World(num_blocks=400, block_size=4, max_num_seqs=8, reserve_seconds=1.0)
     async with world.running():
-        await read_all(world.submit([1, 2, 3], 40, **searching(4, 1)))
+        await world.answered([1, 2, 3], 40, **searching(4, 1))
         assert world.cache.num_reserve_waits == 0
 
 
@@ -200,7 +171,7 @@ async def test_a_stream_lives_as_long_as_one_of_its_answers() -> None:
     """Else the answers of a second stream of that name would take the place of the first one's, which no step would end."""
     world = World(num_blocks=200, block_size=4, max_num_seqs=8)
     prompt = list(range(10))
-    texts = expected_texts(prompt, 30, 3)
+    texts = [expected_text(prompt, 30, seed=SEED + index) for index in range(3)]
     ending = next(token for token in texts[0] if all(token not in text for text in texts[1:]))
     async with world.running():
         request = world.submit(prompt, 30, sequence_id="a", stop_token_ids=frozenset({ending}), **several(3))
@@ -210,8 +181,7 @@ async def test_a_stream_lives_as_long_as_one_of_its_answers() -> None:
             world.submit(prompt, 3, sequence_id="a", **several(3))
         assert caught.value.kind is ErrorKind.EXISTS
         assert (await read_all(request))[1:] == texts[1:]
-        again = world.submit(prompt, 3, sequence_id="a", **several(3))
-        assert await read_all(again) == right_texts(again)
+        await world.answered(prompt, 3, sequence_id="a", **several(3))
 
 
 @pytest.mark.parametrize("options", [several(3), searching(4, 1)], ids=["sampled", "beams"])
@@ -226,11 +196,8 @@ async def test_no_stream_has_a_name_that_another_may_give(options: dict[str, Any
         later = world.submit([1, 2], 6, sequence_id="a.7", attempt=2)
         with pytest.raises(EngineError, match="another sequence_id"):
             world.submit([1, 2], 6, sequence_id="b", **options)
-        assert await read_all(several_at_once) == right_texts(several_at_once)
-        for other in (*others, later):
-            assert await read_all(other) == right_texts(other)
-        again = world.submit([1, 2], 6, sequence_id="b", **options)
-        assert await read_all(again) == right_texts(again)
+        await read_right(several_at_once, *others, later)
+        await world.answered([1, 2], 6, sequence_id="b", **options)
 
 
 async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
@@ -240,10 +207,8 @@ async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
             request = world.submit(list(range(10)), 50, **options)
             await until(lambda: request.num_generated >= 1)  # noqa: B023
             world.model.fail_next = True
-            with pytest.raises(EngineError):
-                await read_all(request)
-        again = world.submit(list(range(10)), 5, **several(3))
-        assert await read_all(again) == right_texts(again)
+            await failed(request)
+        await world.answered(list(range(10)), 5, **several(3))
 
 
 async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
@@ -255,10 +220,8 @@ async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
         await until(lambda: not world.cache._state.forks)
         elsewhere = World(num_blocks=100, block_size=4, worker_id="w1", wire=world.wire)
         async with elsewhere.running():
-            await elsewhere.generate([1, 2], 3, sequence_id=answer_id("s", 2), attempt=2)
-        with pytest.raises(EngineError) as caught:
-            await read_all(request)
-        assert caught.value.kind is ErrorKind.SUPERSEDED
+            await elsewhere.answered([1, 2], 3, sequence_id=answer_id("s", 2), attempt=2)
+        assert (await failed(request)).error.kind is ErrorKind.SUPERSEDED
 
 
 async def test_usage_and_statistics_count_the_prompt_once() -> None:

@@ -102,7 +102,7 @@ async def test_whoever_asks_about_a_prompt_gets_no_hits_and_gives_them() -> None
     """Hits have no logits. What is computed for it serves the next one."""
     prompt = list(range(40))
     async with World(num_blocks=64, block_size=4).running() as world:
-        await world.generate(prompt, 2)
+        await world.answered(prompt, 2)
         asked = world.submit(prompt, 2, num_prompt_logprobs=0)
         await read(asked)
         assert asked.num_cached_tokens == 0
@@ -127,4 +127,4 @@ async def test_sampling_that_can_never_be_is_refused(params: dict[str, Any], fie
             world.submit([1, 2], 8, **params)
         assert caught.value.field == field
         # As many as were delivered and may come are not too many.
-        await world.generate([1, 2, 3], 2, min_tokens=3, num_delivered_tokens=1)
+        await world.answered([1, 2, 3], 2, min_tokens=3, num_delivered_tokens=1)

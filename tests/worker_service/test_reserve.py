@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kvpool.worker_service.cache.reserve import DecodingRate, spare_target
-from tests.tracer import expected_text
 from tests.until import until
-from tests.worker_service.world import World, read
+from tests.worker_service.world import World, read_right
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -61,4 +58,4 @@ async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None
         await until(lambda: sum(world.wire.num_calls.values()) > calls + 2)
         assert world.cache.num_spare_blocks[0] + request.sequence.num_entries == before
         world.model.step_seconds, world.wire.is_cut = 0.0, False
-        assert await asyncio.wait_for(read(request), 60) == expected_text(list(range(10)), 1_200)
+        await read_right(request)

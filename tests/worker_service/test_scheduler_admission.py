@@ -11,7 +11,6 @@ from kvpool.worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_R
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Payer
-from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.scheduler_world import SchedulerWorld
 from tests.worker_service.world import World, failed, read_right
@@ -169,7 +168,7 @@ async def test_the_engine_refuses_and_serves_the_others() -> None:
     world = World(num_blocks=200, block_size=4, max_num_seqs=1, max_num_waiting=3)
     world.model.step_seconds = 0.001
     async with world.running():
-        assert await world.generate([1, 2, 3], 20) == expected_text([1, 2, 3], 20)
+        await world.answered([1, 2, 3], 20)
         running = world.submit([9], 20, tenant="flood")
         await until(lambda: running.has_begun, pause=0)
         flood = [world.submit([i], 4, tenant="flood") for i in range(3)]

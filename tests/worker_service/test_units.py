@@ -13,7 +13,6 @@ import pytest
 from kvpool.cache_service.core.restored import Case
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import events
-from kvpool.worker_service.cache.engine_cache import Computed
 from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import DisagreementError
 from kvpool.worker_service.cache.sequence import CacheSequence
@@ -60,8 +59,7 @@ def test_units_outlive_the_session() -> None:
     live, filling = begin(worker, "a", count=8), begin(worker, "b", OTHER, count=8)
     worker.step(live)
     before = [worker.manager.sessions[0].pools[CROSS].state(block) for block in range(1, 9)]
-    worker.cache.lose("for the test")
-    worker.register()
+    worker.lose_session()
     worker.check()
     pool = worker.manager.sessions[0].pools[CROSS]
     assert [pool.state(block) for block in range(1, 9)] == before
@@ -82,8 +80,7 @@ def test_what_the_encoder_has_put_out_is_stated_before_the_fork_and_with_the_fre
     parent = begin(worker, "p", num_new=6)
     parent.num_forks_to_come = 1
     worker.call()
-    worker.launch(parent)
-    worker.cache.end_step([Computed(parent, 1, 7)], worker.now)
+    worker.compute(parent, 1)
     forked = worker.cache.fork(parent, "c") if is_forked else None
     worker.cache.free(parent)
     worker.methods.clear()
@@ -133,8 +130,7 @@ def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.G
         worker.step(begin(worker, "a"))
         second = worker.sequence("b", [1], 4, root=INPUT, num_encoder_tokens=10)
     worker.now += 1
-    call = worker.cache.next_call(lambda: [second], worker.now)
-    assert call is not None
+    call = worker.next_call(second)
     response = worker.execute(call.request)
     lie(response.results[0].granted)
     worker.cache.on_reply(call, response, worker.now)

@@ -84,7 +84,7 @@ async def test_the_page_tells_the_tokens_hits_and_ends_of_known_traffic() -> Non
     world = one_world()
     async with world.running():
         for _ in range(2):
-            await world.generate(list(range(10)), 5)
+            await world.answered(list(range(10)), 5)
         lost = world.submit([50, 51, 52], 100)
         world.engine.abort(lost)
         page, num_calls = look(world), world.cache.num_calls
@@ -150,7 +150,7 @@ async def test_what_requests_say_never_becomes_a_label() -> None:
     async with world.running():
         before = look(world).values.keys()
         for index in range(8):
-            await world.generate([index], 3, sequence_id=f"id-{index}", tenant_salt=f"tenant-{index}")
+            await world.answered([index], 3, sequence_id=f"id-{index}", tenant_salt=f"tenant-{index}")
         for kind in ErrorKind:
             world.engine.stats.refused[kind] += 1
         assert look(world).values.keys() == before
@@ -171,7 +171,7 @@ async def test_the_line_has_rates_since_the_look_before_and_nothing_when_idle() 
         line = ThroughputLog(world.engine, clock=lambda: now)
         assert logged(line) == []
         for _ in range(2):
-            await world.generate(list(range(10)), 5)
+            await world.answered(list(range(10)), 5)
         await world.until_idle()
         now += 10.0
         assert logged(line) == [

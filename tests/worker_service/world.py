@@ -207,34 +207,61 @@ class World:
             )
         )
 
-    async def generate(self, prompt: list[int], count: int, **params: Any) -> list[int]:
-        """Send one request and read its text."""
-        return await read(self.submit(prompt, count, **params))
+    async def answered(self, prompt: list[int], count: int, **params: Any) -> Request:
+        """Send one request and read its texts, which must be the right ones."""
+        request = self.submit(prompt, count, **params)
+        await read_right(request)
+        return request
+
+
+async def read_all(request: Request) -> list[list[int]]:
+    """The texts of all answers of a stream, to its end. Raises EngineError."""
+    texts: list[list[int]] = [[] for _ in range(request.params.num_answers)]
+    finished: set[int] = set()
+    while (chunk := await request.stream.get()) is not None:
+        assert chunk.index not in finished
+        assert chunk.start_index == len(texts[chunk.index]) or not chunk.tokens
+        texts[chunk.index] += [token.token_id for token in chunk.tokens]
+        if chunk.finish_reason is not None:
+            finished.add(chunk.index)
+    assert len(finished) == len(texts)
+    return texts
 
 
 async def read(request: Request) -> list[int]:
-    """The tokens of a stream to its end. Raises EngineError."""
-    tokens: list[int] = []
-    while (chunk := await request.stream.get()) is not None:
-        assert chunk.start_index == len(tokens)
-        tokens += [token.token_id for token in chunk.tokens]
+    """The tokens of a stream with one answer, to its end. Raises EngineError."""
+    (tokens,) = await read_all(request)
     return tokens
-
-
-async def read_right(*requests: Request) -> None:
-    """Read all streams to their ends: each must have its one right text."""
-    texts = await asyncio.gather(*map(read, requests))
-    assert texts == [expected_text(request.params.token_ids, request.params.max_tokens) for request in requests]
 
 
 def right_texts(request: Request) -> list[list[int]]:
     """What its answers must be: those of single requests with the next seeds, or what a search finds that shares nothing."""
     params = request.params
-    if params.beams is None:
-        seeds = [params.sampling.seed + index for index in range(params.num_answers)]
-        return [expected_text(params.token_ids, params.max_tokens, seed=seed) for seed in seeds]
-    found = expected_beams(params.token_ids, params.max_tokens, params.beams, params.stop_token_ids)
-    return [text for text, _ in found[: params.num_answers]]
+    if params.beams is not None:
+        found = expected_beams(
+            params.token_ids,
+            params.max_tokens,
+            params.beams,
+            params.stop_token_ids,
+            encoder_tokens=params.encoder_token_ids,
+        )
+        return [text for text, _ in found[: params.num_answers]]
+    return [
+        expected_text(
+            params.token_ids,
+            params.max_tokens,
+            eos_token_ids=params.stop_token_ids,
+            seed=params.sampling.seed + index,
+            encoder_tokens=params.encoder_token_ids,
+        )
+        for index in range(params.num_answers)
+    ]
+
+
+async def read_right(*requests: Request) -> None:
+    """Read all streams to their ends: each must have its right texts."""
+    for request in requests:
+        assert await read_all(request) == right_texts(request)
 
 
 class Failed(NamedTuple):
