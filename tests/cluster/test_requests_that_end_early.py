@@ -16,7 +16,6 @@ from google.protobuf import text_format
 from kvpool.client import DeadlineExceeded
 from kvpool.process.call_status import details_of
 from kvpool.v1 import cache_pb2, worker_pb2
-from tests.client.commands import run_kvpool
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
 from tests.cluster.polling import eventually
@@ -314,19 +313,10 @@ async def test_a_client_killed_in_mid_stream_gives_everything_back(cluster: Clus
 
     try:
         await eventually(has_token, "the client gets a token")
-        held = sum(counts.held for worker in await cluster.describe() for counts in worker.counts)
-        assert held > 0
+        assert any(counts.held for worker in await cluster.describe() for counts in worker.counts)
     finally:
         process.kill()
     await cluster.until_clean()
-
-
-async def test_the_command_line_finds_every_law_kept(cluster: Cluster, caller: Caller, tmp_path: Path) -> None:
-    """`kvpool check`, also while streams run."""
-    calls = [caller.generate(name, good(f"busy-{name}")) for name in ("a", "b")]
-    await asyncio.gather(*map(first_token, calls))
-    done = await run_kvpool("check", "--manager", cluster.address())
-    assert (done.returncode, "every law holds" in done.stdout) == (0, True), done.stdout
 
 
 async def test_a_storm_of_everything_leaves_nothing_behind(cluster: Cluster, caller: Caller) -> None:
