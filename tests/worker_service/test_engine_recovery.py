@@ -1,4 +1,5 @@
-"""The manager goes and comes back, or forgets the worker: nothing that the worker holds is lost, and no text changes."""
+"""The manager goes and comes back, or forgets the worker: nothing that the worker holds is lost, no text changes, and decoding goes
+on from the reserve."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import TOKEN_BYTES
+from kvpool.worker_service.cache.reserve import DecodingRate, spare_target
 from kvpool.worker_service.engine.errors import ErrorKind
 from tests.until import until
 from tests.worker_service.world import World, failed, read_right
@@ -22,26 +24,9 @@ def restart(world: World) -> None:
     world.wire.manager = CacheManager(old.epoch + 1, limits=old.limits)
 
 
-async def test_a_restart_of_the_manager_costs_no_stream_and_no_token() -> None:
-    """In the middle of four streams: each ends with its text, and no token is computed twice."""
-    world = World(num_blocks=100, block_size=4)
-    gate = world.model.gate = threading.Event()
-    async with world.running():
-        prompts = [[i, *range(20 + i)] for i in range(4)]
-        requests = [world.submit(prompt, 50) for prompt in prompts]
-        await until(lambda: any(request.sequence.in_step for request in requests))
-        restart(world)
-        gate.set()
-        await read_right(*requests)
-        assert world.manager.epoch == 2
-        assert world.model.num_forwarded == sum(len(prompt) + 49 for prompt in prompts)
-        assert sum(request.num_preemptions for request in requests) == 0
-
-
 async def test_the_cache_survives_a_restart_of_the_manager() -> None:
     """Nothing runs: what was cached before is a hit after, in the same blocks, with the same order of eviction."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
+    async with World(num_blocks=60, block_size=4).running() as world:
         prompts = [[i] * 3 + list(range(21)) for i in range(4)]
         for prompt in [*prompts, prompts[1]]:
             await world.answered(prompt, 5)
@@ -123,8 +108,7 @@ async def test_what_was_held_at_register_and_is_gone_since_is_reported_as_nothin
 
 async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_ever() -> None:
     """A defect of the manager, answered INTERNAL: the worker gives its blocks up, and serves."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
+    async with World(num_blocks=60, block_size=4).running() as world:
         await world.answered(list(range(20)), 4)
         restart(world)
         world.wire.break_reports = True
@@ -132,3 +116,56 @@ async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_
         await until(world.is_open.is_set)
         await world.answered(list(range(20)), 4)
         assert world.wire.num_calls["Report"] == 1
+
+
+# -- how many blocks it keeps ahead of need
+
+
+@pytest.mark.parametrize(
+    ("steps", "least", "most"),
+    [
+        ([(30, 0.01)], 380, 420),
+        ([(1_000, 0.02), (30, 0.01)], 380, 420),
+        ([(100, 0.01), (10, 0.1)], 300, 400),
+        ([(100, 0.01), (300, 0.1)], 36, 44),
+    ],
+    ids=["a few dozen steps", "a change", "a second of slow steps", "half a minute of slow steps"],
+)
+def test_the_rate_follows_a_lasting_change_and_no_short_one(
+    steps: list[tuple[int, float]], least: float, most: float
+) -> None:
+    """Whatever kept the cores busy for a second may be gone the next moment, and the manager too. Steps of so many seconds, each of
+    which samples 4 tokens."""
+    rate, now = DecodingRate(), 0.0
+    rate.note(4, now)
+    for count, seconds in steps:
+        for _ in range(count):
+            now += seconds
+            rate.note(4, now)
+    assert least <= rate.tokens_per_second <= most
+
+
+def test_the_reserve_lasts_the_seconds_that_it_should() -> None:
+    """At least a block for each sequence, enough for the seconds at the present rate, and never more than can be needed."""
+    assert spare_target(8, 100, 0.0, 2.0, 16) == 8
+    assert spare_target(8, 100, 400.0, 2.0, 16) == 50
+    assert spare_target(8, 30, 400.0, 2.0, 16) == 30
+    assert spare_target(0, 0, 400.0, 2.0, 16) == 0
+
+
+async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None:
+    """Decoding becomes slow while it is away: what then is too much may be needed yet, and cannot be had again."""
+    world = World(num_blocks=2_000, block_size=4, reserve_seconds=2.0)
+    world.model.step_seconds = 0.002
+    async with world.running():
+        request = world.submit(list(range(10)), 1_200)
+        await until(lambda: world.cache.num_spare_blocks[0] > 100)
+        world.wire.is_cut = True
+        await until(lambda: world.cache._state.link is not None and world.cache._state.link.is_unanswered)
+        before = world.cache.num_spare_blocks[0] + request.sequence.num_entries
+        world.model.step_seconds, world.cache._state.rate.tokens_per_second = 0.1, 1.0
+        calls = sum(world.wire.num_calls.values())
+        await until(lambda: sum(world.wire.num_calls.values()) > calls + 2)
+        assert world.cache.num_spare_blocks[0] + request.sequence.num_entries == before
+        world.model.step_seconds, world.wire.is_cut = 0.0, False
+        await read_right(request)

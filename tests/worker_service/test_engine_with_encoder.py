@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache_service.core.manager import CacheManager
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
@@ -16,7 +15,6 @@ from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_text
-from tests.until import until
 from tests.worker_service.test_forks_over_core import searching, several
 from tests.worker_service.world import World, failed, read, read_right
 
@@ -85,8 +83,7 @@ async def test_every_text_is_right_in_a_mixed_batch(block_size: int, budget: int
 
 
 async def test_the_prompt_is_what_the_encoder_gets_and_what_usage_counts() -> None:
-    world = world_with()
-    async with world.running():
+    async with world_with().running() as world:
         cold, warm = [await answered(world, list(range(30)), 5) for _ in range(2)]
         assert [counts(one) for one in (cold, warm)] == [(30, 0, 5), (30, 30, 5)]
         assert world.model.num_forwarded == 2 * 5, "the start token, and all generated tokens but the last"
@@ -95,8 +92,7 @@ async def test_the_prompt_is_what_the_encoder_gets_and_what_usage_counts() -> No
 
 
 async def test_different_salts_share_no_encoder() -> None:
-    world = world_with()
-    async with world.running():
+    async with world_with().running() as world:
         for salt in ("a", "b"):
             await answered(world, list(range(20)), 3, tenant_salt=salt)
         assert world.model.num_encoded == 40
@@ -106,8 +102,7 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
     """As when a stream goes on on another worker, which has neither the encoder's output nor the text."""
     prompt = list(range(50))
     whole = expected_text([START], 30, encoder_tokens=prompt)
-    world = world_with()
-    async with world.running():
+    async with world_with().running() as world:
         request = await answered(world, prompt, 20, tuple(whole[:10]))
         assert counts(request) == (60, 0, 20), "the prompt of an attempt is what it states"
         again = await answered(world, prompt, 20, tuple(whole[:10]))
@@ -118,8 +113,7 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
 async def test_an_evicted_unit_is_computed_again_for_a_decoder_that_hits() -> None:
     prompt, other = list(range(40)), list(range(100, 140))
     whole = expected_text([START], 30, encoder_tokens=prompt)
-    world = world_with(num_unit_blocks=16)
-    async with world.running():
+    async with world_with(num_unit_blocks=16).running() as world:
         await answered(world, prompt, 30)
         await answered(world, other, 2)
         before = world.model.num_forwarded
@@ -149,8 +143,7 @@ async def test_units_wait_for_room_and_nobody_starves() -> None:
 
 async def test_at_most_one_encoder_beyond_the_budget_is_in_a_step() -> None:
     """So that decodes are slowed by one input, however many wait."""
-    world = world_with(max_num_seqs=8, max_num_batched_tokens=64)
-    async with world.running():
+    async with world_with(max_num_seqs=8, max_num_batched_tokens=64).running() as world:
         largest: list[int] = []
         execute = world.model.execute
 
@@ -164,27 +157,11 @@ async def test_at_most_one_encoder_beyond_the_budget_is_in_a_step() -> None:
 
 
 async def test_a_step_that_fails_leaves_no_unit_behind() -> None:
-    world = world_with()
-    async with world.running():
+    async with world_with().running() as world:
         world.model.fail_next = True
         assert (await failed(ask(world, list(range(20)), 3))).error.kind is ErrorKind.INTERNAL
         request = await answered(world, list(range(20)), 3)
         assert request.num_cached_tokens == 0
-
-
-async def test_units_survive_a_restart_of_the_manager() -> None:
-    world = world_with()
-    async with world.running():
-        await answered(world, list(range(30)), 3)
-        running = ask(world, list(range(50, 90)), 400)
-        await until(lambda: running.num_generated > 3)
-        world.wire.manager = CacheManager(2)
-        await until(lambda: world.cache.is_ready() and world.is_known())
-        request = await answered(world, list(range(30)), 3)
-        assert request.num_cached_tokens == 30
-        assert (await answered(world, list(range(50, 90)), 3)).num_cached_tokens == 40
-        await read_right(running)
-        assert world.model.num_encoded == 70
 
 
 # -- what is refused
@@ -198,8 +175,7 @@ def refusal(world: World, prompt: list[int], **params: Any) -> EngineError:
 
 
 async def test_inputs_that_the_encoder_does_not_take_are_refused_with_the_figures() -> None:
-    world = world_with(num_unit_blocks=9)
-    async with world.running():
+    async with world_with(num_unit_blocks=9).running() as world:
         assert "257 tokens are more than the encoder takes on this worker, which is 256" in str(
             refusal(world, [1] * 257)
         )
@@ -211,8 +187,7 @@ async def test_inputs_that_the_encoder_does_not_take_are_refused_with_the_figure
 
 
 async def test_a_decoder_whose_text_is_full_is_refused() -> None:
-    world = world_with(max_model_len=12)
-    async with world.running():
+    async with world_with(max_model_len=12).running() as world:
         with pytest.raises(EngineError, match="1 tokens at the beginning of the decoder's text and 12 new ones exceed"):
             ask(world, [1, 2], 12)
         with pytest.raises(EngineError, match="12 tokens leave no room to generate"):
@@ -221,8 +196,7 @@ async def test_a_decoder_whose_text_is_full_is_refused() -> None:
 
 
 async def test_a_model_without_an_encoder_takes_no_input_of_one() -> None:
-    world = World(num_blocks=20, block_size=4)
-    async with world.running():
+    async with World(num_blocks=20, block_size=4).running() as world:
         with pytest.raises(EngineError, match="has no encoder"):
             ask(world, [1, 2], 3)
 
@@ -287,7 +261,6 @@ async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_bl
 @pytest.mark.parametrize("num_blocks", [400, 12])
 async def test_beams_share_the_unit_and_keep_it_when_they_are_preempted(num_blocks: int) -> None:
     """Their common beginning is then computed again: as much as they have generated, however long the prompt is."""
-    world = world_with(num_blocks=num_blocks, num_unit_blocks=24)
-    async with world.running():
+    async with world_with(num_blocks=num_blocks, num_unit_blocks=24).running() as world:
         await read_right(*(ask(world, prompt, 10, **searching(3, 2)) for prompt in inputs(5, 4, most=20)))
         assert (world.engine.scheduler.num_preemptions > 0) == (num_blocks < 400)

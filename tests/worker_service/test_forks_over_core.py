@@ -37,24 +37,6 @@ def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
     return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize(("block_size", "budget"), [(1, 16), (4, 8), (16, 64)])
-async def test_each_answer_is_that_of_a_request_alone(block_size: int, budget: int, prefix_caching: bool) -> None:
-    """Beside others, in chunks, cold and warm."""
-    prompts = prompts_with_shared_beginnings(random.Random(block_size), 10, 40)
-    world = World(
-        num_blocks=2000 // block_size,
-        block_size=block_size,
-        max_num_seqs=8,
-        max_num_batched_tokens=budget,
-        prefix_caching=prefix_caching,
-    )
-    async with world.running():
-        for _ in range(2):
-            requests = [world.submit(prompt, 9, **several(1 + index % 4)) for index, prompt in enumerate(prompts)]
-            await read_right(*requests)
-
-
 async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -> None:
     prompt, n, count = list(range(100)), 8, 5
     world = World(num_blocks=200, block_size=4, max_num_seqs=n)
@@ -150,8 +132,7 @@ async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:
 
 
 async def test_beams_that_never_fit_are_refused_with_the_figures() -> None:
-    world = World(num_blocks=21, block_size=4, max_num_seqs=4)
-    async with world.running():
+    async with World(num_blocks=21, block_size=4, max_num_seqs=4).running() as world:
         with pytest.raises(EngineError, match="of each of 4 beams need 22 blocks of 4; this worker has 20") as caught:
             world.submit(list(range(10)), 19, **searching(4, 1))
         assert caught.value.kind is ErrorKind.NEVER_FITS
@@ -161,8 +142,7 @@ async def test_beams_that_never_fit_are_refused_with_the_figures() -> None:
 
 
 async def test_no_step_of_beams_waits_for_a_call() -> None:
-    world = World(num_blocks=400, block_size=4, max_num_seqs=8, reserve_seconds=1.0)
-    async with world.running():
+    async with World(num_blocks=400, block_size=4, max_num_seqs=8, reserve_seconds=1.0).running() as world:
         await world.answered([1, 2, 3], 40, **searching(4, 1))
         assert world.cache.num_reserve_waits == 0
 
@@ -187,8 +167,7 @@ async def test_a_stream_lives_as_long_as_one_of_its_answers() -> None:
 @pytest.mark.parametrize("options", [several(3), searching(4, 1)], ids=["sampled", "beams"])
 async def test_no_stream_has_a_name_that_another_may_give(options: dict[str, Any]) -> None:
     """The names of a caller's requests are free: only what would clash is refused, and only while it lives."""
-    world = World(num_blocks=200, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=200, block_size=4, max_num_seqs=8).running() as world:
         several_at_once = world.submit([1, 2], 6, sequence_id="a", **options)
         with pytest.raises(EngineError, match="another sequence_id"):
             world.submit([1, 2], 6, sequence_id="a.7")
@@ -201,8 +180,7 @@ async def test_no_stream_has_a_name_that_another_may_give(options: dict[str, Any
 
 
 async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
-    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4, max_num_seqs=8).running() as world:
         for options in (several(4), searching(4, 4)):
             request = world.submit(list(range(10)), 50, **options)
             await until(lambda: request.num_generated >= 1)  # noqa: B023
@@ -213,8 +191,7 @@ async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
 
 async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
     """Of any of its sequences: the caller has gone on without this worker."""
-    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4, max_num_seqs=8).running() as world:
         request = world.submit(list(range(10)), 300, sequence_id="s", **several(3))
         await until(lambda: request.num_generated > 3 and len(request.answers) == 3)
         await until(lambda: not world.cache._state.forks)
@@ -226,8 +203,7 @@ async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
 
 async def test_usage_and_statistics_count_the_prompt_once() -> None:
     prompt = list(range(20))
-    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4, max_num_seqs=8).running() as world:
         chunks: list[StreamChunk] = []
         request = world.submit(prompt, 6, **several(3))
         while (chunk := await request.stream.get()) is not None:

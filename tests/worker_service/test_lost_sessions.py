@@ -55,8 +55,7 @@ async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() ->
 
 async def test_a_stale_call_now_and_then_ends_nothing() -> None:
     """Only those in a row count: a call that was executed in between shows that the numbers are ours."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
+    async with World(num_blocks=60, block_size=4).running() as world:
         session = world.manager.worker("w0")
         for turn in range(6):
             session.last_call_no += 2  # two calls of ours are stale, the third is not

@@ -131,8 +131,7 @@ async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> N
     """In the middle of a stream, which ends with UNAVAILABLE; it registers holding nothing, and new requests are answered under
     generations that are smaller than those it has forgotten."""
     wire = _ForeignWire(CacheManager(1 << 20))
-    world = World(num_blocks=40, block_size=4, wire=wire)
-    async with world.running():
+    async with World(num_blocks=40, block_size=4, wire=wire).running() as world:
         await world.answered(list(range(9)), 5)
         await world.until_idle()
         gate = world.model.gate = threading.Event()

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.v1 import common_pb2
-from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
 from kvpool.worker_service.engine.step import SampledToken
 from tests.tracer import VOCAB_SIZE
+from tests.worker_service.scheduler_world import SchedulerWorld
 from tests.worker_service.world import World, read
 
 STOPS = frozenset({7, 8})
@@ -109,6 +110,28 @@ async def test_whoever_asks_about_a_prompt_gets_no_hits_and_gives_them() -> None
         moved = world.submit(prompt, 2, num_prompt_logprobs=0, num_delivered_tokens=4)
         await read(moved)
         assert moved.num_cached_tokens > 0
+
+
+def resumed(**params: Any) -> Request:
+    """A request that was preempted next to a long text, and has its blocks again."""
+    world = SchedulerWorld(num_blocks=13, max_num_seqs=2)
+    world.submit(4, 40)
+    request = world.submit(12, 40, **params)
+    while not (request.num_preemptions and request.sequence.state is SequenceState.LIVE):
+        world.turns()
+    return request
+
+
+def test_a_preempted_request_reports_the_cached_tokens_of_its_first_round() -> None:
+    """Its later rounds hit its own blocks, which is no saving of the prompt."""
+    request = resumed()
+    assert request.sequence.num_cached_tokens > 0
+    assert request.usage().num_cached_tokens == 0
+
+
+def test_prompt_logprobs_take_no_hits_in_later_rounds_either() -> None:
+    """Rows that are not computed have no logits, so a prompt must not be skipped after a preemption."""
+    assert resumed(num_prompt_logprobs=0).sequence.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize(

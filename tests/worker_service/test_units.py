@@ -95,24 +95,6 @@ def test_what_the_encoder_has_put_out_is_stated_before_the_fork_and_with_the_fre
 # -- the guard: a manager that is wrong costs a session and never a text
 
 
-def half(granted: cache_pb2.Granted) -> None:
-    del granted.tables[CROSS].block_ids[2:], granted.tables[CROSS].generations[2:]
-
-
-def in_another_order(granted: cache_pb2.Granted) -> None:
-    run = granted.tables[CROSS]
-    for field in (run.block_ids, run.generations):
-        field[0], field[1] = field[1], field[0]
-
-
-def of_another_grant(granted: cache_pb2.Granted) -> None:
-    granted.tables[CROSS].generations[1] += 1
-
-
-def another_block(granted: cache_pb2.Granted) -> None:
-    granted.tables[CROSS].block_ids[1] = 7
-
-
 def as_new(granted: cache_pb2.Granted) -> None:
     granted.encoder_cached = False
 
@@ -121,8 +103,23 @@ def as_cached(granted: cache_pb2.Granted) -> None:
     granted.encoder_cached = True
 
 
-@pytest.mark.parametrize("lie", [half, in_another_order, of_another_grant, another_block, as_new, as_cached])
-def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.Granted], None]) -> None:
+def change(change_run: Callable[[common_pb2.BlockRun], object]) -> Callable[[cache_pb2.Granted], object]:
+    """A lie about the blocks of the unit."""
+    return lambda granted: change_run(granted.tables[CROSS])
+
+
+LIES = {
+    "not all of it": change(lambda run: (run.block_ids.pop(), run.generations.pop())),
+    "in another order": change(lambda run: (run.block_ids.reverse(), run.generations.reverse())),
+    "of another grant": change(lambda run: run.generations.append(run.generations.pop() + 1)),
+    "another block": change(lambda run: run.block_ids.append(run.block_ids.pop() + 4)),
+    "as new": as_new,
+    "as cached": as_cached,
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.Granted], object]) -> None:
     """And none by a worker without an encoder, which is told that one is cached."""
     worker = worker_with_units() if lie is not as_cached else Worker((33,), (), block_size=SIZE)
     second = worker.sequence("b", [1], 4)
