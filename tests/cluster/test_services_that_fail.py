@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 import grpc
@@ -65,7 +66,7 @@ class Subject(TwoWorkers):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    settings = {"num_blocks": 65_537, "grace_seconds": 0.5, "step_seconds": STEP_SECONDS}
+    settings: dict[str, Any] = {"num_blocks": 65_537, "grace_seconds": 0.5, "step_seconds": STEP_SECONDS}
     async with two_workers(tmp_path_factory.mktemp("failures"), lease_seconds=LEASE_SECONDS, **settings) as started:
         cluster, model = started
         yield Subject(cluster, truths_of(model))

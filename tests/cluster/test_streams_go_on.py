@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -78,7 +79,7 @@ def check_beyond_doubt(model: PreTrainedModel, reference: Reference) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    settings = {"num_blocks": 8193, "grace_seconds": 0.1, "step_seconds": STEP_SECONDS}
+    settings: dict[str, Any] = {"num_blocks": 8193, "grace_seconds": 0.1, "step_seconds": STEP_SECONDS}
     folder = tmp_path_factory.mktemp("moving")
     # Its tokens are bytes at random, so most characters are incomplete: the text shows where a stream was joined wrongly.
     async with two_workers(folder, lease_seconds=LEASE_SECONDS, tokenizer=True, **settings) as (cluster, model):

@@ -114,8 +114,8 @@ class SchedulerWorld(Worker):
     def talk(self, *, lose_answer: bool = False) -> None:
         """All calls that are due; `lose_answer`: up to an Allocate, which is executed, and its answer is lost."""
         if self._in_flight is not None:
-            (call, answer), self._in_flight = self._in_flight, None
-            self.cache.on_reply(call, answer, self.now)
+            self.cache.on_reply(*self._in_flight, self.now)
+            self._in_flight = None
         link = self.cache._state.link
         assert link is not None
         self.now = max(self.now + 1.0, link.retry_at)

@@ -21,16 +21,6 @@ from tests.worker_service.world import Wire, World, failed, read, read_right
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
 
-def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:
-    """Prompts of which many begin alike, some are equal, some unrelated."""
-    trunk = [rng.randrange(1000) for _ in range(longest)]
-    prompts = []
-    for _ in range(count):
-        shared = rng.choice([0, longest // 4, longest // 2, longest - 1])
-        prompts.append(trunk[:shared] + [rng.randrange(1000) for _ in range(rng.randint(1, max(1, longest - shared)))])
-    return prompts
-
-
 async def test_a_thousand_calls_compute_their_common_prompt_once() -> None:
     """One 512-token system prompt, 64 at a time: 512 tokens computed once, 999 × 512 = 511,488 not again."""
     rng = random.Random(1)

@@ -13,8 +13,7 @@ from kvpool.worker_service.engine.request_times import EngineTimes, RequestTimes
 from kvpool.worker_service.engine.stats import EngineStats
 from kvpool.worker_service.engine.stream import RequestUsage
 from tests.lockstep import in_lockstep
-from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import World, read
+from tests.worker_service.world import World, prompts_with_shared_beginnings, read
 
 
 async def test_times_of_a_request_are_told_from_its_arrival() -> None:

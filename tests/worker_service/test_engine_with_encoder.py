@@ -15,8 +15,7 @@ from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_text
-from tests.worker_service.test_forks_over_core import searching, several
-from tests.worker_service.world import World, failed, read, read_right
+from tests.worker_service.world import World, failed, read, read_right, searching, several
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 

@@ -11,30 +11,27 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.protocol.answers import answer_id
-from kvpool.worker_service.engine.beam_search import BeamParams, EarlyStopping
+from kvpool.worker_service.engine.beam_search import EarlyStopping
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
-from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
 from tests import tracer
 from tests.tracer import expected_text
 from tests.until import until
-from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import Wire, World, failed, read_all, read_right, right_texts
+from tests.worker_service.world import (
+    SEED,
+    Wire,
+    World,
+    failed,
+    prompts_with_shared_beginnings,
+    read_all,
+    read_right,
+    right_texts,
+    searching,
+    several,
+)
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
-
-SEED = 40
-
-
-def several(n: int) -> dict[str, Any]:
-    """Options of a request for n answers."""
-    return {"num_answers": n, "sampling": SamplingParams(temperature=1.0, seed=SEED)}
-
-
-def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
-    """Options of a beam search."""
-    return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
 
 
 async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -> None:

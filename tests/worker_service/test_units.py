@@ -103,6 +103,11 @@ def as_cached(granted: cache_pb2.Granted) -> None:
     granted.encoder_cached = True
 
 
+def in_another_order(run: common_pb2.BlockRun) -> None:
+    run.block_ids.reverse()
+    run.generations.reverse()
+
+
 def change(change_run: Callable[[common_pb2.BlockRun], object]) -> Callable[[cache_pb2.Granted], object]:
     """A lie about the blocks of the unit."""
     return lambda granted: change_run(granted.tables[CROSS])
@@ -110,7 +115,7 @@ def change(change_run: Callable[[common_pb2.BlockRun], object]) -> Callable[[cac
 
 LIES = {
     "not all of it": change(lambda run: (run.block_ids.pop(), run.generations.pop())),
-    "in another order": change(lambda run: (run.block_ids.reverse(), run.generations.reverse())),
+    "in another order": change(in_another_order),
     "of another grant": change(lambda run: run.generations.append(run.generations.pop() + 1)),
     "another block": change(lambda run: run.block_ids.append(run.block_ids.pop() + 4)),
     "as new": as_new,

@@ -20,6 +20,7 @@ from kvpool.cache_service.keys import make_session_key
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
@@ -32,6 +33,8 @@ from tests.tracer_beams import expected_beams
 from tests.worker_service.tracer_model import TracerModel
 
 FINGERPRINT = "tracer"
+SEED = 40
+"""Of the first of several answers."""
 
 
 def rpc_error(code: grpc.StatusCode, found: status_pb2.Status | None = None) -> grpc.aio.AioRpcError:
@@ -212,6 +215,26 @@ class World:
         request = self.submit(prompt, count, **params)
         await read_right(request)
         return request
+
+
+def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:
+    """Prompts of which many begin alike, some are equal, some unrelated."""
+    trunk = [rng.randrange(1000) for _ in range(longest)]
+    prompts = []
+    for _ in range(count):
+        shared = rng.choice([0, longest // 4, longest // 2, longest - 1])
+        prompts.append(trunk[:shared] + [rng.randrange(1000) for _ in range(rng.randint(1, max(1, longest - shared)))])
+    return prompts
+
+
+def several(n: int) -> dict[str, Any]:
+    """Options of a request for n answers."""
+    return {"num_answers": n, "sampling": SamplingParams(temperature=1.0, seed=SEED)}
+
+
+def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
+    """Options of a beam search."""
+    return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
 
 
 async def read_all(request: Request) -> list[list[int]]:
