@@ -94,33 +94,35 @@ OPEN_LOOP = "--rate 200 --arrivals constant --max-in-flight 2"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "expected", "turns"),
     [
         (
             f"--workload unshared --requests 6 --own-tokens 21 --generated-tokens 3 {OPEN_LOOP}",
             {"num_complete": 6, "num_cached_tokens": 0, "num_generated_tokens": 18},
+            [],
         ),
         (
             "--workload document --requests 3 --users 1 --prefix-tokens 400 --own-tokens 5 --generated-tokens 2 --no-warm-up",
             {"num_complete": 3, "num_cached_tokens": 2 * 400},
+            [],
         ),
         (
             # After each answer but its last token, which has no KV yet: 16 of 17 and 33 of 34 slots, in whole blocks.
             "--workload chats --requests 2 --turns 3 --own-tokens 12 --generated-tokens 5",
             {"num_complete": 6, "num_prompt_tokens": 2 * (12 + 29 + 46), "num_cached_tokens": 2 * (16 + 32)},
+            ["1", "2", "3"],
         ),
     ],
     ids=["unshared requests find nothing", "a document is read once", "turns of chats find what was before"],
 )
 async def test_a_workload_hits_what_it_shares(
-    command: Command, tiny: TinyCluster, arguments: str, expected: dict[str, int]
+    command: Command, tiny: TinyCluster, arguments: str, expected: dict[str, int], turns: list[str]
 ) -> None:
     cases = await command.measured_on(tiny, *arguments.split())
     (run,) = cases["cold"]["runs"]
     assert run["num_planned"] == expected["num_complete"]
     assert expected.items() <= run.items()
-    num_turns = 3 if "chats" in arguments else 1
-    assert len(cases["cold"]["time_to_first_token_by_turn"]) == num_turns
+    assert list(cases["cold"]["time_to_first_token_by_turn"]) == turns
 
 
 async def test_mixed_lengths_tell_their_waste(command: Command, slow: Cluster) -> None:
