@@ -193,7 +193,8 @@ async def test_a_request_without_a_prompt_is_told_so(cluster: Cluster, caller: C
     none.ClearField("token_ids")
     for request, says in ((empty, "at least one token"), (none, "text or token_ids")):
         error = await failure(caller.generate("a", request))
-        assert reason_of(error) == "BAD_FIELD"
+        assert (error.code(), reason_of(error)) == (Status.INVALID_ARGUMENT, "BAD_FIELD")
+        assert details_of(error).violations[0].startswith("prompt: ")
         assert says in (error.details() or "")
 
 
