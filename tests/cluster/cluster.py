@@ -160,11 +160,8 @@ class Cluster:
     async def start_gateway(self, name: str = GATEWAY, **settings: Any) -> None:
         """Start a gateway, or start it again on its port, and wait until it answers. The manager need not run."""
         self._ports.setdefault(name, free_port())
-        arguments = ["--host", HOST, "--port", str(self._ports[name]), "--manager", self.address()]
-        arguments += _flags(settings)
-        process = Process(name, ["-m", GATEWAY_MODULE, *arguments], self._folder / f"{name}.log", computing(1))
-        self.processes[name] = process
-        self._all.append(process)
+        own = {"host": HOST, "port": self._ports[name], "manager": self.address()}
+        self._start(name, GATEWAY_MODULE, {**own, **settings})
 
         def answers() -> bool:
             try:
@@ -194,13 +191,8 @@ class Cluster:
         for setting, instead in _OF_TESTS.items():
             if setting in settings:
                 arguments[:1] = [instead, str(settings[setting])]
-        process = Process(
-            name,
-            ["-m", *arguments],
-            self._folder / f"{name}.log",
-            computing(threads),
-            may_fork=self._may_fork,
-        )
+        log = self._folder / f"{name}.log"
+        process = Process(name, ["-m", *arguments], log, computing(threads), may_fork=self._may_fork)
         self.processes[name] = process
         self._all.append(process)
         return process

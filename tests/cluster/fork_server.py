@@ -32,6 +32,12 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
+
+def ending_with_this_process(*arguments: str) -> list[str]:
+    """A command that runs `python arguments…`, and that the kernel ends with this process."""
+    return [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), sys.executable, *arguments]
+
+
 MANAGER_MODULE = "kvpool.cache_service"
 WORKER_MODULE = "kvpool.worker_service"
 SLOW_WORKER_MODULE = "tests.slow_worker"
@@ -96,18 +102,7 @@ class ForkServer:
         if self._process is not None:
             return self._process
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                "-c",
-                END_WITH_PARENT,
-                str(os.getpid()),
-                sys.executable,
-                "-m",
-                __name__,
-                *sorted(self._modules),
-            ],
+            ending_with_this_process("-m", __name__, *sorted(self._modules)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -17,6 +17,7 @@ from kvpool.v1 import cache_pb2
 from kvpool.worker_service.server import WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.polling import eventually
+from tests.until import until
 
 WORKER = "worker"
 TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
@@ -48,10 +49,6 @@ class InProcessCluster:
         (worker,) = (await self.client.describe(worker_id=WORKER, first_block=0)).workers
         return worker
 
-    async def is_registered(self) -> bool:
-        """Whether the manager knows the worker, and the worker its session."""
-        return self.worker.engine.cache.is_ready()
-
     async def until_idle(self) -> None:
         """Until nothing is held or reserved."""
 
@@ -62,11 +59,7 @@ class InProcessCluster:
 
     async def until_arrived(self, num_requests: int) -> None:
         """Until the worker has that many requests."""
-
-        async def arrived() -> bool:
-            return sum(1 for _ in self.worker.engine.scheduler) >= num_requests
-
-        await eventually(arrived, f"{num_requests} requests arrive")
+        await until(lambda: sum(1 for _ in self.worker.engine.scheduler) >= num_requests)
 
 
 @asynccontextmanager
@@ -97,7 +90,7 @@ async def in_process_cluster(model: Path, folder: Path, **settings: Any) -> Asyn
             worker.runner.kv_cache.fill(float("nan"))
             async with worker, Client(address) as client:
                 cluster = InProcessCluster(manager, worker, client)
-                await eventually(cluster.is_registered, "the worker registers")
+                await until(worker.engine.cache.is_ready)
                 yield cluster
                 await cluster.until_idle()
                 assert manager.manager.check().violations == []

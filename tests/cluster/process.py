@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from tests.cluster.fork_server import END_WITH_PARENT, ForkedProcess, ForkServer
+from tests.cluster.fork_server import ForkedProcess, ForkServer, ending_with_this_process
 from tests.cluster.polling import eventually
 
 
@@ -45,7 +44,7 @@ class Process:
             return
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), sys.executable, *arguments],
+                ending_with_this_process(*arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,18 +87,13 @@ def test_only_services_in_the_environment_of_the_server_are_forked(monkeypatch: 
     assert not server.can_start(WORKER_MODULE, environment_with(computing(1)))
 
 
-@pytest.fixture
-def small_server() -> Iterator[ForkServer]:
-    """It can start managers only, for which it imports little."""
+async def test_services_end_with_their_server(folder: Path) -> None:
+    """This one can start managers only, for which it imports little."""
     server = ForkServer(environment_with({}), modules=[MANAGER_MODULE])
-    yield server
-    server.stop()
-
-
-async def test_services_end_with_their_server(folder: Path, small_server: ForkServer) -> None:
     flags = ["--port", str(free_port()), "--state-dir", str(folder / "state")]
-    manager = small_server.start(MANAGER_MODULE, flags, folder / "manager.log")
-    assert manager.poll() is None
-    small_server.stop()
-
+    try:
+        manager = server.start(MANAGER_MODULE, flags, folder / "manager.log")
+        assert manager.poll() is None
+    finally:
+        server.stop()
     await until(lambda: not is_alive(manager.pid))

@@ -16,9 +16,9 @@ from kvpool.worker_service.server import WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
 from tests import http2
 from tests.cluster.in_process import in_process_cluster
-from tests.cluster.polling import eventually
 from tests.scrape import num_listening_sockets, scrape
 from tests.tiny_models import TinyModel, make_tiny_model
+from tests.until import until
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,7 @@ async def test_a_worker_tells_of_itself_and_a_refused_request_is_one(
                 await cluster.complete([1, 2, 3], max_tokens=100)
             await cluster.until_idle()
             page = await scrape(cluster.worker.metrics.url)
-
-            async def has_spoken() -> bool:
-                return any(line.get("generated_tokens_per_s", 0) > 0 for line in said)
-
-            await eventually(has_spoken, "the log has a line of throughput")
+            await until(lambda: any(line.get("generated_tokens_per_s", 0) > 0 for line in said))
     labels = {"model_name": cluster.worker.facts.name, "engine": "0"}
     assert page.value("vllm:prompt_tokens_total", **labels) == 3
     assert page.value("vllm:generation_tokens_total", **labels) == 5
@@ -60,11 +56,7 @@ async def test_a_server_that_was_built_anew_is_counted(loop_of_grpcio: None, mod
         assert (await scrape(cluster.worker.metrics.url)).value(name) == 0
         async with await http2.Connection.open(cluster.worker.port) as connection:
             await connection.request(b"/\xff")
-
-            async def rebuilt() -> bool:
-                return cluster.worker._grpc.num_rebuilds > 0
-
-            await eventually(rebuilt, "the gRPC server is built anew")
+            await until(lambda: cluster.worker._grpc.num_rebuilds)
         assert (await scrape(cluster.worker.metrics.url)).value(name) == cluster.worker._grpc.num_rebuilds == 1
 
 

@@ -28,7 +28,7 @@ from tests.load.judge import Delivered
 from tests.model.plain_loop import PlainLoop
 from tests.until import until
 
-OTHER = "manager-2"
+MANAGERS = ("manager-1", "manager-2")
 STEP_SECONDS = 0.03
 LEADER_LEASE_SECONDS = 2
 MOST_TOKENS = 10_000
@@ -36,58 +36,36 @@ MOST_TOKENS = 10_000
 
 
 class TwoManagers(Cluster):
-    """`manager` is that of the two which leads; names in `processes` stay."""
+    """Its manager is that of the two which leads."""
 
     def __init__(self, folder: Path, election: dict[str, Any]) -> None:
         super().__init__(folder, lease_seconds=3.0, keep_alive_seconds=0.2)
-        self._ports[OTHER] = free_port()
+        self._ports |= {name: free_port() for name in MANAGERS}
         self._election = election
-        self.leader = MANAGER
+        self.leader = MANAGERS[0]
 
     def address(self, name: str = MANAGER) -> str:
-        """Of both managers, where that of the manager is meant."""
-        return (
-            ",".join(f"{HOST}:{self._ports[one]}" for one in (MANAGER, OTHER))
-            if name == MANAGER
-            else super().address(name)
-        )
-
-    def address_of(self, name: str) -> str:
-        """Of one manager."""
-        return f"{HOST}:{self._ports[name]}"
-
-    def start_one(self, name: str) -> None:
-        """Start a manager, or start it again."""
-        settings = {"host": HOST, "port": self._ports[name], "state_dir": self._folder / "state"}
-        self._start(name, MANAGER_MODULE, {**settings, **self._manager_settings, **self._election})
-
-    @property
-    def standby(self) -> str:
-        """The one that does not lead."""
-        return OTHER if self.leader == MANAGER else MANAGER
+        """Of both managers, where no one of them is named."""
+        of_one = super().address
+        return ",".join(map(of_one, MANAGERS)) if name == MANAGER else of_one(name)
 
     def channel(self, name: str = MANAGER) -> grpc.aio.Channel:
         """To the one that leads, where the manager is meant."""
-        if name not in (MANAGER, OTHER):
-            return super().channel(name)
-        address = self.address_of(self.leader)
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address)
-        return self._channels[address]
+        return super().channel(self.leader if name == MANAGER else name)
 
-    @property
-    def manager_stub(self) -> cache_pb2_grpc.CacheServiceStub:
-        return cache_pb2_grpc.CacheServiceStub(self.channel())
+    def start_one(self, name: str) -> None:
+        """Start a manager, or start it again."""
+        settings = {"host": HOST, "port": self._ports[name], "state_dir": self.manager_state}
+        self._start(name, MANAGER_MODULE, {**settings, **self._manager_settings, **self._election})
 
     async def leads(self, name: str) -> bool:
         """Whether this manager says so."""
-        async with grpc.aio.insecure_channel(self.address_of(name)) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            try:
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0)
-            except grpc.aio.AioRpcError:
-                return False
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def until_led_by(self, name: str) -> None:
         """Until this manager leads."""
@@ -141,9 +119,10 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
     model = make_endless_model(tmp_path / "endless")
     prompts = [[200 + index, *range(20)] for index in range(2)]
     async with election(kind) as settings, TwoManagers(tmp_path, settings) as cluster:
-        cluster.start_one(MANAGER)
-        await cluster.until_led_by(MANAGER)
-        cluster.start_one(OTHER)
+        first, second = MANAGERS
+        cluster.start_one(first)
+        await cluster.until_led_by(first)
+        cluster.start_one(second)
         worker: dict[str, Any] = {
             "block_size": 4,
             "num_blocks": 8193,
@@ -158,7 +137,8 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
                 await reader.reads_on()
             # A file's lock is the kernel's: one that is frozen keeps it.
             for number in (signal.SIGKILL, signal.SIGTERM, *([signal.SIGSTOP] if kind == "kubernetes" else [])):
-                gone, next_one = cluster.leader, cluster.standby
+                gone = cluster.leader
+                (next_one,) = set(MANAGERS) - {gone}
                 cluster.processes[gone].send(number)
                 await cluster.until_led_by(next_one)
                 await cluster.until_registered("a")

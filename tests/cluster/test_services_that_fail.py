@@ -22,11 +22,10 @@ from kvpool.client import Client, GenerateStream, KvpoolError, Unavailable
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service import incarnation
 from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
-from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
 from tests.cluster.truth import NUM_TOP, Truth, truths_of
-from tests.cluster.two_workers import TwoWorkers
+from tests.cluster.two_workers import TwoWorkers, two_workers
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -67,18 +66,9 @@ class Subject(TwoWorkers):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    folder = tmp_path_factory.mktemp("failures")
-    model = make_endless_model(folder / "endless")
-    async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
-        await cluster.start_manager()
-        for name in ("a", "b"):
-            settings: dict[str, Any] = {
-                "block_size": 4,
-                "num_blocks": 65_537,
-                "grace_seconds": 0.5,
-                "step_seconds": STEP_SECONDS,
-            }
-            cluster.start_worker(name, model=model.path, **settings)
+    settings: dict[str, Any] = {"num_blocks": 65_537, "grace_seconds": 0.5, "step_seconds": STEP_SECONDS}
+    async with two_workers(tmp_path_factory.mktemp("failures"), lease_seconds=LEASE_SECONDS, **settings) as started:
+        cluster, model = started
         yield Subject(cluster, truths_of(model))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,9 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.client import Client, Completion, GenerateOptions, GenerateStream
 from tests.cluster.cluster import MANAGER, Cluster
-from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
-from tests.cluster.two_workers import TwoWorkers
+from tests.cluster.two_workers import TwoWorkers, two_workers
 from tests.load.judge import Delivered, problems
 from tests.load.workload import Call, Reference, Request
 from tests.model.sampling_oracle import uniform
@@ -79,18 +79,10 @@ def check_beyond_doubt(model: PreTrainedModel, reference: Reference) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    settings: dict[str, Any] = {"num_blocks": 8193, "grace_seconds": 0.1, "step_seconds": STEP_SECONDS}
     folder = tmp_path_factory.mktemp("moving")
     # Its tokens are bytes at random, so most characters are incomplete: the text shows where a stream was joined wrongly.
-    model = make_endless_model(folder / "endless", tokenizer=True)
-    async with Cluster(folder, lease_seconds=LEASE_SECONDS, keep_alive_seconds=0.2) as cluster:
-        worker = {
-            "model": model.path,
-            "block_size": 4,
-            "num_blocks": 8193,
-            "grace_seconds": 0.1,
-            "step_seconds": STEP_SECONDS,
-        }
-        await cluster.start(dict.fromkeys(("a", "b"), worker))
+    async with two_workers(folder, lease_seconds=LEASE_SECONDS, tokenizer=True, **settings) as (cluster, model):
         async with cluster.client() as client:
             requests = make_requests()
             answers = await asyncio.gather(

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.models import make_endless_model
+from tests.tiny_models import TinyModel
 
 WORKERS = ("a", "b")
 
@@ -40,3 +44,14 @@ class TwoWorkers:
         finally:
             await self._repair()
             await self.both_live()
+
+
+@asynccontextmanager
+async def two_workers(
+    folder: Path, *, lease_seconds: float, tokenizer: bool = False, **settings: Any
+) -> AsyncIterator[tuple[Cluster, TinyModel]]:
+    """Start both, with blocks of 4 tokens and these settings, over a model whose texts never end."""
+    model = make_endless_model(folder / "endless", tokenizer=tokenizer)
+    async with Cluster(folder, lease_seconds=lease_seconds, keep_alive_seconds=0.2) as cluster:
+        await cluster.start({name: {"model": model.path, "block_size": 4, **settings} for name in WORKERS})
+        yield cluster, model

@@ -7,7 +7,6 @@ import pytest
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import report as report_module
-from kvpool.worker_service.cache.engine_cache import Computed
 from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, MutatingCall
@@ -130,26 +129,8 @@ def test_blocks_of_the_reserve_hold_nothing_in_a_report() -> None:
     assert _blocks(parts) == [0, 0, 4]
 
 
-def _next(worker: Worker) -> MutatingCall:
-    """The next call, which must be there."""
-    call = worker.cache.next_call(list, worker.now)
-    assert call is not None
-    return call
-
-
-def _answer(worker: Worker, call: MutatingCall) -> None:
-    worker.cache.on_reply(call, worker.execute(call.request), worker.now)
-
-
 def _kind(call: MutatingCall) -> str:
     return type(call.request).__name__.removesuffix("Request")
-
-
-def _step(worker: Worker, sequence: CacheSequence) -> None:
-    """A step of all its tokens, which have to be reported then."""
-    worker.launch(sequence)
-    worker.cache.end_step([Computed(sequence, len(sequence.tokens), 7)], worker.now)
-    worker.now += 1.0
 
 
 def _registered() -> tuple[Worker, CacheSequence]:
@@ -169,10 +150,10 @@ def _served() -> tuple[Worker, CacheSequence]:
     worker, sequence = _registered()
     assert not worker.cache.is_ready()
     while not worker.cache.is_ready():
-        call = _next(worker)
+        call = worker.next_call()
         assert isinstance(call.request, cache_pb2.ReportRequest)
         assert not call.request.contents
-        _answer(worker, call)
+        worker.answer(call)
     return worker, sequence
 
 
@@ -181,10 +162,11 @@ def test_the_worker_works_as_soon_as_what_is_in_use_is_known() -> None:
     worker, sequence = _served()
     kinds: list[str] = []
     while kinds.count("Report") < 3:
-        _step(worker, sequence)
-        call = _next(worker)
+        worker.compute(sequence, len(sequence.tokens))
+        worker.now += 1.0
+        call = worker.next_call()
         kinds.append(_kind(call))
-        _answer(worker, call)
+        worker.answer(call)
     work = ["Append"] * Report.MOST_CALLS_SINCE
     assert kinds == [*work, "Report", *work, "Report", *work, "Report"]
 
@@ -196,7 +178,7 @@ def test_without_work_the_cache_follows_at_once() -> None:
         assert isinstance(call.request, cache_pb2.ReportRequest)
         assert worker.cache.next_call_at(worker.now) is None
         found.append(call.request)
-        _answer(worker, call)
+        worker.answer(call)
     assert _blocks(found) == [1, 2, 3]
     assert found[-1].last
 
@@ -204,33 +186,31 @@ def test_without_work_the_cache_follows_at_once() -> None:
 def test_a_manager_that_is_busy_with_the_caches_of_others_delays_only_this_cache() -> None:
     """Before the worker is served, it is a reason to wait with all calls."""
     worker, sequence = _served()
-    report = _next(worker)
+    report = worker.next_call()
     assert _kind(report) == "Report"
     worker.cache.on_failure(report, "RECOVERING", worker.now)
     retry_at = worker.now + BACKOFF_MOST_SECONDS
-    worker.launch(sequence)
-    worker.cache.end_step([Computed(sequence, 3, 7)], worker.now)
+    worker.compute(sequence, 3)
     worker.now += 0.1
-    append = _next(worker)
+    append = worker.next_call()
     assert _kind(append) == "Append"
-    _answer(worker, append)
+    worker.answer(append)
     assert worker.cache.next_call(list, worker.now) is None
     assert worker.cache.next_call_at(worker.now) == retry_at
     worker.now = retry_at
-    again = _next(worker)
+    again = worker.next_call()
     assert isinstance(again.request, cache_pb2.ReportRequest)
     assert _blocks([again.request]) == [1, 2, 3]
     early, _ = _registered()
-    early.cache.on_failure(_next(early), "RECOVERING", early.now)
+    early.cache.on_failure(early.next_call(), "RECOVERING", early.now)
     assert early.cache.next_call(list, early.now) is None
     early.now += BACKOFF_MOST_SECONDS
-    assert _kind(_next(early)) == "Report"
+    assert _kind(early.next_call()) == "Report"
 
 
 def test_a_manager_that_does_not_answer_a_part_of_the_cache_is_away_for_all_calls() -> None:
     worker, sequence = _served()
-    worker.launch(sequence)
-    worker.cache.end_step([Computed(sequence, 3, 7)], worker.now)
-    worker.cache.on_failure(_next(worker), "", worker.now)
+    worker.compute(sequence, 3)
+    worker.cache.on_failure(worker.next_call(), "", worker.now)
     assert worker.cache.next_call(list, worker.now) is None
     assert sequence.state is SequenceState.LIVE

@@ -14,7 +14,7 @@ from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.engine.step import BadLogits
 from kvpool.worker_service.status import of_error
 from tests.tracer import expected_text
-from tests.worker_service.world import World, failed, read, read_right, rpc_error
+from tests.worker_service.world import World, failed, read_right, rpc_error
 
 NAN = BadLogits(0, math.nan)
 
@@ -56,7 +56,7 @@ async def test_what_led_to_bad_logits_is_nobodys_hit() -> None:
         await failed(world.submit(prompt, 4))
         world.model.bad_behind.clear()
         again = world.submit(prompt, 4)
-        assert await read(again) == expected_text(prompt, 4)
+        await read_right(again)
         assert again.num_cached_tokens == 32
 
 
@@ -72,7 +72,7 @@ async def test_a_chunk_that_samples_nothing_is_nobodys_hit_either() -> None:
         # Two chunks, the second of which was bad; the third never ran.
         assert world.model.num_forwarded == 32
         again = world.submit(prompt[:30], 4)
-        assert await read(again) == expected_text(prompt[:30], 4)
+        await read_right(again)
         assert again.num_cached_tokens == 16
 
 

@@ -201,7 +201,7 @@ class Story(Worker):
             self.slots[copy.group].copy(copy.source, copy.target)
         bad = self.draw.choice(parts) if how == "bad" else None
         for part in parts:
-            self.compute(part, is_good=part is not bad and how != "failed")
+            self.compute_part(part, is_good=part is not bad and how != "failed")
         gone = [bad.sequence] if bad is not None else []
         if how == "failed":
             gone = [*(part.sequence for part in parts), *(one.fork for one in self.copying)]
@@ -219,7 +219,7 @@ class Story(Worker):
             return Computed(sequence, start, None)
         return Computed(sequence, end, self.draw.choice([7, 7, 7, 8]) if end == len(sequence.tokens) else None)
 
-    def compute(self, part: Part, *, is_good: bool) -> None:
+    def compute_part(self, part: Part, *, is_good: bool) -> None:
         """Read what the part sees, and write what it computes; else anything."""
         sequence, start, end = part[:3]
         right = right_slots(sequence.root.input_digest, tuple(sequence.tokens[:end]))

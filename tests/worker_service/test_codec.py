@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpool.v1 import worker_pb2
@@ -32,12 +34,15 @@ def test_nothing_said_is_greedy_and_changes_no_logit() -> None:
 
 def test_every_field_arrives() -> None:
     asked = request()
+    numbers: dict[str, Any] = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": 2**64 - 1, "repetition_penalty": 1.5,
+        "presence_penalty": -0.5, "frequency_penalty": 0.75, "logit_bias": {7: -100.0, 0: 0.5}, "no_repeat_ngram_size": 2,
+        "encoder_no_repeat_ngram_size": 3,
+    }  # fmt: skip
+    words = worker_pb2.TokenIdLists(lists=[ids(9, 10)])
     asked.sampling.CopyFrom(
         worker_pb2.SamplingParams(
-            temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
-            presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, no_repeat_ngram_size=2,
-            encoder_no_repeat_ngram_size=3, suppress_tokens=ids(4), begin_suppress_tokens=ids(5, 6), forced_eos_token_id=ids(8),
-            bad_words_ids=worker_pb2.TokenIdLists(lists=[ids(9, 10)]),
+            **numbers, suppress_tokens=ids(4), begin_suppress_tokens=ids(5, 6), forced_eos_token_id=ids(8), bad_words_ids=words
         )
     )  # fmt: skip
     asked.stop.CopyFrom(
@@ -50,9 +55,7 @@ def test_every_field_arrives() -> None:
     asked.boundaries.append(1)
     params = decode_generate(asked, PROMPTS)
     assert params.sampling == SamplingParams(
-        temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1, repetition_penalty=1.5,
-        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={7: -100.0, 0: 0.5}, num_logprobs=0, no_repeat_ngram_size=2,
-        encoder_no_repeat_ngram_size=3, suppress_tokens=(4,), begin_suppress_tokens=(5, 6), forced_eos_token_id=(8,),
+        **numbers, num_logprobs=0, suppress_tokens=(4,), begin_suppress_tokens=(5, 6), forced_eos_token_id=(8,),
         bad_words_ids=((9, 10),),
     )  # fmt: skip
     assert (params.max_tokens, params.min_tokens, params.ignore_eos) == (50, 4, True)

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.ledger import Content
@@ -100,14 +101,21 @@ def test_a_preempted_sequence_comes_back_in_its_next_round() -> None:
     assert worker.manager.sessions[0].sequences[again.id].key.round == again.round
 
 
-def test_what_a_lost_answer_may_have_granted_is_freed() -> None:
-    """The Allocate was executed and its answer lost; then the request ends. The manager holds blocks that only a Free lets go."""
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_what_a_lost_answer_may_have_granted_is_freed(is_fenced: bool) -> None:
+    """The Allocate was executed and its answer lost; then the request ends, or is refused because a larger attempt has fenced it.
+    The manager holds blocks that only a Free lets go."""
     worker = Worker((8,), (), block_size=1)
     sequence = worker.sequence("s", [1], 2)
-    call = _call(worker.cache, "Allocate", sequence)
+    call = worker.next_call(sequence)
     worker.execute(call.request)
     worker.cache.on_failure(call, "", 0.0)
-    worker.end(sequence)
+    if is_fenced:
+        worker.manager.sessions[0].sequences[sequence.id].fenced = True
+        worker.call(sequence)
+        assert [type(event) for event in worker.cache.take_events()] == [events.Refused]
+    else:
+        worker.end(sequence)
     assert sequence.state is SequenceState.ENDED
     assert (worker.cache.is_idle, worker.held()) == (True, (0,))
 

@@ -45,8 +45,7 @@ async def test_tokens_are_passed_on_after_the_next_step_is_launched(monkeypatch:
 
 async def test_no_step_is_computed_after_the_last_token_or_an_id_that_ends_the_text() -> None:
     text = expected_text(PROMPT, 9)
-    world = World(num_blocks=100, block_size=4)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4).running() as world:
         await read_right(world.submit(PROMPT, 9))
         assert world.model.num_steps == 9
         ended = world.submit(PROMPT, 9, stop_token_ids=frozenset({text[4]}))

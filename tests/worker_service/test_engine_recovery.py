@@ -1,4 +1,5 @@
-"""The manager goes and comes back, or forgets the worker: nothing that the worker holds is lost, and no text changes."""
+"""The manager goes and comes back, or forgets the worker: nothing that the worker holds is lost, no text changes, and decoding goes
+on from the reserve."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import TOKEN_BYTES
+from kvpool.worker_service.cache.reserve import DecodingRate, spare_target
 from kvpool.worker_service.engine.errors import ErrorKind
-from tests.tracer import expected_text
 from tests.until import until
-from tests.worker_service.world import World, failed, read, read_right
+from tests.worker_service.world import World, failed, read_right
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -23,29 +24,12 @@ def restart(world: World) -> None:
     world.wire.manager = CacheManager(old.epoch + 1, limits=old.limits)
 
 
-async def test_a_restart_of_the_manager_costs_no_stream_and_no_token() -> None:
-    """In the middle of four streams: each ends with its text, and no token is computed twice."""
-    world = World(num_blocks=100, block_size=4)
-    gate = world.model.gate = threading.Event()
-    async with world.running():
-        prompts = [[i, *range(20 + i)] for i in range(4)]
-        requests = [world.submit(prompt, 50) for prompt in prompts]
-        await until(lambda: any(request.sequence.in_step for request in requests))
-        restart(world)
-        gate.set()
-        await read_right(*requests)
-        assert world.manager.epoch == 2
-        assert world.model.num_forwarded == sum(len(prompt) + 49 for prompt in prompts)
-        assert sum(request.num_preemptions for request in requests) == 0
-
-
 async def test_the_cache_survives_a_restart_of_the_manager() -> None:
     """Nothing runs: what was cached before is a hit after, in the same blocks, with the same order of eviction."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
+    async with World(num_blocks=60, block_size=4).running() as world:
         prompts = [[i] * 3 + list(range(21)) for i in range(4)]
         for prompt in [*prompts, prompts[1]]:
-            await world.generate(prompt, 5)
+            await world.answered(prompt, 5)
         await world.until_idle()
         pool = world.manager.worker("w0").pools[0]
         before = [block for block in pool.free_list() if pool.is_cached(block)]
@@ -56,7 +40,7 @@ async def test_the_cache_survives_a_restart_of_the_manager() -> None:
         forwarded = world.model.num_forwarded
         for prompt in prompts:
             request = world.submit(prompt, 5)
-            assert await read(request) == expected_text(prompt, 5)
+            await read_right(request)
             assert request.num_cached_tokens == 20
         assert world.model.num_forwarded - forwarded == 4 * (24 - 20 + 4)
 
@@ -88,7 +72,7 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
     world = World(num_blocks=60, block_size=4)
     world.model.step_seconds = 0.003
     async with world.running():
-        await world.generate([7] * 9, 4)
+        await world.answered([7] * 9, 4)
         request = world.submit(list(range(20)), 200)
         await until(lambda: request.num_generated > 8)
         ledger = world.cache._state.ledgers[0]
@@ -98,7 +82,7 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
         restart(world)
         assert (await failed(request)).error.kind is ErrorKind.UNAVAILABLE
         await until(world.cache.is_ready)
-        assert await world.generate(list(range(20)), 8) == expected_text(list(range(20)), 8)
+        await world.answered(list(range(20)), 8)
         assert world.manager.worker("w0").num_cached_tokens == 0
 
 
@@ -115,21 +99,73 @@ async def test_what_was_held_at_register_and_is_gone_since_is_reported_as_nothin
         if when == "after":
             await until(lambda: world.manager.sessions)
         gate.set()
-        assert await read(request) == expected_text([1, 2, 3], 1)
+        await read_right(request)
         world.wire.gate.set()
         world.wire.gate = None
         await until(lambda: world.manager.sessions and world.is_open.is_set())
-        assert await world.generate([4, 5, 6], 3) == expected_text([4, 5, 6], 3)
+        await world.answered([4, 5, 6], 3)
 
 
 async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_ever() -> None:
     """A defect of the manager, answered INTERNAL: the worker gives its blocks up, and serves."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
-        await world.generate(list(range(20)), 4)
+    async with World(num_blocks=60, block_size=4).running() as world:
+        await world.answered(list(range(20)), 4)
         restart(world)
         world.wire.break_reports = True
         await until(lambda: not world.cache.holds_state)
         await until(world.is_open.is_set)
-        assert await world.generate(list(range(20)), 4) == expected_text(list(range(20)), 4)
+        await world.answered(list(range(20)), 4)
         assert world.wire.num_calls["Report"] == 1
+
+
+# -- how many blocks it keeps ahead of need
+
+
+@pytest.mark.parametrize(
+    ("steps", "least", "most"),
+    [
+        ([(30, 0.01)], 380, 420),
+        ([(1_000, 0.02), (30, 0.01)], 380, 420),
+        ([(100, 0.01), (10, 0.1)], 300, 400),
+        ([(100, 0.01), (300, 0.1)], 36, 44),
+    ],
+    ids=["a few dozen steps", "a change", "a second of slow steps", "half a minute of slow steps"],
+)
+def test_the_rate_follows_a_lasting_change_and_no_short_one(
+    steps: list[tuple[int, float]], least: float, most: float
+) -> None:
+    """Whatever kept the cores busy for a second may be gone the next moment, and the manager too. Steps of so many seconds, each of
+    which samples 4 tokens."""
+    rate, now = DecodingRate(), 0.0
+    rate.note(4, now)
+    for count, seconds in steps:
+        for _ in range(count):
+            now += seconds
+            rate.note(4, now)
+    assert least <= rate.tokens_per_second <= most
+
+
+def test_the_reserve_lasts_the_seconds_that_it_should() -> None:
+    """At least a block for each sequence, enough for the seconds at the present rate, and never more than can be needed."""
+    assert spare_target(8, 100, 0.0, 2.0, 16) == 8
+    assert spare_target(8, 100, 400.0, 2.0, 16) == 50
+    assert spare_target(8, 30, 400.0, 2.0, 16) == 30
+    assert spare_target(0, 0, 400.0, 2.0, 16) == 0
+
+
+async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None:
+    """Decoding becomes slow while it is away: what then is too much may be needed yet, and cannot be had again."""
+    world = World(num_blocks=2_000, block_size=4, reserve_seconds=2.0)
+    world.model.step_seconds = 0.002
+    async with world.running():
+        request = world.submit(list(range(10)), 1_200)
+        await until(lambda: world.cache.num_spare_blocks[0] > 100)
+        world.wire.is_cut = True
+        await until(lambda: world.cache._state.link is not None and world.cache._state.link.is_unanswered)
+        before = world.cache.num_spare_blocks[0] + request.sequence.num_entries
+        world.model.step_seconds, world.cache._state.rate.tokens_per_second = 0.1, 1.0
+        calls = sum(world.wire.num_calls.values())
+        await until(lambda: sum(world.wire.num_calls.values()) > calls + 2)
+        assert world.cache.num_spare_blocks[0] + request.sequence.num_entries == before
+        world.model.step_seconds, world.wire.is_cut = 0.0, False
+        await read_right(request)

@@ -1,22 +1,24 @@
-"""What the engine counts: against traffic whose numbers are known, and against times that are given."""
+"""What the engine counts: against traffic whose numbers are known, and against times that are given; where time goes."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from kvpool.worker_service.codec import encode_usage
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.request_times import EngineTimes, RequestTimes
 from kvpool.worker_service.engine.stats import EngineStats
+from kvpool.worker_service.engine.stream import RequestUsage
 from tests.lockstep import in_lockstep
-from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import World, read
+from tests.worker_service.world import World, prompts_with_shared_beginnings, read
 
 
 async def test_times_of_a_request_are_told_from_its_arrival() -> None:
     """Arrived at 10 s, blocks at 12, tokens at 13, 13.5 and 15: each interval is in its place, and each once."""
-    world = World(num_blocks=9, block_size=4)
-    async with world.running():
+    async with World(num_blocks=9, block_size=4).running() as world:
         request = world.submit([1, 2, 3], 1)
         stats = EngineStats()
         request.times.arrived_at = 10.0
@@ -80,9 +82,8 @@ async def test_tokens_and_times_add_up(num_blocks: int) -> None:
 
 async def test_each_end_is_counted_once_and_under_its_name() -> None:
     """Also when it is told twice, as gRPC does, or comes while a step runs that fails."""
-    world = World(num_blocks=100, block_size=4)
-    async with world.running():
-        assert len(await world.generate([1, 2, 3], 5)) == 5
+    async with World(num_blocks=100, block_size=4).running() as world:
+        await world.answered([1, 2, 3], 5)
         abandoned = world.submit([4, 5, 6], 100)
         for _ in range(2):
             world.engine.abort(abandoned)
@@ -91,3 +92,51 @@ async def test_each_end_is_counted_once_and_under_its_name() -> None:
         world.engine.abort(failed)
     assert world.engine.stats.ended == {"length": 1, "cancelled": 1, "unavailable": 1}
     assert world.engine.stats.request_seconds.count == 1
+
+
+# -- where the time of a request goes
+
+
+@pytest.mark.parametrize(
+    ("events", "totals"),
+    [
+        pytest.param(
+            [("token", 13), ("preempted", 40, 20), ("computed", 39, 24), ("computed", 41, 25), ("computed", 42, 26), ("token", 30)],
+            EngineTimes(waiting=1.0, prefill=2.0, decode=12.0, preempted=5.0),
+            id="until it is as far as before: a step that computes only a part of what was lost does not end it",
+        ),
+        pytest.param(
+            [("preempted", 40, 12), ("computed", 40, 15), ("token", 16)],
+            EngineTimes(waiting=1.0, prefill=2.0, decode=0.0, preempted=3.0),
+            id="before the first token: no prefill",
+        ),
+        pytest.param(
+            [("token", 12), ("preempted", 40, 20), ("computed", 8, 21), ("preempted", 8, 22), ("computed", 16, 23),
+             ("computed", 40, 24), ("token", 30)],
+            EngineTimes(waiting=1.0, prefill=1.0, decode=14.0, preempted=4.0),
+            id="twice: the second time it has less to lose, and still needs what it had first",
+        ),
+        pytest.param(
+            [("token", 12), ("preempted", 40, 12), ("computed", 40, 15)],
+            EngineTimes(waiting=1.0, prefill=1.0, decode=0.0, preempted=0.0),
+            id="after the last token: no part of the time, as the request ends before it has another one",
+        ),
+        pytest.param([], None, id="without a token there is nothing to say"),
+    ],
+)  # fmt: skip
+def test_the_time_of_a_preemption_is_counted_once(events: list[Any], totals: EngineTimes | None) -> None:
+    """It arrived at 10 s, and had blocks at 11."""
+    times = RequestTimes()
+    times.arrived_at, times.granted_at = 10.0, 11.0
+    for what, *arguments in events:
+        getattr(times, f"on_{what}")(*arguments)
+    assert times.totals() == totals
+    assert RequestTimes().totals() is None
+
+
+def test_milliseconds_are_rounded_down() -> None:
+    """So that their sum is at most the time that the request took."""
+    message = encode_usage(RequestUsage(3, 0, 1, 0, times=EngineTimes(0.0019, 0.0029, 0.0039, 0.0049)))
+    times = message.times
+    assert (times.waiting_ms, times.prefill_ms, times.decode_ms, times.preempted_ms) == (1, 2, 3, 4)
+    assert not encode_usage(RequestUsage(3, 0, 1, 0)).HasField("times")

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
-from kvpool.cache_service.core.manager import CacheManager
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
-from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from tests.lockstep import in_lockstep
 from tests.tracer import VOCAB_SIZE, expected_text
-from tests.tracer_beams import expected_beams
-from tests.until import until
-from tests.worker_service.test_forks_over_core import SEED, read_all, several
-from tests.worker_service.world import World, failed, read
+from tests.worker_service.world import World, failed, read, read_right, searching, several
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -46,10 +41,10 @@ def ask(world: World, prompt: list[int], count: int, delivered: tuple[int, ...] 
     )
 
 
-async def answered(world: World, prompt: list[int], count: int, **more: Any) -> Request:
-    """The same, read to its end: the text must be the right one."""
-    request = ask(world, prompt, count, **more)
-    assert await read(request) == expected_text(request.params.token_ids, count, encoder_tokens=prompt)
+async def answered(world: World, prompt: list[int], count: int, *more: Any, **params: Any) -> Request:
+    """The same, read to its end: the texts must be the right ones."""
+    request = ask(world, prompt, count, *more, **params)
+    await read_right(request)
     return request
 
 
@@ -87,8 +82,7 @@ async def test_every_text_is_right_in_a_mixed_batch(block_size: int, budget: int
 
 
 async def test_the_prompt_is_what_the_encoder_gets_and_what_usage_counts() -> None:
-    world = world_with()
-    async with world.running():
+    async with world_with().running() as world:
         cold, warm = [await answered(world, list(range(30)), 5) for _ in range(2)]
         assert [counts(one) for one in (cold, warm)] == [(30, 0, 5), (30, 30, 5)]
         assert world.model.num_forwarded == 2 * 5, "the start token, and all generated tokens but the last"
@@ -97,8 +91,7 @@ async def test_the_prompt_is_what_the_encoder_gets_and_what_usage_counts() -> No
 
 
 async def test_different_salts_share_no_encoder() -> None:
-    world = world_with()
-    async with world.running():
+    async with world_with().running() as world:
         for salt in ("a", "b"):
             await answered(world, list(range(20)), 3, tenant_salt=salt)
         assert world.model.num_encoded == 40
@@ -108,13 +101,10 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
     """As when a stream goes on on another worker, which has neither the encoder's output nor the text."""
     prompt = list(range(50))
     whole = expected_text([START], 30, encoder_tokens=prompt)
-    world = world_with()
-    async with world.running():
-        request = ask(world, prompt, 20, tuple(whole[:10]))
-        assert await read(request) == whole[10:]
+    async with world_with().running() as world:
+        request = await answered(world, prompt, 20, tuple(whole[:10]))
         assert counts(request) == (60, 0, 20), "the prompt of an attempt is what it states"
-        again = ask(world, prompt, 20, tuple(whole[:10]))
-        assert await read(again) == whole[10:]
+        again = await answered(world, prompt, 20, tuple(whole[:10]))
         assert again.sequence.num_cached_tokens == 8
         assert world.model.num_forwarded < 2 * (11 + 19), "the decoder's prefix of the first request was a hit"
 
@@ -122,13 +112,11 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
 async def test_an_evicted_unit_is_computed_again_for_a_decoder_that_hits() -> None:
     prompt, other = list(range(40)), list(range(100, 140))
     whole = expected_text([START], 30, encoder_tokens=prompt)
-    world = world_with(num_unit_blocks=16)
-    async with world.running():
+    async with world_with(num_unit_blocks=16).running() as world:
         await answered(world, prompt, 30)
         await answered(world, other, 2)
         before = world.model.num_forwarded
-        request = ask(world, prompt, 5, tuple(whole[:25]))
-        assert await read(request) == whole[25:]
+        await answered(world, prompt, 5, tuple(whole[:25]))
         assert world.model.num_encoded == 3 * 40
         assert world.model.num_forwarded - before == 26 - 24 + 4, "24 of the decoder's 26 tokens were cached"
 
@@ -154,8 +142,7 @@ async def test_units_wait_for_room_and_nobody_starves() -> None:
 
 async def test_at_most_one_encoder_beyond_the_budget_is_in_a_step() -> None:
     """So that decodes are slowed by one input, however many wait."""
-    world = world_with(max_num_seqs=8, max_num_batched_tokens=64)
-    async with world.running():
+    async with world_with(max_num_seqs=8, max_num_batched_tokens=64).running() as world:
         largest: list[int] = []
         execute = world.model.execute
 
@@ -169,27 +156,11 @@ async def test_at_most_one_encoder_beyond_the_budget_is_in_a_step() -> None:
 
 
 async def test_a_step_that_fails_leaves_no_unit_behind() -> None:
-    world = world_with()
-    async with world.running():
+    async with world_with().running() as world:
         world.model.fail_next = True
         assert (await failed(ask(world, list(range(20)), 3))).error.kind is ErrorKind.INTERNAL
         request = await answered(world, list(range(20)), 3)
         assert request.num_cached_tokens == 0
-
-
-async def test_units_survive_a_restart_of_the_manager() -> None:
-    world = world_with()
-    async with world.running():
-        await answered(world, list(range(30)), 3)
-        running = ask(world, list(range(50, 90)), 400)
-        await until(lambda: running.num_generated > 3)
-        world.wire.manager = CacheManager(2)
-        await until(lambda: world.cache.is_ready() and world.is_known())
-        request = await answered(world, list(range(30)), 3)
-        assert request.num_cached_tokens == 30
-        assert (await answered(world, list(range(50, 90)), 3)).num_cached_tokens == 40
-        assert await read(running) == expected_text([START], 400, encoder_tokens=list(range(50, 90)))
-        assert world.model.num_encoded == 70
 
 
 # -- what is refused
@@ -203,8 +174,7 @@ def refusal(world: World, prompt: list[int], **params: Any) -> EngineError:
 
 
 async def test_inputs_that_the_encoder_does_not_take_are_refused_with_the_figures() -> None:
-    world = world_with(num_unit_blocks=9)
-    async with world.running():
+    async with world_with(num_unit_blocks=9).running() as world:
         assert "257 tokens are more than the encoder takes on this worker, which is 256" in str(
             refusal(world, [1] * 257)
         )
@@ -216,8 +186,7 @@ async def test_inputs_that_the_encoder_does_not_take_are_refused_with_the_figure
 
 
 async def test_a_decoder_whose_text_is_full_is_refused() -> None:
-    world = world_with(max_model_len=12)
-    async with world.running():
+    async with world_with(max_model_len=12).running() as world:
         with pytest.raises(EngineError, match="1 tokens at the beginning of the decoder's text and 12 new ones exceed"):
             ask(world, [1, 2], 12)
         with pytest.raises(EngineError, match="12 tokens leave no room to generate"):
@@ -226,8 +195,7 @@ async def test_a_decoder_whose_text_is_full_is_refused() -> None:
 
 
 async def test_a_model_without_an_encoder_takes_no_input_of_one() -> None:
-    world = World(num_blocks=20, block_size=4)
-    async with world.running():
+    async with World(num_blocks=20, block_size=4).running() as world:
         with pytest.raises(EngineError, match="has no encoder"):
             ask(world, [1, 2], 3)
 
@@ -278,8 +246,6 @@ def test_as_many_ids_are_read_as_a_request_may_state() -> None:
 
 # -- several answers
 
-BEAMS: Final[dict[str, Any]] = {"num_answers": 2, "beams": BeamParams(3), "ignore_eos": True}
-
 
 @pytest.mark.parametrize(("num_blocks", "num_unit_blocks"), [(400, 400), (8, 11)], ids=["at once", "one after another"])
 async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_blocks: int) -> None:
@@ -287,19 +253,13 @@ async def test_several_answers_run_the_encoder_once(num_blocks: int, num_unit_bl
     world = world_with(num_blocks=num_blocks, num_unit_blocks=num_unit_blocks)
     prompt = list(range(1, 40))
     async with world.running():
-        answers = await read_all(ask(world, prompt, 20, **several(4)))
-        assert answers == [expected_text([START], 20, seed=SEED + n, encoder_tokens=prompt) for n in range(4)]
+        await answered(world, prompt, 20, **several(4))
         assert world.model.num_encoded == len(prompt)
 
 
 @pytest.mark.parametrize("num_blocks", [400, 12])
 async def test_beams_share_the_unit_and_keep_it_when_they_are_preempted(num_blocks: int) -> None:
     """Their common beginning is then computed again: as much as they have generated, however long the prompt is."""
-    world = world_with(num_blocks=num_blocks, num_unit_blocks=24)
-    prompts = inputs(5, 4, most=20)
-    right = [expected_beams([START], 10, BeamParams(3), encoder_tokens=prompt) for prompt in prompts]
-    async with world.running():
-        requests = [ask(world, prompt, 10, **BEAMS) for prompt in prompts]
-        for answers, texts in zip(await asyncio.gather(*map(read_all, requests)), right, strict=True):
-            assert answers == [text for text, _ in texts[:2]]
+    async with world_with(num_blocks=num_blocks, num_unit_blocks=24).running() as world:
+        await read_right(*(ask(world, prompt, 10, **searching(3, 2)) for prompt in inputs(5, 4, most=20)))
         assert (world.engine.scheduler.num_preemptions > 0) == (num_blocks < 400)

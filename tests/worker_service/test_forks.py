@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache import events
-from kvpool.worker_service.cache.engine_cache import Computed, ForkedSequence
+from kvpool.worker_service.cache.engine_cache import ForkedSequence
 from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from tests.worker_service.windowed import Worker, ring_of
@@ -41,13 +41,6 @@ def _states(*sequences: CacheSequence) -> list[SequenceState]:
     return [sequence.state for sequence in sequences]
 
 
-def _step_unreported(worker: Worker, sequence: CacheSequence, num_computed_tokens: int) -> None:
-    """Decode up to there, before any call to the manager is due."""
-    while sequence.num_computed_tokens < num_computed_tokens:
-        worker.launch(sequence)
-        worker.cache.end_step([Computed(sequence, len(sequence.tokens), 7)], worker.now)
-
-
 @pytest.mark.parametrize(("num_blocks", "num_made"), [(7, 0), (9, 1)])
 def test_blocks_that_the_prompt_needed_go_to_the_forks_that_wait_for_them(num_blocks: int, num_made: int) -> None:
     """Beams wait for all of their forks: no step comes that would have the release stated, or make the copies of the first."""
@@ -56,11 +49,9 @@ def test_blocks_that_the_prompt_needed_go_to_the_forks_that_wait_for_them(num_bl
     sequence.num_forks_to_come = num_made + 1
     worker.call(sequence)
     for num_computed_tokens in (8, 16, 24):
-        worker.launch(sequence)
-        worker.cache.end_step([Computed(sequence, num_computed_tokens, None)], worker.now)
+        worker.compute(sequence, num_computed_tokens)
         worker.call_now()
-    worker.launch(sequence)
-    worker.cache.end_step([Computed(sequence, 25, 7)], worker.now)
+    worker.compute(sequence, 25)
     for number in range(num_made):
         _fork(worker, sequence, f"fork-{number}")
     assert worker.cache.fork(sequence, "the last") is None
@@ -186,7 +177,7 @@ def test_what_forks_have_completed_is_cache_again_once_the_manager_has_room() ->
     assert late.parent is None
     worker.end(late)
     last, _ = _fork(worker, parent, "last")
-    _step_unreported(worker, last, 13)
+    worker.compute(last, 13)
     worker.end(last)
     worker.end(parent)
     assert worker.begin("again", [*last.tokens[:12], 5]).num_cached_tokens == 12
@@ -243,7 +234,7 @@ def test_forks_that_were_not_stated_are_stopped_with_their_superseded_parent(is_
     worker = _worker()
     parent = _decoding(worker, "p", 10, num_forks=3)
     if is_append_due:
-        _step_unreported(worker, parent, 12)
+        worker.compute(parent, 12)
     child, _ = _fork(worker, parent, "c")
     grandchild, _ = _fork(worker, child, "g")
     worker.manager.sessions[0].sequences["p", 1].fenced = True

@@ -11,67 +11,27 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.protocol.answers import answer_id
-from kvpool.worker_service.engine.beam_search import BeamParams, EarlyStopping
+from kvpool.worker_service.engine.beam_search import EarlyStopping
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
-from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
 from tests import tracer
 from tests.tracer import expected_text
-from tests.tracer_beams import expected_beams
 from tests.until import until
-from tests.worker_service.test_engine_over_core import prompts_with_shared_beginnings
-from tests.worker_service.world import Wire, World
+from tests.worker_service.world import (
+    SEED,
+    Wire,
+    World,
+    failed,
+    prompts_with_shared_beginnings,
+    read_all,
+    read_right,
+    right_texts,
+    searching,
+    several,
+)
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
-
-SEED = 40
-
-
-def several(n: int) -> dict[str, Any]:
-    """Options of a request for n answers."""
-    return {"num_answers": n, "sampling": SamplingParams(temperature=1.0, seed=SEED)}
-
-
-def expected_texts(prompt: list[int], count: int, n: int, *, first_seed: int = SEED) -> list[list[int]]:
-    """Each answer is the text of a request of its own, with the next seed."""
-    return [expected_text(prompt, count, seed=first_seed + index) for index in range(n)]
-
-
-async def read_all(request: Request) -> list[list[int]]:
-    """The texts of all answers. Raises EngineError."""
-    texts: list[list[int]] = [[] for _ in range(request.params.num_answers)]
-    finished: set[int] = set()
-    while (chunk := await request.stream.get()) is not None:
-        assert chunk.index not in finished
-        assert chunk.start_index == len(texts[chunk.index]) or not chunk.tokens
-        texts[chunk.index] += [token.token_id for token in chunk.tokens]
-        if chunk.finish_reason is not None:
-            finished.add(chunk.index)
-    assert len(finished) == len(texts)
-    return texts
-
-
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize(("block_size", "budget"), [(1, 16), (4, 8), (16, 64)])
-async def test_each_answer_is_that_of_a_request_alone(block_size: int, budget: int, prefix_caching: bool) -> None:
-    """Beside others, in chunks, cold and warm."""
-    prompts = prompts_with_shared_beginnings(random.Random(block_size), 10, 40)
-    world = World(
-        num_blocks=2000 // block_size,
-        block_size=block_size,
-        max_num_seqs=8,
-        max_num_batched_tokens=budget,
-        prefix_caching=prefix_caching,
-    )
-    async with world.running():
-        for _ in range(2):
-            requests = [world.submit(prompt, 9, **several(1 + index % 4)) for index, prompt in enumerate(prompts)]
-            found = await asyncio.gather(*map(read_all, requests))
-            for request, texts in zip(requests, found, strict=True):
-                expected = expected_texts(request.params.token_ids, 9, request.params.num_answers)
-                assert texts == expected
 
 
 async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -> None:
@@ -80,11 +40,11 @@ async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -
     most_used = 0
     async with world.running():
         request = world.submit(prompt, count, **several(n))
-        reading = asyncio.create_task(read_all(request))
+        reading = asyncio.create_task(read_right(request))
         while not reading.done():
             most_used = max(most_used, *world.cache.num_used_blocks)
             await asyncio.sleep(0)
-        assert await reading == expected_texts(prompt, count, n)
+        await reading
     assert world.model.num_forwarded == len(prompt) + n * (count - 1)
     num_full, num_all = len(prompt) // 4, -(-(len(prompt) + count - 1) // 4)
     assert most_used <= num_full + n * (num_all - num_full)
@@ -133,22 +93,6 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
                 assert texts == right_texts(request)
 
 
-def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
-    """Options of a beam search."""
-    return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
-
-
-def right_texts(request: Request) -> list[list[int]]:
-    """What its answers must be."""
-    params = request.params
-    if params.beams is None:
-        count, first_seed = params.max_tokens, params.sampling.seed
-        return expected_texts(params.token_ids, count, params.num_answers, first_seed=first_seed)
-    found = expected_beams(params.token_ids, params.max_tokens, params.beams, params.stop_token_ids)
-    return [text for text, _ in found[: params.num_answers]]
-
-
-ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 9))
 FEW_ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 512))
 
 
@@ -172,10 +116,7 @@ async def test_beams_find_what_a_search_that_shares_nothing_finds(
             )
             for num, prompt in zip([2, 3, 4, 4, 6, 2], prompts_with_shared_beginnings(rng, 6, 40), strict=True)
         ]
-        beside = world.submit([1, 2, 3], 30, **several(3))
-        for request in requests:
-            assert await read_all(request) == right_texts(request)
-        assert await read_all(beside) == right_texts(beside)
+        await read_right(*requests, world.submit([1, 2, 3], 30, **several(3)))
 
 
 async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:
@@ -183,27 +124,23 @@ async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:
     world = World(num_blocks=20, block_size=4, max_num_seqs=8)
     world.manager.limits = Limits(max_sequences_per_session=3)
     async with world.running():
-        group = world.submit(list(range(9)), 13, **searching(4, 1))
-        assert await read_all(group) == right_texts(group)
+        group = await world.answered(list(range(9)), 13, **searching(4, 1))
         assert group.num_preemptions > 0
 
 
 async def test_beams_that_never_fit_are_refused_with_the_figures() -> None:
-    world = World(num_blocks=21, block_size=4, max_num_seqs=4)
-    async with world.running():
+    async with World(num_blocks=21, block_size=4, max_num_seqs=4).running() as world:
         with pytest.raises(EngineError, match="of each of 4 beams need 22 blocks of 4; this worker has 20") as caught:
             world.submit(list(range(10)), 19, **searching(4, 1))
         assert caught.value.kind is ErrorKind.NEVER_FITS
         with pytest.raises(EngineError, match="5 beams are computed together"):
             world.submit([1], 4, **searching(5, 1))
-        request = world.submit(list(range(10)), 15, **searching(4, 2))
-        assert await read_all(request) == right_texts(request)
+        await world.answered(list(range(10)), 15, **searching(4, 2))
 
 
 async def test_no_step_of_beams_waits_for_a_call() -> None:
-    world = World(num_blocks=400, block_size=4, max_num_seqs=8, reserve_seconds=1.0)
-    async with world.running():
-        await read_all(world.submit([1, 2, 3], 40, **searching(4, 1)))
+    async with World(num_blocks=400, block_size=4, max_num_seqs=8, reserve_seconds=1.0).running() as world:
+        await world.answered([1, 2, 3], 40, **searching(4, 1))
         assert world.cache.num_reserve_waits == 0
 
 
@@ -211,7 +148,7 @@ async def test_a_stream_lives_as_long_as_one_of_its_answers() -> None:
     """Else the answers of a second stream of that name would take the place of the first one's, which no step would end."""
     world = World(num_blocks=200, block_size=4, max_num_seqs=8)
     prompt = list(range(10))
-    texts = expected_texts(prompt, 30, 3)
+    texts = [expected_text(prompt, 30, seed=SEED + index) for index in range(3)]
     ending = next(token for token in texts[0] if all(token not in text for text in texts[1:]))
     async with world.running():
         request = world.submit(prompt, 30, sequence_id="a", stop_token_ids=frozenset({ending}), **several(3))
@@ -221,15 +158,13 @@ async def test_a_stream_lives_as_long_as_one_of_its_answers() -> None:
             world.submit(prompt, 3, sequence_id="a", **several(3))
         assert caught.value.kind is ErrorKind.EXISTS
         assert (await read_all(request))[1:] == texts[1:]
-        again = world.submit(prompt, 3, sequence_id="a", **several(3))
-        assert await read_all(again) == right_texts(again)
+        await world.answered(prompt, 3, sequence_id="a", **several(3))
 
 
 @pytest.mark.parametrize("options", [several(3), searching(4, 1)], ids=["sampled", "beams"])
 async def test_no_stream_has_a_name_that_another_may_give(options: dict[str, Any]) -> None:
     """The names of a caller's requests are free: only what would clash is refused, and only while it lives."""
-    world = World(num_blocks=200, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=200, block_size=4, max_num_seqs=8).running() as world:
         several_at_once = world.submit([1, 2], 6, sequence_id="a", **options)
         with pytest.raises(EngineError, match="another sequence_id"):
             world.submit([1, 2], 6, sequence_id="a.7")
@@ -237,45 +172,35 @@ async def test_no_stream_has_a_name_that_another_may_give(options: dict[str, Any
         later = world.submit([1, 2], 6, sequence_id="a.7", attempt=2)
         with pytest.raises(EngineError, match="another sequence_id"):
             world.submit([1, 2], 6, sequence_id="b", **options)
-        assert await read_all(several_at_once) == right_texts(several_at_once)
-        for other in (*others, later):
-            assert await read_all(other) == right_texts(other)
-        again = world.submit([1, 2], 6, sequence_id="b", **options)
-        assert await read_all(again) == right_texts(again)
+        await read_right(several_at_once, *others, later)
+        await world.answered([1, 2], 6, sequence_id="b", **options)
 
 
 async def test_a_failed_step_ends_the_forks_whose_copies_it_had() -> None:
-    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4, max_num_seqs=8).running() as world:
         for options in (several(4), searching(4, 4)):
             request = world.submit(list(range(10)), 50, **options)
             await until(lambda: request.num_generated >= 1)  # noqa: B023
             world.model.fail_next = True
-            with pytest.raises(EngineError):
-                await read_all(request)
-        again = world.submit(list(range(10)), 5, **several(3))
-        assert await read_all(again) == right_texts(again)
+            await failed(request)
+        await world.answered(list(range(10)), 5, **several(3))
 
 
 async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
     """Of any of its sequences: the caller has gone on without this worker."""
-    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4, max_num_seqs=8).running() as world:
         request = world.submit(list(range(10)), 300, sequence_id="s", **several(3))
         await until(lambda: request.num_generated > 3 and len(request.answers) == 3)
         await until(lambda: not world.cache._state.forks)
         elsewhere = World(num_blocks=100, block_size=4, worker_id="w1", wire=world.wire)
         async with elsewhere.running():
-            await elsewhere.generate([1, 2], 3, sequence_id=answer_id("s", 2), attempt=2)
-        with pytest.raises(EngineError) as caught:
-            await read_all(request)
-        assert caught.value.kind is ErrorKind.SUPERSEDED
+            await elsewhere.answered([1, 2], 3, sequence_id=answer_id("s", 2), attempt=2)
+        assert (await failed(request)).error.kind is ErrorKind.SUPERSEDED
 
 
 async def test_usage_and_statistics_count_the_prompt_once() -> None:
     prompt = list(range(20))
-    world = World(num_blocks=100, block_size=4, max_num_seqs=8)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4, max_num_seqs=8).running() as world:
         chunks: list[StreamChunk] = []
         request = world.submit(prompt, 6, **several(3))
         while (chunk := await request.stream.get()) is not None:

@@ -84,6 +84,18 @@ class Answers:
         while (message := await call.read()) is not grpc.aio.EOF:
             self.take(message)
 
+    @classmethod
+    async def to(cls, cluster: InProcessCluster, *requests: worker_pb2.GenerateManyRequest) -> Answers:
+        """All that comes on a stream of these requests, which must end well."""
+        answers = cls()
+        async with stream(cluster) as call:
+            for request in requests:
+                await call.write(request)
+            await call.done_writing()
+            await answers.read(call)
+            assert await call.code() is grpc.StatusCode.OK
+        return answers
+
 
 # -- answers
 
@@ -93,13 +105,7 @@ async def test_each_request_gets_the_text_that_it_gets_alone_and_a_message_holds
 ) -> None:
     """The stream ends, OK, when the caller has closed its side and the last request has ended."""
     lengths = {number: 5 + number for number in range(1, 9)}
-    answers = Answers()
-    async with stream(cluster) as call:
-        for number, length in lengths.items():
-            await call.write(start(number, length))
-        await call.done_writing()
-        await answers.read(call)
-        assert await call.code() is grpc.StatusCode.OK
+    answers = await Answers.to(cluster, *(start(number, length) for number, length in lengths.items()))
     assert answers.ended == set(lengths)
     assert answers.largest_message > 1
     for number, length in lengths.items():
@@ -127,13 +133,7 @@ async def test_cancelling_one_request_leaves_the_others(cluster: InProcessCluste
 
 
 async def test_a_refused_request_gets_a_status_and_the_others_their_texts(cluster: InProcessCluster) -> None:
-    answers = Answers()
-    async with stream(cluster) as call:
-        await call.write(start(1, 10))
-        await call.write(start(2, 1 << 20))
-        await call.write(start(3, 10))
-        await call.done_writing()
-        await answers.read(call)
+    answers = await Answers.to(cluster, start(1, 10), start(2, 1 << 20), start(3, 10))
     assert answers.ended == {1, 2, 3}
     assert {number: reason_of(status) for number, status in answers.statuses.items()} == {2: "BAD_FIELD"}
     assert answers.statuses[2].code == code_pb2.INVALID_ARGUMENT
@@ -154,20 +154,15 @@ async def test_a_number_that_is_not_larger_ends_the_stream_and_its_requests(
     assert cluster.worker.engine.stats.ended["cancelled"] == 1
 
 
-async def read_bytes(call: Any) -> None:
-    """To the end of a stream that is not parsed."""
-    while await call.read() is not grpc.aio.EOF:
-        pass
-
-
 async def test_a_message_that_is_none_ends_the_stream_and_its_requests(cluster: InProcessCluster) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.worker.port}") as channel:
         call: Any = channel.stream_stream(GENERATE_MANY)(timeout=60)
         await call.write(start(1, LONG).SerializeToString())
         await call.read()
         await call.write(b"\x0a\x04\xff\xfe")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_bytes(call)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 - the stream fails in one of these reads
+            while await call.read() is not grpc.aio.EOF:
+                pass
     assert details_of(caught.value).reason == "MALFORMED"
     assert cluster.worker.engine.stats.ended["cancelled"] == 1
 
@@ -241,6 +236,10 @@ class Caller:
         await caller.has_begun(len(numbers))
         return caller
 
+    async def numbers(self) -> list[int]:
+        """Those of the next message's answers."""
+        return [answer.number for answer in await self.answers()]
+
     async def has_begun(self, count: int) -> None:
         """Wait until so many requests have begun."""
         await until(lambda: len(self.begun) == count)
@@ -270,7 +269,7 @@ async def test_no_more_is_read_than_there_is_room_for() -> None:
         await asyncio.sleep(0)
     assert len(caller.begun) == 2
     caller.begun[0].stream.put(LAST)
-    assert [answer.number for answer in await caller.answers()] == [1]
+    assert await caller.numbers() == [1]
     await caller.has_begun(3)
     caller.start(*range(5, 10), max_tokens=0)
     caller.begun[1].stream.put(LAST)
@@ -337,7 +336,7 @@ async def test_a_request_that_is_cancelled_while_it_is_tokenised_never_begins() 
     may_begin.set()
     await caller.has_begun(1)
     caller.begun[0].stream.put(LAST)
-    assert [answer.number for answer in await caller.answers()] == [2]
+    assert await caller.numbers() == [2]
     assert len(caller.begun) == 1
 
 
@@ -381,6 +380,6 @@ async def test_what_a_stream_says_after_its_last_answer_is_not_passed_on() -> No
     caller.start(2)
     await caller.has_begun(2)
     caller.begun[1].stream.put(LAST)
-    assert [answer.number for answer in await caller.answers()] == [2]
+    assert await caller.numbers() == [2]
     caller.group.end()
     assert caller.aborted == caller.begun

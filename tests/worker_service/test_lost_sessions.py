@@ -16,9 +16,8 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.keys import make_session_key
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS
-from tests.tracer import expected_text
 from tests.until import until
-from tests.worker_service.world import FINGERPRINT, Wire, World, read, rpc_error
+from tests.worker_service.world import FINGERPRINT, Wire, World, read_right, rpc_error
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -32,10 +31,10 @@ async def one_stream(num_tokens: int) -> AsyncIterator[World]:
     world.model.step_seconds = 0.003
     async with world.running():
         request = world.submit(PROMPT, num_tokens)
-        reading = asyncio.create_task(read(request))
+        reading = asyncio.create_task(read_right(request))
         await until(lambda: request.num_generated > 4)
         yield world
-        assert await reading == expected_text(PROMPT, num_tokens)
+        await reading
 
 
 async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() -> None:
@@ -56,12 +55,11 @@ async def test_three_stale_calls_in_a_row_end_the_session_with_one_log_line() ->
 
 async def test_a_stale_call_now_and_then_ends_nothing() -> None:
     """Only those in a row count: a call that was executed in between shows that the numbers are ours."""
-    world = World(num_blocks=60, block_size=4)
-    async with world.running():
+    async with World(num_blocks=60, block_size=4).running() as world:
         session = world.manager.worker("w0")
         for turn in range(6):
             session.last_call_no += 2  # two calls of ours are stale, the third is not
-            assert await world.generate([turn, *PROMPT], 3) == expected_text([turn, *PROMPT], 3)
+            await world.answered([turn, *PROMPT], 3)
         assert world.manager.worker("w0") is session
         assert world.link.num_failed_calls >= 12
 
@@ -98,7 +96,7 @@ async def test_an_unheard_worker_does_not_say_that_it_serves() -> None:
         assert world.cache.session == session, "this manager has not ended it"
         warnings = [line["event"] for line in lines if line["log_level"] == "warning"]
         assert warnings == ["session does not work"]
-        assert await world.generate(PROMPT, 4) == expected_text(PROMPT, 4)
+        await world.answered(PROMPT, 4)
 
 
 async def test_a_heartbeat_acknowledges_the_last_answer_received_and_the_first_after_a_loss_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache import boundaries
 from kvpool.worker_service.cache.sequence import SequenceState
 from tests.worker_service.windowed import Worker, ring_of
@@ -113,9 +114,7 @@ def test_a_window_that_another_prompt_waits_for_is_stated_at_once() -> None:
     one.step(sequence)
     assert one.cache.next_call(list, one.now) is None
     one.tell("a", 16)
-    call = one.cache.next_call(list, one.now)
-    assert call is not None
-    assert type(call.request).__name__ == "AppendRequest"
+    assert isinstance(one.next_call().request, cache_pb2.AppendRequest)
 
 
 def test_a_boundary_told_during_a_step_is_named_after_it() -> None:
@@ -153,7 +152,6 @@ def test_a_boundary_that_is_reached_but_not_named_is_not_reported_as_still_to_co
     one.step(sequence)
     one.tell("a", sequence.num_computed_tokens)
     assert sequence.boundaries == (16, 40)
-    one.cache.lose("the manager has gone")
-    one.register()
+    one.lose_session()
     assert one.manager.sessions[0].sequences["a", 1].boundaries == (10,)
     one.check()

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.v1 import common_pb2
-from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
 from kvpool.worker_service.engine.step import SampledToken
 from tests.tracer import VOCAB_SIZE
+from tests.worker_service.scheduler_world import SchedulerWorld
 from tests.worker_service.world import World, read
 
 STOPS = frozenset({7, 8})
@@ -102,13 +103,35 @@ async def test_whoever_asks_about_a_prompt_gets_no_hits_and_gives_them() -> None
     """Hits have no logits. What is computed for it serves the next one."""
     prompt = list(range(40))
     async with World(num_blocks=64, block_size=4).running() as world:
-        await world.generate(prompt, 2)
+        await world.answered(prompt, 2)
         asked = world.submit(prompt, 2, num_prompt_logprobs=0)
         await read(asked)
         assert asked.num_cached_tokens == 0
         moved = world.submit(prompt, 2, num_prompt_logprobs=0, num_delivered_tokens=4)
         await read(moved)
         assert moved.num_cached_tokens > 0
+
+
+def resumed(**params: Any) -> Request:
+    """A request that was preempted next to a long text, and has its blocks again."""
+    world = SchedulerWorld(num_blocks=13, max_num_seqs=2)
+    world.submit(4, 40)
+    request = world.submit(12, 40, **params)
+    while not (request.num_preemptions and request.sequence.state is SequenceState.LIVE):
+        world.turns()
+    return request
+
+
+def test_a_preempted_request_reports_the_cached_tokens_of_its_first_round() -> None:
+    """Its later rounds hit its own blocks, which is no saving of the prompt."""
+    request = resumed()
+    assert request.sequence.num_cached_tokens > 0
+    assert request.usage().num_cached_tokens == 0
+
+
+def test_prompt_logprobs_take_no_hits_in_later_rounds_either() -> None:
+    """Rows that are not computed have no logits, so a prompt must not be skipped after a preemption."""
+    assert resumed(num_prompt_logprobs=0).sequence.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -127,4 +150,4 @@ async def test_sampling_that_can_never_be_is_refused(params: dict[str, Any], fie
             world.submit([1, 2], 8, **params)
         assert caught.value.field == field
         # As many as were delivered and may come are not too many.
-        await world.generate([1, 2, 3], 2, min_tokens=3, num_delivered_tokens=1)
+        await world.answered([1, 2, 3], 2, min_tokens=3, num_delivered_tokens=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpool.worker_service.cache.engine_cache import EngineCache
+from kvpool.worker_service.cache.sequence import CacheSequence
+from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.fairness import MAX_IDLE_ACCOUNTS, Fairness
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Payer
@@ -24,59 +28,45 @@ class SchedulerMachine(RuleBasedStateMachine):
     world: SchedulerWorld
 
     @initialize(
-        policy=POLICIES,
+        scheduling_policy=POLICIES,
         num_blocks=st.sampled_from([8, 12, 40]),
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.sampled_from([0, 1, 5, 40]),
-        mixed=st.sampled_from([1, 3, 7, 64]),
+        max_mixed_prefill_tokens=st.sampled_from([1, 3, 7, 64]),
     )
-    def begin(
-        self, policy: SchedulingPolicy, num_blocks: int, max_num_seqs: int, spare_budget: int, mixed: int
-    ) -> None:
+    def begin(self, max_num_seqs: int, spare_budget: int, **more: Any) -> None:
         self.world = SchedulerWorld(
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + spare_budget,
-            max_mixed_prefill_tokens=mixed,
-            policy=policy,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + spare_budget, **more
         )
 
     @rule(
         num_prompt=st.integers(1, 20),
+        num_shared=st.sampled_from([0, 0, 9, 18]),
         num_new=st.integers(1, 9),
         n=st.sampled_from([1, 1, 1, 2, 4, 7]),
         num_beams=st.sampled_from([1, 1, 1, 2, 3, 4]),
         tenant=TENANTS,
         priority=st.integers(-1, 1),
     )
-    def submit(self, num_prompt: int, num_new: int, n: int, num_beams: int, tenant: str, priority: int) -> None:
-        """For one answer, for several, or for a search."""
+    def submit(self, num_prompt: int, num_new: int, n: int, num_beams: int, **more: Any) -> None:
+        """For one answer, for several, or for a search. Some never fit."""
         n = min(n, num_beams) if num_beams > 1 else n
-        if self.world.fits(num_prompt, num_new, num_beams):
-            self.world.submit(num_prompt, num_new, n=n, num_beams=num_beams, tenant=tenant, priority=priority)
+        with contextlib.suppress(EngineError):
+            self.world.submit(num_prompt, num_new, n=n, num_beams=num_beams, **more)
 
-    @rule(num_to_park=st.sampled_from([0, 0, 0, 1, 3]), num_cached_blocks=st.integers(0, 5))
-    def talk(self, num_to_park: int, num_cached_blocks: int) -> None:
-        self.world.talk(num_to_park=num_to_park, num_cached_blocks=num_cached_blocks)
-
-    @rule()
-    def talk_in_vain(self) -> None:
-        """The manager grants, its answer is lost."""
-        self.world.talk(lose_answer=True)
-
-    @rule()
-    def wake(self) -> None:
-        self.world.wake()
+    @rule(lose_answer=st.sampled_from([False, False, True]))
+    def talk(self, lose_answer: bool) -> None:
+        self.world.talk(lose_answer=lose_answer)
 
     @precondition(lambda self: not self.world.batch)
     @rule()
     def launch(self) -> None:
-        self.world.launch()
+        self.world.begin_step()
 
     @precondition(lambda self: self.world.batch)
     @rule()
     def land(self) -> None:
-        self.world.land()
+        self.world.end_step()
 
     @precondition(lambda self: not self.world.batch)
     @rule(count=st.integers(1, 12), is_talking=st.booleans())
@@ -85,18 +75,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             if is_talking:
                 self.world.talk()
-            self.world.step()
+            self.world.whole_step()
+
+    @rule()
+    def send(self) -> None:
+        self.world.send()
 
     @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 1 << 30))
-    def cancel(self, which: int) -> None:
-        """In whatever state it is, also when it has ended."""
-        self.world.end(self.world.requests[which % len(self.world.requests)])
+    @rule(which=st.integers(0, 1 << 30), again=st.booleans())
+    def cancel(self, which: int, again: bool) -> None:
+        """In whatever state it is, also when it has ended; perhaps another one takes its name."""
+        request = self.world.requests[which % len(self.world.requests)]
+        self.world.cancel(request)
+        if again:
+            with contextlib.suppress(EngineError):
+                self.world.submit(5, 3, name=request.params.sequence_id)
 
     @rule()
     def cut(self) -> None:
-        """The reserve is empty and the manager away, or back."""
-        self.world.cache.is_away = not self.world.cache.is_away
+        """The manager is away, or back."""
+        self.world.is_away = not self.world.is_away
 
     @invariant()
     def books(self) -> None:
@@ -106,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             if self.world.batch:
-                self.world.land()
+                self.world.end_step()
             self.world.run_dry()
 
 
@@ -128,7 +126,7 @@ def test_nobody_starves_however_long_a_flood_lasts(
     """A request among a flood of its level that never ends: of tenants with few names or always new ones, into a pool that is too
     small, after its tenant has had much more than others. It ends after a bounded amount of others' work."""
     num_waiting = 6
-    world = SchedulerWorld(num_blocks=num_blocks, policy=policy)
+    world = SchedulerWorld(num_blocks=num_blocks, scheduling_policy=policy)
     for _ in range(num_served):
         world.submit(20, 6, tenant="v")
     number = 0
@@ -146,11 +144,10 @@ def test_nobody_starves_however_long_a_flood_lasts(
     ahead = (num_served + 1) * 26 + world.scheduler.max_num_seqs * 26
     num_at_once = num_waiting + num_served + 1 + world.scheduler.max_num_seqs
     bound = world.num_computed + 4 * ahead * num_at_once
-    while one.params.sequence_id in world.open:
+    while one in world.open:
         world.turns()
         flood()
         assert world.num_computed < bound, "starved"
-    assert one.params.sequence_id in world.finished
 
 
 @pytest.mark.parametrize(("num_blocks", "num_beams", "num_others"), [(9, 2, 2), (10, 3, 1), (10, 3, 2)])
@@ -176,13 +173,17 @@ def test_tenants_that_always_ask_get_equal_shares(
     """Each tenant has its own sizes of prompts and answers, and more requests that wait than there are places. None is ever ahead
     of another by more than its sequences in the batch can make, and one prompt."""
     world = SchedulerWorld(
-        num_blocks=2000, max_num_seqs=4, max_num_batched_tokens=256, max_mixed_prefill_tokens=mixed, policy=policy
+        num_blocks=2000,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        max_mixed_prefill_tokens=mixed,
+        scheduling_policy=policy,
     )
     tenants = [f"t{index}" for index in range(len(shapes))]
     longest = max(num_prompt for num_prompt, _ in shapes)
     most_new = max(num_new for _, num_new in shapes)
     bound = longest + 4 * most_new + longest
-    for _ in range(120):
+    for _ in range(60):
         for tenant, shape, depth in zip(tenants, shapes, depths, strict=False):
             missing = depth - sum(request.params.tenant == tenant for request in world.scheduler.waiting)
             for _ in range(missing):
@@ -193,7 +194,7 @@ def test_tenants_that_always_ask_get_equal_shares(
 
 
 @given(
-    lengths=st.lists(st.integers(200, 900), min_size=2, max_size=6),
+    lengths=st.lists(st.integers(100, 400), min_size=2, max_size=6),
     mixed=st.sampled_from([8, 64]),
     is_decoding=st.booleans(),
 )
@@ -212,7 +213,7 @@ def test_prompts_of_two_tenants_share_the_steps(lengths: list[int], mixed: int, 
     while {"a", "b"} <= {r.params.tenant for r in world.scheduler if r.num_uncomputed_tokens > 1}:
         shares = [world.computed[tenant] - before[tenant] for tenant in "ab"]
         assert abs(shares[0] - shares[1]) <= (mixed if is_decoding else 100), shares
-        world.step()
+        world.whole_step()
 
 
 def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
@@ -267,6 +268,30 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten() -> None:
     assert not fairness._levels
 
 
+def test_a_request_that_ends_in_a_step_has_no_more_of_it_also_if_another_one_has_its_name_by_then() -> None:
+    world = SchedulerWorld()
+    request = world.submit(5, 9)
+    world.turns(2)
+    world.begin_step()
+    world.cancel(request)
+    again = world.submit(5, 3, name=request.params.sequence_id)
+    world.end_step()
+    assert not again.num_generated
+    world.run_dry()
+
+
+def test_a_grant_whose_answer_was_lost_is_asked_for_again_even_while_the_pool_is_exhausted() -> None:
+    """The manager holds blocks for a sequence that this worker takes for waiting; nobody else can use or free them."""
+    world = SchedulerWorld(num_blocks=33, block_size=1)
+    world.submit(10, 20)
+    world.turns()
+    world.submit(20, 2)
+    world.talk(lose_answer=True)
+    for _ in range(30):
+        world.whole_step()
+    world.run_dry()
+
+
 def test_prompts_next_to_a_decode_without_a_block_keep_its_pace() -> None:
     """A sequence that decodes and has no block just now may get one while the step runs: the step must stay as short."""
     world = SchedulerWorld(num_blocks=40, block_size=4, max_num_batched_tokens=32, max_mixed_prefill_tokens=8)
@@ -274,8 +299,8 @@ def test_prompts_next_to_a_decode_without_a_block_keep_its_pace() -> None:
     world.turns()
     world.submit(30, 1)
     world.talk()
-    world.cache.is_away = True
-    batch = world.step()
+    with world.with_spare(0):
+        batch = world.whole_step()
     assert decoding.num_generated == 1, "the fifth token needs a block"
     assert [part.num_tokens for part in batch] == [8]
 
@@ -290,6 +315,15 @@ def test_a_prompt_whose_grant_was_not_answered_counts_for_its_tenant() -> None:
     assert [sequence.id.sequence_id for sequence in world.scheduler.candidates()] == ["0", "2"]
 
 
+def test_a_prompt_whose_grant_was_not_answered_is_asked_for_first() -> None:
+    """Also before one of a better level: the manager may hold blocks for it that others need."""
+    world = SchedulerWorld(scheduling_policy=SchedulingPolicy.priority)
+    world.submit(9, 1, priority=1)
+    world.talk(lose_answer=True)
+    world.submit(9, 1)
+    assert [sequence.id.sequence_id for sequence in world.scheduler.candidates()] == ["0", "1"]
+
+
 def test_a_tenant_that_decodes_in_a_step_has_had_that_much_of_it() -> None:
     """Two prompts of two tenants with equal accounts: the tenant that also decodes in this step comes second."""
     world = SchedulerWorld(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=64, max_mixed_prefill_tokens=4)
@@ -298,6 +332,74 @@ def test_a_tenant_that_decodes_in_a_step_has_had_that_much_of_it() -> None:
     second = world.submit(40, 1, tenant="a")
     third = world.submit(40, 1, tenant="b")
     world.talk()
-    batch = world.step()
+    batch = world.whole_step()
     prefilled = [part.request for part in batch if part.num_tokens > 1]
     assert prefilled == [third], f"{second} was computed first"
+
+
+# -- what the drawn tests meet too seldom: groups of beams, and answers
+
+
+def test_a_group_that_is_preempted_between_its_beams_forgets_what_some_of_them_had_computed() -> None:
+    """Only two of three beams find a block, the third one's comes too late: the group is taken away before."""
+    world = SchedulerWorld(num_blocks=24, block_size=1, max_num_seqs=6)
+    group = world.submit(2, 5, n=3, num_beams=3)
+    worse = world.submit(2, 12)
+    world.turns(3)
+    assert len(group.sequences) == 3
+    assert worse in world.scheduler._running
+    with world.with_spare(2):
+        batch = world.begin_step()
+    assert [part.request for part in batch] == [group, group]
+    world.end_step()
+    world.preempt(group, 0.0)
+    world.run_dry()
+    assert group.num_preemptions == 1
+
+
+def test_a_request_alone_keeps_its_blocks_and_waits_for_those_that_are_on_their_way() -> None:
+    """Unless only its end can bring them back: test_forks_over_core.py."""
+    world = SchedulerWorld(num_blocks=24, block_size=1, max_num_seqs=6)
+    group = world.submit(2, 5, n=3, num_beams=3)
+    world.turns(3)
+    assert len(group.sequences) == 3
+    world.talk()
+    world.cache._state.pool_is_empty = [True]
+    with world.with_spare(0):
+        assert not world.begin_step()
+    assert not group.num_preemptions
+    world.run_dry()
+
+
+def test_what_comes_back_with_the_last_preemption_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks that the manager does not know give their blocks back without a call, when the last that needs them has ended. The
+    first request was passed over by then, and no reply would wake the engine."""
+    world = SchedulerWorld(num_blocks=12, block_size=1)
+    first, *others = [world.submit(2, 9) for _ in range(3)]
+    world.turns(3)
+    assert world.scheduler.num_running == 3
+    free = world.cache.free
+
+    def free_late(sequence: CacheSequence) -> None:
+        free(sequence)
+        if world.scheduler._running.last is first:
+            world.talk()
+
+    monkeypatch.setattr(world.cache, "free", free_late)
+    # Those that have ended wait for each other, so nothing is on its way.
+    monkeypatch.setattr(EngineCache, "is_exhausted", property(lambda cache: not cache.num_spare_blocks[0]))
+    batch = world.scheduler.schedule(0.0)
+    assert [part.request for part in batch] == [first]
+    assert [other.num_preemptions for other in others] == [1, 1]
+
+
+@pytest.mark.parametrize("max_num_seqs", [4, 5, 9])
+def test_answers_take_the_places_that_their_request_was_admitted_with(max_num_seqs: int) -> None:
+    """Those for which the batch has places share the prompt at once, the others wait."""
+    world = SchedulerWorld(max_num_seqs=max_num_seqs, max_num_batched_tokens=40)
+    request = world.submit(6, 9, n=6)
+    world.turns()
+    assert world.scheduler.num_running == min(6, max_num_seqs)
+    assert world.scheduler.num_waiting == 6 - world.scheduler.num_running
+    assert len(request.answers) == 6
+    world.run_dry()

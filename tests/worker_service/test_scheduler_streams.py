@@ -16,8 +16,7 @@ from tests.worker_service.world import World
 
 async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
     """It looks again when ten more tokens are there."""
-    world = World(num_blocks=100, block_size=4)
-    async with world.running():
+    async with World(num_blocks=100, block_size=4).running() as world:
         request = world.submit([1, 2, 3], 60)
         tokens: list[int] = []
         sizes: list[int] = []

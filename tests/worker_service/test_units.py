@@ -13,7 +13,6 @@ import pytest
 from kvpool.cache_service.core.restored import Case
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import events
-from kvpool.worker_service.cache.engine_cache import Computed
 from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import DisagreementError
 from kvpool.worker_service.cache.sequence import CacheSequence
@@ -60,8 +59,7 @@ def test_units_outlive_the_session() -> None:
     live, filling = begin(worker, "a", count=8), begin(worker, "b", OTHER, count=8)
     worker.step(live)
     before = [worker.manager.sessions[0].pools[CROSS].state(block) for block in range(1, 9)]
-    worker.cache.lose("for the test")
-    worker.register()
+    worker.lose_session()
     worker.check()
     pool = worker.manager.sessions[0].pools[CROSS]
     assert [pool.state(block) for block in range(1, 9)] == before
@@ -82,8 +80,7 @@ def test_what_the_encoder_has_put_out_is_stated_before_the_fork_and_with_the_fre
     parent = begin(worker, "p", num_new=6)
     parent.num_forks_to_come = 1
     worker.call()
-    worker.launch(parent)
-    worker.cache.end_step([Computed(parent, 1, 7)], worker.now)
+    worker.compute(parent, 1)
     forked = worker.cache.fork(parent, "c") if is_forked else None
     worker.cache.free(parent)
     worker.methods.clear()
@@ -98,24 +95,6 @@ def test_what_the_encoder_has_put_out_is_stated_before_the_fork_and_with_the_fre
 # -- the guard: a manager that is wrong costs a session and never a text
 
 
-def half(granted: cache_pb2.Granted) -> None:
-    del granted.tables[CROSS].block_ids[2:], granted.tables[CROSS].generations[2:]
-
-
-def in_another_order(granted: cache_pb2.Granted) -> None:
-    run = granted.tables[CROSS]
-    for field in (run.block_ids, run.generations):
-        field[0], field[1] = field[1], field[0]
-
-
-def of_another_grant(granted: cache_pb2.Granted) -> None:
-    granted.tables[CROSS].generations[1] += 1
-
-
-def another_block(granted: cache_pb2.Granted) -> None:
-    granted.tables[CROSS].block_ids[1] = 7
-
-
 def as_new(granted: cache_pb2.Granted) -> None:
     granted.encoder_cached = False
 
@@ -124,8 +103,28 @@ def as_cached(granted: cache_pb2.Granted) -> None:
     granted.encoder_cached = True
 
 
-@pytest.mark.parametrize("lie", [half, in_another_order, of_another_grant, another_block, as_new, as_cached])
-def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.Granted], None]) -> None:
+def in_another_order(run: common_pb2.BlockRun) -> None:
+    run.block_ids.reverse()
+    run.generations.reverse()
+
+
+def change(change_run: Callable[[common_pb2.BlockRun], object]) -> Callable[[cache_pb2.Granted], object]:
+    """A lie about the blocks of the unit."""
+    return lambda granted: change_run(granted.tables[CROSS])
+
+
+LIES = {
+    "not all of it": change(lambda run: (run.block_ids.pop(), run.generations.pop())),
+    "in another order": change(in_another_order),
+    "of another grant": change(lambda run: run.generations.append(run.generations.pop() + 1)),
+    "another block": change(lambda run: run.block_ids.append(run.block_ids.pop() + 4)),
+    "as new": as_new,
+    "as cached": as_cached,
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.Granted], object]) -> None:
     """And none by a worker without an encoder, which is told that one is cached."""
     worker = worker_with_units() if lie is not as_cached else Worker((33,), (), block_size=SIZE)
     second = worker.sequence("b", [1], 4)
@@ -133,8 +132,7 @@ def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.G
         worker.step(begin(worker, "a"))
         second = worker.sequence("b", [1], 4, root=INPUT, num_encoder_tokens=10)
     worker.now += 1
-    call = worker.cache.next_call(lambda: [second], worker.now)
-    assert call is not None
+    call = worker.next_call(second)
     response = worker.execute(call.request)
     lie(response.results[0].granted)
     worker.cache.on_reply(call, response, worker.now)

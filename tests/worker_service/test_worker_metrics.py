@@ -55,8 +55,7 @@ def one_world(**settings: Any) -> World:
 
 async def test_every_name_of_vllm_is_there_from_the_start_and_of_its_type() -> None:
     """As they stand in the text: routers look for them by whole name."""
-    world = one_world()
-    async with world.running():
+    async with one_world().running() as world:
         page = look(world)
     said = dict(line.split()[2:4] for line in page.text.splitlines() if line.startswith("# TYPE vllm:"))
     assert said == VLLM_TYPES
@@ -79,44 +78,49 @@ async def test_every_name_of_vllm_is_there_from_the_start_and_of_its_type() -> N
     )
 
 
+KNOWN_OF_VLLM = {
+    "prefix_cache_queries_total": 20,
+    "prompt_tokens_total": 20,
+    "prefix_cache_hits_total": 8,
+    "generation_tokens_total": 10,
+    "time_to_first_token_seconds_count": 2,
+    "inter_token_latency_seconds_count": 8,
+    "e2e_request_latency_seconds_count": 2,
+}
+KNOWN = {
+    "prompt_tokens_total": 20,
+    "cached_tokens_total": 8,
+    "prefilled_tokens_total": 12,
+    "generated_tokens_total": 10,
+    "manager_calls_failed_total": 0,
+    "sessions_total": 1,
+    "session_open": 1,
+    "kv_cache_bytes": KV_CACHE_BYTES,
+}
+
+
 async def test_the_page_tells_the_tokens_hits_and_ends_of_known_traffic() -> None:
     """Two prompts of ten tokens, equal and one after the other: the second finds two blocks of four."""
-    world = one_world()
-    async with world.running():
+    async with one_world().running() as world:
         for _ in range(2):
-            await world.generate(list(range(10)), 5)
+            await world.answered(list(range(10)), 5)
         lost = world.submit([50, 51, 52], 100)
         world.engine.abort(lost)
         page, num_calls = look(world), world.cache.num_calls
-    assert (
-        page.value("vllm:prefix_cache_queries_total", **MODEL) == page.value("vllm:prompt_tokens_total", **MODEL) == 20
-    )
-    assert page.value("vllm:prefix_cache_hits_total", **MODEL) == 8
-    assert page.value("vllm:generation_tokens_total", **MODEL) == 10
+    assert {name: page.value(f"vllm:{name}", **MODEL) for name in KNOWN_OF_VLLM} == KNOWN_OF_VLLM
+    assert {name: page.value(f"kvpool_worker_{name}") for name in KNOWN} == KNOWN
     assert page.labelled("vllm:request_success_total", "finished_reason") == {
         "stop": 0, "length": 2, "abort": 1, "error": 0,
     }  # fmt: skip
-    assert page.value("vllm:time_to_first_token_seconds_count", **MODEL) == 2
-    assert page.value("vllm:inter_token_latency_seconds_count", **MODEL) == 8
-    assert page.value("vllm:e2e_request_latency_seconds_count", **MODEL) == 2
-    assert page.value("kvpool_worker_prompt_tokens_total") == 20
-    assert page.value("kvpool_worker_cached_tokens_total") == 8
-    assert page.value("kvpool_worker_prefilled_tokens_total") == 12
-    assert page.value("kvpool_worker_generated_tokens_total") == 10
     ended = page.labelled("kvpool_worker_requests_ended_total", "outcome")
     assert ended == {**dict.fromkeys(OUTCOMES, 0), "length": 2, "cancelled": 1}
     assert page.value("kvpool_worker_step_duration_seconds_count") == world.engine.stats.num_steps
     assert page.value("kvpool_worker_manager_calls_total") == num_calls > 0
-    assert page.value("kvpool_worker_manager_calls_failed_total") == 0
-    assert page.value("kvpool_worker_sessions_total") == 1
-    assert page.value("kvpool_worker_session_open") == 1
-    assert page.value("kvpool_worker_kv_cache_bytes") == 65 * 512
 
 
 async def test_gauges_tell_what_is_here_now() -> None:
     """While one of two requests runs, the other waits for its place in the batch."""
-    world = one_world(max_num_seqs=1, max_num_waiting=3)
-    async with world.running():
+    async with one_world(max_num_seqs=1, max_num_waiting=3).running() as world:
         gate = world.model.gate = threading.Event()
         running, waiting = world.submit(list(range(9)), 30), world.submit([40, 41], 30)
         await until(lambda: world.engine.scheduler.num_running >= 1)
@@ -134,8 +138,7 @@ async def test_gauges_tell_what_is_here_now() -> None:
 
 
 async def test_an_unanswered_call_is_counted_as_failed() -> None:
-    world = one_world()
-    async with world.running():
+    async with one_world().running() as world:
         world.wire.lose_next_reply = "Allocate"
         request = world.submit([1, 2, 3], 5)
         await until(lambda: world.link.num_failed_calls)
@@ -146,11 +149,10 @@ async def test_an_unanswered_call_is_counted_as_failed() -> None:
 
 async def test_what_requests_say_never_becomes_a_label() -> None:
     """However they are called and end: the series are as many as before the first."""
-    world = one_world()
-    async with world.running():
+    async with one_world().running() as world:
         before = look(world).values.keys()
         for index in range(8):
-            await world.generate([index], 3, sequence_id=f"id-{index}", tenant_salt=f"tenant-{index}")
+            await world.answered([index], 3, sequence_id=f"id-{index}", tenant_salt=f"tenant-{index}")
         for kind in ErrorKind:
             world.engine.stats.refused[kind] += 1
         assert look(world).values.keys() == before
@@ -166,12 +168,11 @@ def logged(line: ThroughputLog) -> list[Any]:
 async def test_the_line_has_rates_since_the_look_before_and_nothing_when_idle() -> None:
     """Twelve prompt tokens computed of twenty, ten generated, in ten seconds."""
     now = 100.0
-    world = one_world()
-    async with world.running():
+    async with one_world().running() as world:
         line = ThroughputLog(world.engine, clock=lambda: now)
         assert logged(line) == []
         for _ in range(2):
-            await world.generate(list(range(10)), 5)
+            await world.answered(list(range(10)), 5)
         await world.until_idle()
         now += 10.0
         assert logged(line) == [
@@ -193,8 +194,7 @@ async def test_the_line_has_rates_since_the_look_before_and_nothing_when_idle() 
 async def test_there_is_a_line_while_requests_run_though_nothing_moves() -> None:
     """A worker that is stuck is just the one that an operator looks at."""
     now = 100.0
-    world = one_world()
-    async with world.running():
+    async with one_world().running() as world:
         gate = world.model.gate = threading.Event()
         request = world.submit([1, 2, 3], 30)
         await until(lambda: world.engine.scheduler.num_running)

@@ -11,6 +11,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.groups.state import RunningState
 from kvpool.worker_service.cache.groups.window import Ring
+from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 from tests import manager_calls
@@ -32,6 +33,7 @@ class Worker:
         chunk: int = 512,
         grid: int = 0,
         retention_interval: int = 0,
+        reserve_seconds: float = 2.0,
         limits: Limits | None = None,
         cross_group: int | None = None,
     ) -> None:
@@ -40,7 +42,9 @@ class Worker:
             groups=groups_of(num_blocks, windows, grid=grid, unit=cross_group),
             max_chunk_tokens=chunk,
             retention_interval=retention_interval,
+            reserve_seconds=reserve_seconds,
         )
+        self.block_size = block_size
         self.cache = EngineCache(settings)
         self.manager = CacheManager(1, limits=limits)
         self.methods: list[str] = []
@@ -54,6 +58,11 @@ class Worker:
         """Begin a session, and report what the worker holds."""
         self.begin_report()
         self.call()
+
+    def lose_session(self) -> None:
+        """The session is over, and another one begins with a report."""
+        self.cache.lose("the test says so")
+        self.register()
 
     def begin_report(self) -> None:
         """Begin a session; what the worker holds is to be reported."""
@@ -79,7 +88,17 @@ class Worker:
     def call_now(self, *waiting: CacheSequence) -> None:
         """Those that need no time to pass."""
         while (call := self.cache.next_call(lambda: waiting, self.now)) is not None:
-            self.cache.on_reply(call, self.execute(call.request), self.now)
+            self.answer(call)
+
+    def next_call(self, *waiting: CacheSequence) -> MutatingCall:
+        """The next one, which must be due."""
+        call = self.cache.next_call(lambda: waiting, self.now)
+        assert call is not None
+        return call
+
+    def answer(self, call: MutatingCall) -> None:
+        """Let it be executed and answered."""
+        self.cache.on_reply(call, self.execute(call.request), self.now)
 
     def heartbeat(self) -> None:
         """One heartbeat and its answer."""
@@ -132,9 +151,18 @@ class Worker:
 
     def finish(self, sequence: CacheSequence, token: int = 1) -> None:
         """End it, and make the calls that are due then."""
+        self._end_step(sequence, token)
+        self.call()
+
+    def compute(self, sequence: CacheSequence, num_computed_tokens: int, token: int = 7) -> None:
+        """Steps up to there, without any call."""
+        while sequence.num_computed_tokens < num_computed_tokens:
+            self.launch(sequence)
+            self._end_step(sequence, token)
+
+    def _end_step(self, sequence: CacheSequence, token: int) -> None:
         end = self._end(sequence)
         self.cache.end_step([Computed(sequence, end, token if end == len(sequence.tokens) else None)], self.now)
-        self.call()
 
     def _end(self, sequence: CacheSequence) -> int:
         return sequence.num_computed_tokens + self.cache.chunk(sequence, self.cache.settings.max_chunk_tokens)

@@ -20,6 +20,7 @@ from kvpool.cache_service.keys import make_session_key
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.settings import CacheSettings
+from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.engine import Engine, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
@@ -28,9 +29,12 @@ from kvpool.worker_service.manager_link import ManagerLink
 from tests import manager_calls
 from tests.cache_groups import groups_of
 from tests.tracer import VOCAB_SIZE, expected_text
+from tests.tracer_beams import expected_beams
 from tests.worker_service.tracer_model import TracerModel
 
 FINGERPRINT = "tracer"
+SEED = 40
+"""Of the first of several answers."""
 
 
 def rpc_error(code: grpc.StatusCode, found: status_pb2.Status | None = None) -> grpc.aio.AioRpcError:
@@ -206,24 +210,81 @@ class World:
             )
         )
 
-    async def generate(self, prompt: list[int], count: int, **params: Any) -> list[int]:
-        """Send one request and read its text."""
-        return await read(self.submit(prompt, count, **params))
+    async def answered(self, prompt: list[int], count: int, **params: Any) -> Request:
+        """Send one request and read its texts, which must be the right ones."""
+        request = self.submit(prompt, count, **params)
+        await read_right(request)
+        return request
+
+
+def prompts_with_shared_beginnings(rng: random.Random, count: int, longest: int) -> list[list[int]]:
+    """Prompts of which many begin alike, some are equal, some unrelated."""
+    trunk = [rng.randrange(1000) for _ in range(longest)]
+    prompts = []
+    for _ in range(count):
+        shared = rng.choice([0, longest // 4, longest // 2, longest - 1])
+        prompts.append(trunk[:shared] + [rng.randrange(1000) for _ in range(rng.randint(1, max(1, longest - shared)))])
+    return prompts
+
+
+def several(n: int) -> dict[str, Any]:
+    """Options of a request for n answers."""
+    return {"num_answers": n, "sampling": SamplingParams(temperature=1.0, seed=SEED)}
+
+
+def searching(num_beams: int, n: int, **params: Any) -> dict[str, Any]:
+    """Options of a beam search."""
+    return {"num_answers": n, "beams": BeamParams(num_beams, **params), "ignore_eos": True}
+
+
+async def read_all(request: Request) -> list[list[int]]:
+    """The texts of all answers of a stream, to its end. Raises EngineError."""
+    texts: list[list[int]] = [[] for _ in range(request.params.num_answers)]
+    finished: set[int] = set()
+    while (chunk := await request.stream.get()) is not None:
+        assert chunk.index not in finished
+        assert chunk.start_index == len(texts[chunk.index]) or not chunk.tokens
+        texts[chunk.index] += [token.token_id for token in chunk.tokens]
+        if chunk.finish_reason is not None:
+            finished.add(chunk.index)
+    assert len(finished) == len(texts)
+    return texts
 
 
 async def read(request: Request) -> list[int]:
-    """The tokens of a stream to its end. Raises EngineError."""
-    tokens: list[int] = []
-    while (chunk := await request.stream.get()) is not None:
-        assert chunk.start_index == len(tokens)
-        tokens += [token.token_id for token in chunk.tokens]
+    """The tokens of a stream with one answer, to its end. Raises EngineError."""
+    (tokens,) = await read_all(request)
     return tokens
 
 
+def right_texts(request: Request) -> list[list[int]]:
+    """What its answers must be: those of single requests with the next seeds, or what a search finds that shares nothing."""
+    params = request.params
+    if params.beams is not None:
+        found = expected_beams(
+            params.token_ids,
+            params.max_tokens,
+            params.beams,
+            params.stop_token_ids,
+            encoder_tokens=params.encoder_token_ids,
+        )
+        return [text for text, _ in found[: params.num_answers]]
+    return [
+        expected_text(
+            params.token_ids,
+            params.max_tokens,
+            eos_token_ids=params.stop_token_ids,
+            seed=params.sampling.seed + index,
+            encoder_tokens=params.encoder_token_ids,
+        )
+        for index in range(params.num_answers)
+    ]
+
+
 async def read_right(*requests: Request) -> None:
-    """Read all streams to their ends: each must have its one right text."""
-    texts = await asyncio.gather(*map(read, requests))
-    assert texts == [expected_text(request.params.token_ids, request.params.max_tokens) for request in requests]
+    """Read all streams to their ends: each must have its right texts."""
+    for request in requests:
+        assert await read_all(request) == right_texts(request)
 
 
 class Failed(NamedTuple):
