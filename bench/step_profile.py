@@ -114,7 +114,7 @@ def _profiles(loaded: LoadedModel, num_threads: int, runs: int, has_floors: bool
     runner.close()
     if not has_floors:
         return found
-    dtype = cast(NumberType, dtype_name(loaded.dtype))
+    dtype = cast(NumberType, dtype_name(loaded.runtime.dtype))
     sizes = ModelSizes.of_folder(resolve_model(MODEL, default_cache_dir(), progress).path, dtype)
     try:
         speed = measure_speed(dtype, num_threads)

@@ -76,7 +76,7 @@ def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
     assert backend is not None
     blocks_per_sequence = -(-(max(sizes.context, sizes.prompt_tokens) + 1) // _BLOCK_SIZE)
     num_blocks = 1 + max(sizes.batches) * -(-(sizes.context + 1) // _BLOCK_SIZE) + blocks_per_sequence
-    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, kv_bytes_per_token(loaded.layers, _DTYPE))
+    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, kv_bytes_per_token(loaded.runtime.layers, _DTYPE))
     runner = loaded.runner(plan, backend, StepSizes(max(sizes.batches), sizes.prompt_tokens, blocks_per_sequence))
     add_row(Row(f"{shape.name} backend", figures={"chosen": log[0]}))
     bench = _Bench(loaded, runner, backend, speeds, device, sizes.runs)

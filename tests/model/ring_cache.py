@@ -68,7 +68,7 @@ class RingCache:
         self.form, self._size = form, block_size
         self.num_turned = 0
         """By the last texts: blocks that came back at a later place of the same table."""
-        needs = group_needs(loaded.layers, loaded.dtype, by_window=by_window)
+        needs = group_needs(loaded.runtime.layers, loaded.runtime.dtype, by_window=by_window)
         groups = (GroupPlan(i, window, num_blocks + 3 * i, num_bytes) for i, (window, num_bytes) in enumerate(needs))
         self.plan = KVCachePlan(block_size, tuple(groups))
         self.runner = loaded.runner(self.plan, backend)

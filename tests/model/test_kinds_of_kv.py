@@ -39,7 +39,7 @@ from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, make_tiny_model
 @pytest.mark.parametrize("architecture", BACKENDS)
 def test_the_groups_are_those_of_the_layers(architecture: str, tmp_path: Path) -> None:
     save_model(architecture, tmp_path)
-    layers = load(tmp_path).layers
+    layers = load(tmp_path).runtime.layers
     groups = groups_of(layers)
     windows = [group.window for group in groups]
     kept = [layer for layer in layers if layer.source is None]
@@ -121,7 +121,7 @@ def test_a_plan_by_window_gives_each_group_its_blocks(tmp_path: Path) -> None:
     plan = loaded.plan(settings).kv_cache
     assert [(group.window, group.num_blocks) for group in plan.groups] == [(None, 50), (WINDOW, 50)]
     # Two layers of five have full attention.
-    each = kv_bytes_per_token(loaded.layers, loaded.dtype) // 5
+    each = kv_bytes_per_token(loaded.runtime.layers, loaded.runtime.dtype) // 5
     assert [group.bytes_per_token for group in plan.groups] == [2 * each, 3 * each]
 
 
@@ -129,10 +129,10 @@ def test_layers_that_read_the_kv_of_others_are_found_by_what_they_are_called_wit
     """Also without weights, so that the memory is planned for what is stored."""
     loaded = load(make_gemma3n(tmp_path, WINDOW))
     sources = [None, None, None, 1, 2]
-    assert [layer.source for layer in loaded.layers] == sources
+    assert [layer.source for layer in loaded.runtime.layers] == sources
     meta = build_meta_model(AutoConfig.from_pretrained(tmp_path))
     assert [layer.source for layer in meta.layers] == sources
-    assert kv_bytes_per_token(loaded.layers, torch.float32) == 3 * 2 * (16 + 16) * 4
+    assert kv_bytes_per_token(loaded.runtime.layers, torch.float32) == 3 * 2 * (16 + 16) * 4
 
 
 # -- recurrent layers over blocks of states
@@ -275,7 +275,7 @@ def test_a_part_with_a_wrong_state_is_refused_before_anything_is_written(
 
 def test_a_model_without_attention_needs_no_backend_that_runs_here(tmp_path: Path) -> None:
     loaded = load(make_tiny_model("mamba2", tmp_path).path, max_model_len=MAX_MODEL_LEN)
-    assert loaded.layers == []
+    assert loaded.runtime.layers == []
     assert isinstance(loaded.attention_backend("flash", BLOCK_SIZE, quiet), TorchAttention)
 
 
@@ -303,7 +303,7 @@ def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
 def test_windows_have_blocks_of_their_own_and_the_cross_group_comes_last(tmp_path: Path) -> None:
     """T5Gemma over its real groups: full attention, a window, the encoder's output."""
     subject = make_with_encoder("t5gemma", tmp_path)
-    windows = [group.window for group in groups_of(subject.loaded.layers)]
+    windows = [group.window for group in groups_of(subject.loaded.runtime.layers)]
     assert windows == [None, 8]
     groups = tuple(GroupPlan(index, window, 40, 0) for index, window in enumerate(windows))
     plan = KVCachePlan(BLOCK_SIZE, groups, cross=CrossPlan(40, 0, 64))

@@ -284,14 +284,16 @@ def test_a_model_without_weights_needs_what_the_loaded_one_needs(kind: str, tmp_
     assert loaded.facts.encoder is not None
     limit = loaded.facts.encoder.max_tokens
     meta_model = build_meta_model(loaded.runtime.config, limit)
-    assert cross_needs(meta_model.layers, torch.float32, limit) == cross_needs(loaded.layers, torch.float32, limit)
-    assert group_needs(meta_model.layers, torch.float32) == group_needs(loaded.layers, torch.float32)
+    assert cross_needs(meta_model.layers, torch.float32, limit) == cross_needs(
+        loaded.runtime.layers, torch.float32, limit
+    )
+    assert group_needs(meta_model.layers, torch.float32) == group_needs(loaded.runtime.layers, torch.float32)
     assert meta_model.activation_bytes(torch.float32, 64, 8) > 0
     kv_cache = loaded.plan(MemorySettings(16, num_blocks=40)).kv_cache
     cache = loaded.runner(kv_cache).kv_cache
     allocated = sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in cache.layers)
     assert allocated == kv_cache.total_bytes
-    assert kv_bytes_per_token(loaded.layers, torch.float32) == kv_cache.bytes_per_token
+    assert kv_bytes_per_token(loaded.runtime.layers, torch.float32) == kv_cache.bytes_per_token
 
 
 def test_a_longer_encoder_needs_more_activations() -> None:
@@ -302,7 +304,7 @@ def test_a_longer_encoder_needs_more_activations() -> None:
 
 def test_a_maximum_batch_runs_the_encoder_on_its_longest_input_once(tmp_path: Path) -> None:
     loaded = make_subject("t5", tmp_path).loaded
-    needs = cross_needs(loaded.layers, torch.float32, 100)
+    needs = cross_needs(loaded.runtime.layers, torch.float32, 100)
     batches = MaximumBatches(64, 4, 128, 16, cross=needs)
     runner = loaded.runner(batches.plan(1, 0))
     steps = [batches.prompts(), batches.late_chunk(), batches.decodes(32)]

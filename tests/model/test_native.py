@@ -248,7 +248,10 @@ class Subject:
         """Over a cache that is NaN, with tables of scattered blocks for texts of LENGTH."""
         each = -(-LENGTH // run.block_size)
         cache = KVCache(
-            KVCachePlan.one_group(1 + num_tables * each, run.block_size, 1), self.loaded.layers, self.loaded.dtype, CPU
+            KVCachePlan.one_group(1 + num_tables * each, run.block_size, 1),
+            self.loaded.runtime.layers,
+            self.loaded.runtime.dtype,
+            CPU,
         )
         cache.fill(float("nan"))
         blocks = list(range(1, 1 + num_tables * each))

@@ -30,8 +30,10 @@ def test_weights_and_kv_are_those_of_the_loaded_model(architecture: str, tmp_pat
     loaded = load(make_tiny_model(architecture, tmp_path).path)
     meta_model = build_meta_model(AutoConfig.from_pretrained(tmp_path))
     assert meta_model.weight_bytes(torch.float32, CPU) == tensor_bytes(modules_of(loaded.runtime))
-    assert [layer.needs for layer in meta_model.layers] == [layer.needs for layer in loaded.layers]
-    assert kv_bytes_per_token(meta_model.layers, torch.float32) == kv_bytes_per_token(loaded.layers, torch.float32)
+    assert [layer.needs for layer in meta_model.layers] == [layer.needs for layer in loaded.runtime.layers]
+    assert kv_bytes_per_token(meta_model.layers, torch.float32) == kv_bytes_per_token(
+        loaded.runtime.layers, torch.float32
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "gemma2", "gpt_oss", "deepseek_v3"])

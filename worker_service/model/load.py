@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +10,7 @@ from typing import Any, Self
 import structlog
 import torch
 
-from ..attention.layer import AttentionBackend, AttentionSpec, LayerNeeds
+from ..attention.layer import AttentionBackend, AttentionSpec
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
 from ..engine.prompt import EncoderSettings
@@ -21,7 +20,6 @@ from .facts import ModelFacts, TokenizerFiles, read_encoder_settings
 from .forward.contract import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
-from .forward.layers import AttentionLayer
 from .forward.native import NativeRuntime
 from .forward.runner import ModelRunner
 from .generation import GenerationDefaults, read_generation, read_generation_config
@@ -56,23 +54,6 @@ class LoadedModel:
     facts: ModelFacts
     runtime: Runtime
 
-    @property
-    def layers(self) -> Sequence[AttentionLayer]:
-        return self.runtime.layers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.runtime.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.runtime.device
-
-    @property
-    def attention_needs(self) -> tuple[LayerNeeds, ...]:
-        """The distinct needs of its layers."""
-        return tuple(dict.fromkeys(layer.needs for layer in self.layers))
-
     def attention_backend(
         self, name: BackendName, block_size: int, progress: Progress | None = None
     ) -> AttentionBackend | None:
@@ -80,9 +61,10 @@ class LoadedModel:
         itself. Raises ModelError."""
         if isinstance(self.runtime, NativeRuntime):
             return None
-        if not self.layers:  # nothing attends: there is nothing to test a backend with, and none is called
-            return make_torch(self.dtype, self.device, ())
-        setting = AttentionSpec(self.attention_needs, self.dtype, self.device, block_size)
+        runtime = self.runtime
+        if not runtime.layers:  # nothing attends: there is nothing to test a backend with, and none is called
+            return make_torch(runtime.dtype, runtime.device, ())
+        setting = AttentionSpec(runtime.attention_needs, runtime.dtype, runtime.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
         except UnsuitableBackend as error:
@@ -101,18 +83,19 @@ class LoadedModel:
 
         limit = None if self.facts.encoder is None else self.facts.encoder.max_tokens
         facts = facts_of_loaded(self.runtime, self.facts.max_model_len, settings, make_runner, limit)
-        cross = cross_needs(self.layers, self.dtype, limit)
-        return plan_memory(facts, settings, group_needs(self.layers, self.dtype), cross)
+        cross = cross_needs(self.runtime.layers, self.runtime.dtype, limit)
+        return plan_memory(facts, settings, group_needs(self.runtime.layers, self.runtime.dtype), cross)
 
     def runner(
         self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None
     ) -> ModelRunner:
         """Allocate the KV cache and bind the model to it. backend: None: plain torch, unless the runtime attends itself. sizes: see
         ModelRunner."""
-        cache = KVCache(plan, self.layers, self.dtype, self.device, self.runtime.mixers)
-        if not isinstance(self.runtime, NativeRuntime):
-            backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
-        return ModelRunner(self.runtime, cache, backend, sizes=sizes)
+        runtime = self.runtime
+        cache = KVCache(plan, runtime.layers, runtime.dtype, runtime.device, runtime.mixers)
+        if not isinstance(runtime, NativeRuntime):
+            backend = backend or make_torch(runtime.dtype, runtime.device, runtime.attention_needs)
+        return ModelRunner(runtime, cache, backend, sizes=sizes)
 
 
 def load_model(

@@ -104,7 +104,7 @@ class Windows(Subject):
             cache.runner.close()
 
     def _backend(self) -> AttentionBackend | None:
-        dtype = self.loaded.dtype
+        dtype = self.loaded.runtime.dtype
         return {
             "native": None,
             "torch": None,

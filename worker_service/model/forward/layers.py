@@ -70,20 +70,13 @@ def _restart_turns(model: torch.nn.Module, _: Any) -> None:
             target.restart()
 
 
-def placeholder_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape that attention returns for these, which depends on all queries; see AttentionTarget."""
+def placeholder(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
+    """An AttentionTarget that leaves attention out, for what only needs the shapes: the result depends on all queries."""
     if query.shape[2] != value.shape[2]:  # cross attention
         return query.mean(-1, keepdim=True).expand(-1, -1, -1, value.shape[3]).transpose(1, 2).contiguous()
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
-
-
-class PlaceholderTarget:
-    """An AttentionTarget that returns placeholders: attention left out, for what only needs the shapes."""
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        return placeholder_output(query, value)
 
 
 @contextmanager
@@ -108,7 +101,7 @@ class _Recorder:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         """K and V of each call. They are kept so that no other tensors get their memory."""
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         name = self._names[module]
@@ -138,7 +131,7 @@ class _Recorder:
         source = self._source(key, value)
         self._seen.append((key, value))
         self.found.append(AttentionLayer(name, module, needs, call._replace(bias=None), source))
-        return placeholder_output(query, value)
+        return placeholder(module, query, key, value, call)
 
     def _source(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
         """The first layer that was called with the very same K and V."""
@@ -163,7 +156,7 @@ class PagedTarget:
     layer: KVLayer
     backend: AttentionBackend
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if call.window != self.layer.window:
@@ -183,14 +176,14 @@ class _Turns:
     def restart(self) -> None:
         self._turn = 0
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if self._turn == len(self._targets):
             raise UnsupportedAttention(f"attends more often than the {self._turn} times seen while loading")
         target = self._targets[self._turn]
         self._turn += 1
-        return target.attend(module, query, key, value, call)
+        return target(module, query, key, value, call)
 
 
 def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], backend: AttentionBackend) -> None:

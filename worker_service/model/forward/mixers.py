@@ -14,7 +14,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...attention.interface import UnsupportedAttention
 from ..errors import UnsupportedModel
-from .layers import ForwardCall, PlaceholderTarget, bound, following
+from .layers import ForwardCall, bound, following, placeholder
 from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, StateKind, StateSpec, has_tokens
 from .scan import ScanFromState, clamp_time_steps
 
@@ -47,7 +47,7 @@ def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
     cache = _WatchedCache(config=model.config)
     tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
     try:
-        with bound(model.modules(), PlaceholderTarget()), following(model) as cache.running, torch.inference_mode():
+        with bound(model.modules(), placeholder), following(model) as cache.running, torch.inference_mode():
             model(input_ids=tokens, position_ids=tokens, use_cache=False, **{_cache_argument(model): cache})
     except UnsupportedAttention as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error

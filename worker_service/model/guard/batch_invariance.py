@@ -41,8 +41,7 @@ def find_batch_invariance(runtime: Runtime, max_model_len: int, backend: Attenti
     if isinstance(runtime, NativeRuntime):
         reason = "every sum of the native step has one order; the whole model was tested at load"
         return _finding(PARTITION, _differences(runtime, max_model_len, backend), reason)
-    needs = tuple(dict.fromkeys(layer.needs for layer in runtime.layers))
-    finding = find_invariance(runtime.dtype, runtime.device, needs)
+    finding = find_invariance(runtime.dtype, runtime.device, runtime.attention_needs)
     if finding is None or not isinstance(backend, TorchAttention):
         placed = f"{dtype_name(runtime.dtype)} on {runtime.device}"
         reason = f"{placed} uses the fastest kernels; it is tested for --dtype float32 on a CPU"

@@ -21,7 +21,6 @@ from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks, SequencePart, StateBlocks
 from ..errors import ModelError, UnsupportedModel
 from ..forward.contract import Runtime
-from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.modules import ModulesRuntime
@@ -145,7 +144,7 @@ def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length:
 
 
 def require_equal(
-    runtime: ModulesRuntime | EncoderDecoderRuntime,
+    runtime: ModulesRuntime,
     ours: torch.Tensor,
     reference: torch.Tensor,
     where: str,

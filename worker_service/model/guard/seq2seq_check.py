@@ -65,7 +65,7 @@ def guarded_encoder_decoder(
         with replacing(model, dtype, device):
             layers = find_decoder_layers(seq2seq, device)
         layers = fix_positions(seq2seq, layers, _two_texts(config, device), max_model_len)
-        runtime = EncoderDecoderRuntime(seq2seq, layers, dtype, device)
+        runtime = EncoderDecoderRuntime(model.config, layers, dtype, device, (), model, seq2seq)
         few = _few_texts(seq2seq, max_model_len, max_encoder_tokens, is_thorough)
         _compare(runtime, few, STEPS, "packed and in chunks")
         if is_thorough:

@@ -77,7 +77,7 @@ def measure_runtime(
     plan = KVCachePlan.one_group(1 + len(of_prompt) + num_requests, block_size, kv_bytes_per_token(layers, dtype))
     backend = None
     if not isinstance(runtime, NativeRuntime):
-        backend = make_torch(dtype, device, tuple(dict.fromkeys(layer.needs for layer in layers)))
+        backend = make_torch(dtype, device, runtime.attention_needs)
     tokens = random_sequences(runtime.config, [length])[0]
     greedy = SamplingParams()
     # The token after the prompt goes into a block of the request's own. If the prompt ends within this block, its last tokens are
