@@ -92,7 +92,7 @@ class Watched(ModelRunner):
         return super().execute(step)
 
 
-class FakeMeter:
+class FakeMeter(CUDAMeter):
     """Says that the newest step needed 1,000 bytes per token, and of a step of decodes 3 bytes per token read."""
 
     def __init__(self, steps: list[Step]) -> None:
@@ -143,7 +143,7 @@ def written(part: SequencePart, block_size: int) -> list[int]:
 def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
     num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
 ) -> None:
-    batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size)
+    batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size, bytes_per_token=1)
     prompts, late, decodes = batches.prompts(), batches.late_chunk(), batches.decodes(batches.decode_context)
     assert len(prompts.parts) == len(decodes.parts) == num_seqs
     assert sum(len(part.token_ids) for part in prompts.parts) == min(num_tokens, num_seqs * max_model_len)
@@ -217,7 +217,7 @@ def test_a_plan_on_a_gpu_can_be_allocated_and_a_maximum_batch_runs_in_it(tmp_pat
     settings = MemorySettings(16, gpu_memory_utilization=0.5, max_num_seqs=8, max_num_batched_tokens=256)
     budget = loaded.plan(settings)
     runner = loaded.runner(budget.kv_cache)
-    batches = MaximumBatches(256, 8, MAX_MODEL_LEN, 16)
+    batches = MaximumBatches(256, 8, MAX_MODEL_LEN, 16, bytes_per_token=1)
     for step in (batches.prompts(), batches.late_chunk(), batches.decodes(batches.decode_context)):
         runner.execute(step)
     free, total = torch.cuda.mem_get_info(0)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
 from ...cache.groups.window import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import CrossPlan, KVCachePlan, show_bytes, size_setting
-from .split import KEPT_STATES, KEPT_WINDOWS, CrossNeeds, GroupNeeds, Split, StateNeeds
+from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
+from .split import KEPT_STATES, KEPT_WINDOWS, Split
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -177,13 +177,13 @@ class MemoryBudget:
 def plan_memory(
     facts: MemoryFacts,
     settings: MemorySettings,
-    groups: Sequence[GroupNeeds] | None = None,
-    cross: CrossNeeds | None = None,
+    groups: Sequence[GroupPlan] | None = None,
+    cross: CrossPlan | None = None,
 ) -> MemoryBudget:
     """The KV cache of the given number of blocks or bytes (at most one of them), else as large as the share allows.
 
-    groups: needs of the groups of layers, see Split; None: one group that keeps everything. cross: needs of an encoder-decoder
-    model's cross group. Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
+    groups: the groups of layers, see Split; None: one group that keeps everything. cross: the cross group of an encoder-decoder
+    model. Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
     """
     block_size = settings.block_size
     if block_size < 1 or block_size & (block_size - 1):
@@ -191,8 +191,8 @@ def plan_memory(
     if settings.num_blocks is not None and settings.kv_cache_memory is not None:
         raise ModelError("Give the size of the KV cache as a number of blocks or in bytes, not both.")
     if groups is None:
-        groups = [GroupNeeds(None, facts.bytes_per_token)]
-    states = StateNeeds(facts.state_bytes, settings.state_blocks) if facts.state_bytes else None
+        groups = [GroupPlan(0, None, 0, facts.bytes_per_token)]
+    states = StatesPlan(settings.state_blocks or 0, facts.state_bytes) if facts.state_bytes else None
     if settings.state_blocks is not None and states is None:
         raise ModelError("This model has no recurrent layers: leave out --state-blocks.")
     if settings.window_blocks is not None and all(group.window is None for group in groups):
