@@ -334,10 +334,11 @@ def check_default_beams(facts: ModelFacts, max_num_seqs: int) -> None:
 
 
 def log_batch_invariance(facts: ModelFacts) -> None:
-    batch_invariance = facts.batch_invariance
+    found = facts.batch_invariance
     # It should hold in float32 on every CPU; for others it is not promised, and its lack is no fault.
-    is_missing = not batch_invariance.is_promised and facts.dtype == "float32" and facts.device == "cpu"
-    (log.warning if is_missing else log.info)(batch_invariance.describe())
+    is_missing = not found.promised and facts.dtype == "float32" and facts.device == "cpu"
+    write_log = log.warning if is_missing else log.info
+    write_log(f"batch invariance: {'promised' if found.promised else 'not promised'}: {found.reason}")
 
 
 _OF_ENGINE: Final = {
@@ -437,7 +438,7 @@ def _encode_facts(
         block_size=settings.block_size,
         eos_token_ids=facts.eos_token_ids,
         files=codec.encode_files(files),
-        batch_invariance=codec.encode_batch_invariance(facts.batch_invariance),
+        batch_invariance=facts.batch_invariance,
         is_encoder_decoder=encoder is not None,
         decoder_start_token_id=start,
         max_encoder_tokens=0 if encoder is None else encoder.max_tokens,

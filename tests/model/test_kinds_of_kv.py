@@ -288,7 +288,7 @@ def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
     subject = make_with_encoder("umt5", tmp_path)
     backend = subject.loaded.attention_backend("torch", BLOCK_SIZE, lambda _: None)
     promise = subject.loaded.try_batch_invariance(backend).facts.batch_invariance
-    assert promise.is_promised, promise.reason
+    assert promise.promised, promise.reason
     found = []
     for together in (False, True):
         paged = PagedModel(subject.loaded)

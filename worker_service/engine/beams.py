@@ -8,7 +8,6 @@ all beams is computed once, and they are forked from there: what a group holds n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -213,7 +212,8 @@ class BeamRequest(Request):
         if decoder is not None:
             chunk.text += decoder.finish()
         chunk.finish_reason, chunk.score = reason, ended.score
-        chunk.usage = replace(self.usage(), num_generated_tokens=ended.node.length)
+        chunk.usage = self.usage()
+        chunk.usage.num_generated_tokens = ended.node.length
         yield chunk
 
     def _token(self, node: BeamNode) -> SampledToken:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
@@ -22,9 +22,6 @@ from .live_streams import LiveStreams
 from .policy import SchedulingPolicy
 from .request import GenerationParams, Payer, Rank, Request
 from .step import BlockCopy, SequencePart, Step
-
-if TYPE_CHECKING:
-    from .request import Payer, Request
 
 
 class RequestQueue:

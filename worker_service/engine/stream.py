@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from kvpool.v1 import worker_pb2
+
 from .errors import EngineError
-from .request_times import EngineTimes
 from .sampling_params import RowLogprobs
 from .step import SampledToken
 
@@ -25,18 +26,6 @@ class EndReason(Enum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUsage:
-    """What a request has used so far."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    num_preemptions: int
-    times: EngineTimes | None = None
-    """Times of a finished request; None before, and without a token."""
-
-
 @dataclass(slots=True)
 class StreamChunk:
     """Tokens and text since the previous chunk."""
@@ -44,7 +33,7 @@ class StreamChunk:
     start_index: int
     tokens: list[SampledToken] = field(default_factory=list)
     text: str = ""
-    usage: RequestUsage | None = None
+    usage: worker_pb2.Usage | None = None
     finish_reason: EndReason | None = None
     prompt_logprobs: list[RowLogprobs | None] = field(default_factory=list)
     """Log-probabilities of the prompt's next tokens; None for its first, which has no context."""
