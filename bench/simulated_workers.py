@@ -111,7 +111,7 @@ class SimulatedWorker:
         """Note when a report is complete."""
         was_reporting = False
         while True:
-            link = self.cache._state.link
+            link = self.cache.state.link
             is_reporting = link is None or link.report is not None
             if was_reporting and not is_reporting:
                 self.complete_at = time.monotonic()

@@ -118,7 +118,7 @@ class ManagerLink:
 
     async def _register(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         while True:
-            request = self._registration.next_request(holds_state=self._cache.holds_state)
+            request = self._registration.next_request(holds_state=self._cache.state.holds_anything)
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
@@ -181,7 +181,7 @@ class ManagerLink:
 
     async def _drop_blocks(self, why: str) -> None:
         """End all streams and forget all blocks: the manager cannot raise its epoch above that of the blocks held here."""
-        self._cache.give_up(why, is_defect=False)
+        self._cache.state.give_up(why, is_defect=False)
         await self._until_reset()
         self._registration.forget_manager()
 
@@ -197,10 +197,10 @@ class ManagerLink:
 
     async def _until_reset(self) -> None:
         """If all blocks are given up, wait until the engine has ended its streams and steps and forgotten the blocks."""
-        while self._cache.is_given_up:
+        while self._cache.state.is_given_up:
             self._engine.on_cache_changed()
             self._engine.changed_for_link.clear()
-            if self._cache.is_given_up:
+            if self._cache.state.is_given_up:
                 await self._engine.changed_for_link.wait()
 
     async def _leave(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
@@ -247,7 +247,7 @@ class ManagerLink:
             except grpc.aio.AioRpcError as error:
                 reason = details_of(error).reason
                 if reason in SESSION_OVER:
-                    self._cache.lose(SESSION_OVER[reason])
+                    self._cache.state.lose_session(SESSION_OVER[reason])
                     self._engine.on_cache_changed()
                     self._engine.changed_for_link.set()
                     return

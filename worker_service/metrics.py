@@ -106,8 +106,8 @@ class WorkerMetrics:
         counts = [("decodes_that_waited_for_a_call", _WAITED, cache.num_reserve_waits)]
         if cache.settings.keeping_boundaries:
             counts += [
-                ("windows_named", "Windows and snapshots kept for other prompts.", cache.num_windows_named),
-                ("windows_not_named", _NOT_NAMED, cache.num_windows_not_named),
+                ("windows_named", "Windows and snapshots kept for other prompts.", cache.state.num_windows_named),
+                ("windows_not_named", _NOT_NAMED, cache.state.num_windows_not_named),
             ]
         for name, text, count in counts:
             page.counter(f"kvpool_worker_{name}", text, count)

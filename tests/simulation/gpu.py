@@ -112,7 +112,7 @@ class Gpu:
         worker = self.worker
         assert not self.is_busy
         self.is_busy = True
-        state = worker.cache._state
+        state = worker.cache.state
         in_step = [sequence for sequence in state.sequences.values() if sequence.in_step]
         self._copies = [_Copy(copy, state.ledgers) for copy in step.copies]
         worker.world.counts["blocks copied for forks"] += len(step.copies)
@@ -164,7 +164,7 @@ class Gpu:
     def _make_copies(self) -> None:
         """Before anything of the step is written, but not before it is written first: the blocks must be kept until then."""
         copies, self._copies = self._copies, []
-        ledgers = self.worker.cache._state.ledgers
+        ledgers = self.worker.cache.state.ledgers
         for copy in copies:
             self.worker.world.laws.count("no use after free")
             ledger = ledgers[copy.group]
@@ -251,7 +251,7 @@ class Gpu:
         laws = self.worker.world.laws
         laws.count("no use after free")
         laws.count("sealed blocks never change")
-        ledgers = self.worker.cache._state.ledgers
+        ledgers = self.worker.cache.state.ledgers
         if part.encoder is not None and not self._may_touch_unit(part, ledgers):
             return False
         return self._may_touch_state(part, ledgers[-1]) and all(

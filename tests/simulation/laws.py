@@ -335,7 +335,7 @@ class Laws:
 
     def _has_blocks(self, worker: WorkerProcess, sequence: CacheSequence) -> bool:
         """Whether the reserves have what the next step of a sequence needs."""
-        state = worker.cache._state
+        state = worker.cache.state
         num_tokens = min(sequence.num_uncomputed_tokens, worker.engine.scheduler.max_chunk_tokens)
         num_slots = sequence.num_computed_tokens + num_tokens
         return all(
@@ -360,7 +360,7 @@ class Laws:
         """A worker has accepted a grant."""
         self.count("generations grow")
         for worker in self.world.live_workers():
-            ledgers = worker.cache._state.ledgers
+            ledgers = worker.cache.state.ledgers
             if ledger in ledgers:
                 if worker.granted_in is not ledgers:
                     worker.granted_in, worker.granted = ledgers, {}
@@ -378,7 +378,7 @@ class Laws:
         """A worker has accepted a hit: its KV must be there by now."""
         self.count("sealed-only sharing")
         for worker in self.world.live_workers():
-            if ledger in worker.cache._state.ledgers:
+            if ledger in worker.cache.state.ledgers:
                 content = ledger.content(block)
                 if isinstance(content, Unit):
                     if not worker.gpu.holds_unit(ledger.group, content):
@@ -463,7 +463,7 @@ class Laws:
     def _agreement(self, manager: ManagerProcess, worker: WorkerProcess, session: Session) -> None:
         """What the manager has as a hit, the worker has complete, and the GPU has it right."""
         self.count("manager and worker agree")
-        for ledger, pool in zip(worker.cache._state.ledgers, session.pools, strict=True):
+        for ledger, pool in zip(worker.cache.state.ledgers, session.pools, strict=True):
             if not self._agreement_on(manager, worker, ledger, pool):
                 return
 
@@ -524,7 +524,7 @@ class Laws:
                     or session.sequences
                 ):
                     self.world.fail("nothing leaks", f"{worker.name}: {counts}, {list(session.sequences)}")
-            state = worker.cache._state
+            state = worker.cache.state
             is_used = any(ledger.num_used for ledger in state.ledgers) or any(state.reserves)
             if is_used or state.sequences or state.ending or state.parked:
                 self.world.fail("nothing leaks", f"{worker.name} still holds {list(state.sequences)}")

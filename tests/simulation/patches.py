@@ -32,7 +32,6 @@ from kvpool.client import answer_streams
 from kvpool.process import durable_file
 from kvpool.worker_service import generate_many
 from kvpool.worker_service.cache import naming
-from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.entry import Entry
 from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger
@@ -98,10 +97,10 @@ def installed(world: World) -> Iterator[None]:
         original(ledger, block, generation)
         world.laws.on_grant(ledger, block, generation)
 
-    def lose(cache: EngineCache, why: str, original: Any = EngineCache.lose) -> None:
+    def lose_session(state: CacheState, why: str, original: Any = CacheState.lose_session) -> None:
         if "disagree" in why:
             world.laws.on_disagreement(why)
-        original(cache, why)
+        original(state, why)
 
     def accept_hits(
         ledger: BlockLedger, blocks: list[int], *about: Any, original: Any = BlockLedger.accept_hits
@@ -171,7 +170,7 @@ def installed(world: World) -> Iterator[None]:
         stack.enter_context(mock.patch.object(status, "of_refusal", of_refusal))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_grant", accept_grant))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_hits", accept_hits))
-        stack.enter_context(mock.patch.object(EngineCache, "lose", lose))
+        stack.enter_context(mock.patch.object(CacheState, "lose_session", lose_session))
         stack.enter_context(mock.patch.object(BlockLedger, "accept_window", accept_window))
         stack.enter_context(mock.patch.object(UnitLedger, "accept_unit", accept_unit))
         stack.enter_context(mock.patch.object(LinkState, "new_entries", new_entries))

@@ -221,7 +221,7 @@ class WorkerProcess(Process):
         """Into the world's counts."""
         self.world.counts["preemptions"] += self.engine.scheduler.num_preemptions
         self.engine.scheduler.num_preemptions = 0
-        state = self.cache._state
+        state = self.cache.state
         self.world.counts["windows named"] += state.num_windows_named
         self.world.counts["windows not named for lack of blocks"] += state.num_windows_not_named
         state.num_windows_named = state.num_windows_not_named = 0
@@ -249,7 +249,7 @@ class WorkerProcess(Process):
         """Sequences whose blocks are used here, with these and their generations, by group."""
         return [
             (sequence, [_blocks(table) for table in sequence.group_tables])
-            for sequence in self.cache._state.sequences.values()
+            for sequence in self.cache.state.sequences.values()
             if sequence.uses_blocks and sequence.state in (SequenceState.LIVE, SequenceState.ENDING)
         ]
 

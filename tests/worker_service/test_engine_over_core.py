@@ -141,7 +141,7 @@ async def test_a_grant_whose_reply_was_lost_is_asked_for_again_even_while_the_po
         await until(lambda: world.wire.is_cut, pause=0)
         gate.set()
         # Now let the first run into the end of the pool, and keep Allocate back until it has.
-        world.cache._state.ask_again_at = world.wire.now() + 3600
+        world.cache.state.ask_again_at = world.wire.now() + 3600
         world.wire.is_cut = False
         assert await read(first) == expected_text(list(range(10)), 20)
         assert await read(second) == expected_text(list(range(100, 120)), 2)
@@ -157,10 +157,10 @@ async def test_a_lost_grant_that_is_then_fenced_elsewhere_is_freed() -> None:
         first = world.submit(list(range(20)), 4, sequence_id="a")
         await until(lambda: world.wire.is_cut, pause=0)
         # The worker hears nothing while the client moves on.
-        world.cache._state.link.retry_at = world.wire.now() + 3600  # type: ignore[union-attr]
+        world.cache.state.link.retry_at = world.wire.now() + 3600  # type: ignore[union-attr]
         world.wire.is_cut = False
         assert await other.generate(list(range(20)), 4, sequence_id="a", attempt=2) == expected_text(list(range(20)), 4)
-        world.cache._state.link.retry_at = 0.0  # type: ignore[union-attr]
+        world.cache.state.link.retry_at = 0.0  # type: ignore[union-attr]
         world.engine.changed_for_link.set()
         with pytest.raises(EngineError) as caught:
             await read(first)

@@ -91,7 +91,7 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
         await world.generate([7] * 9, 4)
         request = world.submit(list(range(20)), 200)
         await until(lambda: request.num_generated > 8)
-        ledger = world.cache._state.ledgers[0]
+        ledger = world.cache.state.ledgers[0]
         content = ledger.content(ledger.idle_blocks()[0])
         assert content is not None
         content.tokens = bytes(3 * TOKEN_BYTES)
@@ -129,7 +129,7 @@ async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_
         await world.generate(list(range(20)), 4)
         restart(world)
         world.wire.break_reports = True
-        await until(lambda: not world.cache.holds_state)
+        await until(lambda: not world.cache.state.holds_anything)
         await until(world.is_open.is_set)
         assert await world.generate(list(range(20)), 4) == expected_text(list(range(20)), 4)
         assert world.wire.num_calls["Report"] == 1

@@ -263,7 +263,7 @@ async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
     async with world.running():
         request = world.submit(list(range(10)), 300, sequence_id="s", **several(3))
         await until(lambda: request.num_generated > 3 and len(request.answers) == 3)
-        await until(lambda: not world.cache._state.forks)
+        await until(lambda: not world.cache.state.forks)
         elsewhere = World(num_blocks=100, block_size=4, worker_id="w1", wire=world.wire)
         async with elsewhere.running():
             await elsewhere.generate([1, 2], 3, sequence_id=answer_id("s", 2), attempt=2)

@@ -54,9 +54,9 @@ async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None
         request = world.submit(list(range(10)), 1_200)
         await until(lambda: world.cache.num_spare_blocks[0] > 100)
         world.wire.is_cut = True
-        await until(lambda: world.cache._state.link is not None and world.cache._state.link.is_unanswered)
+        await until(lambda: world.cache.state.link is not None and world.cache.state.link.is_unanswered)
         before = world.cache.num_spare_blocks[0] + request.sequence.num_entries
-        world.model.step_seconds, world.cache._state.rate.tokens_per_second = 0.1, 1.0
+        world.model.step_seconds, world.cache.state.rate.tokens_per_second = 0.1, 1.0
         calls = sum(world.wire.num_calls.values())
         await until(lambda: sum(world.wire.num_calls.values()) > calls + 2)
         assert world.cache.num_spare_blocks[0] + request.sequence.num_entries == before

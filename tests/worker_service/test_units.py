@@ -60,7 +60,7 @@ def test_units_outlive_the_session() -> None:
     live, filling = begin(worker, "a", count=8), begin(worker, "b", OTHER, count=8)
     worker.step(live)
     before = [worker.manager.sessions[0].pools[CROSS].state(block) for block in range(1, 9)]
-    worker.cache.lose("for the test")
+    worker.cache.state.lose_session("for the test")
     worker.register()
     worker.check()
     pool = worker.manager.sessions[0].pools[CROSS]

@@ -64,7 +64,7 @@ class Worker:
             register_no=self._register_no,
             model_fingerprint="m",
             kv_cache_config=self.cache.settings.kv_cache_config(),
-            holds_state=self.cache.holds_state,
+            holds_state=self.cache.state.holds_anything,
         )
         response: Any = manager_calls.execute(self.manager, "Register", request, self.now)
         self.cache.on_registered(response)

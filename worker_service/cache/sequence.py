@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from kvpool.v1 import common_pb2
 
-from .groups.group import GroupTable, StateUse
+from .entry import StateBlocks
+from .groups.group import GroupTable
 from .groups.scratch import Scratch
 from .ledger import Content
 
@@ -137,7 +138,7 @@ class CacheSequence:
         """The blocks with the KV of the encoder's input; None: there is no encoder."""
         return next((table.table for table in self.group_tables if table.is_encoder), None)
 
-    def state_use(self, num_slots: int) -> StateUse | None:
+    def state_use(self, num_slots: int) -> StateBlocks | None:
         """The state's blocks in the step up to `num_slots` tokens for which the sequence was extended; None: there are no recurrent
         layers."""
         uses = (table.state_use(self.num_computed_tokens, num_slots) for table in self.group_tables)

@@ -62,15 +62,17 @@ class CacheState:
         """Blocks that the manager can grant in each group without eviction, as of the last reply; None before the first of a
         session. Fewer than the blank blocks here if the budget of all workers is reached."""
         self.num_windows_named = 0
+        """Windows and snapshots that were named, and so kept for others."""
         self.num_windows_not_named = 0
         """Windows and snapshots not named: there was no block to replace theirs, or none for the snapshot."""
         self.is_given_up = False
-        """The blocks held here cannot be reported to the manager and must be forgotten."""
+        """The blocks held here cannot be reported to the manager and must be forgotten: the engine has to end its streams and
+        steps, then call `reset`."""
         self.events: list[events.Event] = []
 
     @property
     def holds_anything(self) -> bool:
-        """Whether there is anything to report to a manager."""
+        """Whether there is anything to report to a manager, and so the next session must start with a report."""
         return any(ledger.holds_anything for ledger in self.ledgers) or any(self.reserves)
 
     def begin_session(self, link: LinkState, *, report_wanted: bool) -> None:
@@ -98,7 +100,7 @@ class CacheState:
                     ledger.drop(block)
 
     def lose_session(self, why: str) -> None:
-        """The session is over. Blocks stay; unanswered calls count as not executed."""
+        """The session is over. Blocks stay, and sequences decode from the reserve; unanswered calls count as not executed."""
         if self.link is None:
             return
         self.link = None
@@ -142,10 +144,6 @@ class CacheState:
         if not self.is_given_up:
             self.is_given_up = True
             self.events.append(events.GivenUp(why, is_defect))
-
-    def open_link(self) -> LinkState | None:
-        """The link of the open session, if the manager serves it."""
-        return self.link if self.link is not None and self.link.is_live else None
 
     def spare_targets(self, joining: List[CacheSequence] = ()) -> list[int]:
         """Blocks that the reserve of each group should hold for the live sequences, and for `joining` ones with tables for their

@@ -18,7 +18,7 @@ from .beam_search import BeamParams
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes
 from .sampling_params import RowLogprobs, SamplingParams
-from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart, StateBlocks
+from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart
 from .stream import EndReason, StreamChunk, TokenStream
 from .token_counts import TokenCounts
 from .token_rules import NextIds, TokenRules
@@ -181,7 +181,6 @@ class Request:
         """The part in a step of one of its sequences, which computes `num_tokens` more of its tokens and, if it `samples`, the next
         one."""
         start = sequence.num_computed_tokens
-        state = sequence.state_use(start + num_tokens)
         following = self._following(sequence) if samples else NextIds()
         return SequencePart(
             token_ids=sequence.tokens[start : start + num_tokens],
@@ -192,7 +191,7 @@ class Request:
             forced_ids=following.forced,
             counts=self._counts,
             prompt_rows=self._prompt_rows(start, start + num_tokens),
-            state=None if state is None else StateBlocks(*state),
+            state=sequence.state_use(start + num_tokens),
             encoder=self._encoder_blocks(sequence),
             forks=[self._fork_params(index).sampling for index in range(1, 1 + self.num_forks_due)] if samples else (),
         )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from ..cache.entry import BlockCopy as BlockCopy
+from ..cache.entry import StateBlocks as StateBlocks
 from .sampling_params import RowLogprobs, SamplingParams
 from .token_counts import TokenCounts
 
@@ -19,18 +20,6 @@ class PromptRows(NamedTuple):
     """The next token of each position, from `first` on. Never empty."""
     num_top: int
     """Number of most likely tokens to return with each target."""
-
-
-class StateBlocks(NamedTuple):
-    """The blocks that hold a sequence's running state. A block has the states of all recurrent layers."""
-
-    source: int
-    """Block with the state after the tokens before the part: the running one, or the snapshot of a hit. 0: no tokens are before it,
-    and the layers begin with their initial state. It is read before anything is written."""
-    running: int
-    """Block that gets the state after the part's tokens. It may be the source."""
-    snapshot: int = 0
-    """Another block that gets this state too; 0: none."""
 
 
 class EncoderBlocks(NamedTuple):
