@@ -31,7 +31,8 @@ from .cache.groups.state import StateGroup, grid_tokens
 from .cache.groups.unit import UnitGroup
 from .cache.groups.window import WindowGroup
 from .cache.settings import CacheSettings
-from .engine.engine import Engine, EngineSettings
+from .engine.capacity import EngineSettings
+from .engine.engine import Engine
 from .engine.errors import EngineError, ErrorKind
 from .incarnation import Identity, WorkerState
 from .manager_link import ManagerLink

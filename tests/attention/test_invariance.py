@@ -10,7 +10,8 @@ import torch
 from kvpool.worker_service.attention import softmax
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes, fixed_shapes, forget_trials
 from kvpool.worker_service.attention.layer import AttentionCall, AttentionSpec, KVLayer, LayerNeeds
-from kvpool.worker_service.attention.packing import one_group, pack
+from kvpool.worker_service.attention.layout import BlockGroup
+from kvpool.worker_service.attention.packing import pack
 from kvpool.worker_service.attention.selection import choose_backend
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
@@ -76,7 +77,7 @@ class Text:
             spans = [(1, 0, min(end, NUM_TOKENS // 2))] if neighbour else []
             spans.append((0, done, end))
             parts = [Part([0] * (last - first), first, (self._tables[index],)) for index, first, last in spans]
-            backend.begin(pack(parts, BLOCK_SIZE, one_group(self._num_blocks), CPU))
+            backend.begin(pack(parts, BLOCK_SIZE, [BlockGroup(self._num_blocks)], CPU))
             query, key, value = (
                 torch.cat([tensor[index, first:last] for index, first, last in spans]).transpose(0, 1)[None]
                 for tensor in (self._query, self._key, self._value)

@@ -41,12 +41,11 @@ def test_the_groups_are_those_of_the_layers(architecture: str, tmp_path: Path) -
     save_model(architecture, tmp_path)
     layers = load(tmp_path).runtime.layers
     groups = groups_of(layers)
-    windows = [group.window for group in groups]
     kept = [layer for layer in layers if layer.source is None]
-    assert windows == ([WINDOW] if all(layer.needs.window for layer in kept) else [None, WINDOW])
-    for group in groups:
-        assert all(layers[index].needs.window == group.window for index in group.layers)
-    assert sorted(index for group in groups for index in group.layers) == [
+    assert list(groups) == ([WINDOW] if all(layer.needs.window for layer in kept) else [None, WINDOW])
+    for window, members in groups.items():
+        assert all(layers[index].needs.window == window for index in members)
+    assert sorted(index for members in groups.values() for index in members) == [
         index for index, layer in enumerate(layers) if layer.source is None
     ]
 
@@ -303,7 +302,7 @@ def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
 def test_windows_have_blocks_of_their_own_and_the_cross_group_comes_last(tmp_path: Path) -> None:
     """T5Gemma over its real groups: full attention, a window, the encoder's output."""
     subject = make_with_encoder("t5gemma", tmp_path)
-    windows = [group.window for group in groups_of(subject.loaded.runtime.layers)]
+    windows = list(groups_of(subject.loaded.runtime.layers))
     assert windows == [None, 8]
     groups = tuple(GroupPlan(index, window, 40, 0) for index, window in enumerate(windows))
     plan = KVCachePlan(BLOCK_SIZE, groups, cross=CrossPlan(40, 0, 64))

@@ -95,7 +95,7 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]
 
 
 KEY: dict[str, str | int] = {"fingerprint": "f", "native_threads": 2}
-CHOICE = Choice("torch", StepSeconds(1.5, 0.25), StepSeconds(0.5, 0.5))
+CHOICE = Choice(key=KEY, runtime="torch", native=StepSeconds(1.5, 0.25), torch=StepSeconds(0.5, 0.5))
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from .layer import AttentionCall, KVLayer, LayerNeeds
-from .packing import BlankPart, Packer, one_group
+from .layout import BlockGroup
+from .packing import BlankPart, Packer
 from .torch_backend import TorchAttention
 from .torch_plan import PlanShapes
 
@@ -168,7 +169,7 @@ class _Trial:
         self._random = torch.Generator().manual_seed(0)
         self._texts = self._make_texts()
         num_blocks = 1 + max(block for text in self._texts for block in text.block_table)
-        self._packer = Packer(_BLOCK_SIZE, one_group(num_blocks), torch.device("cpu"))
+        self._packer = Packer(_BLOCK_SIZE, [BlockGroup(num_blocks)], torch.device("cpu"))
         self._backend = TorchAttention(torch.float32, min_shared_tokens=1, shapes=shapes)
         size = (num_blocks, _BLOCK_SIZE, needs.num_kv_heads)
         caches = (torch.zeros(*size, needs.k_head_dim), torch.zeros(*size, needs.v_head_dim))

@@ -80,11 +80,6 @@ class StepSizes(NamedTuple):
     max_blocks_per_seq: int = 1
 
 
-def one_group(num_blocks: int) -> tuple[BlockGroup, ...]:
-    """The groups of a model whose layers all keep everything, in the same blocks."""
-    return (BlockGroup(num_blocks),)
-
-
 class PartTensors(NamedTuple):
     """The parts of a step on the device, in order."""
 

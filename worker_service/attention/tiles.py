@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from .encoder_tables import EncoderTables
 from .packing import Packing
-from .shared_prefix import SharedPrefix, find_shared_prefixes
+from .shared_prefix import SharedPrefix
 
 
 class TileKind(IntEnum):
@@ -117,7 +117,7 @@ def _shared_prefixes(
 ) -> Iterator[SharedPrefix]:
     if window is not None:
         return
-    for prefix in find_shared_prefixes(packing.tables(group), packing.starts, packing.block_size, min_shared_tokens):
+    for prefix in packing.shared_prefixes(min_shared_tokens, packing.num_tokens, group):
         length = prefix.num_blocks * packing.block_size
         whole = length if partition is None else length - length % partition
         if (len(prefix.parts) - 1) * whole >= min_shared_tokens:

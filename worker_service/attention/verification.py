@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .layer import AttentionBackend, AttentionCall, KVLayer, LayerNeeds
-from .packing import BlankPart, Packer, one_group
+from .layout import BlockGroup
+from .packing import BlankPart, Packer
 from .torch_backend import NEVER_SHARE, TorchAttention
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
@@ -64,7 +65,7 @@ class _Trial:
         self._lengths = self._sequence_lengths()
         self._tables = self._block_tables()
         num_blocks = 1 + max(block for table in self._tables for block in table)
-        self._packer = Packer(block_size, one_group(num_blocks), device)
+        self._packer = Packer(block_size, [BlockGroup(num_blocks)], device)
         self._backend, self._layer = backend, self._new_layer(num_blocks, dtype)
         self._oracle, self._oracle_layer = (
             TorchAttention(torch.float32, NEVER_SHARE),

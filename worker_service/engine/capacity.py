@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 from ..cache.settings import CacheSettings
 from .errors import EngineError, ErrorKind, invalid
+from .policy import SchedulingPolicy
+from .prompt import EncoderSettings
 from .request import GenerationParams
 
 
-class ModelLimits(Protocol):
-    """Those of the engine's settings that bound a request."""
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of the engine, and facts of the model."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def max_num_seqs(self) -> int: ...
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    """Prompt and generated tokens of one sequence."""
+    eos_token_ids: frozenset[int] = frozenset()
+    max_num_seqs: int = 64
+    """Sequences in one batch."""
+    max_num_batched_tokens: int = 2048
+    """Tokens in one step."""
+    max_mixed_prefill_tokens: int = 512
+    """Prompt tokens in one step while a sequence decodes."""
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.fcfs
+    max_num_waiting: int = 1024
+    """Waiting requests; more are refused."""
+    max_num_waiting_tokens: int = 1 << 22
+    """Prompt tokens of all waiting requests; more are refused, but one prompt may always wait."""
+    prefix_caching: bool = True
+    encoder: EncoderSettings | None = None
+    """None: the prompt is the beginning of the text."""
 
 
 class Capacity:
     """The capacity of one worker."""
 
-    def __init__(self, model: ModelLimits, cache: CacheSettings) -> None:
-        self._model = model
+    def __init__(self, engine: EngineSettings, cache: CacheSettings) -> None:
+        self._engine = engine
         self._cache = cache
 
     def max_tokens(self, params: GenerationParams) -> int:
@@ -33,15 +49,15 @@ class Capacity:
         num_prompt = len(params.token_ids)
         if not num_prompt:
             raise invalid("prompt", "needed at least one token, got none")
-        largest, vocab_size = max(params.token_ids), self._model.vocab_size
+        largest, vocab_size = max(params.token_ids), self._engine.vocab_size
         if largest >= vocab_size or min(params.token_ids) < 0:
             raise invalid("prompt", f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
-        room = self._model.max_model_len - num_prompt
+        room = self._engine.max_model_len - num_prompt
         if params.max_tokens > room:
             raise invalid(
                 "max_tokens",
                 f"{num_prompt} {_first(params)} and {params.max_tokens} new ones exceed this worker's limit of "
-                f"{self._model.max_model_len}; at most {room} can be generated",
+                f"{self._engine.max_model_len}; at most {room} can be generated",
             )
         num_beams = 1 if params.beams is None else params.beams.num_beams
         self._check_beams(num_beams)
@@ -63,7 +79,7 @@ class Capacity:
             )
 
     def _check_beams(self, num_beams: int) -> None:
-        most = self._model.max_num_seqs
+        most = self._engine.max_num_seqs
         if num_beams > most:
             raise invalid(
                 "beam_search.num_beams",

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import structlog
 from tokenizers import Tokenizer
@@ -24,11 +23,10 @@ from ..cache.sequence import CacheSequence
 from . import results as results_of
 from .admission import Admission
 from .beams import BeamRequest
-from .capacity import Capacity, check_sampling
+from .capacity import Capacity, EngineSettings, check_sampling
 from .detokenizer import TextDecoder
 from .errors import EngineError, ErrorKind, invalid
-from .policy import SchedulingPolicy
-from .prompt import EncoderSettings, PromptEncoder
+from .prompt import PromptEncoder
 from .request import GenerationParams, Payer, Request
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
@@ -36,31 +34,6 @@ from .step import PartResult, SampledToken, StepRunner
 from .stream import EndReason
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Limits of the engine, and facts of the model."""
-
-    model_fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    """Prompt and generated tokens of one sequence."""
-    eos_token_ids: frozenset[int] = frozenset()
-    max_num_seqs: int = 64
-    """Sequences in one batch."""
-    max_num_batched_tokens: int = 2048
-    """Tokens in one step."""
-    max_mixed_prefill_tokens: int = 512
-    """Prompt tokens in one step while a sequence decodes."""
-    scheduling_policy: SchedulingPolicy = SchedulingPolicy.fcfs
-    max_num_waiting: int = 1024
-    """Waiting requests; more are refused."""
-    max_num_waiting_tokens: int = 1 << 22
-    """Prompt tokens of all waiting requests; more are refused, but one prompt may always wait."""
-    prefix_caching: bool = True
-    encoder: EncoderSettings | None = None
-    """None: the prompt is the beginning of the text."""
 
 
 class Engine:
@@ -173,7 +146,7 @@ class Engine:
         self.prompts.check_input(params.encoder_token_ids)
         self.prompts.check_text_begins(len(params.token_ids))
         max_tokens = self._capacity.max_tokens(params)
-        if self.scheduler.would_clash(params):
+        if self.scheduler.streams.would_clash(params):
             raise EngineError(
                 ErrorKind.EXISTS,
                 f"attempt {params.attempt} of sequence {params.sequence_id!r} already has a stream on this worker, or further "

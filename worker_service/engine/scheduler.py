@@ -20,7 +20,7 @@ from .beams import BeamRequest
 from .fairness import Fairness, tokens_by_payer
 from .live_streams import LiveStreams
 from .policy import SchedulingPolicy
-from .request import GenerationParams, Payer, Rank, Request
+from .request import Payer, Rank, Request
 from .step import BlockCopy, SequencePart, Step
 
 
@@ -127,12 +127,13 @@ class Scheduler:
         self.policy = policy
         self.num_preemptions = 0
         self._cache = cache
-        self._waiting = RequestQueue()
+        self.waiting = RequestQueue()
+        """Requests that have no block table yet, or were preempted. Read-only."""
         self._running = RequestQueue()
         self._fairness = Fairness()
         self._requests: dict[SequenceId, Request] = {}
         """Requests by the id of each of their sequences."""
-        self._streams = LiveStreams()
+        self.streams = LiveStreams()
         self._copies: list[ForkCopies] = []
         self._num_arrived = 0
 
@@ -146,12 +147,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that have no block table yet, or were preempted."""
-        return len(self._waiting)
-
-    @property
-    def waiting(self) -> RequestQueue:
-        """The waiting requests, read-only."""
-        return self._waiting
+        return len(self.waiting)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -165,17 +161,13 @@ class Scheduler:
         """The request of a live (sequence_id, attempt)."""
         return self._requests.get(sequence_id)
 
-    def would_clash(self, params: GenerationParams) -> bool:
-        """Whether a live stream has the name of that request, or one of both could give a name that the other has."""
-        return self._streams.would_clash(params)
-
     def add(self, request: Request) -> None:
         self._num_arrived += 1
         level = self.policy.level(request.params)
         request.rank = Rank(level, self._num_arrived)
         request.sequence.level = level
         request.payer = Payer(level, request.params.tenant)
-        self._streams.add(request)
+        self.streams.add(request)
         self._requests[request.sequence.id] = request
         self._wait(request)
 
@@ -183,7 +175,7 @@ class Scheduler:
         """Add an answer that begins where another one is: it runs, or waits if it has no blocks."""
         sequence = request.sequence
         sequence.level = request.rank.level
-        self._streams.add(request)
+        self.streams.add(request)
         self._requests[sequence.id] = request
         if sequence.state is SequenceState.LIVE:
             self._running.add(request)
@@ -199,8 +191,8 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Remove a request that has not ended, and free its blocks."""
-        (self._running if request in self._running else self._waiting).remove(request)
-        self._streams.remove(request)
+        (self._running if request in self._running else self.waiting).remove(request)
+        self.streams.remove(request)
         for sequence in request.sequences:
             del self._requests[sequence.id]
             self._cache.free(sequence)
@@ -224,7 +216,7 @@ class Scheduler:
         request = self._requests.get(sequence.id)
         if request is None or request.sequence is not sequence:
             return None
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         self._running.add(request)
         request.on_granted()
         return request
@@ -236,7 +228,7 @@ class Scheduler:
         ready: list[Request] = []
         unanswered: list[Request] = []
         admitted: list[Request] = []
-        for request in self._waiting:
+        for request in self.waiting:
             sequence = request.sequence
             if sequence.state is SequenceState.WAITING:
                 (unanswered if sequence.maybe_granted else ready).append(request)
@@ -309,7 +301,7 @@ class Scheduler:
         for request in prefilling:
             # Most have entered when they were to wait; the beams of a group that is resumed have more to compute after a pause.
             self._fairness.enter(request.payer)
-        self._fairness.settle({*self._waiting.payers, *(request.payer for request in prefilling)})
+        self._fairness.settle({*self.waiting.payers, *(request.payer for request in prefilling)})
         if not prefilling:
             return []
         budget = self.max_num_batched_tokens - len(decodes)
@@ -369,7 +361,7 @@ class Scheduler:
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        self._waiting.add(request)
+        self.waiting.add(request)
         self._fairness.enter(request.payer)
 
 

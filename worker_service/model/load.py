@@ -77,12 +77,10 @@ class LoadedModel:
 
     def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
         """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. Raises ModelError."""
-
-        def make_runner(plan: KVCachePlan) -> ModelRunner:
-            return self.runner(plan, backend)
-
         limit = None if self.facts.encoder is None else self.facts.encoder.max_tokens
-        facts = facts_of_loaded(self.runtime, self.facts.max_model_len, settings, make_runner, limit)
+        facts = facts_of_loaded(
+            self.runtime, self.facts.max_model_len, settings, lambda plan: self.runner(plan, backend), limit
+        )
         cross = cross_needs(self.runtime.layers, self.runtime.dtype, limit)
         return plan_memory(facts, settings, group_needs(self.runtime.layers, self.runtime.dtype), cross)
 

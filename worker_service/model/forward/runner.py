@@ -265,34 +265,24 @@ class _Ends:
         """Packed rows, one for each part."""
         self._draws: list[tuple[int, int, Draw]] = []
         """(index of the part, index in `rows`, draw): several of one row if the part has forks."""
-        self._searches: list[tuple[int, int, Draw, int]] = []
-        """The same with the number of candidates."""
 
     def add(self, index: int, part: SequencePart, sampling: SamplingParams, row: int) -> None:
         """`row`: the packed row of the part's last token."""
         position, place = part.start + len(part.token_ids), len(self.rows)
         self.rows.append(row)
         for params in (sampling, *part.forks):
-            draw = Draw(params, position, part.banned_ids, part.counts, part.forced_ids)
-            if part.num_candidates:
-                self._searches.append((index, place, draw, part.num_candidates))
-            else:
-                self._draws.append((index, place, draw))
+            draw = Draw(params, position, part.banned_ids, part.counts, part.forced_ids, part.num_candidates)
+            self._draws.append((index, place, draw))
 
     def choose(self, logits: torch.Tensor, outcomes: list[_Outcome]) -> None:
         """Draw tokens and find candidates from the logits [rows, vocab_size] of the rows, and add them to the outcomes."""
-        if self._draws:
-            chosen = _rows(logits, [place for _, place, _ in self._draws])
-            tokens = sample(chosen, [draw for *_, draw in self._draws])
-            for (index, *_), token in zip(self._draws, tokens, strict=True):
-                outcomes[index].add(token)
-        if self._searches:
-            chosen = _rows(logits, [place for _, place, *_ in self._searches])
-            results = candidates(
-                chosen, [draw for _, _, draw, _ in self._searches], [search[3] for search in self._searches]
-            )
-            for (index, *_), result in zip(self._searches, results, strict=True):
-                outcomes[index].add(result)
+        searches = [entry for entry in self._draws if entry[2].num_candidates]
+        draws = [entry for entry in self._draws if not entry[2].num_candidates] if searches else self._draws
+        for choose, entries in ((sample, draws), (candidates, searches)):
+            if entries:
+                results = choose(_rows(logits, [place for _, place, _ in entries]), [draw for *_, draw in entries])
+                for (index, *_), result in zip(entries, results, strict=True):
+                    outcomes[index].add(result)
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...attention.interface import ATTENTION_NAME
 from ...attention.torch_backend import TorchAttention
 from ...engine.step import EncoderBlocks
 from ..errors import UnsupportedModel
@@ -19,6 +18,7 @@ from .self_check import (
     FEW_TOKENS,
     LENGTHS,
     STEPS,
+    eager,
     logits_of_texts,
     paged_runner,
     probing,
@@ -139,19 +139,14 @@ def _compare(
 
 def _eager_logits(runtime: EncoderDecoderRuntime, text: list[int], tokens: list[int]) -> torch.Tensor:
     """The logits [T, vocab_size] of a whole text in transformers' own attention, with its own positions."""
-    model = runtime.model
-    model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            input_ids, decoder_ids = (torch.tensor([ids], device=runtime.device) for ids in (tokens, text))
-            # Masks as in generate: without one, some models hide tokens with the id of the padding.
-            logits: torch.Tensor = model(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                decoder_input_ids=decoder_ids,
-                decoder_attention_mask=torch.ones_like(decoder_ids),
-                use_cache=False,
-            ).logits[0]
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+    with eager(runtime.model):
+        input_ids, decoder_ids = (torch.tensor([ids], device=runtime.device) for ids in (tokens, text))
+        # Masks as in generate: without one, some models hide tokens with the id of the padding.
+        logits: torch.Tensor = runtime.model(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            decoder_input_ids=decoder_ids,
+            decoder_attention_mask=torch.ones_like(decoder_ids),
+            use_cache=False,
+        ).logits[0]
     return logits

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from ...attention.selection import make_torch
 from ...engine.sampling_params import SamplingParams
@@ -49,12 +52,16 @@ class TimedWorkload(NamedTuple):
         return f"{self.num_requests} requests of {self.prompt_tokens} + {self.generated_tokens} tokens"
 
 
-class StepSeconds(NamedTuple):
-    """What a runtime takes for the steps of a workload, in seconds."""
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-    prefill: float
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """What a runtime takes for the steps of a workload."""
+
+    prefill: Seconds
     """A step of one prompt."""
-    decode: float
+    decode: Seconds
     """A step with a token of each request."""
 
     def total(self, workload: TimedWorkload) -> float:

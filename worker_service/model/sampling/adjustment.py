@@ -46,16 +46,12 @@ def _force(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
         if draw.forced_ids:
             logits[row] = float("-inf")
     rows = [row for row, draw in enumerate(draws) if draw.forced_ids]
-    where = _Places(logits, rows, [_array(draws[row].forced_ids) for row in rows])
-    if where:
-        where.write(torch.zeros_like(where.read()))
+    _Places(logits, rows, [_array(draws[row].forced_ids) for row in rows]).write(0.0)
 
 
 def _ban(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
     rows = [row for row, draw in enumerate(draws) if draw.banned_ids]
-    where = _Places(logits, rows, [_array(draws[row].banned_ids) for row in rows])
-    if where:
-        where.write(torch.full_like(where.read(), float("-inf")))
+    _Places(logits, rows, [_array(draws[row].banned_ids) for row in rows]).write(float("-inf"))
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
@@ -99,8 +95,9 @@ class _Places:
     def read(self) -> torch.Tensor:
         return self._flat[self._index]
 
-    def write(self, values: torch.Tensor) -> None:
-        self._flat[self._index] = values
+    def write(self, values: torch.Tensor | float) -> None:
+        if self:
+            self._flat[self._index] = values
 
     def spread(self, values: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
         """Returns the values of all places, [M] float32. values: for each row, one for each of its ids."""

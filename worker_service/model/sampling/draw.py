@@ -21,6 +21,8 @@ class Draw(NamedTuple):
     """The sequence's tokens; needed if `sampling` has penalties."""
     forced_ids: Sequence[int] = ()
     """Ids of which one must be chosen; none: any may be."""
+    num_candidates: int = 0
+    """Best tokens to find for a beam search, in place of a choice."""
 
     @property
     def adjusts_logits(self) -> bool:
