@@ -23,7 +23,8 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.capacity import EngineSettings
+from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.step import PartResult, SampledToken, Step

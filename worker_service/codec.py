@@ -12,7 +12,7 @@ from kvpool.protocol.limits import MAX_ID_BYTES, BadField, check_options
 from kvpool.protocol.sampling import sampling_fields
 from kvpool.v1 import worker_pb2
 
-from .engine.beam_search import BeamParams, EarlyStopping
+from .engine.beam_search import BeamParams
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
@@ -118,14 +118,7 @@ def _beams(message: worker_pb2.BeamSearch) -> BeamParams | None:
     if message.num_beams < 2:
         return None
     penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
-    return BeamParams(message.num_beams, penalty, _EARLY_STOPPING[message.early_stopping])
-
-
-_EARLY_STOPPING = {
-    worker_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ESTIMATE,
-    worker_pb2.EARLY_STOPPING_FULL: EarlyStopping.FULL,
-    worker_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
-}
+    return BeamParams(message.num_beams, penalty, message.early_stopping)
 
 
 def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:

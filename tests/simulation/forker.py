@@ -56,7 +56,7 @@ class Forker:
         scheduler = self._worker.engine.scheduler
         joining = [
             request
-            for request in scheduler._waiting
+            for request in scheduler.waiting
             if request.sequence.maybe_granted or request.sequence.state is SequenceState.ALLOCATING
         ]
         return (

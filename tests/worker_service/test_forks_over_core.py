@@ -11,7 +11,8 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.protocol.answers import answer_id
-from kvpool.worker_service.engine.beam_search import BeamParams, EarlyStopping
+from kvpool.v1 import worker_pb2
+from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
@@ -152,10 +153,10 @@ ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 9))
 FEW_ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 512))
 
 
-@pytest.mark.parametrize("early_stopping", EarlyStopping)
+@pytest.mark.parametrize("early_stopping", worker_pb2.EarlyStopping.values())
 @pytest.mark.parametrize("block_size", [1, 4])
 async def test_beams_find_what_a_search_that_shares_nothing_finds(
-    early_stopping: EarlyStopping, block_size: int
+    early_stopping: worker_pb2.EarlyStopping, block_size: int
 ) -> None:
     """With chunks, beside others, and with texts that end early."""
     rng = random.Random(3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..cache.settings import CacheSettings
-from .errors import EngineError, ErrorKind, invalid
+from .errors import invalid, never_fits
 from .policy import SchedulingPolicy
 from .prompt import EncoderSettings
 from .request import GenerationParams
@@ -70,12 +70,11 @@ class Capacity:
     def _check_input(self, num_encoder_tokens: int) -> None:
         num_blocks = -(-num_encoder_tokens // self._cache.block_size)
         if num_blocks > self._cache.encoder_capacity:
-            raise EngineError(
-                ErrorKind.NEVER_FITS,
+            raise never_fits(
+                "prompt",
                 f"{num_encoder_tokens} prompt tokens need {num_blocks} blocks of {self._cache.block_size} for the encoder's "
                 f"output; this worker has {self._cache.encoder_capacity}: shorten the prompt, or give the worker more of them "
                 "(--cross-blocks)",
-                field="prompt",
             )
 
     def _check_beams(self, num_beams: int) -> None:
@@ -92,11 +91,10 @@ class Capacity:
         for index, group in enumerate(self._cache.groups if num_beams > 1 else ()):
             needed = group.num_for_beams(self._cache.sizes, num_beams)
             if needed > group.num_blocks - 1:
-                raise EngineError(
-                    ErrorKind.NEVER_FITS,
+                raise never_fits(
+                    "beam_search.num_beams",
                     f"{num_beams} beams need {needed} blocks of group {index} ({group}); this worker has {group.num_blocks - 1}: "
                     "ask for fewer beams, or give the worker more blocks (--max-num-seqs, --kv-cache-memory)",
-                    field="beam_search.num_beams",
                 )
 
     def _tokens_that_fit(self, room: int, num_prompt: int, num_beams: int) -> int:
@@ -117,11 +115,10 @@ class Capacity:
             num_blocks = num_shared + num_beams * (num_blocks - num_shared)
             who, change = f" of each of {num_beams} beams", "lower max_tokens, ask for fewer beams"
         if num_blocks > capacity:
-            raise EngineError(
-                ErrorKind.NEVER_FITS,
+            raise never_fits(
+                "max_tokens",
                 f"{num_prompt} {_first(params)} and {max_tokens} new ones{who} need {num_blocks} blocks of {size}; this worker "
                 f"has {capacity}: {change}, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
-                field="max_tokens",
             )
 
 

@@ -199,10 +199,10 @@ class Request:
     def _encoder_blocks(self, sequence: CacheSequence) -> EncoderBlocks | None:
         """The blocks with the KV of the encoder's output, and the encoder's input if it is to run before the part; None: there is
         no encoder."""
-        if sequence.unit_table is None:
+        if (unit := sequence.unit) is None:
             return None
-        token_ids = self.params.encoder_token_ids if sequence.num_tokens_to_encode else ()
-        return EncoderBlocks(sequence.unit_table, sequence.num_encoder_tokens, token_ids)
+        token_ids = self.params.encoder_token_ids if unit.num_tokens_to_encode else ()
+        return EncoderBlocks(unit.table, sequence.num_encoder_tokens, token_ids)
 
     def _rules_of(self, tokens: List[int]) -> TokenRules | None:
         """The rules for a text that has these tokens; None: any token may follow."""

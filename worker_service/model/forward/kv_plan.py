@@ -119,6 +119,11 @@ class KVCachePlan:
         return cls(block_size, groups, states=states, cross=cross)
 
     @property
+    def has_one_group(self) -> bool:
+        """Whether all layers attend and keep their KV in the same blocks."""
+        return len(self.groups) == 1 and self.states is None and self.cross is None
+
+    @property
     def only_group(self) -> GroupPlan:
         """The group of a plan that has one."""
         (group,) = self.groups

@@ -126,10 +126,8 @@ class MemoryBudget:
         if workspace := _workspace_bytes(facts, kv_cache):
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
-        if len(kv_cache.groups) == 1 and kv_cache.states is None and kv_cache.cross is None:
-            (group,) = kv_cache.groups
-            block_bytes = kv_cache.block_size * group.bytes_per_token
-            blocks = f"{group.num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
+        if kv_cache.has_one_group:
+            blocks = f"{kv_cache.num_blocks:,} blocks of {show_bytes(kv_cache.bytes_per_block)}, {self._size_from()}"
             yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
         else:
             pools = list(kv_cache.pools())

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ...engine.sampling_params import SamplingParams
-from .host_ranking import Doubles, Floats, Ints, Ranked, ranked, thresholds
+from .ranking import Doubles, Floats, Ints, Ranked, ranked, thresholds
 
 _Bools = npt.NDArray[np.bool_]
 
