@@ -352,7 +352,15 @@ _OF_ENGINE: Final = {
 def _build_engine(
     settings: WorkerSettings, facts: ModelFacts, runner: ModelRunner, model_thread: ThreadPoolExecutor
 ) -> Engine:
-    cache = EngineCache(_cache_settings(settings, runner.kv_cache.plan))
+    plan = runner.kv_cache.plan
+    cache_settings = CacheSettings(
+        block_size=plan.block_size,
+        groups=_groups(plan),
+        max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
+        retention_interval=settings.retention_interval,
+        report_seconds=settings.report_seconds,
+        reserve_seconds=settings.reserve_seconds,
+    )
     engine_settings = EngineSettings(
         model_fingerprint=facts.fingerprint,
         vocab_size=facts.vocab_size,
@@ -362,7 +370,7 @@ def _build_engine(
         encoder=facts.encoder,
     )
     tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())
-    return Engine(engine_settings, cache, runner, tokenizer, model_thread)
+    return Engine(engine_settings, EngineCache(cache_settings), runner, tokenizer, model_thread)
 
 
 def _groups(plan: KVCachePlan) -> tuple[Group, ...]:
@@ -376,17 +384,6 @@ def _groups(plan: KVCachePlan) -> tuple[Group, ...]:
     if plan.cross is not None:
         groups.append(UnitGroup(plan.cross.num_blocks, plan.cross.max_tokens))
     return tuple(groups)
-
-
-def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
-    return CacheSettings(
-        block_size=plan.block_size,
-        groups=_groups(plan),
-        max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
-        retention_interval=settings.retention_interval,
-        report_seconds=settings.report_seconds,
-        reserve_seconds=settings.reserve_seconds,
-    )
 
 
 def _introduction(

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvpool.worker_service.attention.layer import AttentionBackend
+from kvpool.worker_service.attention.layer import AttentionBackend, AttentionSpec
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendName
 from kvpool.worker_service.attention.verification import run_self_test
 from kvpool.worker_service.engine.step import SequencePart
@@ -68,7 +68,7 @@ def _try_backends(
 
             def work(backend: AttentionBackend = backend, block_size: int = block_size, name: str = row_name) -> Row:
                 needs = loaded.runtime.attention_needs
-                run_self_test(backend, needs, loaded.runtime.dtype, device, block_size)
+                run_self_test(backend, AttentionSpec(needs, loaded.runtime.dtype, device, block_size))
                 paged = PagedModel(loaded, _NUM_BLOCKS, backend=backend, block_size=block_size)
                 try:
                     if loaded.runtime.dtype == torch.float32:

@@ -52,7 +52,7 @@ def self_test(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
 ) -> None:
-    run_self_test(backend, needs, dtype, CPU, block_size)
+    run_self_test(backend, AttentionSpec(tuple(needs), dtype, CPU, block_size))
 
 
 # -- backends that are right
@@ -340,7 +340,7 @@ def check_that_it_serves(candidate: BackendCandidate, setting: AttentionSpec) ->
     except UnsuitableBackend as refusal:
         refused(refusal)
     try:
-        run_self_test(backend, setting.needs, setting.dtype, setting.device, setting.block_size)
+        run_self_test(backend, setting)
     finally:
         candidate.undo()
 
@@ -370,4 +370,5 @@ def test_a_candidate_that_is_refused_does_not_count_as_one_that_serves() -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_torch_passes_on_a_gpu(dtype: torch.dtype) -> None:
-    run_self_test(selection.make_torch(dtype, CUDA, (PLAIN,)), (PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)
+    setting = AttentionSpec((PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)
+    run_self_test(selection.make_torch(dtype, CUDA, (PLAIN,)), setting)

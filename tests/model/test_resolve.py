@@ -66,18 +66,18 @@ def test_a_folder_comes_before_a_hub_id_of_its_name(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is taken as it is, and nothing is asked of a hub."""
-    assert resolve_model(str(tiny), tmp_path, quiet) == ("llama", tiny)
+    assert resolve_model(str(tiny), tmp_path, quiet) == ("llama", tiny, None)
     monkeypatch.chdir(tmp_path.parent)
     name = f"{tmp_path.name}/{tiny.name}"
     assert parse_hub_id(name) is not None
     lines: list[str] = []
-    assert resolve_model(name, tmp_path, lines.append) == ("llama", Path(name))
+    assert resolve_model(name, tmp_path, lines.append) == ("llama", Path(name), None)
     assert lines == []
 
 
 def test_a_hub_id_is_asked_for_and_names_the_model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "fetch_model", lambda hub_id, _: tiny if hub_id == ("org/llama", "v1") else None)
-    assert resolve_model("org/llama@v1", tmp_path, quiet) == ("org/llama@v1", tiny)
+    assert resolve_model("org/llama@v1", tmp_path, quiet) == ("org/llama@v1", tiny, None)
 
 
 def test_smollm2_without_its_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,12 @@ def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
     rejected: list[Rejected] = []
     for shapes in _candidates(needs):
         difference = next(
-            (mismatch for each in _cases(needs, shapes) if (mismatch := _tried(each, shapes)) is not None), None
+            (
+                mismatch
+                for each in _cases(needs, shapes)
+                if (mismatch := _difference(each, shapes, torch.get_num_threads()))
+            ),
+            None,
         )
         if difference is None:
             return Finding(shapes, True, tuple(rejected), time.monotonic() - started)
@@ -124,10 +129,6 @@ def _case(needs: LayerNeeds, partition: int) -> LayerNeeds:
     # Cross attention calls the same products with the same shapes, and a bias is added element by element.
     heads = needs._replace(num_heads=groups * kv_heads, num_kv_heads=kv_heads)
     return heads._replace(window=window, is_cross=False, has_bias=False)
-
-
-def _tried(needs: LayerNeeds, shapes: PlanShapes) -> str | None:
-    return _difference(needs, shapes, torch.get_num_threads())
 
 
 @lru_cache(maxsize=256)

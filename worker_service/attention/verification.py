@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .layer import AttentionBackend, AttentionCall, KVLayer, LayerNeeds
+from .layer import AttentionBackend, AttentionCall, AttentionSpec, KVLayer, LayerNeeds
 from .layout import BlockGroup
 from .packing import BlankPart, Packer
 from .torch_backend import NEVER_SHARE, TorchAttention
@@ -26,17 +26,15 @@ class SelfTestFailed(RuntimeError):
     """The backend's results are wrong, or it fails."""
 
 
-def run_self_test(
-    backend: AttentionBackend, needs: Sequence[LayerNeeds], dtype: torch.dtype, device: torch.device, block_size: int
-) -> None:
+def run_self_test(backend: AttentionBackend, setting: AttentionSpec) -> None:
     """Prefill, chunks after a context, decodes and a shared prefix over scattered blocks, whose unwritten slots are NaN.
 
     Compares outputs and caches with TorchAttention in float32. Raises SelfTestFailed.
     """
     with torch.inference_mode():
-        for each in _cases(needs):
+        for each in _cases(setting.needs):
             try:
-                _Trial(backend, each, dtype, device, block_size).run()
+                _Trial(backend, each, setting).run()
             except SelfTestFailed:
                 raise
             except Exception as error:  # kernels raise all kinds of errors for what they do not support
@@ -52,14 +50,8 @@ def _cases(needs: Sequence[LayerNeeds]) -> list[LayerNeeds]:
 class _Trial:
     """The test of one layer's shape."""
 
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        needs: LayerNeeds,
-        dtype: torch.dtype,
-        device: torch.device,
-        block_size: int,
-    ) -> None:
+    def __init__(self, backend: AttentionBackend, needs: LayerNeeds, setting: AttentionSpec) -> None:
+        dtype, device, block_size = setting.dtype, setting.device, setting.block_size
         self._needs, self._dtype, self._device, self._block_size = needs, dtype, device, block_size
         self._random = torch.Generator().manual_seed(0)
         self._lengths = self._sequence_lengths()
@@ -67,10 +59,8 @@ class _Trial:
         num_blocks = 1 + max(block for table in self._tables for block in table)
         self._packer = Packer(block_size, [BlockGroup(num_blocks)], device)
         self._backend, self._layer = backend, self._new_layer(num_blocks, dtype)
-        self._oracle, self._oracle_layer = (
-            TorchAttention(torch.float32, NEVER_SHARE),
-            self._new_layer(num_blocks, torch.float32),
-        )
+        self._oracle = TorchAttention(torch.float32, NEVER_SHARE)
+        self._oracle_layer = self._new_layer(num_blocks, torch.float32)
         sinks = self._normal(needs.num_heads).to(device, dtype) if needs.has_sinks else None
         self._call = AttentionCall(needs.scaling, needs.window, needs.softcap, sinks)
 

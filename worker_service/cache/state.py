@@ -85,19 +85,16 @@ class CacheState:
         if report_wanted:
             # Forks that were not acknowledged are stated after the report, as they would have been before it.
             holders = [sequence for sequence in self.sequences.values() if sequence.tables and sequence.parent is None]
-            self._acknowledge_all(holders)
+            # A report states the present, so what is not in it is released.
+            for sequence in holders:
+                for ledger, table in zip(self.ledgers, sequence.group_tables, strict=True):
+                    for block in table.acknowledge_all():
+                        ledger.drop(block)
             reserved = [
                 [*reserve.spare(), *(block for fork in self.forks for block in fork.group_tables[group].from_reserve)]
                 for group, reserve in enumerate(self.reserves)
             ]
             link.report = Report(self.ledgers, holders, reserved)
-
-    def _acknowledge_all(self, sequences: List[CacheSequence]) -> None:
-        """A report states the present, so what is not in it is released."""
-        for sequence in sequences:
-            for ledger, table in zip(self.ledgers, sequence.group_tables, strict=True):
-                for block in table.acknowledge_all():
-                    ledger.drop(block)
 
     def lose_session(self, why: str) -> None:
         """The session is over. Blocks stay, and sequences decode from the reserve; unanswered calls count as not executed."""

@@ -12,14 +12,14 @@ from .progress import Progress
 from .settings import ModelSettings
 from .source.cache_dir import open_cache_dir
 from .source.files import check_small_files, read_object, require_gguf
-from .source.resolve import ConfigSource, find_config
+from .source.resolve import ModelSource, find_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateModel:
     """A model that was found and is not checked any more closely."""
 
-    source: ConfigSource
+    source: ModelSource
     architecture: str | None
     """`model_type` in config.json, e.g. llama; None: there is none, as with a GGUF file."""
 
@@ -46,7 +46,7 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateMode
     return CandidateModel(source, architecture if isinstance(architecture, str) else None)
 
 
-def _config_json(source: ConfigSource) -> dict[str, Any]:
+def _config_json(source: ModelSource) -> dict[str, Any]:
     """The content of config.json; empty for a GGUF file. Raises ModelError if a small file of the model is broken."""
     if source.gguf is not None:
         require_gguf(source.file)

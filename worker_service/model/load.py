@@ -44,7 +44,7 @@ from .settings import ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.files import TOKENIZER, check_small_files, check_weights
 from .source.fingerprint import fingerprint
-from .source.resolve import ModelFolder, resolve_model
+from .source.resolve import ModelSource, resolve_model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,20 +143,16 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
         )
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     rope_regime = fix_longrope(config, max_model_len)
-    max_encoder_tokens = _choose_max_encoder_tokens(config, max_model_len, settings)
+    max_encoder_tokens = None
+    if is_encoder_decoder(config):
+        max_encoder_tokens = choose_max_encoder_tokens(config, max_model_len, settings.max_encoder_tokens)
+    elif settings.max_encoder_tokens is not None:
+        raise ModelError("This model has no encoder: leave out --max-encoder-tokens.")
     if max_encoder_tokens is not None and (settings.runtime == "native" or settings.quantize != "none"):
         raise not_native(settings, NO_ENCODERS)
     check_config(config, max_model_len)
     check_replica(config, max_model_len, max_encoder_tokens)
     return Prepared(device, dtype, max_model_len, rope_regime, max_encoder_tokens)
-
-
-def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelSettings) -> int | None:
-    if is_encoder_decoder(config):
-        return choose_max_encoder_tokens(config, max_model_len, settings.max_encoder_tokens)
-    if settings.max_encoder_tokens is not None:
-        raise ModelError("This model has no encoder: leave out --max-encoder-tokens.")
-    return None
 
 
 def read_ends_and_defaults(
@@ -180,7 +176,7 @@ def read_ends_and_defaults(
 
 
 def _read_facts(
-    folder: ModelFolder,
+    folder: ModelSource,
     config: Any,
     prepared: Prepared,
     quantize: QuantizationName,

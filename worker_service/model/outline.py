@@ -16,7 +16,7 @@ from .placement import DTYPES, Prepared, choose_dtype, read_config
 from .settings import ModelSettings
 from .source.convert import dtype_that_keeps
 from .source.gguf_config import open_gguf
-from .source.resolve import ConfigSource
+from .source.resolve import ModelSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +56,7 @@ def outline_model(candidate: CandidateModel, settings: ModelSettings) -> Outline
         return _outline(candidate.source, settings)
 
 
-def _outline(source: ConfigSource, settings: ModelSettings) -> Outline:
+def _outline(source: ModelSource, settings: ModelSettings) -> Outline:
     config = read_config(source.path, source.gguf)
     prepared = prepare(config, settings)
     if source.gguf is None:

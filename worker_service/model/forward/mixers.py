@@ -30,18 +30,14 @@ _MOST_DIFFERENCE = 0.1
 Rounding is far below; a state that is not used makes it about 1."""
 
 
-def has_state_layers(config: Any) -> bool:
-    """Whether transformers' cache for this config has layers with a state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
-
-
 def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
     """All modules that use states of the cache, in the order of the calls. On the meta device nothing is computed, so `forgets` and
     `scan` are left at their defaults.
 
     Runs a few tokens with attention left out. Raises UnsupportedModel.
     """
-    if not has_state_layers(model.config):
+    layers = DynamicCache(config=model.config).layers
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
         return []
     clamp_time_steps(model)
     cache = _WatchedCache(config=model.config)
