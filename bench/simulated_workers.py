@@ -26,9 +26,8 @@ from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.capacity import EngineSettings
 from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.request import GenerationParams, Request
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import PartResult, SampledToken, Step
 from kvpool.worker_service.manager_link import ManagerLink
+from kvpool.worker_service.step import PartResult, SampledToken, SamplingParams, Step
 
 BLOCK_SIZE: Final = 16
 _VOCAB_SIZE: Final = 256

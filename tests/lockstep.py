@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvpool.worker_service.engine.engine import Engine
-from kvpool.worker_service.engine.step import PartResult, Step
+from kvpool.worker_service.step import PartResult, Step
 
 
 @asynccontextmanager

@@ -16,8 +16,8 @@ from .engine.beam_search import BeamParams
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
-from .engine.sampling_params import RowLogprobs, SamplingParams
 from .engine.stream import EndReason, StreamChunk
+from .step import RowLogprobs, SamplingParams
 
 PART_BYTES = 1 << 16
 """Bytes of a model's files in one message, which is in memory until its reader takes it."""
@@ -86,16 +86,15 @@ def decode_generate(
     token_ids = prompts.encode(request.text) if is_text else list(request.token_ids.ids)
     num_logprobs = request.logprobs if request.HasField("logprobs") else None
     num_delivered = _num_delivered(request, len(token_ids))
-    prompt = prompts.split(token_ids, num_delivered)
+    token_ids, encoder_token_ids = prompts.split(token_ids, num_delivered)
     if defaults is not None:
-        num_first = len(prompt.token_ids) - num_delivered
-        fill_in(request, defaults, num_first=num_first, max_model_len=prompts.max_model_len)
+        fill_in(request, defaults, num_first=len(token_ids) - num_delivered, max_model_len=prompts.max_model_len)
         _check_id(request)
     return GenerationParams(
         sequence_id=request.sequence_id,
         attempt=request.attempt,
-        token_ids=prompt.token_ids,
-        encoder_token_ids=prompt.encoder_token_ids,
+        token_ids=token_ids,
+        encoder_token_ids=encoder_token_ids,
         num_delivered_tokens=num_delivered,
         sampling=SamplingParams(**sampling_fields(request.sampling), num_logprobs=num_logprobs),
         max_tokens=request.stop.max_tokens,

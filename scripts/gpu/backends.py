@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from kvpool.worker_service.attention.layer import AttentionBackend, AttentionSpec
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendName
 from kvpool.worker_service.attention.verification import run_self_test
-from kvpool.worker_service.engine.step import SequencePart
 from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings
+from kvpool.worker_service.step import SequencePart
 from tests.model.paged import NEVER, PagedModel, quiet
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model
 

@@ -16,7 +16,7 @@ from kvpool.worker_service.attention.layout import BlockGroup, PackingError
 from kvpool.worker_service.attention.packing import pack
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes, Sight, build_view
-from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart
+from kvpool.worker_service.step import EncoderBlocks, SequencePart
 from tests.attention.scene import BLOCK_SIZE, CPU, NEVER, Shape, nan_layer, one_query, shuffled_blocks
 
 HEADS, KV_HEADS, DIM = 6, 2, 8

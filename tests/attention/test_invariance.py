@@ -15,6 +15,7 @@ from kvpool.worker_service.attention.packing import pack
 from kvpool.worker_service.attention.selection import choose_backend
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
+from kvpool.worker_service.step import SequencePart as Part
 from scripts.cpus import CHOICE
 from tests.attention.fake_blas import (
     Cuts,
@@ -26,7 +27,6 @@ from tests.attention.fake_blas import (
     odd_rows_of_odd_widths,
     rest_first,
 )
-from tests.attention.part import Part
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -11,7 +11,7 @@ import torch
 from kvpool.worker_service.attention.layout import BlockGroup
 from kvpool.worker_service.attention.packing import Packing, pack
 from kvpool.worker_service.attention.tiles import Tile, TileKind, make_tiles
-from tests.attention.part import Part
+from kvpool.worker_service.step import SequencePart as Part
 from tests.attention.scene import BLOCK_SIZE
 
 Met = dict[tuple[int, int], list[tuple[int, int]]]

@@ -17,8 +17,6 @@ from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import EncoderBlocks, SampledToken, SequencePart, StateBlocks, Step
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.mixer import state_bytes
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
@@ -27,6 +25,7 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
+from kvpool.worker_service.step import EncoderBlocks, SampledToken, SamplingParams, SequencePart, StateBlocks, Step
 
 BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 64

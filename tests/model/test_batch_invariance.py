@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvpool.worker_service.engine.step import SequencePart
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SequencePart
 from tests.model.paged import BLOCK_SIZE, NEEDS_PACKING, NEVER, PagedModel, load, quiet
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 

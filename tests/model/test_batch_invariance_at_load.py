@@ -13,13 +13,13 @@ from structlog.testing import capture_logs
 
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.attention.invariance import forget_trials
-from kvpool.worker_service.engine.step import SequencePart
 from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.guard import batch_invariance
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.settings import RuntimeName
 from kvpool.worker_service.server import log_batch_invariance
+from kvpool.worker_service.step import SequencePart
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
 from tests.cluster.in_process import in_process_cluster
 from tests.model.paged import NEEDS_PACKING, NEVER, PagedModel, load, quiet

@@ -14,7 +14,6 @@ from transformers import AutoConfig
 
 from kvpool.worker_service.attention.layout import PackingError
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.engine.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
 from kvpool.worker_service.model.forward.layers import groups_of
 from kvpool.worker_service.model.forward.native import NativeRuntime
@@ -23,6 +22,7 @@ from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.settings import DTypeName, RuntimeName
+from kvpool.worker_service.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER, PagedModel, Request, load, quiet
 from tests.model.ring_cache import Form, RingCache
 from tests.model.truth.dense import LONG

@@ -67,7 +67,6 @@ def test_groups_are_full_attention_first_then_windows_from_the_largest() -> None
     layers = [LAYERS[0]._replace(needs=LAYERS[0].needs._replace(window=window)) for window in kinds]
     layers.append(layers[0]._replace(source=3))
     assert list(groups_of(layers).items()) == [(None, [1, 4]), (512, [2]), (8, [0, 3])]
-    assert groups_of(layers, by_window=False) == {None: [0, 1, 2, 3, 4]}
     assert list(groups_of([layers[0], layers[2]]).items()) == [(512, [1]), (8, [0])]
 
 

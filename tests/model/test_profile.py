@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import modules_of, tensor_bytes
@@ -19,6 +18,7 @@ from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.memory.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
+from kvpool.worker_service.step import SequencePart, Step
 from tests.model.paged import load
 from tests.tiny_models import MAX_MODEL_LEN, build_model, make_tiny_model
 

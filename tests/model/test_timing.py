@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.worker_service.engine.step import PartResult, Step
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.native.comparison import Choice, ChoiceFile, NotKept
 from kvpool.worker_service.model.native.timing import StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import RuntimeName
+from kvpool.worker_service.step import PartResult, Step
 from tests.model.paged import load
 from tests.tiny_models import make_tiny_model
 

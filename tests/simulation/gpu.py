@@ -13,7 +13,7 @@ from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.step import (
+from kvpool.worker_service.step import (
     BeamCandidate,
     BeamCandidates,
     PartResult,

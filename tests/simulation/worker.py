@@ -17,9 +17,9 @@ from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.prompt import EncoderSettings
-from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
+from kvpool.worker_service.step import Step
 from tests import tracer
 from tests.simulation.forker import Forker
 from tests.simulation.gpu import Gpu

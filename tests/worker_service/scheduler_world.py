@@ -19,10 +19,10 @@ from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch
 from kvpool.worker_service.engine.beams import BeamRequest
 from kvpool.worker_service.engine.policy import SchedulingPolicy
-from kvpool.worker_service.engine.request import GenerationParams, Request
+from kvpool.worker_service.engine.request import AnswerFork, GenerationParams, Request
 from kvpool.worker_service.engine.results import computed, next_tokens
-from kvpool.worker_service.engine.scheduler import ForkCopies, Scheduled, Scheduler
-from kvpool.worker_service.engine.step import BeamCandidate, BeamCandidates, PartResult, SampledToken
+from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
+from kvpool.worker_service.step import BeamCandidate, BeamCandidates, PartResult, SampledToken
 from tests.cache_groups import groups_of
 from tests.tracer_beams import search_anew
 
@@ -174,7 +174,7 @@ class SchedulerWorld:
         )
         self.requests: list[Request] = []
         """All that were ever submitted."""
-        self.copies: list[ForkCopies] = []
+        self.copies: list[AnswerFork] = []
         """Of the running step."""
         self.open: set[str] = set()
         """sequence_ids of those that have not ended."""
@@ -303,7 +303,7 @@ class SchedulerWorld:
             self.check_copies(self.scheduler.take_copies())
         return self.batch
 
-    def check_copies(self, copies: Sequence[ForkCopies]) -> None:
+    def check_copies(self, copies: Sequence[AnswerFork]) -> None:
         """Each is from one block to another that nothing else has."""
         targets = [copy.target for fork in copies for copy in fork.copies]
         assert len(targets) == len(set(targets))

@@ -8,9 +8,8 @@ from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
-from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
+from kvpool.worker_service.step import RowLogprobs, SampledToken, SamplingParams
 
 PROMPTS = PromptEncoder(None, 1000)
 

@@ -16,8 +16,8 @@ from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
+from kvpool.worker_service.step import SamplingParams
 from tests import tracer
 from tests.tracer import expected_text
 from tests.tracer_beams import expected_beams

@@ -8,9 +8,8 @@ import pytest
 
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.sampling_params import RowLogprobs
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, EndReason, StreamChunk, TokenStream
+from kvpool.worker_service.step import RowLogprobs, SampledToken
 from tests.tracer import expected_text
 from tests.worker_service.world import World
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..step import SequencePart
 from .layer import AttentionCall, KVLayer, LayerNeeds
 from .layout import BlockGroup
-from .packing import BlankPart, Packer
+from .packing import Packer
 from .torch_backend import TorchAttention
 from .torch_plan import PlanShapes
 
@@ -224,7 +225,10 @@ class _Trial:
     def _attend(self, pieces: _Pieces) -> list[torch.Tensor]:
         """Attention [T, Hq, Dv] of each piece, computed in one step."""
         packing = self._packer.pack(
-            [BlankPart(first, end, (self._texts[index].block_table,)) for index, first, end in pieces]
+            [
+                SequencePart([0] * (end - first), first, (self._texts[index].block_table,))
+                for index, first, end in pieces
+            ]
         )
         query, key, value = (
             torch.cat([getattr(self._texts[index], name)[first:end] for index, first, end in pieces])

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..step import SequencePart
 from .layer import AttentionBackend, AttentionCall, AttentionSpec, KVLayer, LayerNeeds
 from .layout import BlockGroup
-from .packing import BlankPart, Packer
+from .packing import Packer
 from .torch_backend import NEVER_SHARE, TorchAttention
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
@@ -102,7 +103,8 @@ class _Trial:
 
     def run(self) -> None:
         for step in self._steps():
-            packing = self._packer.pack([BlankPart(first, end, (self._tables[index],)) for index, first, end in step])
+            parts = [SequencePart([0] * (end - first), first, (self._tables[index],)) for index, first, end in step]
+            packing = self._packer.pack(parts)
             query, key, value = self._inputs(packing.num_tokens)
             self._backend.begin(packing)
             ours = self._backend.attend(self._layer, query, key, value, self._call)

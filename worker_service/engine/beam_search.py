@@ -16,8 +16,7 @@ import numpy as np
 
 from kvpool.v1.worker_pb2 import EARLY_STOPPING_FULL, EARLY_STOPPING_NEVER, EARLY_STOPPING_UNSPECIFIED, EarlyStopping
 
-from .sampling_params import RowLogprobs
-from .step import BeamCandidate, BeamCandidates
+from ..step import BeamCandidate, BeamCandidates, RowLogprobs
 
 _IMPOSSIBLE = np.float32(-1e9)
 """Added to the score of what must not be chosen; also the score of what is not there."""

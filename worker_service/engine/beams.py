@@ -16,12 +16,11 @@ from kvpool.protocol.answers import answer_id
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
+from ..step import BeamCandidates, BlockCopy, SampledToken, SequencePart, TokenCounts
 from .beam_search import BeamNode, BeamSearch, EndedText
 from .detokenizer import TextDecoder
 from .request import GenerationParams, Request
-from .step import BeamCandidates, BlockCopy, SampledToken, SequencePart
 from .stream import MAX_CHUNK_TOKENS, EndReason, StreamChunk
-from .token_counts import TokenCounts
 from .token_rules import TokenRules
 
 

@@ -20,6 +20,7 @@ from kvpool.v1 import common_pb2
 from ..cache import events
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
+from ..step import PartResult, SampledToken, StepRunner
 from . import results as results_of
 from .admission import Admission
 from .beams import BeamRequest
@@ -30,7 +31,6 @@ from .prompt import PromptEncoder
 from .request import GenerationParams, Payer, Request
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
-from .step import PartResult, SampledToken, StepRunner
 from .stream import EndReason
 
 log = structlog.get_logger()

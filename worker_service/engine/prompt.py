@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -24,15 +23,6 @@ class EncoderSettings:
     decoder_prompt: tuple[int, ...]
     """The ids that every text of the decoder begins with: its start, and the forced first token if the model's files ask for one.
     They are no part of the answer."""
-
-
-class SplitPrompt(NamedTuple):
-    """A prompt as the two parts of the model take it."""
-
-    token_ids: list[int]
-    """The beginning of the text: the prompt, or what the decoder begins with and what was delivered of it."""
-    encoder_token_ids: list[int]
-    """Empty without an encoder."""
 
 
 class PromptEncoder:
@@ -116,12 +106,13 @@ class PromptEncoder:
                 "the prompt, or start the workers with a larger --max-model-len",
             )
 
-    def split(self, token_ids: list[int], num_delivered: int) -> SplitPrompt:
-        """A prompt, which ends with the delivered tokens, as the two parts of the model take it."""
+    def split(self, token_ids: list[int], num_delivered: int) -> tuple[list[int], list[int]]:
+        """A prompt, which ends with the delivered tokens, as the two parts of the model take it: the beginning of the text, which
+        is the prompt, or what the decoder begins with and the delivered tokens; and the encoder's input, empty without one."""
         if self.encoder is None:
-            return SplitPrompt(token_ids, [])
+            return token_ids, []
         end = len(token_ids) - num_delivered
-        return SplitPrompt([*self.encoder.decoder_prompt, *token_ids[end:]], token_ids[:end])
+        return [*self.encoder.decoder_prompt, *token_ids[end:]], token_ids[:end]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds. EngineError if it is too long."""

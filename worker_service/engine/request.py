@@ -14,13 +14,20 @@ from kvpool.v1 import worker_pb2
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
+from ..step import (
+    BlockCopy,
+    EncoderBlocks,
+    PromptRows,
+    RowLogprobs,
+    SampledToken,
+    SamplingParams,
+    SequencePart,
+    TokenCounts,
+)
 from .beam_search import BeamParams
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes
-from .sampling_params import RowLogprobs, SamplingParams
-from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart
 from .stream import EndReason, StreamChunk, TokenStream
-from .token_counts import TokenCounts
 from .token_rules import NextIds, TokenRules
 
 
@@ -132,9 +139,6 @@ class Request:
             num_prompt = len(params.token_ids) - params.num_delivered_tokens
             self._counts = TokenCounts(params.token_ids[:num_prompt], params.token_ids[num_prompt:])
         self._rules = self._rules_of(params.token_ids)
-
-    def __repr__(self) -> str:
-        return f"<Request generated={self.num_generated}/{self._max_tokens} {self.sequence!r}>"
 
     @property
     def sequences(self) -> tuple[CacheSequence, ...]:
@@ -324,9 +328,10 @@ class Request:
 
 
 class AnswerFork(NamedTuple):
-    """One more answer of a request."""
+    """One more answer of a request, or more beams of one."""
 
     request: Request
+    """The answer; without the copies it has lost its text."""
     copies: List[BlockCopy]
     """Copies that the next step must make."""
 

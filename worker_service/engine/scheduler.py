@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
+from ..step import SequencePart, Step
 from .beams import BeamRequest
 from .fairness import Fairness, tokens_by_payer
 from .live_streams import LiveStreams
 from .policy import SchedulingPolicy
-from .request import Payer, Rank, Request
-from .step import BlockCopy, SequencePart, Step
+from .request import AnswerFork, Payer, Rank, Request
 
 
 class RequestQueue:
@@ -90,15 +90,7 @@ class Scheduled(NamedTuple):
         return self.request.part(self.sequence, self.num_tokens, samples=self.samples)
 
 
-class ForkCopies(NamedTuple):
-    """What the next step copies for a fork."""
-
-    request: Request
-    """The request whose fork it is; without the copies it has lost its text."""
-    copies: Sequence[BlockCopy]
-
-
-def as_step(batch: list[Scheduled], copies: Sequence[ForkCopies] = ()) -> Step:
+def as_step(batch: list[Scheduled], copies: Sequence[AnswerFork] = ()) -> Step:
     """The batch as input of the model side."""
     return Step([scheduled.part() for scheduled in batch], [copy for fork in copies for copy in fork.copies])
 
@@ -134,7 +126,7 @@ class Scheduler:
         self._requests: dict[SequenceId, Request] = {}
         """Requests by the id of each of their sequences."""
         self.streams = LiveStreams()
-        self._copies: list[ForkCopies] = []
+        self._copies: list[AnswerFork] = []
         self._num_arrived = 0
 
     # -- requests
@@ -171,15 +163,15 @@ class Scheduler:
         self._requests[request.sequence.id] = request
         self._wait(request)
 
-    def add_fork(self, request: Request, copies: Sequence[BlockCopy]) -> None:
+    def add_fork(self, fork: AnswerFork) -> None:
         """Add an answer that begins where another one is: it runs, or waits if it has no blocks."""
-        sequence = request.sequence
+        request, sequence = fork.request, fork.request.sequence
         sequence.level = request.rank.level
         self.streams.add(request)
         self._requests[sequence.id] = request
         if sequence.state is SequenceState.LIVE:
             self._running.add(request)
-            self._copies.append(ForkCopies(request, copies))
+            self._copies.append(fork)
         else:
             self._wait(request)
 
@@ -198,7 +190,7 @@ class Scheduler:
             self._cache.free(sequence)
         self._drop_copies(request)
 
-    def take_copies(self) -> list[ForkCopies]:
+    def take_copies(self) -> list[AnswerFork]:
         """What the step that is launched now copies first, for all forks since the last one."""
         copies, self._copies = self._copies, []
         return copies
@@ -273,7 +265,7 @@ class Scheduler:
         for request in list(self._running):
             while isinstance(request, BeamRequest) and request.is_branching and request in self._running:
                 before = request.sequences
-                self._copies.extend(ForkCopies(request, copies) for copies in request.branch(self._cache))
+                self._copies.extend(AnswerFork(request, copies) for copies in request.branch(self._cache))
                 self._rename(request, before)
                 if not (request.is_branching and self._cache.lacks_blocks_for_forks and self._preempt_last(now)):
                     break

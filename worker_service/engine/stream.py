@@ -11,9 +11,8 @@ from typing import Final
 
 from kvpool.v1 import worker_pb2
 
+from ..step import RowLogprobs, SampledToken
 from .errors import EngineError
-from .sampling_params import RowLogprobs
-from .step import SampledToken
 
 MAX_CHUNK_TOKENS: Final = 256
 """Tokens in one chunk, which is one message: with 20 log-probabilities each, about one HTTP/2 flow-control window."""

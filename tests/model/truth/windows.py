@@ -17,8 +17,8 @@ from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.paged import PagedAttention
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
 from kvpool.worker_service.attention.varlen import VarlenKernel
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SampledToken
 from tests.attention import paged_reference
 from tests.model.paged import SHORT_SEGMENTS
 from tests.model.ring_cache import RingCache

@@ -11,7 +11,7 @@ import torch
 
 from ...attention.layer import AttentionBackend, LayerNeeds
 from ...attention.packing import Packing
-from ...engine.step import StateBlocks
+from ...step import StateBlocks
 from .kv_cache import KVCache
 from .layers import AttentionLayer
 from .mixer import Mixer

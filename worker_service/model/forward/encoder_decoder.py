@@ -10,7 +10,7 @@ import torch
 from ...attention.interface import bind
 from ...attention.layer import AttentionBackend, AttentionCall, AttentionTarget, KVLayer
 from ...attention.packing import Packing
-from ...engine.step import StateBlocks
+from ...step import StateBlocks
 from .contract import Forward, Selected
 from .kv_cache import KVCache
 from .layers import bind_layers, placeholder

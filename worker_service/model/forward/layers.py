@@ -242,14 +242,14 @@ def sights(layers: Sequence[AttentionLayer]) -> list[int | None]:
     return [widest[index if layer.source is None else layer.source] for index, layer in enumerate(layers)]
 
 
-def groups_of(layers: Sequence[AttentionLayer], *, by_window: bool = True) -> dict[int | None, list[int]]:
+def groups_of(layers: Sequence[AttentionLayer]) -> dict[int | None, list[int]]:
     """The groups of a model by their window, with the indices of their layers: full attention, None, first, if there is any, then
     one for each window, from the largest to the smallest.
 
-    by_window: False puts all layers into one group that keeps everything. Layers that read the KV of another one store nothing, and
-    are in no group; those of cross attention are in one of their own, after all others.
+    Layers that read the KV of another one store nothing, and are in no group; those of cross attention are in one of their own,
+    after all others.
     """
-    windows = [window if by_window else None for window in sights(layers)]
+    windows = sights(layers)
     groups: dict[int | None, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer.source is None and not layer.needs.is_cross:

@@ -10,7 +10,7 @@ import torch
 
 from ...attention.layer import AttentionBackend
 from ...attention.packing import Packing
-from ...engine.step import StateBlocks
+from ...step import StateBlocks
 from ..errors import UnsupportedModel
 from .contract import Forward, Runtime, Selected
 from .kv_cache import KVCache

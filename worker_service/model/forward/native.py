@@ -9,9 +9,9 @@ import torch
 
 from ...attention.layer import AttentionBackend
 from ...attention.packing import Packing
-from ...engine.step import StateBlocks
 from ...native.cpu.program import OutOfMemory, Program
 from ...native.cpu.weights import PackedModel
+from ...step import StateBlocks
 from ..errors import ModelError
 from .contract import Forward, Runtime, Selected
 from .kv_cache import KVCache

@@ -10,8 +10,8 @@ from ...attention.invariance import Finding
 from ...attention.layer import AttentionBackend
 from ...attention.selection import find_invariance
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import EncoderBlocks
 from ...native.cpu.program import PARTITION
+from ...step import EncoderBlocks
 from ..forward.contract import Runtime
 from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.modules import modules_of

@@ -19,7 +19,7 @@ from ...attention.layer import AttentionBackend
 from ...attention.layout import BlockGroup
 from ...attention.packing import pack
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import EncoderBlocks, SequencePart, StateBlocks
+from ...step import EncoderBlocks, SequencePart, StateBlocks
 from ..errors import ModelError, UnsupportedModel
 from ..forward.contract import Runtime
 from ..forward.kv_cache import KVCache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import EncoderBlocks
+from ...step import EncoderBlocks
 from ..errors import UnsupportedModel
 from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.invariant import replacing

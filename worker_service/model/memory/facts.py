@@ -45,11 +45,11 @@ def _bytes_per_token(storing: Sequence[AttentionLayer], dtype: torch.dtype) -> i
     )
 
 
-def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype, *, by_window: bool = True) -> list[GroupPlan]:
-    """The groups of these layers, without blocks; by_window: see groups_of."""
+def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> list[GroupPlan]:
+    """The groups of these layers, see groups_of, without blocks."""
     return [
         GroupPlan(number, window, 0, kv_bytes_per_token([layers[index] for index in members], dtype))
-        for number, (window, members) in enumerate(groups_of(layers, by_window=by_window).items())
+        for number, (window, members) in enumerate(groups_of(layers).items())
     ]
 
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...engine.sampling_params import SamplingParams
-from ...engine.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
+from ...step import EncoderBlocks, PromptRows, SamplingParams, SequencePart, StateBlocks, Step
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.runner import ModelRunner

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...engine.step import SequencePart
+from ...step import SequencePart
 from ..errors import NotNative
 from ..forward.contract import Runtime
 from ..guard.self_check import eager_logits, logits_of_texts, paged_runner, random_sequences, relative_difference

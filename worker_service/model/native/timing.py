@@ -10,8 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...attention.selection import make_torch
-from ...engine.sampling_params import SamplingParams
-from ...engine.step import SequencePart, Step
+from ...step import SamplingParams, SequencePart, Step
 from ..forward.contract import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan

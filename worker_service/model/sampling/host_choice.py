@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...engine.sampling_params import SamplingParams
+from ...step import SamplingParams
 from .ranking import Doubles, Floats, Ints, Ranked, ranked, thresholds
 
 _Bools = npt.NDArray[np.bool_]

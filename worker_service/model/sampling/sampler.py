@@ -15,11 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engine.sampling_params import RowLogprobs
-from ...engine.step import BadLogits, BeamCandidate, BeamCandidates, SampledToken
-from .adjustment import adjust
+from ...step import BadLogits, BeamCandidate, BeamCandidates, RowLogprobs, SampledToken
+from .adjustment import Draw, adjust
 from .choice import draw_tokens
-from .draw import Draw
 from .ranking import best, most_likely
 
 
