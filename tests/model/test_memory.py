@@ -43,7 +43,6 @@ FACTS = st.builds(
     activation_bytes=st.integers(0, 1 << 36),
     bytes_per_token=st.integers(1, 1 << 22),
     workspace_bytes_per_token=st.integers(0, 1 << 20),
-    graph_bytes=st.integers(0, 1 << 34),
 )
 WISHES = st.builds(
     MemorySettings,
@@ -55,7 +54,7 @@ WISHES = st.builds(
 def spent(facts: MemoryFacts, plan: KVCachePlan) -> int:
     """All that is in use on the device in a maximum batch that reads the whole cache."""
     workspace = plan.num_blocks * plan.block_size * facts.workspace_bytes_per_token
-    beside = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    beside = facts.other_bytes + facts.weight_bytes + facts.activation_bytes
     return beside + plan.total_bytes + workspace
 
 

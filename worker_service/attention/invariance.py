@@ -47,14 +47,6 @@ _SCORE_DEVIATION = 1.0
 """Standard deviation of the scores: every key has a noticeable weight in the sum."""
 
 
-class Rejected(NamedTuple):
-    """Shapes that are not batch-invariant here."""
-
-    shapes: PlanShapes
-    difference: str
-    """The first difference found."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The self-test's result for the layers of a model."""
@@ -63,8 +55,8 @@ class Finding:
     """Shapes to use, whether or not they hold."""
     holds: bool
     """Whether a row has the same bits in every step."""
-    rejected: tuple[Rejected, ...]
-    """Shapes tried before."""
+    rejected: tuple[tuple[PlanShapes, str], ...]
+    """Shapes tried before, which are not batch-invariant here, and the first difference found."""
     seconds: float
 
     @property
@@ -90,7 +82,7 @@ def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
     per shape of layer.
     """
     started = time.monotonic()
-    rejected: list[Rejected] = []
+    rejected: list[tuple[PlanShapes, str]] = []
     for shapes in _candidates(needs):
         difference = next(
             (
@@ -102,7 +94,7 @@ def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
         )
         if difference is None:
             return Finding(shapes, True, tuple(rejected), time.monotonic() - started)
-        rejected.append(Rejected(shapes, difference))
+        rejected.append((shapes, difference))
     return Finding(FIXED_SHAPES[0], False, tuple(rejected), time.monotonic() - started)
 
 

@@ -168,10 +168,9 @@ def settle(state: CacheState) -> None:
 def _give_back(state: CacheState, child: CacheSequence) -> None:
     """Put a fork's own blocks back into the reserve, as they were when they were granted."""
     for table, reserve, ledger in zip(child.group_tables, state.reserves, state.ledgers, strict=True):
-        own = table.from_reserve
-        for reserved in own:
+        for reserved in table.from_reserve:
             ledger.empty(reserved.block)
-        reserve.put_back(own)
+            reserve.add(*reserved)
 
 
 # -- the link

@@ -122,12 +122,12 @@ def _free(state: CacheState, link: LinkState, targets: list[int]) -> MutatingCal
             naming.name_end(state, sequence)
         state.let_go(sequence)
     wishes = _wishes(state, link, ready, targets)
-    request, stated = cache_pb2.FreeRequest(), []
-    for sequence in ready:
-        # All computed tokens, so that their blocks are sealed first.
-        update, what = _update(state, sequence, len(sequence.tokens), sequence.num_computed_tokens)
-        request.items.add(update=update)
-        stated.append(what)
+    request = cache_pb2.FreeRequest()
+    # All computed tokens, so that their blocks are sealed first.
+    stated = [
+        _state(state, request.items.add().update, sequence, len(sequence.tokens), sequence.num_computed_tokens)
+        for sequence in ready
+    ]
     return _call(state, link, request, stated, wishes)
 
 
@@ -142,11 +142,10 @@ def _fork(state: CacheState, link: LinkState, targets: list[int], now: float) ->
     for child in ready:
         assert child.parent is not None
         child.maybe_granted = True
+        item = request.items.add(parent=child.parent.key, num_shared_blocks=child.acked_computed_tokens // size)
         # All tokens: a sequence has one at least.
-        update, what = _update(state, child, len(child.tokens), child.num_computed_tokens // size * size)
-        num_shared = child.acked_computed_tokens // size
-        request.items.add(parent=child.parent.key, num_shared_blocks=num_shared, update=update)
-        stated.append(what)
+        num_full = child.num_computed_tokens // size * size
+        stated.append(_state(state, item.update, child, len(child.tokens), num_full))
     return _call(state, link, request, stated, wishes)
 
 
@@ -160,7 +159,10 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
     ending = []
     if state.forks and now >= state.forks_retry_at and forks.is_pressing(state):
         ending = [parent for parent in forks.behind(state) if parent.state is SequenceState.ENDING]
-    wants_blocks = _wants_refill(state, targets) or _has_idle_surplus(state, targets)
+    wants_blocks = _wants_refill(state, targets) or any(state.returning())
+    wants_blocks = wants_blocks or any(
+        reserve and not target for reserve, target in zip(state.reserves, targets, strict=True)
+    )
     if not (ending or _is_due(state, now) or wants_blocks or _makes_room_for_a_fork(state, targets)):
         return None
     size = state.settings.block_size
@@ -183,9 +185,7 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
     request, stated = cache_pb2.AppendRequest(), []
     for sequence in reports:
         num_full = sequence.num_computed_tokens // size * size
-        update, what = _update(state, sequence, num_full, num_full)
-        request.items.add(update=update)
-        stated.append(what)
+        stated.append(_state(state, request.items.add().update, sequence, num_full, num_full))
     return _call(state, link, request, stated, wishes)
 
 
@@ -221,11 +221,6 @@ def _makes_room_for_a_fork(state: CacheState, targets: list[int]) -> bool:
             if any(sequence.group_tables[group].has_to_release(copied) for sequence in live):
                 return True
     return False
-
-
-def _has_idle_surplus(state: CacheState, targets: list[int]) -> bool:
-    is_surplus = any(reserve and target == 0 for reserve, target in zip(state.reserves, targets, strict=True))
-    return is_surplus or any(state.returning())
 
 
 def _allocate(
@@ -289,19 +284,16 @@ def _targets_with(state: CacheState, targets: list[int], sequences: List[CacheSe
     ]
 
 
-def _update(
-    state: CacheState, sequence: CacheSequence, num_tokens: int, num_computed: int
-) -> tuple[cache_pb2.SequenceUpdate, Stated]:
-    """What the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed ones. What it has
-    released is from now on not used any more."""
+def _state(
+    state: CacheState, update: cache_pb2.SequenceUpdate, sequence: CacheSequence, num_tokens: int, num_computed: int
+) -> Stated:
+    """Write to `update` what the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed
+    ones. What it has released is from now on not used any more."""
     start = sequence.acked_tokens
     num_tokens = max(num_tokens, start)
-    update = cache_pb2.SequenceUpdate(
-        key=sequence.key,
-        start=start,
-        tokens=pack_tokens(sequence.tokens[start:num_tokens]),
-        num_computed_tokens=num_computed,
-    )
+    update.key.CopyFrom(sequence.key)
+    update.start, update.num_computed_tokens = start, num_computed
+    update.tokens = pack_tokens(sequence.tokens[start:num_tokens])
     statements = []
     for group, (ledger, table) in enumerate(zip(state.ledgers, sequence.group_tables, strict=False)):
         statement, dropped = table.state(forks.blocks_to_copy(state, group) if sequence.num_copies else ())
@@ -313,7 +305,7 @@ def _update(
         add_entries(update.released, group, statement.released)
         add_spare(update.scratch, group, statement.scratch)
         update.encoder_computed = update.encoder_computed or statement.encoder_computed
-    return update, Stated(sequence, num_tokens, num_computed, statements=tuple(statements))
+    return Stated(sequence, num_tokens, num_computed, statements=tuple(statements))
 
 
 def _call(

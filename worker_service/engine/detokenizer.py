@@ -215,22 +215,19 @@ class TextDecoder:
     def add(self, token_id: int) -> str:
         """The text that is certain with this token."""
         echo, self._echo = self._echo, ""
-        return echo + self._add(token_id)
-
-    def _add(self, token_id: int) -> str:
         self._num_early -= 1
         piece = self._decoder.add(token_id)
         if not piece or not self._stop_strings:
-            return piece
+            return echo + piece
         text = self._held + piece
         stops = [] if self._num_early >= 0 else self._find_stops(text)
         if stops:
             self.is_stopped = True
             self._held = ""
-            return text[: min(stops)]
+            return echo + text[: min(stops)]
         keep = self._num_held_back(text)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return echo + text[: len(text) - keep]
 
     def finish(self) -> str:
         """The text held back, for when no token follows. Nothing after a stop string."""

@@ -104,7 +104,6 @@ class Engine:
             params.attempt,
             common_pb2.Root(
                 model_fingerprint=self.settings.model_fingerprint,
-                adapter=params.adapter,
                 tenant_salt=params.tenant_salt,
                 input_digest=input_digest(params.encoder_token_ids) if params.encoder_token_ids else b"",
             ),

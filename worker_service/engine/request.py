@@ -58,7 +58,6 @@ class GenerationParams:
     """None: no log-probabilities of the prompt; 0: of its tokens; n: also of the n most likely tokens at each position."""
     echo: bool = False
     """Start the text with the prompt's, unless an earlier attempt has delivered tokens."""
-    adapter: str = ""
     tenant_salt: str = ""
     priority: int = 0
     """Smaller is served earlier, and preempted later, with the policy `priority`."""

@@ -36,7 +36,12 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateMode
     """
     with library_errors(f"{settings.model} cannot be read"):
         source = find_config(settings.model, open_cache_dir(settings.cache_dir), progress)
-        config = _config_json(source)
+        config: dict[str, Any] = {}
+        if source.gguf is not None:
+            require_gguf(source.file)
+        else:
+            check_small_files(source.path)
+            config = read_object(source.file)
     limit = plain_limit(config)
     if limit is not None and settings.max_model_len is not None:
         require_length(settings.max_model_len, limit)
@@ -44,12 +49,3 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateMode
         choose_device(settings.device)
     architecture = config.get("model_type")
     return CandidateModel(source, architecture if isinstance(architecture, str) else None)
-
-
-def _config_json(source: ModelSource) -> dict[str, Any]:
-    """The content of config.json; empty for a GGUF file. Raises ModelError if a small file of the model is broken."""
-    if source.gguf is not None:
-        require_gguf(source.file)
-        return {}
-    check_small_files(source.path)
-    return read_object(source.file)

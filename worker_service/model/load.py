@@ -105,28 +105,25 @@ def load_model(
     Raises ModelError.
     """
     with library_errors(f"{settings.model} cannot be loaded"):
-        return _load_model(settings, progress or structlog.get_logger("kvpool.model").info, measure)
-
-
-def _load_model(settings: ModelSettings, progress: Progress, measure: Measure) -> LoadedModel:
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    cache_dir = open_cache_dir(settings.cache_dir)
-    folder = resolve_model(settings.model, cache_dir, progress)
-    check_small_files(folder.path)
-    config = read_config(folder.path)
-    prepared = prepare(config, settings)
-    check_weights(folder.path)
-    if (line := describe_regime(config, prepared.rope_regime)) is not None:
-        progress(line)
-    facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
-    if facts.tokenizer_json is None:
-        progress(f"{folder.path} has no {TOKENIZER}: prompts and answers are token ids")
-    started = time.monotonic()
-    loader = RuntimeLoader(folder.path, config, prepared, settings, cache_dir, progress)
-    runtime = loader.load(facts.fingerprint, measure)
-    progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
-    return LoadedModel(facts, runtime)
+        progress = progress or structlog.get_logger("kvpool.model").info
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        cache_dir = open_cache_dir(settings.cache_dir)
+        folder = resolve_model(settings.model, cache_dir, progress)
+        check_small_files(folder.path)
+        config = read_config(folder.path)
+        prepared = prepare(config, settings)
+        check_weights(folder.path)
+        if (line := describe_regime(config, prepared.rope_regime)) is not None:
+            progress(line)
+        facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
+        if facts.tokenizer_json is None:
+            progress(f"{folder.path} has no {TOKENIZER}: prompts and answers are token ids")
+        started = time.monotonic()
+        loader = RuntimeLoader(folder.path, config, prepared, settings, cache_dir, progress)
+        runtime = loader.load(facts.fingerprint, measure)
+        progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
+        return LoadedModel(facts, runtime)
 
 
 def prepare(config: Any, settings: ModelSettings) -> Prepared:

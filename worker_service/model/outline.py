@@ -16,7 +16,6 @@ from .placement import DTYPES, Prepared, choose_dtype, read_config
 from .settings import ModelSettings
 from .source.convert import dtype_that_keeps
 from .source.gguf_config import open_gguf
-from .source.resolve import ModelSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,19 +52,16 @@ def outline_model(candidate: CandidateModel, settings: ModelSettings) -> Outline
     Raises ModelError.
     """
     with library_errors(f"the needs of {candidate.source.name} cannot be found"):
-        return _outline(candidate.source, settings)
-
-
-def _outline(source: ModelSource, settings: ModelSettings) -> Outline:
-    config = read_config(source.path, source.gguf)
-    prepared = prepare(config, settings)
-    if source.gguf is None:
-        read_ends_and_defaults(TokenizerFiles(source.path), config, prepared.max_encoder_tokens)
-    if source.gguf is not None and prepared.device.type == "cuda":
-        # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
-        own = dtype_that_keeps(open_gguf(source.path / source.gguf))
-        prepared = replace(prepared, dtype=choose_dtype(settings.dtype, prepared.device, own))
-    meta_model = build_meta_model(config, prepared.max_encoder_tokens)
-    runtime = expected_runtime(settings, prepared, is_recurrent=bool(meta_model.mixers))
-    is_quantized = settings.quantize != "none"
-    return Outline(source.name, config.model_type, prepared, meta_model, runtime, is_quantized)
+        source = candidate.source
+        config = read_config(source.path, source.gguf)
+        prepared = prepare(config, settings)
+        if source.gguf is None:
+            read_ends_and_defaults(TokenizerFiles(source.path), config, prepared.max_encoder_tokens)
+        if source.gguf is not None and prepared.device.type == "cuda":
+            # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
+            own = dtype_that_keeps(open_gguf(source.path / source.gguf))
+            prepared = replace(prepared, dtype=choose_dtype(settings.dtype, prepared.device, own))
+        meta_model = build_meta_model(config, prepared.max_encoder_tokens)
+        runtime = expected_runtime(settings, prepared, is_recurrent=bool(meta_model.mixers))
+        is_quantized = settings.quantize != "none"
+        return Outline(source.name, config.model_type, prepared, meta_model, runtime, is_quantized)

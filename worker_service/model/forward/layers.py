@@ -195,12 +195,6 @@ def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], 
         bind(module, own[0] if len(own) == 1 else _Turns(own))
 
 
-def unbind_layers(layers: Sequence[AttentionLayer]) -> None:
-    """Release the KV tensors; the model cannot run until it is bound again."""
-    for layer in layers:
-        unbind(layer.module)
-
-
 class ForwardCall(NamedTuple):
     """A call of a module's forward."""
 

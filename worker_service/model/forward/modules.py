@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from ...attention.interface import unbind
 from ...attention.layer import AttentionBackend
 from ...attention.packing import Packing
 from ...step import StateBlocks
 from ..errors import UnsupportedModel
 from .contract import Forward, Runtime, Selected
 from .kv_cache import KVCache
-from .layers import bind_layers, unbind_layers
+from .layers import bind_layers
 from .mixer_binding import MixerBinding, lay_out
 from .packed_linear import PackedLinear
 
@@ -122,7 +123,8 @@ class ModulesForward(Forward):
     def close(self) -> None:
         self._selector.close()
         self._mixers.release()
-        unbind_layers(self._layers)
+        for layer in self._layers:
+            unbind(layer.module)
 
 
 def modules_of(runtime: Runtime) -> Any:

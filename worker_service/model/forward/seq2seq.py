@@ -163,7 +163,7 @@ def _without_bias(positions: GivenPositions) -> Callable[[torch.nn.Module, Any, 
     use, so they are given one number."""
 
     def hook(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not positions.are_given or kwargs.get(_BIAS) is not None:
+        if positions.ids is None or kwargs.get(_BIAS) is not None:
             return args, kwargs
         return args, {**kwargs, _BIAS: torch.zeros(1, 1, 1, 1)}
 

@@ -70,7 +70,6 @@ class MemoryFacts:
     """The states of all recurrent layers for one sequence."""
     workspace_bytes_per_token: int = 0
     """Attention's workspace for each token that a step of decodes reads; 0 for kernels that read blocks in place."""
-    graph_bytes: int = 0
     activations_from: str = "measured"
     """Origin of activation_bytes: measured, or estimated and from what."""
 
@@ -86,7 +85,7 @@ class MemoryFacts:
     @property
     def room_bytes(self) -> int:
         """The upper limit of a KV cache: free memory less the needs of a step."""
-        return max(0, self.free_bytes - self.activation_bytes - self.graph_bytes)
+        return max(0, self.free_bytes - self.activation_bytes)
 
 
 class BudgetLine(NamedTuple):
@@ -122,7 +121,7 @@ class MemoryBudget:
             yield BudgetLine("free with the weights loaded", facts.free_bytes)
         batch = f"{settings.max_num_batched_tokens:,} tokens of {settings.max_num_seqs:,} sequences"
         yield BudgetLine("activations of a maximum batch", facts.activation_bytes, f"{batch}, {facts.activations_from}")
-        yield BudgetLine("graphs", facts.graph_bytes, "" if facts.graph_bytes else "none are captured")
+        yield BudgetLine("graphs", 0, "none are captured")
         if workspace := _workspace_bytes(facts, kv_cache):
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
@@ -247,7 +246,7 @@ def _budget_bytes(facts: MemoryFacts, settings: MemorySettings) -> int:
     """Limit of KV cache and attention's workspace together; below 0 if other needs exceed the share."""
     if facts.is_cpu:
         return min(facts.room_bytes, math.floor(facts.free_bytes * SHARE_OF_FREE_CPU_MEMORY))
-    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes
     return _usable_bytes(facts, settings.gpu_memory_utilization) - needed
 
 
@@ -289,7 +288,7 @@ def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, cr
 
 def _least_utilization(facts: MemoryFacts, settings: MemorySettings) -> float | None:
     """The smallest share, a multiple of a thousandth, with which the smallest KV cache fits; None if it does not fit at all."""
-    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes
     needed += _MIN_BLOCKS * _block_cost(facts, settings.block_size)
     steps = -(-needed * _UTILIZATION_STEPS // facts.total_bytes)
     while steps <= _UTILIZATION_STEPS:
@@ -323,6 +322,6 @@ def _blocks_of(plan: KVCachePlan) -> str:
 def _what_there_is(facts: MemoryFacts) -> str:
     return (
         f"of {show_bytes(facts.total_bytes)}, {show_bytes(facts.other_bytes)} are in use already, "
-        f"{show_bytes(facts.weight_bytes)} are needed for the weights and {show_bytes(facts.activation_bytes + facts.graph_bytes)} "
+        f"{show_bytes(facts.weight_bytes)} are needed for the weights and {show_bytes(facts.activation_bytes)} "
         "for a maximum batch"
     )

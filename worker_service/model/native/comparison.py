@@ -30,10 +30,6 @@ from .load import NATIVE_DTYPES, num_threads
 from .timing import Measure, StepSeconds, TimedWorkload
 
 
-class NotKept(RuntimeError):
-    """The choice cannot be kept. The message is the reason."""
-
-
 class Choice(BaseModel, frozen=True):
     """The faster runtime, and the figures of both."""
 
@@ -66,11 +62,8 @@ class ChoiceFile:
         return found if found.key == self.key else None
 
     def keep(self, choice: Choice) -> None:
-        """Replace the file as a whole. Raises NotKept."""
-        try:
-            write_atomically(self.path, (choice.model_dump_json(indent=1) + "\n").encode())
-        except OSError as error:
-            raise NotKept(f"{self.path} cannot be written: {error.strerror}") from error
+        """Replace the file as a whole. Raises OSError."""
+        write_atomically(self.path, (choice.model_dump_json(indent=1) + "\n").encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +119,9 @@ class Comparison:
             try:
                 file.keep(choice)
                 how = f"timed now, kept in {file.path}"
-            except NotKept as problem:
-                how = f"timed at each start, not kept: {problem}. Give another --cache-dir, or mend this one"
+            except OSError as error:
+                why = f"{file.path} cannot be written: {error.strerror}"
+                how = f"timed at each start, not kept: {why}. Give another --cache-dir, or mend this one"
         other = "native" if choice.runtime == "torch" else "torch"
         self.progress(f"runtime: {choice.runtime}; not {other}: {self._describe(choice)}; {how}")
         return choice
