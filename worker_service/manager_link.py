@@ -123,7 +123,10 @@ class ManagerLink:
                 response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
                 if details_of(error).reason == "FOREIGN_EPOCH":
-                    await self._drop_blocks(error.details() or "")
+                    # It cannot raise its epoch above that of the blocks held here: all streams end, all blocks are forgotten.
+                    self._cache.state.give_up(error.details() or "", is_defect=False)
+                    await self._until_reset()
+                    self._registration.forget_manager()
                     continue
                 await asyncio.sleep(self._on_register_failed(error))
                 continue
@@ -178,12 +181,6 @@ class ManagerLink:
                 f"the manager at {self._address} refused this worker: {error.details()} ({reason or code.name})"
             )
         return pause
-
-    async def _drop_blocks(self, why: str) -> None:
-        """End all streams and forget all blocks: the manager cannot raise its epoch above that of the blocks held here."""
-        self._cache.state.give_up(why, is_defect=False)
-        await self._until_reset()
-        self._registration.forget_manager()
 
     def _announce_if_ready(self) -> None:
         """Report that the session works, if its report is complete."""

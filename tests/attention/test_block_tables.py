@@ -45,8 +45,8 @@ def check(packing: Packing, parts: list[Part], groups: tuple[BlockGroup, ...] = 
     positions = [range(part.start, end) for part, end in zip(parts, ends, strict=True)]
     assert packing.position_ids[0].tolist() == [position for each in positions for position in each]
     assert packing.input_ids[0].tolist() == [token for part in parts for token in part.token_ids]
-    assert packing.on_device.starts.tolist() == [part.start for part in parts]
-    assert packing.on_device.query_lens.tolist() == [len(part.token_ids) for part in parts]
+    assert packing.starts_there.tolist() == [part.start for part in parts]
+    assert packing.query_lens_there.tolist() == [len(part.token_ids) for part in parts]
     assert list(packing.context_lens) == ends
     assert list(packing.offsets)[: len(parts)] == [sum(map(len, positions[:number])) for number in range(len(parts))]
 

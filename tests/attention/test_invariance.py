@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention import softmax
-from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes, fixed_shapes, forget_trials
+from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes, first_difference, fixed_shapes
 from kvpool.worker_service.attention.layer import AttentionCall, AttentionSpec, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.layout import BlockGroup
 from kvpool.worker_service.attention.packing import pack
@@ -40,9 +40,9 @@ CAPPED = NEEDS._replace(softcap=20.0)
 @pytest.fixture(autouse=True)
 def trials_of_its_own() -> Iterator[None]:
     """What was found with other products says nothing about those of a test."""
-    forget_trials()
+    first_difference.cache_clear()
     yield
-    forget_trials()
+    first_difference.cache_clear()
 
 
 class Text:

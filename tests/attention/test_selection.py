@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +16,13 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention import flash, selection, varlen
-from kvpool.worker_service.attention.flash import FlashKernel, flash_problem
+from kvpool.worker_service.attention.flash import flash_kernel, flash_problem
 from kvpool.worker_service.attention.layer import AttentionBackend, AttentionCall, AttentionSpec, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.packing import Packing
 from kvpool.worker_service.attention.paged import PagedAttention, PagedStep
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendCandidate, UnsuitableBackend, choose_backend
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.attention.varlen import VarlenKernel, varlen_problem
+from kvpool.worker_service.attention.varlen import varlen_kernel, varlen_problem
 from kvpool.worker_service.attention.verification import SelfTestFailed, run_self_test
 from tests.attention import paged_reference
 from tests.refused import refused
@@ -39,11 +40,11 @@ Kernel = Callable[[torch.Tensor, KVLayer, PagedStep, AttentionCall], torch.Tenso
 
 
 def flash_like() -> PagedAttention:
-    return PagedAttention(FlashKernel(paged_reference.flash_attn_varlen_func))
+    return PagedAttention(partial(flash_kernel, paged_reference.flash_attn_varlen_func))
 
 
 def varlen_like() -> PagedAttention:
-    return PagedAttention(VarlenKernel(paged_reference.varlen_attn))
+    return PagedAttention(partial(varlen_kernel, paged_reference.varlen_attn))
 
 
 def self_test(
@@ -87,7 +88,7 @@ class Wrong(PagedAttention):
         write: Callable[[KVLayer, torch.Tensor, torch.Tensor], object] = lambda *_: None,
     ) -> None:
         """`write`: to layer, slots and key."""
-        right = FlashKernel(paged_reference.flash_attn_varlen_func)
+        right = partial(flash_kernel, paged_reference.flash_attn_varlen_func)
 
         def kernel(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
             step, call, layer = see(step, call, layer)
@@ -141,7 +142,7 @@ def raises(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: Attention
 
 def lets_unwritten_slots_in(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
     """Weight 0 times NaN is NaN."""
-    out = FlashKernel(paged_reference.flash_attn_varlen_func)(query, layer, step, call)
+    out = flash_kernel(paged_reference.flash_attn_varlen_func, query, layer, step, call)
     return out + 0 * layer.v_cache[step.block_tables[:, -1].long()].sum().to(out.dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from structlog.testing import capture_logs
 
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
-from kvpool.worker_service.attention.invariance import forget_trials
+from kvpool.worker_service.attention.invariance import first_difference
 from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.guard import batch_invariance
@@ -36,9 +36,9 @@ def loaded(tmp_path: Path) -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def trials_of_its_own() -> Any:
-    forget_trials()
+    first_difference.cache_clear()
     yield
-    forget_trials()
+    first_difference.cache_clear()
 
 
 def found(loaded: LoadedModel) -> worker_pb2.BatchInvariance:

@@ -88,7 +88,7 @@ def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
             (
                 mismatch
                 for each in _cases(needs, shapes)
-                if (mismatch := _difference(each, shapes, torch.get_num_threads()))
+                if (mismatch := first_difference(each, shapes, torch.get_num_threads()))
             ),
             None,
         )
@@ -125,15 +125,10 @@ def _case(needs: LayerNeeds, partition: int) -> LayerNeeds:
 
 
 @lru_cache(maxsize=256)
-def _difference(needs: LayerNeeds, shapes: PlanShapes, num_threads: int) -> str | None:
+def first_difference(needs: LayerNeeds, shapes: PlanShapes, num_threads: int) -> str | None:
     """The first difference in bits for such a layer; None if there is none. num_threads is only part of the cache key."""
     with torch.inference_mode():
         return _Trial(needs, shapes).run()
-
-
-def forget_trials() -> None:
-    """Clear the cached results, after a change of the library that computes products."""
-    _difference.cache_clear()
 
 
 class _Text(NamedTuple):

@@ -69,15 +69,6 @@ class StepSizes(NamedTuple):
     max_blocks_per_seq: int = 1
 
 
-class PartTensors(NamedTuple):
-    """The parts of a step on the device, in order."""
-
-    starts: torch.Tensor
-    """[N] int64, see Packing."""
-    query_lens: torch.Tensor
-    """[N] int64, see Packing."""
-
-
 class GroupTensors(NamedTuple):
     """The blocks of one group on the device, for the parts of a step in order."""
 
@@ -102,7 +93,10 @@ class Packing:
     layout: KVLayout
     starts: list[int]
     """Per part: position of its first new token = number of tokens whose KV its blocks hold."""
-    on_device: PartTensors
+    starts_there: torch.Tensor
+    """[N] int64 on the device: `starts`."""
+    query_lens_there: torch.Tensor
+    """[N] int64 on the device: `query_lens`."""
     groups: tuple[GroupTensors, ...]
     input_ids: torch.Tensor
     """[1, ΣT] int64."""
@@ -144,7 +138,7 @@ class Packing:
         if window is None:
             return gathered
         # Kernels read whole tiles of keys, and hide some. A block before the window may hold anything, the null block is zero.
-        firsts = (self.on_device.starts + 1 - window).clamp_(min=0) // self.block_size
+        firsts = (self.starts_there + 1 - window).clamp_(min=0) // self.block_size
         columns = torch.arange(gathered.shape[1], device=self.device)
         return gathered.masked_fill_(columns < firsts[:, None], 0)
 
@@ -263,8 +257,9 @@ class Packer:
 
     def _group_of(
         self, index: int, group: BlockGroup, parts: Sequence[SequencePart], query_lens: Sequence[int]
-    ) -> _WantedTables:
-        """The tables of the parts in group `index`. Raises PackingError."""
+    ) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:
+        """The tables of the parts in group `index`, whole and as the layout has them; the first entries that are read, and the end
+        of those that are known. Raises PackingError."""
         size = self._block_size
         sources = [part.block_tables[index] for part in parts]
         tables = [
@@ -276,7 +271,7 @@ class Packer:
         for number, (part, table, count) in enumerate(zip(parts, tables, num_known, strict=True)):
             self._check_table(number, part, table, count, group)
         _check_one_writer(tables, [part.start for part in parts], size)
-        return _WantedTables(sources, tables, firsts, num_known)
+        return sources, tables, firsts, num_known
 
     def _send(
         self, layout: KVLayout, parts: Sequence[SequencePart], starts: list[int], all_changes: Sequence[Changes]
@@ -319,7 +314,8 @@ class Packer:
             device=self._device,
             layout=layout,
             starts=starts,
-            on_device=PartTensors(first_positions, query_lens),
+            starts_there=first_positions,
+            query_lens_there=query_lens,
             groups=tuple(
                 GroupTensors(rows, block_tables.tensor, slots)
                 for rows, block_tables, slots in zip(all_rows, self.block_tables, all_slots, strict=True)
@@ -370,15 +366,6 @@ class Packer:
         new = table[num_known:]
         if new and (min(new) < 1 or max(new) >= group.num_blocks):
             raise PackingError(f"part {index} has a block outside 1 … {group.num_blocks - 1}: {table}")
-
-
-class _WantedTables(NamedTuple):
-    """The tables of a step in one group, checked."""
-
-    sources: list[list[int]]
-    tables: list[list[int]]
-    firsts: list[int]
-    num_known: list[int]
 
 
 def pack(parts: Sequence[SequencePart], block_size: int, groups: Sequence[BlockGroup], device: torch.device) -> Packing:
