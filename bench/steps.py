@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kvpool.worker_service.model.memory.plan import MemorySettings
+from kvpool.worker_service.model.settings import MemorySettings
 from kvpool.worker_service.step import SamplingParams, SequencePart, Step
 
 BLOCK_SIZE: Final = 16

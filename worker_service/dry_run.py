@@ -67,10 +67,11 @@ def _memory_table(budget: MemoryBudget) -> Table:
 def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
     table = _table("KV cache", "")
     if plan.has_one_group:
+        pool = plan.only_pool
         table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
-        table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
-        table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
-        table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
+        table.add_row("bytes per block", f"{pool.bytes_per_block:,} ({plan.block_size} tokens)")
+        table.add_row("blocks", f"{pool.num_blocks:,}, {pool.capacity:,} of them usable")
+        table.add_row("tokens", f"{pool.capacity * plan.block_size:,}")
     for pool in () if plan.has_one_group else plan.pools():
         tokens = "" if pool.what == "states" else f", {plan.block_size} tokens"
         size = f"{pool.num_blocks:,} of {pool.bytes_per_block:,} bytes{tokens}"

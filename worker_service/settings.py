@@ -19,8 +19,7 @@ from kvpool.process.server_settings import ServerSettings
 from kvpool.process.settings import state_home
 
 from .engine.policy import SchedulingPolicy
-from .model.memory.plan import MemorySettings
-from .model.settings import ModelSettings, QuantizationName, RuntimeName
+from .model.settings import MemorySettings, ModelSettings, QuantizationName, RuntimeName
 
 _MAX_FILE_NAME: Final = 200
 """Bytes of one path component; file systems allow 255."""

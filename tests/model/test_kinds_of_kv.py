@@ -20,8 +20,7 @@ from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.memory.plan import MemorySettings
-from kvpool.worker_service.model.settings import DTypeName, RuntimeName
+from kvpool.worker_service.model.settings import DTypeName, MemorySettings, RuntimeName
 from kvpool.worker_service.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER, PagedModel, Request, load, quiet
 from tests.model.ring_cache import Form, RingCache

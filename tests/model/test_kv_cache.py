@@ -96,7 +96,7 @@ def test_a_window_touches_no_more_blocks_than_planned(window: int, block_size: i
 def test_memory_is_taken_as_it_is_touched() -> None:
     """A cache of a gigabyte costs next to nothing before its blocks are used; each tensor is zero and aligned."""
     size = 1 << 30
-    made = plan(size // plan(1).bytes_per_block)
+    made = plan(size // plan(1).only_pool.bytes_per_block)
     before = resident_bytes()
     cache = KVCache(made, LAYERS, torch.bfloat16, CPU)
     assert made.total_bytes > 0.99 * size

@@ -24,7 +24,7 @@ from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears
 from kvpool.worker_service.model.guard.support import check_config, check_replica
 from kvpool.worker_service.model.guard.tiny_replica import replica_config
-from kvpool.worker_service.model.memory.plan import MemorySettings
+from kvpool.worker_service.model.settings import MemorySettings
 from kvpool.worker_service.settings import WorkerSettings
 from kvpool.worker_service.step import EncoderBlocks, SequencePart, Step
 from scripts.models.subjects import default_seq2seq_config

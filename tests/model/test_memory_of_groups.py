@@ -16,9 +16,10 @@ from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KV
 from kvpool.worker_service.model.length import choose_max_encoder_tokens, choose_max_model_len
 from kvpool.worker_service.model.memory.facts import cross_needs, group_needs, kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, MemorySettings, plan_memory
+from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, plan_memory
 from kvpool.worker_service.model.memory.profile import MaximumBatches
 from kvpool.worker_service.model.memory.split import Split
+from kvpool.worker_service.model.settings import MemorySettings
 from scripts.models.subjects import default_seq2seq_config
 from tests.model.truth.encoders import make as make_subject
 
@@ -38,7 +39,7 @@ GIB = 1 << 30
 
 
 def split(groups: list[GroupPlan], *, max_num_seqs: int = 64, window_blocks: int | None = None) -> Split:
-    return Split(groups, 16, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048, window_blocks=window_blocks)
+    return Split(groups, MemorySettings(16, max_num_seqs=max_num_seqs, window_blocks=window_blocks))
 
 
 def blocks(plan: KVCachePlan) -> list[int]:

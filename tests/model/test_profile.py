@@ -16,8 +16,8 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.memory.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
+from kvpool.worker_service.model.settings import MemorySettings
 from kvpool.worker_service.step import SequencePart, Step
 from tests.model.paged import load
 from tests.tiny_models import MAX_MODEL_LEN, build_model, make_tiny_model

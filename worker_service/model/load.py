@@ -34,13 +34,13 @@ from .length import (
     is_encoder_decoder,
 )
 from .memory.facts import cross_needs, facts_of_loaded, group_needs
-from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .memory.plan import MemoryBudget, plan_memory
 from .native.load import NATIVE_DTYPES
 from .native.timing import Measure, measure_runtime
 from .placement import Prepared, choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress
 from .runtimes import NO_ENCODERS, RuntimeLoader, not_native
-from .settings import ModelSettings, QuantizationName
+from .settings import MemorySettings, ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.files import TOKENIZER, check_small_files, check_weights
 from .source.fingerprint import fingerprint

@@ -10,10 +10,10 @@ from .facts import TokenizerFiles
 from .load import prepare, read_ends_and_defaults
 from .memory.facts import cross_needs, facts_of_meta_model, group_needs
 from .memory.meta_model import MetaModel, build_meta_model
-from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .memory.plan import MemoryBudget, plan_memory
 from .native.comparison import expected_runtime
 from .placement import DTYPES, Prepared, choose_dtype, read_config
-from .settings import ModelSettings
+from .settings import MemorySettings, ModelSettings
 from .source.convert import dtype_that_keeps
 from .source.gguf_config import open_gguf
 

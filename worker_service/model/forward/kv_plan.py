@@ -124,30 +124,15 @@ class KVCachePlan:
         return len(self.groups) == 1 and self.states is None and self.cross is None
 
     @property
-    def only_group(self) -> GroupPlan:
-        """The group of a plan that has one."""
-        (group,) = self.groups
-        return group
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the only group, the null block included."""
-        return self.only_group.num_blocks
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of the only group that can hold KV."""
-        return self.only_group.capacity
+    def only_pool(self) -> PoolSize:
+        """The blocks of a plan that has one group."""
+        (pool,) = self.pools()
+        return pool
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of all layers."""
         return sum(group.bytes_per_token for group in self.groups)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block of the only group."""
-        return self.block_size * self.only_group.bytes_per_token
 
     @property
     def total_bytes(self) -> int:
@@ -193,9 +178,10 @@ class KVCachePlan:
             groups = f"{len(lines)} groups" if len(lines) > 1 else "one group"
             size = f"{show_bytes(self.total_bytes)} in {groups}, blocks of {self.block_size} tokens"
             return "\n".join([f"KV cache: {size}; {at_once}", *lines])
-        tokens = self.capacity * self.block_size
+        capacity = self.only_pool.capacity
+        tokens = capacity * self.block_size
         return (
-            f"KV cache: {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of {self.block_size} tokens = {tokens:,} "
+            f"KV cache: {show_bytes(self.total_bytes)}, {capacity:,} blocks of {self.block_size} tokens = {tokens:,} "
             f"tokens; {at_once}"
         )
 

@@ -13,8 +13,9 @@ from ..forward.contract import Runtime
 from ..forward.kv_plan import CrossPlan, GroupPlan
 from ..forward.layers import AttentionLayer, groups_of
 from ..forward.mixer import state_bytes
+from ..settings import MemorySettings
 from .meta_model import MetaModel, build_meta_model
-from .plan import MemoryFacts, MemorySettings
+from .plan import MemoryFacts
 from .profile import CUDAMeter, MakeRunner, measure_batch
 
 _ESTIMATED = "estimated without attention"

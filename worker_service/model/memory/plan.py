@@ -11,6 +11,7 @@ from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
 from ...cache.groups.window import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
+from ..settings import MemorySettings
 from .split import KEPT_STATES, KEPT_WINDOWS, Split
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
@@ -20,35 +21,6 @@ _MIN_BLOCKS = 2
 """The null block and a usable one."""
 _UTILIZATION_STEPS = 1000
 """Recommended shares of a GPU are multiples of a thousandth."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySettings:
-    """The user's settings."""
-
-    block_size: int
-    """Tokens per block: a power of two."""
-    num_blocks: int | None = None
-    """Blocks of the KV cache, the null block included. Overrides shares."""
-    kv_cache_memory: int | None = None
-    """Bytes of the KV cache. Overrides shares; not together with num_blocks."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for all its processes together, this worker included."""
-    window_blocks: int | None = None
-    """Blocks of each group with a window, the null block included; None: computed."""
-    state_blocks: int | None = None
-    """Blocks of the group of recurrent layers, the null block included; None: computed."""
-    cross_blocks: int | None = None
-    """Blocks for the KV of encoders' outputs, the null block included; None: computed."""
-    max_num_seqs: int = 64
-    """Sequences of a maximum batch."""
-    max_num_batched_tokens: int = 2048
-    """Tokens of a maximum batch."""
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether the size of the KV cache is given, and not a share of the memory."""
-        return self.num_blocks is not None or self.kv_cache_memory is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +98,8 @@ class MemoryBudget:
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
         if kv_cache.has_one_group:
-            blocks = f"{kv_cache.num_blocks:,} blocks of {show_bytes(kv_cache.bytes_per_block)}, {self._size_from()}"
+            pool = kv_cache.only_pool
+            blocks = f"{pool.num_blocks:,} blocks of {show_bytes(pool.bytes_per_block)}, {self._size_from()}"
             yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
         else:
             pools = list(kv_cache.pools())
@@ -196,16 +169,7 @@ def plan_memory(
         raise ModelError("This model's layers have no sliding window: leave out --window-blocks.")
     if settings.cross_blocks is not None and cross is None:
         raise ModelError("This model has no encoder: leave out --cross-blocks.")
-    split = Split(
-        groups,
-        block_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        window_blocks=settings.window_blocks,
-        states=states,
-        cross=cross,
-        cross_blocks=settings.cross_blocks,
-    )
+    split = Split(groups, settings, states, cross)
     if settings.num_blocks is not None:
         plan = split.of_blocks(settings.num_blocks)
     elif settings.kv_cache_memory is not None:

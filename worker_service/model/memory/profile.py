@@ -11,7 +11,7 @@ from ...step import EncoderBlocks, PromptRows, SamplingParams, SequencePart, Sta
 from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.runner import ModelRunner
-from .plan import MemorySettings
+from ..settings import MemorySettings
 from .split import size_cross
 
 _GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
 from ...cache.groups.window import largest_chunk, ring_blocks, span
 from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan
+from ..settings import MemorySettings
 
 KEPT_WINDOWS = 2
 """Windows kept for others, for each sequence: at the end of its prompt, and at the end of its text."""
@@ -53,33 +54,23 @@ def size_cross(
 class Split:
     """Splits blocks or bytes between groups, whose plans have no number of blocks yet.
 
-    window_blocks: blocks of each group with a window, the null block included; None: by need. states: its number of blocks may be
-    set; None: no layer is recurrent. cross: None: the model has no encoder; cross_blocks: of that group, as window_blocks.
+    states: its number of blocks may be set; None: no layer is recurrent. cross: None: the model has no encoder.
     """
 
     def __init__(
         self,
         groups: Sequence[GroupPlan],
-        block_size: int,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        window_blocks: int | None,
+        settings: MemorySettings,
         states: StatesPlan | None = None,
         cross: CrossPlan | None = None,
-        cross_blocks: int | None = None,
     ) -> None:
-        self._groups = groups
-        self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._window_blocks = window_blocks
-        self._states = states
-        self._cross, self._cross_blocks = cross, cross_blocks
+        self._groups, self._states, self._cross = groups, states, cross
+        self._settings, self._block_size = settings, settings.block_size
         windows = [group.window for group in groups if group.window is not None]
-        self._chunk = largest_chunk(windows, max_num_batched_tokens) if windows else None
+        self._chunk = largest_chunk(windows, settings.max_num_batched_tokens) if windows else None
         self._each = [self._blocks_per_sequence(group) for group in groups]
         """Blocks of one sequence, in groups with a window."""
-        self._full_cost = block_size * sum(group.bytes_per_token for group in groups if group.window is None)
+        self._full_cost = self._block_size * sum(group.bytes_per_token for group in groups if group.window is None)
         """Bytes of one block in every group without a window together."""
 
     def of_blocks(self, num_blocks: int) -> KVCachePlan:
@@ -89,12 +80,12 @@ class Split:
 
     def _of_blocks(self, num_blocks: int) -> KVCachePlan:
         has_own_number = bool(self._groups) or (self._states is not None and self._states.num_blocks > 0)
-        num_states = self._of_states(self._max_num_seqs) if has_own_number else num_blocks
+        num_states = self._of_states(self._settings.max_num_seqs) if has_own_number else num_blocks
         if not self._full_cost:
-            return self._plan([self._window_blocks or num_blocks for _ in self._groups], num_states)
+            return self._plan([self._settings.window_blocks or num_blocks for _ in self._groups], num_states)
         return self._plan(
             [
-                num_blocks if group.window is None else self._of_window(each, self._max_num_seqs, num_blocks)
+                num_blocks if group.window is None else self._of_window(each, self._settings.max_num_seqs, num_blocks)
                 for group, each in zip(self._groups, self._each, strict=True)
             ],
             num_states,
@@ -110,14 +101,16 @@ class Split:
     def _size_cross(self, num_bytes: int | None) -> CrossPlan | None:
         if self._cross is None:
             return None
-        return size_cross(self._cross, self._block_size, self._max_num_seqs, self._cross_blocks, num_bytes)
+        return size_cross(
+            self._cross, self._block_size, self._settings.max_num_seqs, self._settings.cross_blocks, num_bytes
+        )
 
     def _of_bytes(self, num_bytes: int, workspace_per_token: int) -> KVCachePlan:
         workspace = self._block_size * workspace_per_token
         if not self._groups:
             assert self._states is not None, "a model has layers"
             return self._plan([], self._states.num_blocks or num_bytes // self._states.bytes_per_block)
-        num_seqs = self._max_num_seqs
+        num_seqs = self._settings.max_num_seqs
         if not self._full_cost:
             while num_seqs > 1 and self._state_bytes(num_seqs) > num_bytes // 2:
                 num_seqs -= 1
@@ -126,7 +119,7 @@ class Split:
             num_seqs -= 1
         num_bytes -= self._state_bytes(num_seqs)
         num_full = (num_bytes - self._window_bytes(num_seqs)) // (self._full_cost + workspace)
-        if self._window_blocks is None:
+        if self._settings.window_blocks is None:
             # With little memory as many in each group: more of a group with a window would never be used.
             cost_of_all = self._block_size * sum(group.bytes_per_token for group in self._groups)
             num_full = max(num_full, num_bytes // (cost_of_all + workspace))
@@ -139,8 +132,8 @@ class Split:
         )
 
     def _of_windows_only(self, num_bytes: int, workspace: int, num_sequences: int) -> KVCachePlan:
-        if self._window_blocks is not None:
-            return self._plan([self._window_blocks for _ in self._groups], self._of_states(num_sequences))
+        if self._settings.window_blocks is not None:
+            return self._plan([self._settings.window_blocks for _ in self._groups], self._of_states(num_sequences))
         num_bytes -= self._state_bytes(num_sequences)
         groups = zip(self._groups, self._each, strict=True)
         each = sum((self._block_size * group.bytes_per_token + workspace) * blocks for group, blocks in groups)
@@ -157,8 +150,8 @@ class Split:
 
     def _of_window(self, each: int, num_sequences: int, most: int | None = None) -> int:
         """Blocks of a group with a window in which a sequence needs `each`."""
-        if self._window_blocks is not None:
-            return self._window_blocks
+        if self._settings.window_blocks is not None:
+            return self._settings.window_blocks
         num_blocks = num_sequences * each + 1
         return num_blocks if most is None else min(num_blocks, most)
 

@@ -89,7 +89,7 @@ def measure_runtime(
     # The token after the prompt goes into a block of the request's own. If the prompt ends within this block, its last tokens are
     # zeros there, which take as long.
     shared = of_prompt[: length // block_size]
-    own = range(1 + len(of_prompt), plan.num_blocks)
+    own = range(1 + len(of_prompt), plan.only_pool.num_blocks)
     prefill = Step([SequencePart(tokens, 0, (of_prompt,), greedy)])
     decode = Step([SequencePart(tokens[-1:], length, ([*shared, block],), greedy) for block in own])
     runner = ModelRunner(runtime, KVCache(plan, layers, dtype, device), backend)
