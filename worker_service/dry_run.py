@@ -28,12 +28,12 @@ def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str]
 
     The first line comes after `find_candidate`, in less than a second unless a GPU is asked for; `kvpool up` waits for no more.
     """
-    candidate = find_candidate(settings.model_settings(), progress)
-    console.print(Text(printable(str(candidate))), soft_wrap=True)
+    source = find_candidate(settings.model_settings(), progress)
+    console.print(Text(printable(str(source))), soft_wrap=True)
     # Here and not above: the import takes seconds.
     from .model.outline import outline_model
 
-    outline = outline_model(candidate, settings.model_settings())
+    outline = outline_model(source, settings.model_settings())
     console.print(_model_table(outline))
     budget = outline.plan(settings.memory_settings())
     console.print(_memory_table(budget))

@@ -213,7 +213,7 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> No
 import sys
 from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.settings import ModelSettings
-print(find_candidate(ModelSettings("org/tiny", device="cpu"), lambda _: None).source.file)
+print(find_candidate(ModelSettings("org/tiny", device="cpu"), lambda _: None).file)
 assert "torch" not in sys.modules
 """
     with closing(HubServer()) as server, fresh_processes(tmp_path) as run:

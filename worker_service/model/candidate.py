@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from .device import choose_device, cuda_index
@@ -15,20 +14,7 @@ from .source.files import check_small_files, read_object, require_gguf
 from .source.resolve import ModelSource, find_config
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CandidateModel:
-    """A model that was found and is not checked any more closely."""
-
-    source: ModelSource
-    architecture: str | None
-    """`model_type` in config.json, e.g. llama; None: there is none, as with a GGUF file."""
-
-    def __str__(self) -> str:
-        kind = f" ({self.architecture})" if self.architecture else ""
-        return f"{self.source.name}{kind}: {self.source.file}"
-
-
-def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateModel:
+def find_candidate(settings: ModelSettings, progress: Progress) -> ModelSource:
     """Find the model and check what can be checked without the seconds that importing torch and transformers takes.
 
     That is: cache folder, model, --device (torch is imported only to look for a GPU), and --max-model-len if config.json states
@@ -48,4 +34,4 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateMode
     if cuda_index(settings.device) is not None:
         choose_device(settings.device)
     architecture = config.get("model_type")
-    return CandidateModel(source, architecture if isinstance(architecture, str) else None)
+    return source._replace(architecture=architecture if isinstance(architecture, str) else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .candidate import CandidateModel
 from .errors import library_errors
 from .facts import TokenizerFiles
 from .load import prepare, read_ends_and_defaults
@@ -16,6 +15,7 @@ from .placement import DTYPES, Prepared, choose_dtype, read_config
 from .settings import MemorySettings, ModelSettings
 from .source.convert import dtype_that_keeps
 from .source.gguf_config import open_gguf
+from .source.resolve import ModelSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,13 +46,12 @@ class Outline:
         return plan_memory(facts, settings, group_needs(layers, dtype), cross)
 
 
-def outline_model(candidate: CandidateModel, settings: ModelSettings) -> Outline:
+def outline_model(source: ModelSource, settings: ModelSettings) -> Outline:
     """Check the config as load_model does. Reads no weights, converts nothing; some seconds.
 
     Raises ModelError.
     """
-    with library_errors(f"the needs of {candidate.source.name} cannot be found"):
-        source = candidate.source
+    with library_errors(f"the needs of {source.name} cannot be found"):
         config = read_config(source.path, source.gguf)
         prepared = prepare(config, settings)
         if source.gguf is None:

@@ -27,11 +27,16 @@ class ModelSource(NamedTuple):
     """The folder."""
     gguf: str | None = None
     """The file in it with the config; None: config.json."""
+    architecture: str | None = None
+    """`model_type` in config.json, e.g. llama; None: there is none, as with a GGUF file, or it was not read."""
 
     @property
     def file(self) -> Path:
         """Path of the file with the config."""
-        return self.path / (self.gguf or "config.json")
+        return self.path / (self.gguf or CONFIG)
+
+    def __str__(self) -> str:
+        return f"{self.name}{f' ({self.architecture})' if self.architecture else ''}: {self.file}"
 
 
 def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelSource:
