@@ -32,10 +32,11 @@ from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.capacity import EngineSettings
+from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.request import GenerationParams, Request
-from kvpool.worker_service.engine.step import PartResult, SampledToken, Step
 from kvpool.worker_service.manager_link import ManagerLink
+from kvpool.worker_service.step import PartResult, SampledToken, Step
 
 STEP_SECONDS: Final = 0.010
 

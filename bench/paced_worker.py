@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpool.worker_service.__main__ import main as worker_main
 from kvpool.worker_service.engine.engine import Engine
-from kvpool.worker_service.engine.step import PartResult, Step, StepRunner
+from kvpool.worker_service.step import PartResult, Step, StepRunner
 
 
 class PacedRunner:

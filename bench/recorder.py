@@ -28,7 +28,7 @@ from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
-from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.step import SampledToken
 
 STEP_SECONDS = 0.010
 CALL_SECONDS = 0.001

@@ -16,10 +16,9 @@ import torch
 from rich.table import Table
 
 from bench.report import command_line, facts, print_table, progress, report_as
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.token_counts import TokenCounts
-from kvpool.worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.model.sampling.adjustment import Draw
 from kvpool.worker_service.model.sampling.sampler import sample
+from kvpool.worker_service.step import SamplingParams, TokenCounts
 
 _TEMPERATURE: Final[dict[str, Any]] = {"temperature": 0.8}
 _TOP_P: Final = _TEMPERATURE | {"top_p": 0.95}

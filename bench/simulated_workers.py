@@ -23,11 +23,11 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.capacity import EngineSettings
+from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.request import GenerationParams, Request
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import PartResult, SampledToken, Step
 from kvpool.worker_service.manager_link import ManagerLink
+from kvpool.worker_service.step import PartResult, SampledToken, SamplingParams, Step
 
 BLOCK_SIZE: Final = 16
 _VOCAB_SIZE: Final = 256
@@ -111,7 +111,7 @@ class SimulatedWorker:
         """Note when a report is complete."""
         was_reporting = False
         while True:
-            link = self.cache._state.link
+            link = self.cache.state.link
             is_reporting = link is None or link.report is not None
             if was_reporting and not is_reporting:
                 self.complete_at = time.monotonic()

@@ -30,7 +30,6 @@ from bench.report import command_line, facts, print_table, progress, report_as
 from bench.steps import BLOCK_SIZE, CASES, MEMORY, step
 from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention.layer import AttentionBackend
-from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
@@ -39,6 +38,7 @@ from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
 from kvpool.worker_service.native.cpu.targets import NumberType
+from kvpool.worker_service.step import Step
 
 MODEL: Final = "smollm2"
 
@@ -114,7 +114,7 @@ def _profiles(loaded: LoadedModel, num_threads: int, runs: int, has_floors: bool
     runner.close()
     if not has_floors:
         return found
-    dtype = cast(NumberType, dtype_name(loaded.dtype))
+    dtype = cast(NumberType, dtype_name(loaded.runtime.dtype))
     sizes = ModelSizes.of_folder(resolve_model(MODEL, default_cache_dir(), progress).path, dtype)
     try:
         speed = measure_speed(dtype, num_threads)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import SequencePart, Step
-from kvpool.worker_service.model.memory.plan import MemorySettings
+from kvpool.worker_service.model.settings import MemorySettings
+from kvpool.worker_service.step import SamplingParams, SequencePart, Step
 
 BLOCK_SIZE: Final = 16
 MEMORY: Final = MemorySettings(BLOCK_SIZE, num_blocks=2048)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvpool.worker_service.engine.engine import Engine
-from kvpool.worker_service.engine.step import PartResult, Step
+from kvpool.worker_service.step import PartResult, Step
 
 
 @asynccontextmanager
@@ -59,5 +59,5 @@ class _Lockstep:
         return not self._num_to_arrive
 
     def _link_rests(self) -> bool:
-        link = self._engine.cache._state.link
+        link = self._engine.cache.state.link
         return link is not None and link.in_flight is None and not self._engine.changed_for_link.is_set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from kvpool.worker_service.engine.beam_search import BeamParams, BeamSearch
-from kvpool.worker_service.engine.step import BeamCandidate, BeamCandidates
+from kvpool.worker_service.step import BeamCandidate, BeamCandidates
 from tests import tracer
 
 

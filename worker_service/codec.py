@@ -12,14 +12,12 @@ from kvpool.protocol.limits import MAX_ID_BYTES, BadField, check_options
 from kvpool.protocol.sampling import sampling_fields
 from kvpool.v1 import worker_pb2
 
-from .engine.beam_search import BeamParams, EarlyStopping
+from .engine.beam_search import BeamParams
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
-from .engine.request_times import EngineTimes
-from .engine.sampling_params import RowLogprobs, SamplingParams
-from .engine.stream import EndReason, RequestUsage, StreamChunk
-from .model.facts import BatchInvariance
+from .engine.stream import EndReason, StreamChunk
+from .step import RowLogprobs, SamplingParams
 
 PART_BYTES = 1 << 16
 """Bytes of a model's files in one message, which is in memory until its reader takes it."""
@@ -88,16 +86,15 @@ def decode_generate(
     token_ids = prompts.encode(request.text) if is_text else list(request.token_ids.ids)
     num_logprobs = request.logprobs if request.HasField("logprobs") else None
     num_delivered = _num_delivered(request, len(token_ids))
-    prompt = prompts.split(token_ids, num_delivered)
+    token_ids, encoder_token_ids = prompts.split(token_ids, num_delivered)
     if defaults is not None:
-        num_first = len(prompt.token_ids) - num_delivered
-        fill_in(request, defaults, num_first=num_first, max_model_len=prompts.max_model_len)
+        fill_in(request, defaults, num_first=len(token_ids) - num_delivered, max_model_len=prompts.max_model_len)
         _check_id(request)
     return GenerationParams(
         sequence_id=request.sequence_id,
         attempt=request.attempt,
-        token_ids=prompt.token_ids,
-        encoder_token_ids=prompt.encoder_token_ids,
+        token_ids=token_ids,
+        encoder_token_ids=encoder_token_ids,
         num_delivered_tokens=num_delivered,
         sampling=SamplingParams(**sampling_fields(request.sampling), num_logprobs=num_logprobs),
         max_tokens=request.stop.max_tokens,
@@ -120,14 +117,7 @@ def _beams(message: worker_pb2.BeamSearch) -> BeamParams | None:
     if message.num_beams < 2:
         return None
     penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
-    return BeamParams(message.num_beams, penalty, _EARLY_STOPPING[message.early_stopping])
-
-
-_EARLY_STOPPING = {
-    worker_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ESTIMATE,
-    worker_pb2.EARLY_STOPPING_FULL: EarlyStopping.FULL,
-    worker_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
-}
+    return BeamParams(message.num_beams, penalty, message.early_stopping)
 
 
 def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:
@@ -152,17 +142,20 @@ _FINISH_REASONS = {
 
 def encode_chunk(chunk: StreamChunk) -> Iterator[worker_pb2.GenerateResponse]:
     """The next messages of the stream: one, unless log-probabilities of a long prompt need more."""
-    prompt = [_encode_prompt_logprobs(logprobs) for logprobs in chunk.prompt_logprobs]
+    prompt = [
+        worker_pb2.PromptLogprobs(logprobs=None if logprobs is None else _encode_logprobs(logprobs))
+        for logprobs in chunk.prompt_logprobs
+    ]
     while len(prompt) > MAX_PROMPT_LOGPROBS:
         yield worker_pb2.GenerateResponse(
-            index=chunk.index, usage=_usage_of(chunk), prompt_logprobs=prompt[:MAX_PROMPT_LOGPROBS]
+            index=chunk.index, usage=chunk.usage, prompt_logprobs=prompt[:MAX_PROMPT_LOGPROBS]
         )
         del prompt[:MAX_PROMPT_LOGPROBS]
     response = worker_pb2.GenerateResponse(
         start_index=chunk.start_index,
         token_ids=[token.token_id for token in chunk.tokens],
         text=chunk.text,
-        usage=_usage_of(chunk),
+        usage=chunk.usage,
         prompt_logprobs=prompt,
         finish_reason=_FINISH_REASONS[chunk.finish_reason],
         index=chunk.index,
@@ -179,41 +172,6 @@ def _encode_logprobs(logprobs: RowLogprobs) -> worker_pb2.TokenLogprobs:
         logprob=logprobs.logprob,
         top_token_ids=[token_id for token_id, _ in logprobs.top],
         top_logprobs=[logprob for _, logprob in logprobs.top],
-    )
-
-
-def _encode_prompt_logprobs(logprobs: RowLogprobs | None) -> worker_pb2.PromptLogprobs:
-    return worker_pb2.PromptLogprobs(logprobs=None if logprobs is None else _encode_logprobs(logprobs))
-
-
-def _usage_of(chunk: StreamChunk) -> worker_pb2.Usage | None:
-    return None if chunk.usage is None else encode_usage(chunk.usage)
-
-
-def encode_usage(usage: RequestUsage) -> worker_pb2.Usage:
-    return worker_pb2.Usage(
-        num_prompt_tokens=usage.num_prompt_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
-        num_generated_tokens=usage.num_generated_tokens,
-        num_preemptions=usage.num_preemptions,
-        times=None if usage.times is None else _encode_times(usage.times),
-    )
-
-
-def _encode_times(times: EngineTimes) -> worker_pb2.Times:
-    """The times as a message, rounded down: together at most the time that the stream took."""
-    return worker_pb2.Times(
-        waiting_ms=int(times.waiting * 1000),
-        prefill_ms=int(times.prefill * 1000),
-        decode_ms=int(times.decode * 1000),
-        preempted_ms=int(times.preempted * 1000),
-    )
-
-
-def encode_batch_invariance(found: BatchInvariance) -> worker_pb2.BatchInvariance:
-    """The result of the check at load."""
-    return worker_pb2.BatchInvariance(
-        promised=found.is_promised, attention_partition=found.attention_partition, reason=found.reason
     )
 
 

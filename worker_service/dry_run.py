@@ -28,12 +28,12 @@ def dry_run(settings: WorkerSettings, console: Console, progress: Callable[[str]
 
     The first line comes after `find_candidate`, in less than a second unless a GPU is asked for; `kvpool up` waits for no more.
     """
-    candidate = find_candidate(settings.model_settings(), progress)
-    console.print(Text(printable(str(candidate))), soft_wrap=True)
+    source = find_candidate(settings.model_settings(), progress)
+    console.print(Text(printable(str(source))), soft_wrap=True)
     # Here and not above: the import takes seconds.
     from .model.outline import outline_model
 
-    outline = outline_model(candidate, settings.model_settings())
+    outline = outline_model(source, settings.model_settings())
     console.print(_model_table(outline))
     budget = outline.plan(settings.memory_settings())
     console.print(_memory_table(budget))
@@ -66,13 +66,13 @@ def _memory_table(budget: MemoryBudget) -> Table:
 
 def _kv_cache_table(plan: KVCachePlan, max_model_len: int) -> Table:
     table = _table("KV cache", "")
-    has_one = len(plan.groups) == 1 and plan.states is None and plan.cross is None
-    if has_one:
+    if plan.has_one_group:
+        pool = plan.only_pool
         table.add_row("bytes per token", f"{plan.bytes_per_token:,}")
-        table.add_row("bytes per block", f"{plan.bytes_per_block:,} ({plan.block_size} tokens)")
-        table.add_row("blocks", f"{plan.num_blocks:,}, {plan.capacity:,} of them usable")
-        table.add_row("tokens", f"{plan.capacity * plan.block_size:,}")
-    for pool in () if has_one else plan.pools():
+        table.add_row("bytes per block", f"{pool.bytes_per_block:,} ({plan.block_size} tokens)")
+        table.add_row("blocks", f"{pool.num_blocks:,}, {pool.capacity:,} of them usable")
+        table.add_row("tokens", f"{pool.capacity * plan.block_size:,}")
+    for pool in () if plan.has_one_group else plan.pools():
         tokens = "" if pool.what == "states" else f", {plan.block_size} tokens"
         size = f"{pool.num_blocks:,} of {pool.bytes_per_block:,} bytes{tokens}"
         table.add_row(f"blocks of group {pool.index}, {pool.what}", size)

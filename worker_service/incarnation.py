@@ -51,10 +51,6 @@ class Identity(NamedTuple):
     """The process key of the predecessor, which has ended; empty if not known."""
 
 
-class _FolderInUse(Exception):
-    pass
-
-
 class WorkerState:
     """The locked state folder of a worker, and the identity of this process. Created by `open`."""
 
@@ -87,9 +83,11 @@ class WorkerState:
             identity = next_identity(_read(folder), wall_clock())
             content = _encode(identity.incarnation, identity.process_key)
             write_durably(folder / _FILE, content, mode=0o600)
-        except OSError as error:
+        except (OSError, WorkerStateError) as error:
             if lock >= 0:
                 os.close(lock)
+            if isinstance(error, WorkerStateError):
+                raise
             problem = f"state folder {folder} cannot be used: {error.strerror or error}"
             if is_required:
                 raise WorkerStateError(f"{problem}; give the worker another --state-dir") from error
@@ -99,9 +97,6 @@ class WorkerState:
                 cure="name a folder with --state-dir",
             )
             return cls(next_identity(None, wall_clock()), -1)
-        except _FolderInUse as error:
-            os.close(lock)
-            raise WorkerStateError(str(error)) from None
         return cls(identity, lock)
 
     def close(self) -> None:
@@ -117,7 +112,7 @@ def next_identity(last: tuple[int, bytes] | None, now_ns: int) -> Identity:
 
 
 def _take_lock(lock: int, folder: Path, wait_seconds: float) -> None:
-    """Raises _FolderInUse, OSError."""
+    """Raises WorkerStateError if another process holds it, OSError."""
     ends_at = time.monotonic() + wait_seconds
     is_logged = False
     while True:
@@ -128,7 +123,7 @@ def _take_lock(lock: int, folder: Path, wait_seconds: float) -> None:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
             process = f"process {holder}" if holder.isdecimal() else "another process"
             if time.monotonic() >= ends_at:
-                raise _FolderInUse(
+                raise WorkerStateError(
                     f"{process} runs this worker already and holds its state folder {folder}: stop it, or give this worker another "
                     "--worker-id or --state-dir"
                 ) from None

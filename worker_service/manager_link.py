@@ -118,12 +118,15 @@ class ManagerLink:
 
     async def _register(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
         while True:
-            request = self._registration.next_request(holds_state=self._cache.holds_state)
+            request = self._registration.next_request(holds_state=self._cache.state.holds_anything)
             try:
                 response = await stub.Register(request, timeout=CALL_SECONDS, wait_for_ready=self._is_away)
             except grpc.aio.AioRpcError as error:
                 if details_of(error).reason == "FOREIGN_EPOCH":
-                    await self._drop_blocks(error.details() or "")
+                    # It cannot raise its epoch above that of the blocks held here: all streams end, all blocks are forgotten.
+                    self._cache.state.give_up(error.details() or "", is_defect=False)
+                    await self._until_reset()
+                    self._registration.forget_manager()
                     continue
                 await asyncio.sleep(self._on_register_failed(error))
                 continue
@@ -179,12 +182,6 @@ class ManagerLink:
             )
         return pause
 
-    async def _drop_blocks(self, why: str) -> None:
-        """End all streams and forget all blocks: the manager cannot raise its epoch above that of the blocks held here."""
-        self._cache.give_up(why, is_defect=False)
-        await self._until_reset()
-        self._registration.forget_manager()
-
     def _announce_if_ready(self) -> None:
         """Report that the session works, if its report is complete."""
         if self._cache.is_ready():
@@ -197,10 +194,10 @@ class ManagerLink:
 
     async def _until_reset(self) -> None:
         """If all blocks are given up, wait until the engine has ended its streams and steps and forgotten the blocks."""
-        while self._cache.is_given_up:
+        while self._cache.state.is_given_up:
             self._engine.on_cache_changed()
             self._engine.changed_for_link.clear()
-            if self._cache.is_given_up:
+            if self._cache.state.is_given_up:
                 await self._engine.changed_for_link.wait()
 
     async def _leave(self, stub: cache_pb2_grpc.CacheServiceStub) -> None:
@@ -247,7 +244,7 @@ class ManagerLink:
             except grpc.aio.AioRpcError as error:
                 reason = details_of(error).reason
                 if reason in SESSION_OVER:
-                    self._cache.lose(SESSION_OVER[reason])
+                    self._cache.state.lose_session(SESSION_OVER[reason])
                     self._engine.on_cache_changed()
                     self._engine.changed_for_link.set()
                     return

@@ -106,8 +106,8 @@ class WorkerMetrics:
         counts = [("decodes_that_waited_for_a_call", _WAITED, cache.num_reserve_waits)]
         if cache.settings.keeping_boundaries:
             counts += [
-                ("windows_named", "Windows and snapshots kept for other prompts.", cache.num_windows_named),
-                ("windows_not_named", _NOT_NAMED, cache.num_windows_not_named),
+                ("windows_named", "Windows and snapshots kept for other prompts.", cache.state.num_windows_named),
+                ("windows_not_named", _NOT_NAMED, cache.state.num_windows_not_named),
             ]
         for name, text, count in counts:
             page.counter(f"kvpool_worker_{name}", text, count)
@@ -167,7 +167,9 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> Non
         ("generation_tokens", "Tokens generated.", stats.num_generated_tokens),
     ):
         page.counter(f"vllm:{name}", text, value, **labels)
-    for reason, count in _finished(engine).items():
+    whole = {reason.value: stats.ended[reason.value] for reason in EndReason}
+    failed = stats.ended.total() - sum(whole.values()) - stats.ended[CANCELLED]
+    for reason, count in {**whole, "abort": stats.ended[CANCELLED], "error": failed}.items():
         page.counter("vllm:request_success", "Requests that have ended.", count, **labels, finished_reason=reason)
     for name, text, histogram in (
         ("time_to_first_token_seconds", "Time to the first token.", stats.first_token_seconds),
@@ -181,11 +183,3 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> Non
         ("iteration_tokens_total", "Tokens computed in a step.", stats.step_tokens),
     ):
         page.histogram(f"vllm:{name}", text, histogram, **labels)
-
-
-def _finished(engine: Engine) -> dict[str, int]:
-    """Outcomes of requests under vLLM's names."""
-    ended = engine.stats.ended
-    whole = {reason.value: ended[reason.value] for reason in EndReason}
-    cancelled = ended[CANCELLED]
-    return {**whole, "abort": cancelled, "error": ended.total() - sum(whole.values()) - cancelled}

@@ -20,7 +20,7 @@ from kvpool.process.logs import identify_log_lines
 from kvpool.process.metrics import MetricsServer, listen_for_metrics
 from kvpool.process.signals import exit_status
 from kvpool.process.version import installed_version
-from kvpool.v1 import cache_pb2, common_pb2, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import cache_pb2, worker_pb2, worker_pb2_grpc
 
 from . import codec
 from .attention.packing import StepSizes
@@ -31,9 +31,10 @@ from .cache.groups.state import StateGroup, grid_tokens
 from .cache.groups.unit import UnitGroup
 from .cache.groups.window import WindowGroup
 from .cache.settings import CacheSettings
-from .engine.engine import Engine, EngineSettings
+from .engine.capacity import EngineSettings
+from .engine.engine import Engine
 from .engine.errors import EngineError, ErrorKind
-from .incarnation import Identity, WorkerState
+from .incarnation import WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
 from .model.device import choose_device, enter_device, lower_priority
@@ -75,13 +76,13 @@ async def run_worker(settings: WorkerSettings) -> int:
         nonlocal status
         status = exit_status(number)
         if server is not None and (stop.is_set() or server.engine.is_draining):
-            server.cut_grace()
+            server.grace_cut.set()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     loading = asyncio.create_task(WorkerServer.load(settings))
-    stopping = asyncio.create_task(_wait(stop))
+    stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not loading.done():
@@ -138,20 +139,23 @@ class WorkerServer:
             max_requests_of_stream=settings.max_concurrent_streams,
         )
         self._health_tasks: set[asyncio.Task[None]] = set()
-        self._link = ManagerLink(
-            settings.manager,
-            _introduction(
-                settings,
-                state.identity,
-                facts,
-                self.engine.cache.settings.kv_cache_config([pool.bytes_per_block for pool in plan.pools()]),
-                settings.advertised(port),
-            ),
-            self.engine,
-            self._set_health,
+        introduction = cache_pb2.RegisterRequest(
+            worker_id=self.worker_id,
+            incarnation=state.identity.incarnation,
+            process_key=state.identity.process_key,
+            predecessor_key=state.identity.predecessor_key,
+            address=settings.advertised(port),
+            model_name=facts.model_name,
+            model_fingerprint=facts.model_fingerprint,
+            kv_cache_config=self.engine.cache.settings.kv_cache_config([pool.bytes_per_block for pool in plan.pools()]),
+            max_model_len=facts.max_model_len,
+            facts_digest=facts.facts_digest,
+            engine=f"kvpool {installed_version()}",
         )
+        self._link = ManagerLink(settings.manager, introduction, self.engine, self._set_health)
         self._tasks: list[asyncio.Task[None]] = []
-        self._grace_cut = asyncio.Event()
+        self.grace_cut = asyncio.Event()
+        """Set while the worker drains: the running streams end at once."""
         self.metrics: MetricsServer | None = None
         if metrics_listener is not None:
             metrics = WorkerMetrics(
@@ -217,17 +221,13 @@ class WorkerServer:
 
     async def serve_until(self, stop: asyncio.Event) -> None:
         """Wait for `stop` or a drain. Raises the error of the engine, the link or the gRPC server if one fails."""
-        reasons = [asyncio.create_task(_wait(event)) for event in (stop, self.engine.drain_asked)]
+        reasons = [asyncio.create_task(event.wait()) for event in (stop, self.engine.drain_asked)]
         parts = {*self._tasks, asyncio.create_task(self._grpc.run(), name="grpc-server-run")}
         done, _ = await asyncio.wait({*parts, *reasons}, return_when=asyncio.FIRST_COMPLETED)
         for waiting in (*reasons, *(parts - set(self._tasks))):
             waiting.cancel()
         for task in done & parts:
             task.result()
-
-    def cut_grace(self) -> None:
-        """While the worker drains, end the running streams at once."""
-        self._grace_cut.set()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -269,7 +269,7 @@ class WorkerServer:
         self._link.send_heartbeat()
         await asyncio.sleep(NOTICE_SECONDS)
         if not any(task.done() for task in self._tasks):
-            ends = [asyncio.create_task(wait) for wait in (engine.wait_until_empty(), self._grace_cut.wait())]
+            ends = [asyncio.create_task(wait) for wait in (engine.wait_until_empty(), self.grace_cut.wait())]
             await asyncio.wait({*ends, *self._tasks}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
@@ -287,10 +287,6 @@ class WorkerServer:
             task = asyncio.ensure_future(self._grpc.health.set(service, state))
             self._health_tasks.add(task)
             task.add_done_callback(self._health_tasks.discard)
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 async def _settle(engine: Engine, seconds: float = 1.0) -> None:
@@ -334,10 +330,11 @@ def check_default_beams(facts: ModelFacts, max_num_seqs: int) -> None:
 
 
 def log_batch_invariance(facts: ModelFacts) -> None:
-    batch_invariance = facts.batch_invariance
+    found = facts.batch_invariance
     # It should hold in float32 on every CPU; for others it is not promised, and its lack is no fault.
-    is_missing = not batch_invariance.is_promised and facts.dtype == "float32" and facts.device == "cpu"
-    (log.warning if is_missing else log.info)(batch_invariance.describe())
+    is_missing = not found.promised and facts.dtype == "float32" and facts.device == "cpu"
+    write_log = log.warning if is_missing else log.info
+    write_log(f"batch invariance: {'promised' if found.promised else 'not promised'}: {found.reason}")
 
 
 _OF_ENGINE: Final = {
@@ -350,7 +347,15 @@ _OF_ENGINE: Final = {
 def _build_engine(
     settings: WorkerSettings, facts: ModelFacts, runner: ModelRunner, model_thread: ThreadPoolExecutor
 ) -> Engine:
-    cache = EngineCache(_cache_settings(settings, runner.kv_cache.plan))
+    plan = runner.kv_cache.plan
+    cache_settings = CacheSettings(
+        block_size=plan.block_size,
+        groups=_groups(plan),
+        max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
+        retention_interval=settings.retention_interval,
+        report_seconds=settings.report_seconds,
+        reserve_seconds=settings.reserve_seconds,
+    )
     engine_settings = EngineSettings(
         model_fingerprint=facts.fingerprint,
         vocab_size=facts.vocab_size,
@@ -360,7 +365,7 @@ def _build_engine(
         encoder=facts.encoder,
     )
     tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())
-    return Engine(engine_settings, cache, runner, tokenizer, model_thread)
+    return Engine(engine_settings, EngineCache(cache_settings), runner, tokenizer, model_thread)
 
 
 def _groups(plan: KVCachePlan) -> tuple[Group, ...]:
@@ -374,39 +379,6 @@ def _groups(plan: KVCachePlan) -> tuple[Group, ...]:
     if plan.cross is not None:
         groups.append(UnitGroup(plan.cross.num_blocks, plan.cross.max_tokens))
     return tuple(groups)
-
-
-def _cache_settings(settings: WorkerSettings, plan: KVCachePlan) -> CacheSettings:
-    return CacheSettings(
-        block_size=plan.block_size,
-        groups=_groups(plan),
-        max_chunk_tokens=plan.chunk_tokens or settings.max_num_batched_tokens,
-        retention_interval=settings.retention_interval,
-        report_seconds=settings.report_seconds,
-        reserve_seconds=settings.reserve_seconds,
-    )
-
-
-def _introduction(
-    settings: WorkerSettings,
-    identity: Identity,
-    facts: worker_pb2.ModelFacts,
-    config: common_pb2.KVCacheConfig,
-    address: str,
-) -> cache_pb2.RegisterRequest:
-    return cache_pb2.RegisterRequest(
-        worker_id=facts.worker_id,
-        incarnation=identity.incarnation,
-        process_key=identity.process_key,
-        predecessor_key=identity.predecessor_key,
-        address=address,
-        model_name=facts.model_name,
-        model_fingerprint=facts.model_fingerprint,
-        kv_cache_config=config,
-        max_model_len=facts.max_model_len,
-        facts_digest=facts.facts_digest,
-        engine=f"kvpool {installed_version()}",
-    )
 
 
 def _model_files(facts: ModelFacts) -> codec.ModelFiles:
@@ -437,7 +409,7 @@ def _encode_facts(
         block_size=settings.block_size,
         eos_token_ids=facts.eos_token_ids,
         files=codec.encode_files(files),
-        batch_invariance=codec.encode_batch_invariance(facts.batch_invariance),
+        batch_invariance=facts.batch_invariance,
         is_encoder_decoder=encoder is not None,
         decoder_start_token_id=start,
         max_encoder_tokens=0 if encoder is None else encoder.max_tokens,

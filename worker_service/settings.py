@@ -19,8 +19,7 @@ from kvpool.process.server_settings import ServerSettings
 from kvpool.process.settings import state_home
 
 from .engine.policy import SchedulingPolicy
-from .model.memory.plan import MemorySettings
-from .model.settings import ModelSettings, QuantizationName, RuntimeName
+from .model.settings import MemorySettings, ModelSettings, QuantizationName, RuntimeName
 
 _MAX_FILE_NAME: Final = 200
 """Bytes of one path component; file systems allow 255."""
@@ -262,13 +261,9 @@ class WorkerSettings(ServerSettings):
         """The settings that the record has too, by name."""
         return self.model_dump(include={field.name for field in fields(record)})
 
-    def address(self, port: int) -> str:
-        """host:port to listen on."""
-        return join_host_port(self.host, port)
-
     def advertised(self, port: int) -> str:
         """host:port for clients."""
-        return with_default_port(self.advertise, port) if self.advertise else self.address(port)
+        return with_default_port(self.advertise, port) if self.advertise else join_host_port(self.host, port)
 
     def state_folder(self, port: int) -> Path | None:
         """--state-dir, or the default for the manager and the worker's name; None if the name changes with every start."""

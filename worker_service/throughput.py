@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from operator import sub
+from typing import Final
 
 import structlog
 
@@ -14,14 +15,6 @@ from .engine.engine import Engine
 log = structlog.get_logger("kvpool.worker")
 
 INTERVAL_SECONDS: Final = 10.0
-
-
-class _Counts(NamedTuple):
-    at: float
-    prefilled: int
-    generated: int
-    admitted: int
-    cached: int
 
 
 class ThroughputLog:
@@ -40,16 +33,13 @@ class ThroughputLog:
 
     def log_change(self) -> None:
         """Log the change since the last call; nothing while the worker is idle."""
-        before, now = self._last, self._count()
-        self._last = now
+        before, self._last = self._last, self._count()
         scheduler, cache = self._engine.scheduler, self._engine.cache
-        seconds = now.at - before.at
-        prefilled, generated = now.prefilled - before.prefilled, now.generated - before.generated
+        seconds, prefilled, generated, admitted, cached = map(sub, self._last, before)
         if seconds <= 0 or not (prefilled or generated or scheduler.num_running or scheduler.num_waiting):
             return
-        admitted = now.admitted - before.admitted
         # Without a new prompt there is no rate.
-        hits = {"hit_rate": round((now.cached - before.cached) / admitted, 3)} if admitted else {}
+        hits = {"hit_rate": round(cached / admitted, 3)} if admitted else {}
         log.info(
             "throughput",
             prompt_tokens_per_s=round(prefilled / seconds, 1),
@@ -60,9 +50,10 @@ class ThroughputLog:
             **hits,
         )
 
-    def _count(self) -> _Counts:
+    def _count(self) -> tuple[float, int, int, int, int]:
+        """The time, and the tokens prefilled, generated, admitted and cached until then."""
         stats = self._engine.stats
-        return _Counts(
+        return (
             self._clock(),
             stats.num_forwarded_tokens - stats.num_decoded_tokens,
             stats.num_generated_tokens,

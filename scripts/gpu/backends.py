@@ -10,14 +10,14 @@ from typing import Final
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvpool.worker_service.attention.layer import AttentionBackend
+from kvpool.worker_service.attention.layer import AttentionBackend, AttentionSpec
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendName
 from kvpool.worker_service.attention.verification import run_self_test
-from kvpool.worker_service.engine.step import SequencePart
 from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.settings import DTypeName, ModelSettings
+from kvpool.worker_service.step import SequencePart
 from tests.model.paged import NEVER, PagedModel, quiet
 from tests.tiny_models import MIN_MARGIN, Oracle, TinyModel, make_tiny_model
 
@@ -55,7 +55,7 @@ def _try_backends(
     )
     loaded = load_model(settings, quiet)
     truth = [Oracle.of(tiny.path).logits(prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
-    allowed = 0.0 if loaded.dtype == torch.float32 else _eager_error(tiny, truth, loaded)
+    allowed = 0.0 if loaded.runtime.dtype == torch.float32 else _eager_error(tiny, truth, loaded)
     for name in _BACKENDS:
         for block_size in block_sizes:
             row_name = f"{tiny.architecture} {dtype} {name} block {block_size}"
@@ -67,11 +67,11 @@ def _try_backends(
             assert backend is not None
 
             def work(backend: AttentionBackend = backend, block_size: int = block_size, name: str = row_name) -> Row:
-                needs = tuple(dict.fromkeys(layer.needs for layer in loaded.layers))
-                run_self_test(backend, needs, loaded.dtype, device, block_size)
+                needs = loaded.runtime.attention_needs
+                run_self_test(backend, AttentionSpec(needs, loaded.runtime.dtype, device, block_size))
                 paged = PagedModel(loaded, _NUM_BLOCKS, backend=backend, block_size=block_size)
                 try:
-                    if loaded.dtype == torch.float32:
+                    if loaded.runtime.dtype == torch.float32:
                         return Row(name, figures={"logprob_difference": _compare_text(paged, tiny, truth)})
                     error = _median_error(paged, tiny, truth, block_size)
                 finally:
@@ -128,12 +128,12 @@ def _median_error(paged: PagedModel, tiny: TinyModel, truth: _Truth, block_size:
 def _eager_error(tiny: TinyModel, truth: _Truth, loaded: LoadedModel) -> float:
     """The same for transformers' eager attention, in the format of the loaded model."""
     model = AutoModelForCausalLM.from_pretrained(
-        tiny.path, dtype=loaded.dtype, attn_implementation="eager", device_map={"": loaded.device}
+        tiny.path, dtype=loaded.runtime.dtype, attn_implementation="eager", device_map={"": loaded.runtime.device}
     ).eval()
     errors = []
     for prompt, (tokens, logits) in zip(tiny.prompts, truth, strict=True):
         with torch.inference_mode():
-            ids = torch.tensor([[*prompt, *tokens[:-1]]], device=loaded.device)
+            ids = torch.tensor([[*prompt, *tokens[:-1]]], device=loaded.runtime.device)
             ours = model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
         errors += _errors(ours, tokens, logits)
     return statistics.median(errors)

@@ -16,8 +16,6 @@ from bench.stopwatch import Stopwatch, timed_calls
 from kvpool.worker_service.attention import torch_backend
 from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.packing import Packer, StepSizes
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
@@ -28,6 +26,7 @@ from kvpool.worker_service.model.guard.support import guarded_modules
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.placement import dtype_name
+from kvpool.worker_service.step import SamplingParams, SequencePart, Step
 
 from .cases import AddRow, Case, attempt
 from .profile import profile_of
@@ -76,7 +75,7 @@ def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
     assert backend is not None
     blocks_per_sequence = -(-(max(sizes.context, sizes.prompt_tokens) + 1) // _BLOCK_SIZE)
     num_blocks = 1 + max(sizes.batches) * -(-(sizes.context + 1) // _BLOCK_SIZE) + blocks_per_sequence
-    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, kv_bytes_per_token(loaded.layers, _DTYPE))
+    plan = KVCachePlan.one_group(num_blocks, _BLOCK_SIZE, kv_bytes_per_token(loaded.runtime.layers, _DTYPE))
     runner = loaded.runner(plan, backend, StepSizes(max(sizes.batches), sizes.prompt_tokens, blocks_per_sequence))
     add_row(Row(f"{shape.name} backend", figures={"chosen": log[0]}))
     bench = _Bench(loaded, runner, backend, speeds, device, sizes.runs)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, replica_config, replica_length
 from kvpool.worker_service.model.length import choose_max_encoder_tokens
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SamplingParams
 from tests.model.paged import PagedModel, Request, load
 from tests.tiny_models import Oracle
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.guard.support import check_config, check_replica
 from kvpool.worker_service.model.guard.tiny_replica import (
@@ -28,6 +26,7 @@ from kvpool.worker_service.model.guard.tiny_replica import (
 from kvpool.worker_service.model.language_model import attention_of, build_language_model
 from kvpool.worker_service.model.length import choose_max_model_len, fix_longrope, is_encoder_decoder, longest_exact
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SampledToken, SamplingParams
 from tests.model.paged import BLOCK_SIZE, NEVER, PagedModel, Request, load
 from tests.tiny_models import Oracle
 

@@ -14,7 +14,7 @@ from kvpool.worker_service.attention.layout import BlockGroup
 from kvpool.worker_service.attention.packing import pack
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
-from tests.attention.part import Part
+from kvpool.worker_service.step import SequencePart as Part
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -17,7 +17,7 @@ class Notes:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         self.calls.append(call)

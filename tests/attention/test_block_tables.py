@@ -12,7 +12,7 @@ import torch
 from kvpool.worker_service.attention.block_tables import BlockTables
 from kvpool.worker_service.attention.layout import BlockGroup, PackingError
 from kvpool.worker_service.attention.packing import Packer, Packing, Staging, StepSizes, pack
-from tests.attention.part import Part
+from kvpool.worker_service.step import SequencePart as Part
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
@@ -40,12 +40,13 @@ def check(packing: Packing, parts: list[Part], groups: tuple[BlockGroup, ...] = 
             if group.window is None:
                 assert packing.layout.groups[index].arrays[number].tolist() == table
         assert packing.groups[index].slot_mapping.tolist() == slots
-    assert packing.tables() == [part.block_tables[0][: -(-end // SIZE)] for part, end in zip(parts, ends, strict=True)]
+    tables = packing.layout.groups[0].tables
+    assert tables == [part.block_tables[0][: -(-end // SIZE)] for part, end in zip(parts, ends, strict=True)]
     positions = [range(part.start, end) for part, end in zip(parts, ends, strict=True)]
     assert packing.position_ids[0].tolist() == [position for each in positions for position in each]
     assert packing.input_ids[0].tolist() == [token for part in parts for token in part.token_ids]
-    assert packing.on_device.starts.tolist() == [part.start for part in parts]
-    assert packing.on_device.query_lens.tolist() == [len(part.token_ids) for part in parts]
+    assert packing.starts_there.tolist() == [part.start for part in parts]
+    assert packing.query_lens_there.tolist() == [len(part.token_ids) for part in parts]
     assert list(packing.context_lens) == ends
     assert list(packing.offsets)[: len(parts)] == [sum(map(len, positions[:number])) for number in range(len(parts))]
 

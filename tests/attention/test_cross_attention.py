@@ -13,10 +13,10 @@ from kvpool.worker_service.attention.encoder_tables import EncoderTables, slots_
 from kvpool.worker_service.attention.invariance import FIXED_SHAPES, OWN_SUMS
 from kvpool.worker_service.attention.layer import AttentionCall
 from kvpool.worker_service.attention.layout import BlockGroup, PackingError
-from kvpool.worker_service.attention.packing import one_group, pack
+from kvpool.worker_service.attention.packing import pack
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes, Sight, build_view
-from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart
+from kvpool.worker_service.step import EncoderBlocks, SequencePart
 from tests.attention.scene import BLOCK_SIZE, CPU, NEVER, Shape, nan_layer, one_query, shuffled_blocks
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -63,7 +63,7 @@ class CrossScene:
 
     def paged(self, shapes: PlanShapes) -> torch.Tensor:
         parts = self.parts()
-        packing = pack(parts, BLOCK_SIZE, one_group(10_000), CPU)
+        packing = pack(parts, BLOCK_SIZE, [BlockGroup(10_000)], CPU)
         packing = replace(packing, encoders=EncoderTables.of(parts, BlockGroup(self.num_blocks), BLOCK_SIZE))
         backend = TorchAttention(torch.float32, NEVER, shapes)
         backend.begin(packing)
@@ -117,7 +117,7 @@ def test_an_encoder_that_several_texts_share_is_read_once() -> None:
     scene = CrossScene((30,), [Text(0, 3, 0), Text(5, 1, 0), Text(9, 2, 0)])
     parts = scene.parts()
     packing = replace(
-        pack(parts, BLOCK_SIZE, one_group(100), CPU), encoders=EncoderTables.of(parts, BlockGroup(50), BLOCK_SIZE)
+        pack(parts, BLOCK_SIZE, [BlockGroup(100)], CPU), encoders=EncoderTables.of(parts, BlockGroup(50), BLOCK_SIZE)
     )
     view = build_view(packing, Sight(1, None, is_cross=True), torch.float32, NEVER, FREE_SHAPES)
     assert [len(batch.kv_slots) for batch in view.batches] == [30]

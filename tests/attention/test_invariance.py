@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention import softmax
-from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes, fixed_shapes, forget_trials
+from kvpool.worker_service.attention.invariance import FIXED_SHAPES, find_shapes, first_difference, fixed_shapes
 from kvpool.worker_service.attention.layer import AttentionCall, AttentionSpec, KVLayer, LayerNeeds
-from kvpool.worker_service.attention.packing import one_group, pack
+from kvpool.worker_service.attention.layout import BlockGroup
+from kvpool.worker_service.attention.packing import pack
 from kvpool.worker_service.attention.selection import choose_backend
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
+from kvpool.worker_service.step import SequencePart as Part
 from scripts.cpus import CHOICE
 from tests.attention.fake_blas import (
     Cuts,
@@ -25,7 +27,6 @@ from tests.attention.fake_blas import (
     odd_rows_of_odd_widths,
     rest_first,
 )
-from tests.attention.part import Part
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -39,9 +40,9 @@ CAPPED = NEEDS._replace(softcap=20.0)
 @pytest.fixture(autouse=True)
 def trials_of_its_own() -> Iterator[None]:
     """What was found with other products says nothing about those of a test."""
-    forget_trials()
+    first_difference.cache_clear()
     yield
-    forget_trials()
+    first_difference.cache_clear()
 
 
 class Text:
@@ -76,7 +77,7 @@ class Text:
             spans = [(1, 0, min(end, NUM_TOKENS // 2))] if neighbour else []
             spans.append((0, done, end))
             parts = [Part([0] * (last - first), first, (self._tables[index],)) for index, first, last in spans]
-            backend.begin(pack(parts, BLOCK_SIZE, one_group(self._num_blocks), CPU))
+            backend.begin(pack(parts, BLOCK_SIZE, [BlockGroup(self._num_blocks)], CPU))
             query, key, value = (
                 torch.cat([tensor[index, first:last] for index, first, last in spans]).transpose(0, 1)[None]
                 for tensor in (self._query, self._key, self._value)
@@ -113,7 +114,7 @@ def test_the_largest_partition_that_holds_is_taken(needs: LayerNeeds, cuts: Cuts
         finding = find_shapes([needs])
         assert finding.holds
         assert finding.shapes == fixed_shapes(partition)
-        assert [rejected.shapes for rejected in finding.rejected] == [
+        assert [shapes for shapes, _ in finding.rejected] == [
             shapes for shapes in FIXED_SHAPES if (shapes.partition or 0) > partition
         ]
         assert blas.num_products
@@ -171,7 +172,7 @@ def test_a_cpu_on_which_nothing_holds_is_reported() -> None:
         finding = find_shapes([NEEDS])
         assert not finding.holds
     assert finding.describe().startswith("not batch-invariant")
-    assert finding.rejected[0].difference in finding.describe()
+    assert finding.rejected[0][1] in finding.describe()
 
 
 def test_the_self_test_sees_the_plain_path_where_the_fused_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +16,13 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention import flash, selection, varlen
-from kvpool.worker_service.attention.flash import FlashKernel, flash_problem
+from kvpool.worker_service.attention.flash import flash_kernel, flash_problem
 from kvpool.worker_service.attention.layer import AttentionBackend, AttentionCall, AttentionSpec, KVLayer, LayerNeeds
 from kvpool.worker_service.attention.packing import Packing
 from kvpool.worker_service.attention.paged import PagedAttention, PagedStep
 from kvpool.worker_service.attention.selection import CANDIDATES, BackendCandidate, UnsuitableBackend, choose_backend
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.attention.varlen import VarlenKernel, varlen_problem
+from kvpool.worker_service.attention.varlen import varlen_kernel, varlen_problem
 from kvpool.worker_service.attention.verification import SelfTestFailed, run_self_test
 from tests.attention import paged_reference
 from tests.refused import refused
@@ -39,11 +40,11 @@ Kernel = Callable[[torch.Tensor, KVLayer, PagedStep, AttentionCall], torch.Tenso
 
 
 def flash_like() -> PagedAttention:
-    return PagedAttention(FlashKernel(paged_reference.flash_attn_varlen_func))
+    return PagedAttention(partial(flash_kernel, paged_reference.flash_attn_varlen_func))
 
 
 def varlen_like() -> PagedAttention:
-    return PagedAttention(VarlenKernel(paged_reference.varlen_attn))
+    return PagedAttention(partial(varlen_kernel, paged_reference.varlen_attn))
 
 
 def self_test(
@@ -52,7 +53,7 @@ def self_test(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
 ) -> None:
-    run_self_test(backend, needs, dtype, CPU, block_size)
+    run_self_test(backend, AttentionSpec(tuple(needs), dtype, CPU, block_size))
 
 
 # -- backends that are right
@@ -87,7 +88,7 @@ class Wrong(PagedAttention):
         write: Callable[[KVLayer, torch.Tensor, torch.Tensor], object] = lambda *_: None,
     ) -> None:
         """`write`: to layer, slots and key."""
-        right = FlashKernel(paged_reference.flash_attn_varlen_func)
+        right = partial(flash_kernel, paged_reference.flash_attn_varlen_func)
 
         def kernel(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
             step, call, layer = see(step, call, layer)
@@ -141,7 +142,7 @@ def raises(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: Attention
 
 def lets_unwritten_slots_in(query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
     """Weight 0 times NaN is NaN."""
-    out = FlashKernel(paged_reference.flash_attn_varlen_func)(query, layer, step, call)
+    out = flash_kernel(paged_reference.flash_attn_varlen_func, query, layer, step, call)
     return out + 0 * layer.v_cache[step.block_tables[:, -1].long()].sum().to(out.dtype)
 
 
@@ -340,7 +341,7 @@ def check_that_it_serves(candidate: BackendCandidate, setting: AttentionSpec) ->
     except UnsuitableBackend as refusal:
         refused(refusal)
     try:
-        run_self_test(backend, setting.needs, setting.dtype, setting.device, setting.block_size)
+        run_self_test(backend, setting)
     finally:
         candidate.undo()
 
@@ -370,4 +371,5 @@ def test_a_candidate_that_is_refused_does_not_count_as_one_that_serves() -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_torch_passes_on_a_gpu(dtype: torch.dtype) -> None:
-    run_self_test(selection.make_torch(dtype, CUDA, (PLAIN,)), (PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)
+    setting = AttentionSpec((PLAIN, WINDOWED, CAPPED, SINKS), dtype, CUDA, 16)
+    run_self_test(selection.make_torch(dtype, CUDA, (PLAIN,)), setting)

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvpool.worker_service.attention.packing import Packing, one_group, pack
+from kvpool.worker_service.attention.layout import BlockGroup
+from kvpool.worker_service.attention.packing import Packing, pack
 from kvpool.worker_service.attention.tiles import Tile, TileKind, make_tiles
-from tests.attention.part import Part
+from kvpool.worker_service.step import SequencePart as Part
 from tests.attention.scene import BLOCK_SIZE
 
 Met = dict[tuple[int, int], list[tuple[int, int]]]
@@ -31,7 +32,7 @@ def random_step(seed: int) -> Packing:
         new = 1 if numbers.random() < 0.5 else numbers.randrange(1, 50)
         own = -(-(start + new) // BLOCK_SIZE) - len(shared)
         parts.append(Part([0] * new, start, ([*shared, *(next(free) for _ in range(own))],)))
-    return pack(parts, BLOCK_SIZE, one_group(1000), torch.device("cpu"))
+    return pack(parts, BLOCK_SIZE, [BlockGroup(1000)], torch.device("cpu"))
 
 
 def meetings(tiles: list[Tile], window: int | None) -> Met:
@@ -76,7 +77,7 @@ def test_without_fixed_segments_there_are_two_at_most(window: int | None) -> Non
 def test_what_is_shared_is_read_once() -> None:
     """Whole segments within the common blocks; what is left of these each reads for itself."""
     parts = [Part([0], 30, ([1, 2, 3, 4, 5, 6, 7, 8],)), Part([0] * 3, 25, ([1, 2, 3, 4, 5, 9, 10],))]
-    packing = pack(parts, BLOCK_SIZE, one_group(16), torch.device("cpu"))
+    packing = pack(parts, BLOCK_SIZE, [BlockGroup(16)], torch.device("cpu"))
     shared = [tile for tile in make_tiles(packing, 0, None, 1, 8) if tile.kind == TileKind.SHARED]
     assert [(tile.first, tile.end, tile.num_rows) for tile in shared] == [(0, 8, 4), (8, 16, 4)]
     assert not [tile for tile in make_tiles(packing, 0, None, 17, 8) if tile.kind == TileKind.SHARED]

@@ -15,8 +15,7 @@ from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.codec import decode_generate, encode_chunk
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.sampling_params import RowLogprobs
-from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.step import RowLogprobs, SampledToken
 from tests.client.fakes import UNAVAILABLE, FakeModel, FakeWorker
 
 EOS = 256

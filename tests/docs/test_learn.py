@@ -111,9 +111,9 @@ RESERVE_SECONDS = WorkerSettings.model_fields["reserve_seconds"].default
         f"640 × {RESERVE_SECONDS:.0f} s ÷ {BLOCK} = {spare_target(64, 10**6, 640, RESERVE_SECONDS, BLOCK)} blocks",
         f"= {LLAMA_3_70B:,} bytes, {LLAMA_3_70B // KIB} KiB; a block is {BLOCK * LLAMA_3_70B // MIB} MiB, "
         f"so {40 * GIB // (BLOCK * LLAMA_3_70B):,} blocks",
-        f"{BLOCK} × {SMOLLM2:,} = {PLAN.bytes_per_block:,} bytes, and 256 MiB holds {PLAN.num_blocks} of them",
-        f"takes {512 // BLOCK} blocks, and {PLAN.capacity} ÷ {512 // BLOCK} = {PLAN.concurrency(512):.2f}",
-        f"[{PLAN.num_blocks}, {BLOCK}, 3, 64] in bfloat16, twice for each of 30 layers: 60 tensors of "
+        f"{BLOCK} × {SMOLLM2:,} = {PLAN.only_pool.bytes_per_block:,} bytes, and 256 MiB holds {PLAN.only_pool.num_blocks} of them",
+        f"takes {512 // BLOCK} blocks, and {PLAN.only_pool.capacity} ÷ {512 // BLOCK} = {PLAN.concurrency(512):.2f}",
+        f"[{PLAN.only_pool.num_blocks}, {BLOCK}, 3, 64] in bfloat16, twice for each of 30 layers: 60 tensors of "
         f"{PLAN.total_bytes // 60:,} bytes, {show_bytes(PLAN.total_bytes)}",
         f"| 1,000 × 576 = {1000 * 576:,} | 512 + 1,000 × 64 = {512 + 1000 * 64:,} | {576_000 / 64_512:.1f} times less |",
         f"999 × 512 = {999 * 512:,} of {1000 * 512:,}",

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
-from kvpool.worker_service.cache.entry import BlockCopy
-from kvpool.worker_service.cache.groups.group import StateUse
+from kvpool.worker_service.cache.entry import BlockCopy, StateBlocks
 from kvpool.worker_service.cache.groups.state import RunningState, StateGroup
 from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
@@ -47,7 +46,7 @@ class Part(NamedTuple):
     """By group of layers that attend."""
     tokens: tuple[int, ...]
     samples: bool
-    state: StateUse | None
+    state: StateBlocks | None
 
 
 class Copied(NamedTuple):
@@ -181,7 +180,7 @@ class TinyEngine:
                 written += [(group, block) for block in table[part.start // size : -(-part.end // size)]]
                 self.slots[group].write(table, part.start, texts)
             for block in (part.state.running, part.state.snapshot) if part.state is not None else ():
-                if block and self.cache._state.ledgers[-1].content(block) is not None:
+                if block and self.cache.state.ledgers[-1].content(block) is not None:
                     raise BrokenLaw(f"sealed blocks never change: {part.sequence!r} writes block {block}, a snapshot")
                 if block:
                     written.append((len(self.slots) - 1, block))
@@ -202,7 +201,7 @@ class TinyEngine:
         self._require_kv(part.sequence, part.tables, part.start, "a running step reads")
         self._require_state(part.sequence, part.state, part.start, "a running step reads")
 
-    def _require_state(self, sequence: CacheSequence, state: StateUse | None, count: int, who: str) -> None:
+    def _require_state(self, sequence: CacheSequence, state: StateBlocks | None, count: int, who: str) -> None:
         if state is None:
             return
         found = self.slots[-1].block(state.source)[0] if state.source else None
@@ -248,7 +247,7 @@ class TinyEngine:
 
     def _forget_slots(self) -> None:
         """A block that was granted anew may be written by its new owner at any time; one that nobody may read holds nothing."""
-        for ledger in self.cache._state.ledgers:
+        for ledger in self.cache.state.ledgers:
             before, slots = self.generations[ledger.group], self.slots[ledger.group]
             for block, generation in enumerate(ledger._generation):
                 if generation < before[block]:
@@ -260,7 +259,7 @@ class TinyEngine:
 
     def require_laws(self) -> None:
         """One writer; and whoever may read a slot finds there what it expects."""
-        ledgers = self.cache._state.ledgers
+        ledgers = self.cache.state.ledgers
         filling: dict[tuple[int, int], CacheSequence] = {}
         in_step = [part.sequence for part in self.step]
         for part in self.step:
@@ -268,7 +267,7 @@ class TinyEngine:
                 for block in table:
                     if block and not ledger._num_users[block]:
                         raise BrokenLaw(f"use after free: a running step names block {block}, which no table names")
-        for sequence in {id(s): s for s in [*self.cache._state.sequences.values(), *in_step]}.values():
+        for sequence in {id(s): s for s in [*self.cache.state.sequences.values(), *in_step]}.values():
             if not (sequence.uses_blocks or sequence.in_step):
                 continue
             count = sequence.num_computed_tokens

@@ -133,7 +133,7 @@ def _letters(world: World) -> Form:
 def _peer(index: int, peer: Peer) -> Form:
     numbers = _Numbers()
     engine = peer.engine
-    state = engine.cache._state
+    state = engine.cache.state
     link = state.link
     numbers.registers.append((index, peer.incarnation, peer.register_no))
     numbered = {id(sequence): number for number, sequence in enumerate(_all_sequences(engine))}
@@ -206,7 +206,7 @@ def _peer(index: int, peer: Peer) -> Form:
 
 def _all_sequences(engine: TinyEngine) -> list[CacheSequence]:
     """Each once, in an order that only depends on where it is."""
-    state = engine.cache._state
+    state = engine.cache.state
     in_flight = state.link.in_flight.stated if state.link is not None and state.link.in_flight is not None else ()
     places = [
         state.sequences.values(),

@@ -195,7 +195,7 @@ def test_what_decides_tells_states_apart() -> None:
     """Each of these was forgotten once: the manager may be away, so that nothing is given back to it."""
     world = Start(SINGLE, Budget()).begin()
     before = fingerprint(world)
-    world.peers[0].engine.cache._state.link.failed(0.0)  # type: ignore[union-attr]
+    world.peers[0].engine.cache.state.link.failed(0.0)  # type: ignore[union-attr]
     assert fingerprint(world) != before
 
 
@@ -217,7 +217,7 @@ def test_absolute_numbers_do_not_tell_states_apart() -> None:
     generation = twice.manager.last_generation
     session = twice.manager.sessions[0]
     session.last_call_no += 5
-    twice.peers[0].engine.cache._state.link.num_calls += 5  # type: ignore[union-attr]
+    twice.peers[0].engine.cache.state.link.num_calls += 5  # type: ignore[union-attr]
     twice.manager._last_stamp += 7
     assert fingerprint(fresh) == fingerprint(twice)
     assert twice.manager.last_generation > generation

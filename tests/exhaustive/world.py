@@ -380,7 +380,7 @@ class World:
             kv_cache_config=peer.settings.kv_cache_config(),
             process_key=b"process %d" % peer.incarnation,
             predecessor_key=b"process %d" % (peer.incarnation - 1),
-            holds_state=peer.engine.cache.holds_state,
+            holds_state=peer.engine.cache.state.holds_anything,
         )
 
     def _send(self, index: int, method: str, request: Message) -> None:
@@ -395,7 +395,7 @@ class World:
             if not asked.attempt or asked.is_over:
                 continue
             engine = self.peers[asked.worker].engine
-            for sequence in [*engine.running, *engine.waiting, *engine.cache._state.sequences.values()]:
+            for sequence in [*engine.running, *engine.waiting, *engine.cache.state.sequences.values()]:
                 if sequence.id == (wanted.name, asked.attempt):
                     told = sequence.tokens[len(wanted.prompt) :]
                     if told[: len(asked.delivered)] != asked.delivered:
@@ -426,14 +426,14 @@ class World:
         if kind == "Register":
             if not letter.refusal:
                 cache.on_registered(response_of(letter))
-                report = cache._state.link.report if cache._state.link is not None else None
+                report = cache.state.link.report if cache.state.link is not None else None
                 if report is not None:
                     report._parts = iter(list(report._parts))  # the same parts, in a form that can be copied
         elif kind == "KeepAlive":
             if letter.refusal:
                 # The edge ends the session it has now only if it is the one that the heartbeat spoke for.
                 if cache.session == peer.beating_session:
-                    cache.lose("the manager no longer knows this session")
+                    cache.state.lose_session("the manager no longer knows this session")
             else:
                 cache.on_keep_alive(peer.beating_session, response_of(letter))
         else:
@@ -447,7 +447,7 @@ class World:
         self._forget_calls_of_lost_session(peer)
 
     def _call_in_flight(self, peer: Peer) -> MutatingCall | None:
-        link = peer.engine.cache._state.link
+        link = peer.engine.cache.state.link
         return None if link is None else link.in_flight
 
     def _forget_calls_of_lost_session(self, peer: Peer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.client import Chunk, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Unavailable
-from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.step import SamplingParams
 from tests.live.proof import Result, Settings, judge_answers
 from tests.live.workload import TINY
 from tests.load.judge import Delivered, problems

@@ -17,8 +17,6 @@ from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import EncoderBlocks, SampledToken, SequencePart, StateBlocks, Step
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.mixer import state_bytes
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
@@ -27,6 +25,7 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
+from kvpool.worker_service.step import EncoderBlocks, SampledToken, SamplingParams, SequencePart, StateBlocks, Step
 
 BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 64
@@ -141,9 +140,11 @@ class PagedModel:
         self.partition: int | None = None
         """Of the keys, if plain torch attends; None: it cuts nowhere."""
         if backend is None and isinstance(loaded.runtime, ModulesRuntime):
-            shapes = shapes or make_torch(loaded.dtype, loaded.device, loaded.attention_needs).shapes
+            shapes = (
+                shapes or make_torch(loaded.runtime.dtype, loaded.runtime.device, loaded.runtime.attention_needs).shapes
+            )
             self.partition = shapes.partition
-            backend = TorchAttention(loaded.dtype, min_shared_tokens, shapes)
+            backend = TorchAttention(loaded.runtime.dtype, min_shared_tokens, shapes)
         mixers = loaded.runtime.mixers
         self._free_states = list(range(_NUM_STATE_BLOCKS - 1, 0, -1)) if mixers else []
         states = StatesPlan(_NUM_STATE_BLOCKS, state_bytes(mixers)) if mixers else None
@@ -152,9 +153,9 @@ class PagedModel:
             cross = CrossPlan(num_blocks, 0, loaded.facts.encoder.max_tokens)
         self._free_cross = list(range(1, num_blocks))
         random.Random(4).shuffle(self._free_cross)
-        num_bytes = kv_bytes_per_token(loaded.layers, loaded.dtype)
+        num_bytes = kv_bytes_per_token(loaded.runtime.layers, loaded.runtime.dtype)
         plan = KVCachePlan.one_group(
-            num_blocks, block_size, num_bytes, states, attends=bool(loaded.layers), cross=cross
+            num_blocks, block_size, num_bytes, states, attends=bool(loaded.runtime.layers), cross=cross
         )
         self.runner: ModelRunner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvpool.client import GenerateOptions
 from kvpool.client.request import build_request
 from kvpool.protocol.sampling import sampling_fields
-from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.step import SamplingParams
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import cycle
 
 import torch
 
 from kvpool.worker_service.attention.layer import AttentionBackend
-from kvpool.worker_service.engine.step import SampledToken, SequencePart, Step
 from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import group_needs
+from kvpool.worker_service.step import SampledToken, SequencePart, Step
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER
 from tests.model.truth.subject import Way
 
@@ -68,8 +68,10 @@ class RingCache:
         self.form, self._size = form, block_size
         self.num_turned = 0
         """By the last texts: blocks that came back at a later place of the same table."""
-        needs = group_needs(loaded.layers, loaded.dtype, by_window=by_window)
-        groups = (GroupPlan(i, window, num_blocks + 3 * i, num_bytes) for i, (window, num_bytes) in enumerate(needs))
+        groups = [GroupPlan(0, None, 0, 0)]
+        if by_window:
+            groups = group_needs(loaded.runtime.layers, loaded.runtime.dtype)
+        groups = [replace(group, num_blocks=num_blocks + 3 * group.index) for group in groups]
         self.plan = KVCachePlan(block_size, tuple(groups))
         self.runner = loaded.runner(self.plan, backend)
         self._kv: list[list[torch.Tensor]] = [[] for _ in self.plan.groups]

@@ -17,9 +17,8 @@ from transformers import (
 )
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.token_counts import TokenCounts
-from kvpool.worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.model.sampling.adjustment import Draw
+from kvpool.worker_service.step import SamplingParams, TokenCounts
 
 
 def uniform(seed: int, position: int) -> float:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvpool.worker_service.engine.step import SequencePart
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SequencePart
 from tests.model.paged import BLOCK_SIZE, NEEDS_PACKING, NEVER, PagedModel, load, quiet
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -98,7 +98,7 @@ def require_promise(loaded: LoadedModel) -> None:
     """The trial at load, of a short text, finds no difference either: a worker that finds one promises nothing."""
     backend = loaded.attention_backend("auto", BLOCK_SIZE, quiet)
     said = loaded.try_batch_invariance(backend).facts.batch_invariance
-    assert said.is_promised, said.describe()
+    assert said.promised, said.reason
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

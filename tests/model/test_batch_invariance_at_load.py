@@ -12,16 +12,14 @@ import torch
 from structlog.testing import capture_logs
 
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
-from kvpool.worker_service.attention.invariance import forget_trials
-from kvpool.worker_service.codec import encode_batch_invariance
-from kvpool.worker_service.engine.step import SequencePart
-from kvpool.worker_service.model.facts import BatchInvariance
+from kvpool.worker_service.attention.invariance import first_difference
 from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.guard import batch_invariance
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.settings import RuntimeName
 from kvpool.worker_service.server import log_batch_invariance
+from kvpool.worker_service.step import SequencePart
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
 from tests.cluster.in_process import in_process_cluster
 from tests.model.paged import NEEDS_PACKING, NEVER, PagedModel, load, quiet
@@ -38,12 +36,12 @@ def loaded(tmp_path: Path) -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def trials_of_its_own() -> Any:
-    forget_trials()
+    first_difference.cache_clear()
     yield
-    forget_trials()
+    first_difference.cache_clear()
 
 
-def found(loaded: LoadedModel) -> BatchInvariance:
+def found(loaded: LoadedModel) -> worker_pb2.BatchInvariance:
     backend = loaded.attention_backend("auto", 16, quiet)
     return loaded.try_batch_invariance(backend).facts.batch_invariance
 
@@ -67,7 +65,7 @@ def test_a_model_keeps_its_bits_on_a_cpu_that_cuts_elsewhere(loaded: LoadedModel
         at_once = rows(loaded, NUM_TOKENS)
         assert torch.equal(rows(loaded, 70), at_once)
         assert torch.equal(rows(loaded, 33), at_once)
-    assert said.is_promised
+    assert said.promised
     assert "partitions of 128 keys" in said.reason
 
 
@@ -76,14 +74,14 @@ def test_a_model_keeps_its_bits_where_no_partition_holds(loaded: LoadedModel) ->
     with FakeBlas(fixed(64), odd_rows):
         said = found(loaded)
         assert torch.equal(rows(loaded, 33), rows(loaded, NUM_TOKENS))
-    assert said.is_promised
+    assert said.promised
     assert "a fixed order" in said.reason
 
 
 def test_without_packed_products_nothing_is_promised(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_invariance, "packing_works", lambda _: False)
     said = found(loaded)
-    assert not said.is_promised
+    assert not said.promised
     assert "oneDNN" in said.reason
     assert "may get another text" in said.reason
 
@@ -101,7 +99,7 @@ def test_a_linear_layer_whose_rows_depend_on_their_place_is_named(
 
     monkeypatch.setattr(packed_linear, "_apply", varying)
     said = found(loaded)
-    assert not said.is_promised
+    assert not said.promised
     assert "model.layers.0.self_attn.q_proj" in said.reason
 
 
@@ -118,11 +116,11 @@ def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> Non
 
     norm.forward = varying
     said = found(loaded)
-    assert not said.is_promised
+    assert not said.promised
     assert "rows of logits" in said.reason
 
 
-def of_bfloat16(folder: Path, runtime: RuntimeName) -> BatchInvariance:
+def of_bfloat16(folder: Path, runtime: RuntimeName) -> worker_pb2.BatchInvariance:
     path = make_tiny_model("qwen3", folder).path
     return found(load(path, dtype="bfloat16", runtime=runtime))
 
@@ -130,17 +128,15 @@ def of_bfloat16(folder: Path, runtime: RuntimeName) -> BatchInvariance:
 @pytest.mark.native
 def test_natively_it_is_promised_in_bfloat16_too(tmp_path: Path) -> None:
     said = of_bfloat16(tmp_path, "native")
-    assert said.is_promised
+    assert said.promised
     assert said.attention_partition == 256
 
 
 def test_with_torch_nothing_is_promised_in_bfloat16(tmp_path: Path) -> None:
     said = of_bfloat16(tmp_path, "torch")
-    assert not said.is_promised
+    assert not said.promised
     assert said.attention_partition == 0
     assert "bfloat16" in said.reason
-    message = encode_batch_invariance(said)
-    assert not message.promised
 
 
 def test_the_model_can_be_served_after_it_was_tried(loaded: LoadedModel) -> None:
@@ -161,12 +157,12 @@ async def test_the_log_says_it_and_a_client_learns_it_from_get_model(tmp_path: P
         (message,) = [message async for message in worker_pb2_grpc.WorkerServiceStub(channel).GetModel(asked)]
         facts = cluster.worker.facts
     said, sent = facts.batch_invariance, message.facts.batch_invariance
-    assert (sent.promised, sent.attention_partition) == (said.is_promised, said.attention_partition)
-    assert sent.reason == said.reason
+    assert sent == said
     assert said.attention_partition > 0
     for promised, level in ((True, "info"), (False, "warning")):
         with capture_logs() as logs:
-            log_batch_invariance(replace(facts, batch_invariance=BatchInvariance(promised, 192, "as it was found")))
+            as_found = worker_pb2.BatchInvariance(promised=promised, reason="as it was found")
+            log_batch_invariance(replace(facts, batch_invariance=as_found))
         (entry,) = logs
         assert entry["log_level"] == level
         assert "as it was found" in entry["event"]
@@ -176,5 +172,5 @@ def test_nothing_is_promised_where_layers_are_recurrent(tmp_path: Path) -> None:
     """Also for short convolutions, in which a short text shows no difference."""
     loaded = load(make_tiny_model("lfm2", tmp_path).path)
     found = loaded.try_batch_invariance(loaded.attention_backend("torch", 4, lambda _: None)).facts.batch_invariance
-    assert not found.is_promised
+    assert not found.promised
     assert "recurrent layers sum in an order that depends on how a text is cut" in found.reason

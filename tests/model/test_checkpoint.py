@@ -50,7 +50,7 @@ def whole(folder: Path, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     names = load_file(folder / "model.safetensors").keys()
     model: PreTrainedModel = load_whole(
         auto, folder, names, stored_spelling, config=AutoConfig.from_pretrained(folder)
-    ).model
+    )[0]
     return model
 
 

@@ -16,9 +16,8 @@ from rich.console import Console
 from kvpool.worker_service.dry_run import dry_run
 from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
-from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.outline import outline_model
-from kvpool.worker_service.model.settings import ModelSettings
+from kvpool.worker_service.model.settings import MemorySettings, ModelSettings
 from kvpool.worker_service.native.cpu import cpu_info
 from kvpool.worker_service.settings import WorkerSettings
 from tests.model.gguf_files import write_gguf
@@ -214,7 +213,7 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path: Path) -> No
 import sys
 from kvpool.worker_service.model.candidate import find_candidate
 from kvpool.worker_service.model.settings import ModelSettings
-print(find_candidate(ModelSettings("org/tiny", device="cpu"), lambda _: None).source.file)
+print(find_candidate(ModelSettings("org/tiny", device="cpu"), lambda _: None).file)
 assert "torch" not in sys.modules
 """
     with closing(HubServer()) as server, fresh_processes(tmp_path) as run:

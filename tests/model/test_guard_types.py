@@ -100,13 +100,13 @@ def test_an_encoder_decoder_type_does_what_the_document_says(
 
 def test_a_model_that_is_taken_and_differs_is_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not the guard's: with the guard's own blinded, it still sees attention that is a little off."""
-    attend = PagedTarget.attend
+    attend = PagedTarget.__call__
 
     def a_little_off(self: PagedTarget, module: torch.nn.Module, *arguments: Any) -> torch.Tensor:
         query, key, value, call = arguments
         return attend(self, module, query, key, value, call._replace(scaling=call.scaling * 1.1))
 
-    monkeypatch.setattr(PagedTarget, "attend", a_little_off)
+    monkeypatch.setattr(PagedTarget, "__call__", a_little_off)
     kinds = ("llama", f"{SEQ2SEQ}bart")
     for kind in kinds:
         assert trial.try_type(kind, tmp_path / f"refused-{kind}").result is Result.REFUSED

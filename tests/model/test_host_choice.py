@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
+from kvpool.worker_service.model.sampling.adjustment import Draw
 from kvpool.worker_service.model.sampling.choice import draw_exactly, draw_tokens
-from kvpool.worker_service.model.sampling.draw import Draw
 from kvpool.worker_service.model.sampling.host_choice import choose
 from kvpool.worker_service.model.sampling.truncation import TruncationLimits, weigh
+from kvpool.worker_service.step import SamplingParams
 
 VOCAB_SIZE = 3000
 """Many blocks, and more tokens than are looked at to estimate a weight."""

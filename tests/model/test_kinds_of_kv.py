@@ -14,15 +14,14 @@ from transformers import AutoConfig
 
 from kvpool.worker_service.attention.layout import PackingError
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.engine.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
 from kvpool.worker_service.model.forward.layers import groups_of
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.memory.plan import MemorySettings
-from kvpool.worker_service.model.settings import DTypeName, RuntimeName
+from kvpool.worker_service.model.settings import DTypeName, MemorySettings, RuntimeName
+from kvpool.worker_service.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER, PagedModel, Request, load, quiet
 from tests.model.ring_cache import Form, RingCache
 from tests.model.truth.dense import LONG
@@ -39,14 +38,13 @@ from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, make_tiny_model
 @pytest.mark.parametrize("architecture", BACKENDS)
 def test_the_groups_are_those_of_the_layers(architecture: str, tmp_path: Path) -> None:
     save_model(architecture, tmp_path)
-    layers = load(tmp_path).layers
+    layers = load(tmp_path).runtime.layers
     groups = groups_of(layers)
-    windows = [group.window for group in groups]
     kept = [layer for layer in layers if layer.source is None]
-    assert windows == ([WINDOW] if all(layer.needs.window for layer in kept) else [None, WINDOW])
-    for group in groups:
-        assert all(layers[index].needs.window == group.window for index in group.layers)
-    assert sorted(index for group in groups for index in group.layers) == [
+    assert list(groups) == ([WINDOW] if all(layer.needs.window for layer in kept) else [None, WINDOW])
+    for window, members in groups.items():
+        assert all(layers[index].needs.window == window for index in members)
+    assert sorted(index for members in groups.values() for index in members) == [
         index for index, layer in enumerate(layers) if layer.source is None
     ]
 
@@ -121,7 +119,7 @@ def test_a_plan_by_window_gives_each_group_its_blocks(tmp_path: Path) -> None:
     plan = loaded.plan(settings).kv_cache
     assert [(group.window, group.num_blocks) for group in plan.groups] == [(None, 50), (WINDOW, 50)]
     # Two layers of five have full attention.
-    each = kv_bytes_per_token(loaded.layers, loaded.dtype) // 5
+    each = kv_bytes_per_token(loaded.runtime.layers, loaded.runtime.dtype) // 5
     assert [group.bytes_per_token for group in plan.groups] == [2 * each, 3 * each]
 
 
@@ -129,10 +127,10 @@ def test_layers_that_read_the_kv_of_others_are_found_by_what_they_are_called_wit
     """Also without weights, so that the memory is planned for what is stored."""
     loaded = load(make_gemma3n(tmp_path, WINDOW))
     sources = [None, None, None, 1, 2]
-    assert [layer.source for layer in loaded.layers] == sources
+    assert [layer.source for layer in loaded.runtime.layers] == sources
     meta = build_meta_model(AutoConfig.from_pretrained(tmp_path))
     assert [layer.source for layer in meta.layers] == sources
-    assert kv_bytes_per_token(loaded.layers, torch.float32) == 3 * 2 * (16 + 16) * 4
+    assert kv_bytes_per_token(loaded.runtime.layers, torch.float32) == 3 * 2 * (16 + 16) * 4
 
 
 # -- recurrent layers over blocks of states
@@ -275,7 +273,7 @@ def test_a_part_with_a_wrong_state_is_refused_before_anything_is_written(
 
 def test_a_model_without_attention_needs_no_backend_that_runs_here(tmp_path: Path) -> None:
     loaded = load(make_tiny_model("mamba2", tmp_path).path, max_model_len=MAX_MODEL_LEN)
-    assert loaded.layers == []
+    assert loaded.runtime.layers == []
     assert isinstance(loaded.attention_backend("flash", BLOCK_SIZE, quiet), TorchAttention)
 
 
@@ -288,7 +286,7 @@ def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
     subject = make_with_encoder("umt5", tmp_path)
     backend = subject.loaded.attention_backend("torch", BLOCK_SIZE, lambda _: None)
     promise = subject.loaded.try_batch_invariance(backend).facts.batch_invariance
-    assert promise.is_promised, promise.reason
+    assert promise.promised, promise.reason
     found = []
     for together in (False, True):
         paged = PagedModel(subject.loaded)
@@ -303,7 +301,7 @@ def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
 def test_windows_have_blocks_of_their_own_and_the_cross_group_comes_last(tmp_path: Path) -> None:
     """T5Gemma over its real groups: full attention, a window, the encoder's output."""
     subject = make_with_encoder("t5gemma", tmp_path)
-    windows = [group.window for group in groups_of(subject.loaded.layers)]
+    windows = list(groups_of(subject.loaded.runtime.layers))
     assert windows == [None, 8]
     groups = tuple(GroupPlan(index, window, 40, 0) for index, window in enumerate(windows))
     plan = KVCachePlan(BLOCK_SIZE, groups, cross=CrossPlan(40, 0, 64))

@@ -66,9 +66,8 @@ def test_groups_are_full_attention_first_then_windows_from_the_largest() -> None
     kinds = [8, None, 512, 8, None]
     layers = [LAYERS[0]._replace(needs=LAYERS[0].needs._replace(window=window)) for window in kinds]
     layers.append(layers[0]._replace(source=3))
-    assert groups_of(layers) == ((None, (1, 4)), (512, (2,)), (8, (0, 3)))
-    assert groups_of(layers, by_window=False) == ((None, (0, 1, 2, 3, 4)),)
-    assert groups_of([layers[0], layers[2]]) == ((512, (1,)), (8, (0,)))
+    assert list(groups_of(layers).items()) == [(None, [1, 4]), (512, [2]), (8, [0, 3])]
+    assert list(groups_of([layers[0], layers[2]]).items()) == [(512, [1]), (8, [0])]
 
 
 def test_a_plan_of_several_groups() -> None:
@@ -97,7 +96,7 @@ def test_a_window_touches_no_more_blocks_than_planned(window: int, block_size: i
 def test_memory_is_taken_as_it_is_touched() -> None:
     """A cache of a gigabyte costs next to nothing before its blocks are used; each tensor is zero and aligned."""
     size = 1 << 30
-    made = plan(size // plan(1).bytes_per_block)
+    made = plan(size // plan(1).only_pool.bytes_per_block)
     before = resident_bytes()
     cache = KVCache(made, LAYERS, torch.bfloat16, CPU)
     assert made.total_bytes > 0.99 * size

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvpool.worker_service import server
 from kvpool.worker_service.engine.prompt import EncoderSettings
-from kvpool.worker_service.engine.step import EncoderBlocks, SequencePart, Step
 from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
 from kvpool.worker_service.model.facts import read_encoder_settings
@@ -25,8 +24,9 @@ from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.forward.packed_linear import PackedLinear, pack_linears
 from kvpool.worker_service.model.guard.support import check_config, check_replica
 from kvpool.worker_service.model.guard.tiny_replica import replica_config
-from kvpool.worker_service.model.memory.plan import MemorySettings
+from kvpool.worker_service.model.settings import MemorySettings
 from kvpool.worker_service.settings import WorkerSettings
+from kvpool.worker_service.step import EncoderBlocks, SequencePart, Step
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
 from tests.model.paged import GREEDY, NEEDS_PACKING, load, quiet

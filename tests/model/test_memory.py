@@ -12,7 +12,8 @@ from pydantic import ByteSize, TypeAdapter
 
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, show_bytes
-from kvpool.worker_service.model.memory.plan import MemoryFacts, MemorySettings, plan_memory
+from kvpool.worker_service.model.memory.plan import MemoryFacts, plan_memory
+from kvpool.worker_service.model.settings import MemorySettings
 
 GIB = 1 << 30
 GPU = MemoryFacts(
@@ -43,7 +44,6 @@ FACTS = st.builds(
     activation_bytes=st.integers(0, 1 << 36),
     bytes_per_token=st.integers(1, 1 << 22),
     workspace_bytes_per_token=st.integers(0, 1 << 20),
-    graph_bytes=st.integers(0, 1 << 34),
 )
 WISHES = st.builds(
     MemorySettings,
@@ -54,8 +54,8 @@ WISHES = st.builds(
 
 def spent(facts: MemoryFacts, plan: KVCachePlan) -> int:
     """All that is in use on the device in a maximum batch that reads the whole cache."""
-    workspace = plan.num_blocks * plan.block_size * facts.workspace_bytes_per_token
-    beside = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    workspace = plan.only_pool.num_blocks * plan.block_size * facts.workspace_bytes_per_token
+    beside = facts.other_bytes + facts.weight_bytes + facts.activation_bytes
     return beside + plan.total_bytes + workspace
 
 
@@ -92,7 +92,7 @@ ROOM = (80 - 2 - 16 - 3) * GIB
 def test_the_size_of_a_cache(facts: MemoryFacts, wish: dict[str, int], num_bytes: int) -> None:
     plan = plan_memory(facts, replace(SETTINGS, **wish)).kv_cache
     assert plan.total_bytes == pytest.approx(num_bytes, rel=1e-3 if facts is CPU and not wish else 0)
-    assert plan.capacity == plan.num_blocks - 1
+    assert plan.only_pool.capacity == plan.only_pool.num_blocks - 1
 
 
 @given(FACTS, WISHES)
@@ -102,9 +102,9 @@ def test_never_more_than_fits(facts: MemoryFacts, settings: MemorySettings) -> N
         plan = plan_memory(facts, settings).kv_cache
     except KVCacheTooLarge:
         return
-    assert plan.num_blocks >= 2
+    assert plan.only_pool.num_blocks >= 2
     assert spent(facts, plan) <= facts.total_bytes
-    one_more = KVCachePlan.one_group(plan.num_blocks + 1, plan.block_size, plan.bytes_per_token)
+    one_more = KVCachePlan.one_group(plan.only_pool.num_blocks + 1, plan.block_size, plan.bytes_per_token)
     if facts.is_cpu:
         assert plan.total_bytes <= 0.2 * facts.free_bytes + 1
     else:

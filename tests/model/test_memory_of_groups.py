@@ -12,17 +12,24 @@ from hypothesis import strategies as st
 
 from kvpool.worker_service.cache.groups.window import ring_blocks, span
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
-from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
+from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.length import choose_max_encoder_tokens, choose_max_model_len
 from kvpool.worker_service.model.memory.facts import cross_needs, group_needs, kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, MemorySettings, plan_memory
+from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, plan_memory
 from kvpool.worker_service.model.memory.profile import MaximumBatches
-from kvpool.worker_service.model.memory.split import CrossNeeds, GroupNeeds, Split
+from kvpool.worker_service.model.memory.split import Split
+from kvpool.worker_service.model.settings import MemorySettings
 from scripts.models.subjects import default_seq2seq_config
 from tests.model.truth.encoders import make as make_subject
 
-MIXED = [GroupNeeds(None, 1024), GroupNeeds(512, 5 * 1024)]
+
+def needs(*groups: tuple[int | None, int]) -> list[GroupPlan]:
+    """Groups by window and bytes per token, without blocks."""
+    return [GroupPlan(index, window, 0, size) for index, (window, size) in enumerate(groups)]
+
+
+MIXED = needs((None, 1024), (512, 5 * 1024))
 """Five layers with a window for each one without."""
 RING, SPAN = 65, 32
 """Of a window of 512 in blocks of 16, with chunks of 512."""
@@ -31,8 +38,8 @@ EACH = RING + 2 * SPAN
 GIB = 1 << 30
 
 
-def split(groups: list[GroupNeeds], *, max_num_seqs: int = 64, window_blocks: int | None = None) -> Split:
-    return Split(groups, 16, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048, window_blocks=window_blocks)
+def split(groups: list[GroupPlan], *, max_num_seqs: int = 64, window_blocks: int | None = None) -> Split:
+    return Split(groups, MemorySettings(16, max_num_seqs=max_num_seqs, window_blocks=window_blocks))
 
 
 def blocks(plan: KVCachePlan) -> list[int]:
@@ -61,22 +68,21 @@ def test_with_less_memory_windows_take_at_most_half_of_it_and_with_little_all_ha
         (MIXED, {}, 500, [500, 500]),
         (MIXED, {"max_num_seqs": 2}, 500, [500, 2 * EACH + 1]),
         (MIXED, {"window_blocks": 300}, 50, [50, 300]),
-        ([GroupNeeds(512, 1)], {}, 500, [500]),
+        (needs((512, 1)), {}, 500, [500]),
     ],
     ids=str,
 )
 def test_a_number_of_blocks_is_that_of_full_attention(
-    groups: list[GroupNeeds], settings: dict[str, int], count: int, expected: list[int]
+    groups: list[GroupPlan], settings: dict[str, int], count: int, expected: list[int]
 ) -> None:
     assert blocks(split(groups, **settings).of_blocks(count)) == expected
 
 
 def test_windows_alone_share_by_their_need() -> None:
-    groups = [GroupNeeds(4096, 1024), GroupNeeds(512, 1024)]
-    long, short = blocks(split(groups).of_bytes(GIB))
+    long, short = blocks(split(needs((4096, 1024), (512, 1024))).of_bytes(GIB))
     # Chunks are as long as the larger window.
-    needs = [ring_blocks(window, 2048, 16) + 2 * span(window, 16) for window in (4096, 512)]
-    assert long / short == pytest.approx(needs[0] / needs[1], rel=1e-3)
+    each = [ring_blocks(window, 2048, 16) + 2 * span(window, 16) for window in (4096, 512)]
+    assert long / short == pytest.approx(each[0] / each[1], rel=1e-3)
     assert GIB - 2 * 16 * 1024 <= (long + short) * 16 * 1024 <= GIB
     assert blocks(split(MIXED, window_blocks=300).of_bytes(GIB)) == [(GIB - 300 * 16 * 5 * 1024) // (16 * 1024), 300]
 
@@ -91,8 +97,7 @@ def test_a_split_never_takes_more_than_there_is(
     groups: list[tuple[int | None, int]], num_bytes: int, max_num_seqs: int, workspace: int
 ) -> None:
     """And groups without a window get no less than if all groups had as many blocks."""
-    needs = [GroupNeeds(window, size) for window, size in groups]
-    plan = split(needs, max_num_seqs=max_num_seqs).of_bytes(num_bytes, workspace)
+    plan = split(needs(*groups), max_num_seqs=max_num_seqs).of_bytes(num_bytes, workspace)
     full = [group.num_blocks for group in plan.groups if group.window is None]
     windows = [group.num_blocks for group in plan.groups if group.window is not None]
     if min(full + windows) < 2:
@@ -120,7 +125,7 @@ def test_the_budget_lists_each_group() -> None:
 
 def test_window_blocks_without_windows_are_refused() -> None:
     with pytest.raises(ModelError, match="no sliding window: leave out --window-blocks"):
-        plan_memory(facts(), MemorySettings(16, window_blocks=10), [GroupNeeds(None, 6 * 1024)])
+        plan_memory(facts(), MemorySettings(16, window_blocks=10), needs((None, 6 * 1024)))
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_one_that_does() -> None:
@@ -139,8 +144,8 @@ PER_TOKEN = 12 << 10
 OF_STATES = MemoryFacts("cpu", 64 * GIB, 0, 4 * GIB, 0, PER_TOKEN, STATE)
 OF_STATES_ON_GPU = replace(OF_STATES, device="cuda:0")
 FOR_EIGHT = MemorySettings(block_size=16, max_num_seqs=8)
-FULL = [GroupNeeds(None, PER_TOKEN)]
-WINDOW = [GroupNeeds(512, PER_TOKEN)]
+FULL, WINDOW = needs((None, PER_TOKEN)), needs((512, PER_TOKEN))
+BOTH = needs((None, PER_TOKEN), (512, PER_TOKEN))
 BY_NEED = 8 * 4 + 1
 """Blocks for eight sequences, and the null block."""
 
@@ -151,14 +156,13 @@ def states_of(plan: KVCachePlan) -> StatesPlan:
 
 
 @pytest.mark.parametrize("facts", [OF_STATES, OF_STATES_ON_GPU], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("groups", [FULL, WINDOW, FULL + WINDOW], ids=["full", "window", "both"])
+@pytest.mark.parametrize("groups", [FULL, WINDOW, BOTH], ids=["full", "window", "both"])
 def test_states_get_what_the_sequences_need_and_the_rest_is_for_attention(
-    facts: MemoryFacts, groups: list[GroupNeeds]
+    facts: MemoryFacts, groups: list[GroupPlan]
 ) -> None:
     budget = plan_memory(facts, replace(FOR_EIGHT, kv_cache_memory=2 * GIB), groups)
     plan = budget.kv_cache
     assert states_of(plan) == StatesPlan(BY_NEED, STATE)
-    assert states_of(plan).total_bytes == BY_NEED * STATE
     assert plan.total_bytes <= 2 * GIB
     one_more = sum(16 * group.bytes_per_token for group in plan.groups)
     assert plan.total_bytes + one_more * 100 > 2 * GIB
@@ -171,7 +175,8 @@ def test_states_get_what_the_sequences_need_and_the_rest_is_for_attention(
 def test_states_take_at_most_half_so_that_texts_find_room() -> None:
     plan = plan_memory(OF_STATES, replace(FOR_EIGHT, kv_cache_memory=256 * MIB), FULL).kv_cache
     assert states_of(plan).num_blocks == 3 * 4 + 1
-    assert states_of(plan).total_bytes <= 128 * MIB < states_of(plan).total_bytes + 4 * STATE
+    num_bytes = states_of(plan).num_blocks * STATE
+    assert num_bytes <= 128 * MIB < num_bytes + 4 * STATE
     assert plan.groups[0].num_blocks * 16 * PER_TOKEN > 128 * MIB
 
 
@@ -192,7 +197,7 @@ def test_a_model_without_attention_has_states_alone() -> None:
     ],
     ids=str,
 )
-def test_the_number_of_blocks_can_be_set(groups: list[GroupNeeds], wish: dict[str, int], count: int) -> None:
+def test_the_number_of_blocks_can_be_set(groups: list[GroupPlan], wish: dict[str, int], count: int) -> None:
     facts = OF_STATES if groups else replace(OF_STATES, bytes_per_token=0)
     budget = plan_memory(facts, replace(FOR_EIGHT, **wish), groups)
     assert states_of(budget.kv_cache).num_blocks == count
@@ -226,7 +231,7 @@ def test_the_log_has_a_line_for_each_group() -> None:
 # -- outputs of an encoder
 
 
-NEEDS = CrossNeeds(bytes_per_token=1024, max_tokens=500)
+NEEDS = CrossPlan(0, bytes_per_token=1024, max_tokens=500)
 INPUT = 32
 """Blocks of 16 for an input."""
 BLOCK = 16 * 1024
@@ -284,14 +289,16 @@ def test_a_model_without_weights_needs_what_the_loaded_one_needs(kind: str, tmp_
     assert loaded.facts.encoder is not None
     limit = loaded.facts.encoder.max_tokens
     meta_model = build_meta_model(loaded.runtime.config, limit)
-    assert cross_needs(meta_model.layers, torch.float32, limit) == cross_needs(loaded.layers, torch.float32, limit)
-    assert group_needs(meta_model.layers, torch.float32) == group_needs(loaded.layers, torch.float32)
+    assert cross_needs(meta_model.layers, torch.float32, limit) == cross_needs(
+        loaded.runtime.layers, torch.float32, limit
+    )
+    assert group_needs(meta_model.layers, torch.float32) == group_needs(loaded.runtime.layers, torch.float32)
     assert meta_model.activation_bytes(torch.float32, 64, 8) > 0
     kv_cache = loaded.plan(MemorySettings(16, num_blocks=40)).kv_cache
     cache = loaded.runner(kv_cache).kv_cache
     allocated = sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in cache.layers)
     assert allocated == kv_cache.total_bytes
-    assert kv_bytes_per_token(loaded.layers, torch.float32) == kv_cache.bytes_per_token
+    assert kv_bytes_per_token(loaded.runtime.layers, torch.float32) == kv_cache.bytes_per_token
 
 
 def test_a_longer_encoder_needs_more_activations() -> None:
@@ -302,9 +309,9 @@ def test_a_longer_encoder_needs_more_activations() -> None:
 
 def test_a_maximum_batch_runs_the_encoder_on_its_longest_input_once(tmp_path: Path) -> None:
     loaded = make_subject("t5", tmp_path).loaded
-    needs = cross_needs(loaded.layers, torch.float32, 100)
-    batches = MaximumBatches(64, 4, 128, 16, cross=needs)
-    runner = loaded.runner(batches.plan(1, 0))
+    cross = cross_needs(loaded.runtime.layers, torch.float32, 100)
+    batches = MaximumBatches(64, 4, 128, 16, bytes_per_token=1, cross=cross)
+    runner = loaded.runner(batches.plan())
     steps = [batches.prompts(), batches.late_chunk(), batches.decodes(32)]
     for step in steps:
         results = runner.execute(step)

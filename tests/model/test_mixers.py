@@ -13,7 +13,6 @@ from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register, target_of
-from kvpool.worker_service.engine.step import StateBlocks
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.forward import mixers as finding
 from kvpool.worker_service.model.forward.kv_cache import KVCache
@@ -23,6 +22,7 @@ from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, M
 from kvpool.worker_service.model.forward.mixer_binding import MixerBinding, lay_out
 from kvpool.worker_service.model.forward.mixers import find_mixers
 from kvpool.worker_service.model.guard.support import check_layers, check_replica, guarded_modules
+from kvpool.worker_service.step import StateBlocks
 from tests.tiny_models import build_model
 
 CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.kv_cache import KVCache
@@ -31,6 +30,7 @@ from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, QuantizationName
 from kvpool.worker_service.native.cpu import selection
 from kvpool.worker_service.native.cpu.weights import PackedModel
+from kvpool.worker_service.step import SequencePart, Step
 from scripts.models.subjects import default_config
 from scripts.models.trial import save
 from tests.model.paged import GREEDY, load
@@ -248,7 +248,10 @@ class Subject:
         """Over a cache that is NaN, with tables of scattered blocks for texts of LENGTH."""
         each = -(-LENGTH // run.block_size)
         cache = KVCache(
-            KVCachePlan.one_group(1 + num_tables * each, run.block_size, 1), self.loaded.layers, self.loaded.dtype, CPU
+            KVCachePlan.one_group(1 + num_tables * each, run.block_size, 1),
+            self.loaded.runtime.layers,
+            self.loaded.runtime.dtype,
+            CPU,
         )
         cache.fill(float("nan"))
         blocks = list(range(1, 1 + num_tables * each))

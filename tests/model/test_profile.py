@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import modules_of, tensor_bytes
@@ -17,8 +16,9 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.memory.plan import MemorySettings
 from kvpool.worker_service.model.memory.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
+from kvpool.worker_service.model.settings import MemorySettings
+from kvpool.worker_service.step import SequencePart, Step
 from tests.model.paged import load
 from tests.tiny_models import MAX_MODEL_LEN, build_model, make_tiny_model
 
@@ -30,8 +30,10 @@ def test_weights_and_kv_are_those_of_the_loaded_model(architecture: str, tmp_pat
     loaded = load(make_tiny_model(architecture, tmp_path).path)
     meta_model = build_meta_model(AutoConfig.from_pretrained(tmp_path))
     assert meta_model.weight_bytes(torch.float32, CPU) == tensor_bytes(modules_of(loaded.runtime))
-    assert [layer.needs for layer in meta_model.layers] == [layer.needs for layer in loaded.layers]
-    assert kv_bytes_per_token(meta_model.layers, torch.float32) == kv_bytes_per_token(loaded.layers, torch.float32)
+    assert [layer.needs for layer in meta_model.layers] == [layer.needs for layer in loaded.runtime.layers]
+    assert kv_bytes_per_token(meta_model.layers, torch.float32) == kv_bytes_per_token(
+        loaded.runtime.layers, torch.float32
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "gemma2", "gpt_oss", "deepseek_v3"])
@@ -90,7 +92,7 @@ class Watched(ModelRunner):
         return super().execute(step)
 
 
-class FakeMeter:
+class FakeMeter(CUDAMeter):
     """Says that the newest step needed 1,000 bytes per token, and of a step of decodes 3 bytes per token read."""
 
     def __init__(self, steps: list[Step]) -> None:
@@ -141,7 +143,7 @@ def written(part: SequencePart, block_size: int) -> list[int]:
 def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
     num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
 ) -> None:
-    batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size)
+    batches = MaximumBatches(num_tokens, num_seqs, max_model_len, block_size, bytes_per_token=1)
     prompts, late, decodes = batches.prompts(), batches.late_chunk(), batches.decodes(batches.decode_context)
     assert len(prompts.parts) == len(decodes.parts) == num_seqs
     assert sum(len(part.token_ids) for part in prompts.parts) == min(num_tokens, num_seqs * max_model_len)
@@ -215,7 +217,7 @@ def test_a_plan_on_a_gpu_can_be_allocated_and_a_maximum_batch_runs_in_it(tmp_pat
     settings = MemorySettings(16, gpu_memory_utilization=0.5, max_num_seqs=8, max_num_batched_tokens=256)
     budget = loaded.plan(settings)
     runner = loaded.runner(budget.kv_cache)
-    batches = MaximumBatches(256, 8, MAX_MODEL_LEN, 16)
+    batches = MaximumBatches(256, 8, MAX_MODEL_LEN, 16, bytes_per_token=1)
     for step in (batches.prompts(), batches.late_chunk(), batches.decodes(batches.decode_context)):
         runner.execute(step)
     free, total = torch.cuda.mem_get_info(0)

@@ -25,7 +25,7 @@ from kvpool.worker_service.model.source import resolve
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir, file_digest, locked, write_atomically
 from kvpool.worker_service.model.source.fingerprint import fingerprint
 from kvpool.worker_service.model.source.hub import parse_hub_id
-from kvpool.worker_service.model.source.resolve import resolve_model
+from kvpool.worker_service.model.source.resolve import ModelSource, resolve_model
 from tests.model.paged import load, quiet
 from tests.tiny_models import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE, edit_json, make_tiny_model
 
@@ -66,18 +66,18 @@ def test_a_folder_comes_before_a_hub_id_of_its_name(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is taken as it is, and nothing is asked of a hub."""
-    assert resolve_model(str(tiny), tmp_path, quiet) == ("llama", tiny)
+    assert resolve_model(str(tiny), tmp_path, quiet) == ModelSource("llama", tiny)
     monkeypatch.chdir(tmp_path.parent)
     name = f"{tmp_path.name}/{tiny.name}"
     assert parse_hub_id(name) is not None
     lines: list[str] = []
-    assert resolve_model(name, tmp_path, lines.append) == ("llama", Path(name))
+    assert resolve_model(name, tmp_path, lines.append) == ModelSource("llama", Path(name))
     assert lines == []
 
 
 def test_a_hub_id_is_asked_for_and_names_the_model(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "fetch_model", lambda hub_id, _: tiny if hub_id == ("org/llama", "v1") else None)
-    assert resolve_model("org/llama@v1", tmp_path, quiet) == ("org/llama@v1", tiny)
+    assert resolve_model("org/llama@v1", tmp_path, quiet) == ModelSource("org/llama@v1", tiny)
 
 
 def test_smollm2_without_its_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

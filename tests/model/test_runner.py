@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from kvpool.worker_service.attention.layout import PackingError
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import PartResult, PromptRows, SequencePart, Step
-from kvpool.worker_service.engine.token_counts import TokenCounts
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.forward.modules import RowSelector, modules_of
 from kvpool.worker_service.model.load import LoadedModel
-from kvpool.worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.model.sampling.adjustment import Draw
 from kvpool.worker_service.model.sampling.sampler import sample
+from kvpool.worker_service.step import PartResult, PromptRows, SamplingParams, SequencePart, Step, TokenCounts
 from tests.model.paged import GREEDY, PagedModel, load
 from tests.tiny_models import make_tiny_model
 

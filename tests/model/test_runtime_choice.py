@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.worker_service.engine.step import SequencePart, Step
 from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.contract import Runtime
@@ -25,6 +24,7 @@ from kvpool.worker_service.model.native.timing import Measure, StepSeconds, Time
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native.cpu import cpu_info
 from kvpool.worker_service.native.cpu.weights import PackedModel
+from kvpool.worker_service.step import SequencePart, Step
 from tests.model.paged import GREEDY
 from tests.tiny_models import build_model, make_tiny_model
 

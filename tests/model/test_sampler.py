@@ -13,12 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import BadLogits, SampledToken
 from kvpool.worker_service.model.sampling import choice
+from kvpool.worker_service.model.sampling.adjustment import Draw
 from kvpool.worker_service.model.sampling.choice import draw_exactly, uniforms
-from kvpool.worker_service.model.sampling.draw import Draw
 from kvpool.worker_service.model.sampling.sampler import prompt_logprobs, sample
+from kvpool.worker_service.step import BadLogits, SampledToken, SamplingParams
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row, uniform
 

@@ -19,12 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.token_counts import TokenCounts
-from kvpool.worker_service.model.sampling.adjustment import adjust
-from kvpool.worker_service.model.sampling.draw import Draw
+from kvpool.worker_service.model.sampling.adjustment import Draw, adjust
 from kvpool.worker_service.model.sampling.ranking import best, best_on_device, most_likely
 from kvpool.worker_service.model.sampling.truncation import TruncationLimits, truncate, weigh
+from kvpool.worker_service.step import SamplingParams, TokenCounts
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row
 

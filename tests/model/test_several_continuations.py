@@ -9,10 +9,16 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
-from kvpool.worker_service.engine.step import BeamCandidates, BlockCopy, PartResult, SequencePart, Step
-from kvpool.worker_service.engine.token_counts import TokenCounts
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import (
+    BeamCandidates,
+    BlockCopy,
+    PartResult,
+    SamplingParams,
+    SequencePart,
+    Step,
+    TokenCounts,
+)
 from tests.model.paged import GREEDY, PLACES, PagedModel, Place, load
 from tests.tiny_models import make_tiny_model
 

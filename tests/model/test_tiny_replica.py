@@ -252,7 +252,7 @@ def test_a_module_may_attend_several_times(tmp_path: Path) -> None:
     prompt = list(range(30, 50))
     truth, _ = Oracle.of(tmp_path).logits(tuple(prompt), 8)
     paged = PagedModel(loaded)
-    attention = loaded.layers[0].module
+    attention = loaded.runtime.layers[0].module
 
     def fail(*_: Any) -> None:
         raise RuntimeError("in the middle of a step")

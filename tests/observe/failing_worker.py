@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpool.worker_service.__main__ import main as worker_main
 from kvpool.worker_service.engine.engine import Engine
-from kvpool.worker_service.engine.step import PartResult, Step
+from kvpool.worker_service.step import PartResult, Step
 
 
 class FailingRunner:

@@ -56,7 +56,7 @@ class Forker:
         scheduler = self._worker.engine.scheduler
         joining = [
             request
-            for request in scheduler._waiting
+            for request in scheduler.waiting
             if request.sequence.maybe_granted or request.sequence.state is SequenceState.ALLOCATING
         ]
         return (
@@ -111,7 +111,7 @@ class Forker:
 
     def _count_ends(self) -> None:
         """What the cache side has to wait for just now."""
-        state, counts = self._worker.cache._state, self._worker.world.counts
+        state, counts = self._worker.cache.state, self._worker.world.counts
         for sequence in state.ending:
             counts["parents that ended before their forks were known"] += state.is_parent(sequence)
             counts["forks that ended before they were known"] += sequence.parent is not None

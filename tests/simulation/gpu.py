@@ -13,7 +13,7 @@ from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.ledger import Content
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.step import PartResult, SampledToken, SequencePart, Step
+from kvpool.worker_service.step import PartResult, SampledToken, SequencePart, Step
 from tests import tracer
 from tests.tracer_beams import candidates_after
 
@@ -88,7 +88,7 @@ class Gpu:
         worker = self.worker
         assert not self.is_busy
         self.is_busy = True
-        state = worker.cache._state
+        state = worker.cache.state
         in_step = [sequence for sequence in state.sequences.values() if sequence.in_step]
         self._generations = [list(ledger._generation) for ledger in state.ledgers]
         self._copies = step.copies
@@ -146,7 +146,7 @@ class Gpu:
                 what = f"block {source} of group {group} to {target}"
                 self._fail("no use after free", f"the running step copies {what}, and one of them is free by now")
                 return
-            if self.worker.cache._state.ledgers[group]._contents[target] is not None:
+            if self.worker.cache.state.ledgers[group]._contents[target] is not None:
                 self._fail("sealed blocks never change", f"a fork has its tail in block {target}, which is sealed")
                 return
             self.slots[group].copy(source, target)
@@ -239,7 +239,7 @@ class Gpu:
                 self._fail("no use after free", f"a running step of {part.sequence!r} names {what}")
                 return False
         for group, block in written:
-            ledger = self.worker.cache._state.ledgers[group]
+            ledger = self.worker.cache.state.ledgers[group]
             if not block or ledger._num_users[block] > 1 or ledger._contents[block] is not None:
                 what = f"block {block} of group {group}: {ledger._num_users[block]} sequences have it"
                 self._fail("sealed blocks never change", f"{part.sequence!r} writes {what}")
@@ -248,7 +248,7 @@ class Gpu:
 
     def _is_own(self, group: int, block: int) -> bool:
         """Whether a block that the running step names is in use, and was not granted again since the launch."""
-        ledger = self.worker.cache._state.ledgers[group]
+        ledger = self.worker.cache.state.ledgers[group]
         return ledger._generation[block] == self._generations[group][block] and bool(ledger._num_users[block])
 
     def _begin(self, group: int, position: int) -> int:

@@ -314,7 +314,7 @@ class Laws:
 
     def _has_blocks(self, worker: WorkerProcess, sequence: CacheSequence) -> bool:
         """Whether the reserves have what the next step of a sequence needs."""
-        state = worker.cache._state
+        state = worker.cache.state
         num_tokens = min(sequence.num_uncomputed_tokens, worker.engine.scheduler.max_chunk_tokens)
         num_slots = sequence.num_computed_tokens + num_tokens
         return all(
@@ -338,7 +338,7 @@ class Laws:
     def on_grant(self, ledger: BlockLedger, block: int, generation: int) -> None:
         self.count("generations grow")
         for worker in self.world.live_workers():
-            ledgers = worker.cache._state.ledgers
+            ledgers = worker.cache.state.ledgers
             if ledger in ledgers:
                 if worker.granted_in is not ledgers:
                     worker.granted_in, worker.granted = ledgers, {}
@@ -355,7 +355,7 @@ class Laws:
         """A worker has accepted a hit: its KV must be there by now."""
         self.count("sealed-only sharing")
         for worker in self.world.live_workers():
-            if ledger in worker.cache._state.ledgers:
+            if ledger in worker.cache.state.ledgers:
                 content = ledger.content(block)
                 if content is None or not worker.gpu.holds(ledger.group, block, content):
                     what = f"{worker.name}: block {block} is a hit before its KV is there"
@@ -429,7 +429,7 @@ class Laws:
     def _agreement(self, manager: ManagerProcess, worker: WorkerProcess, session: Session) -> None:
         """What the manager has as a hit, the worker has complete, and the GPU has it right."""
         self.count("manager and worker agree")
-        for ledger, pool in zip(worker.cache._state.ledgers, session.pools, strict=True):
+        for ledger, pool in zip(worker.cache.state.ledgers, session.pools, strict=True):
             for block in range(1, pool.num_blocks):
                 node = pool.node(block)
                 broken = None if node is None else self._disagreement(manager, worker, ledger, pool, block, node)
@@ -484,7 +484,7 @@ class Laws:
                 is_used = counts.held or counts.reserved or counts.free + counts.cached != counts.capacity
                 if is_used or session.sequences:
                     self.world.fail("nothing leaks", f"{worker.name}: {counts}, {list(session.sequences)}")
-            state = worker.cache._state
+            state = worker.cache.state
             is_used = any(ledger.num_used for ledger in state.ledgers) or any(state.reserves)
             if is_used or state.sequences or state.ending or state.parked:
                 self.world.fail("nothing leaks", f"{worker.name} still holds {list(state.sequences)}")

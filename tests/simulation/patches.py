@@ -26,7 +26,6 @@ from kvpool.process import durable_file
 from kvpool.worker_service import generate_many, manager_link
 from kvpool.worker_service import servicer as worker_servicer
 from kvpool.worker_service.cache import naming, report
-from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.entry import Entry
 from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger
@@ -93,10 +92,10 @@ def installed(world: World) -> Iterator[None]:
         original(ledger, block, generation)
         world.laws.on_grant(ledger, block, generation)
 
-    def lose(cache: EngineCache, why: str, original: Any = EngineCache.lose) -> None:
+    def lose_session(state: CacheState, why: str, original: Any = CacheState.lose_session) -> None:
         if "disagree" in why:
             world.laws.on_disagreement(why)
-        original(cache, why)
+        original(state, why)
 
     def accepting(original: Any) -> Callable[..., Any]:
         """A method of a ledger that accepts blocks, or entries of tables, as hits."""
@@ -142,7 +141,7 @@ def installed(world: World) -> Iterator[None]:
         (BlockLedger, "accept_hits", accepting(BlockLedger.accept_hits)),
         (BlockLedger, "accept_window", accepting(BlockLedger.accept_window)),
         (UnitLedger, "accept_unit", accepting(UnitLedger.accept_unit)),
-        (EngineCache, "lose", lose),
+        (CacheState, "lose_session", lose_session),
         (LinkState, "new_entries", new_entries),
         (naming, "name_end", name_end),
         (CacheManager, "_retire", retire),

@@ -12,13 +12,14 @@ from kvpool.worker_service.cache.groups.group import Group, GroupTable
 from kvpool.worker_service.cache.ledger import BlockLedger
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.capacity import EngineSettings
+from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.prompt import EncoderSettings
-from kvpool.worker_service.engine.step import Step
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
+from kvpool.worker_service.step import Step
 from tests import tracer
 from tests.simulation.forker import Forker
 from tests.simulation.gpu import Gpu
@@ -214,7 +215,7 @@ class WorkerProcess(Process):
     def count_preemptions(self) -> None:
         self.world.counts["preemptions"] += self.engine.scheduler.num_preemptions
         self.engine.scheduler.num_preemptions = 0
-        state = self.cache._state
+        state = self.cache.state
         self.world.counts["windows named"] += state.num_windows_named
         self.world.counts["windows not named for lack of blocks"] += state.num_windows_not_named
         state.num_windows_named = state.num_windows_not_named = 0
@@ -241,7 +242,7 @@ class WorkerProcess(Process):
         """Sequences whose blocks are used here, with these and their generations, by group."""
         return [
             (sequence, [_blocks(table) for table in sequence.group_tables])
-            for sequence in self.cache._state.sequences.values()
+            for sequence in self.cache.state.sequences.values()
             if sequence.uses_blocks and sequence.state in (SequenceState.LIVE, SequenceState.ENDING)
         ]
 

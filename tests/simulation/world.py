@@ -525,7 +525,7 @@ class World(Tally):
         sessions = [] if core is None or not hasattr(core, "core") else core.core.sessions
         workers = [
             f"{worker.name} session={worker.cache.session:#x} ready={worker.cache.is_ready()} idle={worker.cache.is_idle} "
-            f"sequences={list(worker.cache._state.sequences.values())} waiting={worker.engine.scheduler.num_waiting}"
+            f"sequences={list(worker.cache.state.sequences.values())} waiting={worker.engine.scheduler.num_waiting}"
             for worker in self.live_workers()
         ]
         return f"after all requests have ended: {sessions}; {workers}"

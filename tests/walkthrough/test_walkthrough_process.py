@@ -197,7 +197,10 @@ FIVE = "one two three four five"
             "B was to be a fork of A; the reserve has too few blocks",
         ),
         (
-            lambda worker: [worker.cache.lose("the manager has forgotten it"), worker.allocate("A", FIVE)],
+            lambda worker: [
+                worker.cache.state.lose_session("the manager has forgotten it"),
+                worker.allocate("A", FIVE),
+            ],
             "the manager has forgotten it",
         ),
     ],

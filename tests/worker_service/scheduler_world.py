@@ -13,7 +13,8 @@ from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.beams import BeamRequest
-from kvpool.worker_service.engine.engine import Engine, EngineSettings
+from kvpool.worker_service.engine.capacity import EngineSettings
+from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import ForkCopies, Scheduled, as_step
 from tests.tracer import VOCAB_SIZE
@@ -116,7 +117,7 @@ class SchedulerWorld(Worker):
         if self._in_flight is not None:
             self.cache.on_reply(*self._in_flight, self.now)
             self._in_flight = None
-        link = self.cache._state.link
+        link = self.cache.state.link
         assert link is not None
         self.now = max(self.now + 1.0, link.retry_at)
         while not self.is_away and (call := self.cache.next_call(self.candidates, self.now)) is not None:
@@ -135,7 +136,7 @@ class SchedulerWorld(Worker):
     @contextmanager
     def with_spare(self, count: int) -> Iterator[None]:
         """The reserve has this many blocks meanwhile; the others are kept aside."""
-        reserve = self.cache._state.reserves[0]
+        reserve = self.cache.state.reserves[0]
         aside = [reserve.take() for _ in range(len(reserve) - count)]
         yield
         reserve.put_back(aside)
@@ -317,7 +318,7 @@ class SchedulerWorld(Worker):
 
     def num_users(self, block: int) -> int:
         """Tables that a block is in."""
-        return self.cache._state.ledgers[0]._num_users[block]
+        return self.cache.state.ledgers[0]._num_users[block]
 
     def check_books(self) -> None:
         """No request is lost or doubled, nor any block, and nothing comes for those whose readers have gone."""
@@ -337,6 +338,6 @@ class SchedulerWorld(Worker):
             assert request.rank.arrival == arrival, "a request has lost its place"
             for answer in request.answers:
                 assert answer.rank == request.rank._replace(answer=answer.index)
-        sequences = [one for request in queued for one in request.sequences] + self.cache._state.ending
+        sequences = [one for request in queued for one in request.sequences] + self.cache.state.ending
         held = Counter(block for one in dict.fromkeys(sequences) if one.uses_blocks for block in one.tables[0])
         assert held == {block: count for block in range(1 + self.num_blocks) if (count := self.num_users(block))}

@@ -118,7 +118,7 @@ def test_blocks_of_the_reserve_hold_nothing_in_a_report() -> None:
     ledger = BlockLedger(9)
     parent, child = _chain(ledger, 2, 3)
     ledger.use(3)
-    ledger.forget(2)
+    ledger.empty(2)
     parent.blocks[0] = 0
     last = Content(child, _ROOT, pack_tokens([4]))
     ledger.accept_grant(4, _OLD)
@@ -138,9 +138,9 @@ def _registered() -> tuple[Worker, CacheSequence]:
     worker = Worker((64,), (), block_size=1, chunk=8)
     worker.end(worker.generate("other", [7, 8, 9], [1]))
     sequence = worker.begin("s", [1, 2, 3], 20)
-    worker.cache._state.rate.tokens_per_second = 1000.0  # so that the reserve has all blocks to come
+    worker.cache.state.rate.tokens_per_second = 1000.0  # so that the reserve has all blocks to come
     worker.call()
-    worker.cache.lose("the manager is gone")
+    worker.cache.state.lose_session("the manager is gone")
     worker.begin_report()
     return worker, sequence
 

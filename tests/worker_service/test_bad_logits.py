@@ -11,8 +11,8 @@ import pytest
 from kvpool.client.errors import from_rpc_error
 from kvpool.client.failover import another_may_begin, another_may_go_on
 from kvpool.worker_service.engine.errors import ErrorKind
-from kvpool.worker_service.engine.step import BadLogits
 from kvpool.worker_service.status import of_error
+from kvpool.worker_service.step import BadLogits
 from tests.tracer import expected_text
 from tests.worker_service.world import World, failed, read_right, rpc_error
 

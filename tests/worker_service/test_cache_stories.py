@@ -22,8 +22,7 @@ from kvpool.cache_service.core.refusal import Refusal
 from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache import events, report
 from kvpool.worker_service.cache.engine_cache import Computed
-from kvpool.worker_service.cache.entry import BlockCopy
-from kvpool.worker_service.cache.groups.group import StateUse
+from kvpool.worker_service.cache.entry import BlockCopy, StateBlocks
 from kvpool.worker_service.cache.groups.scratch import Scratch, ScratchGroup
 from kvpool.worker_service.cache.groups.state import StateGroup
 from kvpool.worker_service.cache.groups.unit import Unit
@@ -62,7 +61,7 @@ class Part(NamedTuple):
     start: int
     end: int
     tables: list[list[int]]
-    use: StateUse | None
+    use: StateBlocks | None
     to_encode: bool
 
     def blocks(self) -> set[tuple[int, int]]:
@@ -173,7 +172,7 @@ class Story(Worker):
                 parts.append(Part(one, start, end, tables, one.state_use(end), one.num_tokens_to_encode > 0))
         if parts:
             self.cache.begin_step([part.sequence for part in parts])
-            self.step_parts, self.copying = parts, list(self.cache._state.copies_made)
+            self.step_parts, self.copying = parts, list(self.cache.state.copies_made)
             self.blocks = {pair for part in parts for pair in part.blocks()}
             for copy in self.copies():
                 self.blocks |= {(copy.group, copy.source), (copy.group, copy.target)}
@@ -185,7 +184,7 @@ class Story(Worker):
 
     def generations_in_use(self) -> list[int]:
         """Of all blocks that the running step names."""
-        ledgers = self.cache._state.ledgers
+        ledgers = self.cache.state.ledgers
         assert all(ledgers[group]._num_users[block] for group, block in self.blocks), "a block of a step is given back"
         return [ledgers[group]._generation[block] for group, block in self.blocks]
 
@@ -225,7 +224,7 @@ class Story(Worker):
         right = right_slots(sequence.root.input_digest, tuple(sequence.tokens[:end]))
         written: list[Any] = right[start:end] if is_good else [None] * (end - start)
         for index, group in enumerate(self.cache.settings.groups):
-            slots, ledger, table = self.slots[index], self.cache._state.ledgers[index], part.tables[index]
+            slots, ledger, table = self.slots[index], self.cache.state.ledgers[index], part.tables[index]
             if part.use is not None and isinstance(group, StateGroup):
                 before = slots.block(part.use.source) if part.use.source else []
                 assert not is_good or before == right[max(0, start - 1) : start], "the step begins with another state"
@@ -295,7 +294,7 @@ class Story(Worker):
 
     def lose_session(self) -> None:
         """And begin another one, with the same manager or the next; the report may be under way for long."""
-        self.cache.lose("in this story")
+        self.cache.state.lose_session("in this story")
         if self.draw.random() < 0.5:
             self.manager = CacheManager(self.manager.epoch + 1)
         self.late = []
@@ -306,7 +305,7 @@ class Story(Worker):
     def check(self) -> None:
         assert self.manager.check().violations == []
         settings = self.cache.settings
-        for index, (ledger, group) in enumerate(zip(self.cache._state.ledgers, settings.groups, strict=True)):
+        for index, (ledger, group) in enumerate(zip(self.cache.state.ledgers, settings.groups, strict=True)):
             for block in range(1, ledger.num_blocks):
                 if (content := ledger.content(block)) is not None:
                     assert self.holds(index, block, content), (

@@ -6,8 +6,7 @@ import pytest
 
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
-from kvpool.worker_service.engine.capacity import Capacity
-from kvpool.worker_service.engine.engine import EngineSettings
+from kvpool.worker_service.engine.capacity import Capacity, EngineSettings
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import GenerationParams
 from tests.cache_groups import groups_of

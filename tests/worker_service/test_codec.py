@@ -10,9 +10,8 @@ from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import MAX_PROMPT_LOGPROBS, decode_generate, encode_chunk
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import PromptEncoder
-from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
-from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import EndReason, RequestUsage, StreamChunk
+from kvpool.worker_service.engine.stream import EndReason, StreamChunk
+from kvpool.worker_service.step import RowLogprobs, SampledToken, SamplingParams
 
 PROMPTS = PromptEncoder(None, 1000)
 
@@ -82,7 +81,7 @@ def test_a_long_prompt_is_told_in_several_messages(count: int) -> None:
         0,
         [SampledToken(9, RowLogprobs(-0.25, []))],
         "text",
-        RequestUsage(count, 0, 1, 0),
+        worker_pb2.Usage(num_prompt_tokens=count, num_generated_tokens=1),
         EndReason.LENGTH,
         prompt_logprobs=prompt,
     )

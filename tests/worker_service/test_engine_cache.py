@@ -163,7 +163,7 @@ def test_a_head_start_comes_with_the_tables_unless_it_would_take_their_blocks(nu
 def _with_complete_blocks(num_complete: int) -> EngineCache:
     """Blocks 1 … hold the tokens 1, 2 · 3, 4 · … and are in no table."""
     cache, before = _cache(block_size=2, num_blocks=8), None
-    ledger = cache._state.ledgers[0]
+    ledger = cache.state.ledgers[0]
     for block in range(1, 1 + num_complete):
         ledger.accept_grant(block, 1)
         ledger.use(block)
@@ -212,7 +212,7 @@ def test_a_table_that_makes_no_sense_ends_the_session(answer: cache_pb2.Allocate
     cache.on_reply(_call(cache, "Allocate", sequence), answer, 0.0)
     assert cache.session == 0, "the session is given up"
     assert sequence.state is SequenceState.WAITING
-    assert not cache._state.ledgers[0].num_used
+    assert not cache.state.ledgers[0].num_used
 
 
 # -- what comes late is of the past
@@ -221,7 +221,7 @@ def test_a_table_that_makes_no_sense_ends_the_session(answer: cache_pb2.Allocate
 def test_the_reply_to_a_heartbeat_is_for_its_own_session_only() -> None:
     """The grants of a session that is over are void: the manager has its blocks back."""
     cache = _cache(block_size=4, num_blocks=8)
-    cache.lose("the lease ran out")
+    cache.state.lose_session("the lease ran out")
     cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=2))
     cache.on_keep_alive(1, cache_pb2.KeepAliveResponse(downlink=_downlink([3])))
     assert cache.num_spare_blocks == (0,)

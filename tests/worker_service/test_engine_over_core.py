@@ -13,7 +13,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.step import BadLogits
+from kvpool.worker_service.step import BadLogits
 from tests.tracer import VOCAB_SIZE, expected_text
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed, read, read_right

@@ -75,7 +75,7 @@ async def test_a_worker_whose_report_is_refused_forgets_everything_and_serves_ag
         await world.answered([7] * 9, 4)
         request = world.submit(list(range(20)), 200)
         await until(lambda: request.num_generated > 8)
-        ledger = world.cache._state.ledgers[0]
+        ledger = world.cache.state.ledgers[0]
         content = ledger.content(ledger.idle_blocks()[0])
         assert content is not None
         content.tokens = bytes(3 * TOKEN_BYTES)
@@ -112,7 +112,7 @@ async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_
         await world.answered(list(range(20)), 4)
         restart(world)
         world.wire.break_reports = True
-        await until(lambda: not world.cache.holds_state)
+        await until(lambda: not world.cache.state.holds_anything)
         await until(world.is_open.is_set)
         await world.answered(list(range(20)), 4)
         assert world.wire.num_calls["Report"] == 1
@@ -161,9 +161,9 @@ async def test_nothing_is_given_back_to_a_manager_that_does_not_answer() -> None
         request = world.submit(list(range(10)), 1_200)
         await until(lambda: world.cache.num_spare_blocks[0] > 100)
         world.wire.is_cut = True
-        await until(lambda: world.cache._state.link is not None and world.cache._state.link.is_unanswered)
+        await until(lambda: world.cache.state.link is not None and world.cache.state.link.is_unanswered)
         before = world.cache.num_spare_blocks[0] + request.sequence.num_entries
-        world.model.step_seconds, world.cache._state.rate.tokens_per_second = 0.1, 1.0
+        world.model.step_seconds, world.cache.state.rate.tokens_per_second = 0.1, 1.0
         calls = sum(world.wire.num_calls.values())
         await until(lambda: sum(world.wire.num_calls.values()) > calls + 2)
         assert world.cache.num_spare_blocks[0] + request.sequence.num_entries == before

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvpool.worker_service.codec import encode_usage
+from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.request_times import EngineTimes, RequestTimes
+from kvpool.worker_service.engine.request_times import RequestTimes
 from kvpool.worker_service.engine.stats import EngineStats
-from kvpool.worker_service.engine.stream import RequestUsage
 from tests.lockstep import in_lockstep
 from tests.worker_service.world import World, prompts_with_shared_beginnings, read
+
+Times = tuple[float, float, float, float]
+"""Seconds that a request waited, was in prefill, decoded and was preempted."""
 
 
 async def test_times_of_a_request_are_told_from_its_arrival() -> None:
@@ -52,7 +54,7 @@ async def test_tokens_and_times_add_up(num_blocks: int) -> None:
             async with in_lockstep(world.engine, len(prompts)):
                 for one in requests[-len(prompts) :]:
                     while (chunk := await one.stream.get()) is not None:
-                        assert chunk.usage is None or (chunk.usage.times is None) == (chunk.finish_reason is None)
+                        assert chunk.usage is None or chunk.usage.HasField("times") != (chunk.finish_reason is None)
     stats = world.engine.stats
     num_requests = 2 * len(prompts)
     assert stats.ended == {"length": num_requests}
@@ -68,9 +70,9 @@ async def test_tokens_and_times_add_up(num_blocks: int) -> None:
     for one in requests:
         found = one.times.totals()
         assert found is not None
-        assert min(found) >= 0
-        assert sum(found) == pytest.approx(one.times.last_token_at - one.times.arrived_at)
-        assert (found.preempted > 0) == (one.num_preemptions > 0)
+        total = found.waiting_ms + found.prefill_ms + found.decode_ms + found.preempted_ms
+        assert total == pytest.approx(1000 * (one.times.last_token_at - one.times.arrived_at), abs=4)
+        assert one.num_preemptions > 0 or not found.preempted_ms
     prefilled = stats.num_forwarded_tokens - stats.num_decoded_tokens
     if num_blocks == 400:
         assert world.engine.scheduler.num_preemptions == 0
@@ -102,41 +104,48 @@ async def test_each_end_is_counted_once_and_under_its_name() -> None:
     [
         pytest.param(
             [("token", 13), ("preempted", 40, 20), ("computed", 39, 24), ("computed", 41, 25), ("computed", 42, 26), ("token", 30)],
-            EngineTimes(waiting=1.0, prefill=2.0, decode=12.0, preempted=5.0),
+            (1.0, 2.0, 12.0, 5.0),
             id="until it is as far as before: a step that computes only a part of what was lost does not end it",
         ),
         pytest.param(
             [("preempted", 40, 12), ("computed", 40, 15), ("token", 16)],
-            EngineTimes(waiting=1.0, prefill=2.0, decode=0.0, preempted=3.0),
+            (1.0, 2.0, 0.0, 3.0),
             id="before the first token: no prefill",
         ),
         pytest.param(
             [("token", 12), ("preempted", 40, 20), ("computed", 8, 21), ("preempted", 8, 22), ("computed", 16, 23),
              ("computed", 40, 24), ("token", 30)],
-            EngineTimes(waiting=1.0, prefill=1.0, decode=14.0, preempted=4.0),
+            (1.0, 1.0, 14.0, 4.0),
             id="twice: the second time it has less to lose, and still needs what it had first",
         ),
         pytest.param(
             [("token", 12), ("preempted", 40, 12), ("computed", 40, 15)],
-            EngineTimes(waiting=1.0, prefill=1.0, decode=0.0, preempted=0.0),
+            (1.0, 1.0, 0.0, 0.0),
             id="after the last token: no part of the time, as the request ends before it has another one",
         ),
         pytest.param([], None, id="without a token there is nothing to say"),
     ],
 )  # fmt: skip
-def test_the_time_of_a_preemption_is_counted_once(events: list[Any], totals: EngineTimes | None) -> None:
+def test_the_time_of_a_preemption_is_counted_once(events: list[Any], totals: Times | None) -> None:
     """It arrived at 10 s, and had blocks at 11."""
     times = RequestTimes()
     times.arrived_at, times.granted_at = 10.0, 11.0
     for what, *arguments in events:
         getattr(times, f"on_{what}")(*arguments)
-    assert times.totals() == totals
+    assert times.totals() == (None if totals is None else _message(*totals))
     assert RequestTimes().totals() is None
+
+
+def _message(*seconds: float) -> worker_pb2.Times:
+    waiting, prefill, decode, preempted = (int(1000 * each) for each in seconds)
+    return worker_pb2.Times(waiting_ms=waiting, prefill_ms=prefill, decode_ms=decode, preempted_ms=preempted)
 
 
 def test_milliseconds_are_rounded_down() -> None:
     """So that their sum is at most the time that the request took."""
-    message = encode_usage(RequestUsage(3, 0, 1, 0, times=EngineTimes(0.0019, 0.0029, 0.0039, 0.0049)))
-    times = message.times
-    assert (times.waiting_ms, times.prefill_ms, times.decode_ms, times.preempted_ms) == (1, 2, 3, 4)
-    assert not encode_usage(RequestUsage(3, 0, 1, 0)).HasField("times")
+    times = RequestTimes(arrived_at=0.0, granted_at=0.0019)
+    times.on_token(0.0048)
+    times.on_preempted(4, 0.005)
+    times.on_computed(4, 0.0099)
+    times.on_token(0.0136)
+    assert times.totals() == _message(0.001, 0.002, 0.003, 0.004)

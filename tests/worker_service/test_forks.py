@@ -78,10 +78,10 @@ def test_a_fork_is_as_urgent_as_its_parent_and_may_go_on_with_another_token() ->
     worker = _worker()
     parent = _decoding(worker, "p", 10)
     parent.level = 3
-    forked = worker.cache.fork(parent, "c", num_tokens=10, max_new_tokens=3)
+    forked = worker.cache.fork(parent, "c", num_tokens=10)
     assert forked is not None
     child = forked.sequence
-    assert (child.tokens, child.max_tokens, child.level) == (parent.tokens[:10], 13, 3)
+    assert (child.tokens, child.max_tokens, child.level) == (parent.tokens[:10], parent.max_tokens, 3)
 
 
 def test_no_fork_changes_anything_without_blocks_for_it() -> None:
@@ -202,7 +202,7 @@ def test_a_window_is_named_only_when_it_was_copied_to_the_fork() -> None:
     child, copies = _fork(worker, parent, "c")
     worker.call()
     worker.tell("c", 16)
-    ledger = worker.cache._state.ledgers[1]
+    ledger = worker.cache.state.ledgers[1]
     assert [ledger.content(copy.target) for copy in copies] == [None, None]
     worker.step(child)
     assert sorted(ring_of(child).named) == [2, 3]
@@ -223,7 +223,7 @@ def test_what_was_not_copied_to_a_fork_is_no_hit(grid: int, is_in_step: bool) ->
         worker.launch(child)
         worker.cache.fail_step([child])
     worker.end(child)
-    ledger = worker.cache._state.ledgers[1]
+    ledger = worker.cache.state.ledgers[1]
     assert [ledger.content(copy.target) for copy in copies] == [None] * len(copies)
     worker.check()
 
@@ -256,7 +256,7 @@ def test_what_has_ended_while_there_was_no_session_is_not_reported() -> None:
     parent = _decoding(worker, "p", 12)
     child, _ = _fork(worker, parent, "c")
     worker.call()
-    worker.cache.lose("the test says so")
+    worker.cache.state.lose_session("the test says so")
     worker.cache.free(parent)
     worker.methods.clear()
     worker.register()

@@ -11,7 +11,7 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.protocol.answers import answer_id
-from kvpool.worker_service.engine.beam_search import EarlyStopping
+from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk
@@ -96,10 +96,10 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
 FEW_ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 512))
 
 
-@pytest.mark.parametrize("early_stopping", EarlyStopping)
+@pytest.mark.parametrize("early_stopping", worker_pb2.EarlyStopping.values())
 @pytest.mark.parametrize("block_size", [1, 4])
 async def test_beams_find_what_a_search_that_shares_nothing_finds(
-    early_stopping: EarlyStopping, block_size: int
+    early_stopping: worker_pb2.EarlyStopping, block_size: int
 ) -> None:
     """With chunks, beside others, and with texts that end early."""
     rng = random.Random(3)
@@ -191,7 +191,7 @@ async def test_a_larger_attempt_elsewhere_ends_the_whole_request() -> None:
     async with World(num_blocks=100, block_size=4, max_num_seqs=8).running() as world:
         request = world.submit(list(range(10)), 300, sequence_id="s", **several(3))
         await until(lambda: request.num_generated > 3 and len(request.answers) == 3)
-        await until(lambda: not world.cache._state.forks)
+        await until(lambda: not world.cache.state.forks)
         elsewhere = World(num_blocks=100, block_size=4, worker_id="w1", wire=world.wire)
         async with elsewhere.running():
             await elsewhere.answered([1, 2], 3, sequence_id=answer_id("s", 2), attempt=2)

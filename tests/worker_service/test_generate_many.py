@@ -18,11 +18,10 @@ from kvpool.protocol.status import reason_of
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import Request
-from kvpool.worker_service.engine.sampling_params import RowLogprobs
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.engine.stream import EndReason, StreamChunk, TokenStream
 from kvpool.worker_service.generate_many import MESSAGE_BYTES, RequestGroup
 from kvpool.worker_service.servicer import SERVICE
+from kvpool.worker_service.step import RowLogprobs, SampledToken
 from tests import http2
 from tests.cluster.in_process import InProcessCluster
 from tests.until import until

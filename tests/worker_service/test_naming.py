@@ -18,7 +18,7 @@ def worker(window_blocks: int = 20, chunk: int = 8) -> Worker:
 
 def contents(one: Worker) -> set[int]:
     """Blocks of the group with the window that hold something for others."""
-    ledger = one.cache._state.ledgers[1]
+    ledger = one.cache.state.ledgers[1]
     return {block for block in range(1, ledger.num_blocks) if ledger.content(block) is not None}
 
 
@@ -61,7 +61,7 @@ def test_a_window_is_not_named_if_its_blocks_cannot_be_replaced() -> None:
     sequence = one.begin("a", range(14), 40)
     while sequence.num_computed_tokens < 14:
         one.step(sequence)
-    assert (one.cache.num_windows_named, one.cache.num_windows_not_named) == (0, 1)
+    assert (one.cache.state.num_windows_named, one.cache.state.num_windows_not_named) == (0, 1)
     assert ring_of(sequence).named == {}
     one.end(other)
     while len(sequence.tokens) < 54:

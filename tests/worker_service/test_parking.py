@@ -77,7 +77,7 @@ def test_a_leader_in_a_step_is_waited_for_however_long_the_step_takes(
 ) -> None:
     """Nothing else can be computed before the step ends. Not if the step is one of decoding: all of the prefix is computed."""
     cache = EngineCache(state.settings)
-    cache._state = state
+    cache.state = state
     cache.begin_step([leader])
     ends = 100 * _PATIENCE
     parking.wake(state, ends)

@@ -12,8 +12,7 @@ from kvpool.v1 import common_pb2
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
-from kvpool.worker_service.engine.sampling_params import RowLogprobs, SamplingParams
-from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.step import RowLogprobs, SampledToken, SamplingParams
 from tests.tracer import VOCAB_SIZE
 from tests.worker_service.scheduler_world import SchedulerWorld
 from tests.worker_service.world import World, read

@@ -28,7 +28,7 @@ class Queue:
     def measure(self, tokens_per_second: int, work: int, num_cached_tokens: int = 0) -> None:
         """At that rate for the ten seconds before 100, a request of `work` tokens has ended, of which the cache served some."""
         for tenth in range(100):
-            self.admission.on_step(tokens_per_second // 10, 0.1, 90.1 + tenth / 10)
+            self.admission.rate.note(tokens_per_second // 10, 0.1, 90.1 + tenth / 10)
         done = self.world.submit(work - 1, 1)
         done.num_generated, done.num_cached_tokens = 1, num_cached_tokens
         self.admission.on_finished(done)

@@ -364,7 +364,7 @@ def test_a_request_alone_keeps_its_blocks_and_waits_for_those_that_are_on_their_
     world.turns(3)
     assert len(group.sequences) == 3
     world.talk()
-    world.cache._state.pool_is_empty = [True]
+    world.cache.state.pool_is_empty = [True]
     with world.with_spare(0):
         assert not world.begin_step()
     assert not group.num_preemptions

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
-from kvpool.worker_service.engine.sampling_params import RowLogprobs
-from kvpool.worker_service.engine.step import SampledToken
-from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, EndReason, RequestUsage, StreamChunk, TokenStream
+from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, EndReason, StreamChunk, TokenStream
+from kvpool.worker_service.step import RowLogprobs, SampledToken
 from tests.tracer import expected_text
 from tests.worker_service.world import World
 
@@ -37,13 +37,13 @@ async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
 
 async def test_what_came_before_an_error_is_read_before_it() -> None:
     stream = TokenStream()
-    stream.put(StreamChunk(0, [SampledToken(5)], "a", RequestUsage(1, 0, 0, 0)))
+    stream.put(StreamChunk(0, [SampledToken(5)], "a", worker_pb2.Usage(num_prompt_tokens=1)))
     stream.put(StreamChunk(1, [SampledToken(6)], "b"))
     stream.fail(EngineError(ErrorKind.INTERNAL, "gone"))
     chunk = await stream.get()
     assert chunk is not None
     assert ([token.token_id for token in chunk.tokens], chunk.text) == ([5, 6], "ab")
-    assert chunk.usage == RequestUsage(1, 0, 0, 0)
+    assert chunk.usage == worker_pb2.Usage(num_prompt_tokens=1)
     with pytest.raises(EngineError, match="gone"):
         await stream.get()
 
@@ -69,7 +69,7 @@ async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
 def test_a_chunk_that_follows_one_that_waits_adds_all_that_it_says() -> None:
     """A slow reader misses nothing: values of the prompt's tokens, what was used by then, how the answer ended, and its score."""
     stream = TokenStream()
-    first, second = RequestUsage(5, 0, 1, 0), RequestUsage(5, 0, 2, 0)
+    first, second = worker_pb2.Usage(num_generated_tokens=1), worker_pb2.Usage(num_generated_tokens=2)
     stream.put(StreamChunk(0, [SampledToken(7, None)], "a", first, prompt_logprobs=[None]))
     stream.put(StreamChunk(1, [SampledToken(8, None)], "b", second, prompt_logprobs=[RowLogprobs(-1.0, [])]))
     stream.put(StreamChunk(2, text="c", finish_reason=EndReason.STOP, score=-3.5))

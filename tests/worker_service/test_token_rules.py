@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor
 
-from kvpool.worker_service.engine.sampling_params import SamplingParams
 from kvpool.worker_service.engine.token_rules import NextIds, TokenRules
+from kvpool.worker_service.step import SamplingParams
 
 VOCAB_SIZE = 6
 """Few, so that runs come again."""

@@ -6,10 +6,10 @@ import math
 import threading
 import time
 
-from kvpool.worker_service.engine.sampling_params import RowLogprobs
-from kvpool.worker_service.engine.step import (
+from kvpool.worker_service.step import (
     BadLogits,
     PartResult,
+    RowLogprobs,
     SampledToken,
     SequencePart,
     Step,

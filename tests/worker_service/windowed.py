@@ -61,7 +61,7 @@ class Worker:
 
     def lose_session(self) -> None:
         """The session is over, and another one begins with a report."""
-        self.cache.lose("the test says so")
+        self.cache.state.lose_session("the test says so")
         self.register()
 
     def begin_report(self) -> None:
@@ -73,7 +73,7 @@ class Worker:
             register_no=self._register_no,
             model_fingerprint="m",
             kv_cache_config=self.cache.settings.kv_cache_config(),
-            holds_state=self.cache.holds_state,
+            holds_state=self.cache.state.holds_anything,
         )
         response: Any = manager_calls.execute(self.manager, "Register", request, self.now)
         self.cache.on_registered(response)

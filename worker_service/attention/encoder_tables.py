@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
+from ..step import SequencePart
 from .block_tables import IntArray
 from .layout import BlockGroup, PackingError
-
-
-class PackedEncoder(Protocol):
-    """The fields of the engine's EncoderBlocks that packing reads."""
-
-    @property
-    def table(self) -> list[int]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
-class EncodedPart(Protocol):
-    """A part of a step of an encoder-decoder model."""
-
-    @property
-    def encoder(self) -> PackedEncoder | None: ...
 
 
 class EncoderTables(NamedTuple):
@@ -38,7 +21,7 @@ class EncoderTables(NamedTuple):
     """Length of the encoder's input, at least 1."""
 
     @classmethod
-    def of(cls, parts: Sequence[EncodedPart], group: BlockGroup, block_size: int) -> Self:
+    def of(cls, parts: Sequence[SequencePart], group: BlockGroup, block_size: int) -> Self:
         """Collect the tables of the parts. Raises PackingError if a part has no encoder's blocks, too few, one that the group has
         not, or an input of another length than its blocks hold; or if two inputs are to be written to one block."""
         tables: list[tuple[int, ...]] = []

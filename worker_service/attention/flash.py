@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -27,7 +28,7 @@ def make_flash(_: AttentionSpec) -> PagedAttention:
     function = _function()
     if function is None:
         raise RuntimeError(f"flash-attn is not installed ({_INSTALL})")
-    return PagedAttention(FlashKernel(function))
+    return PagedAttention(partial(flash_kernel, function))
 
 
 def flash_version() -> str:
@@ -47,25 +48,22 @@ def _function() -> Callable[..., torch.Tensor] | None:
     return function if callable(function) else None
 
 
-class FlashKernel:
-    """flash_attn_varlen_func as a PagedKernel."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
-        return self._function(
-            query,
-            layer.k_cache,
-            layer.v_cache,
-            cu_seqlens_q=step.query_ends,
-            cu_seqlens_k=step.context_ends,
-            max_seqlen_q=step.max_query_len,
-            max_seqlen_k=step.max_context_len,
-            softmax_scale=call.scaling,
-            causal=True,
-            # A window counts the token itself, the kernel's left side does not.
-            window_size=(-1 if layer.window is None else layer.window - 1, 0 if layer.window is not None else -1),
-            softcap=call.softcap or 0.0,
-            block_table=step.block_tables,
-        )
+def flash_kernel(
+    function: Callable[..., torch.Tensor], query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall
+) -> torch.Tensor:
+    """With flash_attn_varlen_func as its function, a PagedKernel."""
+    return function(
+        query,
+        layer.k_cache,
+        layer.v_cache,
+        cu_seqlens_q=step.query_ends,
+        cu_seqlens_k=step.context_ends,
+        max_seqlen_q=step.max_query_len,
+        max_seqlen_k=step.max_context_len,
+        softmax_scale=call.scaling,
+        causal=True,
+        # A window counts the token itself, the kernel's left side does not.
+        window_size=(-1 if layer.window is None else layer.window - 1, 0 if layer.window is not None else -1),
+        softcap=call.softcap or 0.0,
+        block_table=step.block_tables,
+    )

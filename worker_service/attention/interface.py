@@ -84,7 +84,7 @@ def attention_forward(
         sinks=s_aux,
         bias=position_bias,
     )
-    return target.attend(module, query, key, value, call), None
+    return target(module, query, key, value, call), None
 
 
 def _refuse_unknown(module: torch.nn.Module, name: str, value: Any) -> None:

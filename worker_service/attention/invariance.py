@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..step import SequencePart
 from .layer import AttentionCall, KVLayer, LayerNeeds
-from .packing import BlankPart, Packer, one_group
+from .layout import BlockGroup
+from .packing import Packer
 from .torch_backend import TorchAttention
 from .torch_plan import PlanShapes
 
@@ -45,14 +47,6 @@ _SCORE_DEVIATION = 1.0
 """Standard deviation of the scores: every key has a noticeable weight in the sum."""
 
 
-class Rejected(NamedTuple):
-    """Shapes that are not batch-invariant here."""
-
-    shapes: PlanShapes
-    difference: str
-    """The first difference found."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The self-test's result for the layers of a model."""
@@ -61,8 +55,8 @@ class Finding:
     """Shapes to use, whether or not they hold."""
     holds: bool
     """Whether a row has the same bits in every step."""
-    rejected: tuple[Rejected, ...]
-    """Shapes tried before."""
+    rejected: tuple[tuple[PlanShapes, str], ...]
+    """Shapes tried before, which are not batch-invariant here, and the first difference found."""
     seconds: float
 
     @property
@@ -88,14 +82,19 @@ def find_shapes(needs: Sequence[LayerNeeds]) -> Finding:
     per shape of layer.
     """
     started = time.monotonic()
-    rejected: list[Rejected] = []
+    rejected: list[tuple[PlanShapes, str]] = []
     for shapes in _candidates(needs):
         difference = next(
-            (mismatch for each in _cases(needs, shapes) if (mismatch := _tried(each, shapes)) is not None), None
+            (
+                mismatch
+                for each in _cases(needs, shapes)
+                if (mismatch := first_difference(each, shapes, torch.get_num_threads()))
+            ),
+            None,
         )
         if difference is None:
             return Finding(shapes, True, tuple(rejected), time.monotonic() - started)
-        rejected.append(Rejected(shapes, difference))
+        rejected.append((shapes, difference))
     return Finding(FIXED_SHAPES[0], False, tuple(rejected), time.monotonic() - started)
 
 
@@ -125,20 +124,11 @@ def _case(needs: LayerNeeds, partition: int) -> LayerNeeds:
     return heads._replace(window=window, is_cross=False, has_bias=False)
 
 
-def _tried(needs: LayerNeeds, shapes: PlanShapes) -> str | None:
-    return _difference(needs, shapes, torch.get_num_threads())
-
-
 @lru_cache(maxsize=256)
-def _difference(needs: LayerNeeds, shapes: PlanShapes, num_threads: int) -> str | None:
+def first_difference(needs: LayerNeeds, shapes: PlanShapes, num_threads: int) -> str | None:
     """The first difference in bits for such a layer; None if there is none. num_threads is only part of the cache key."""
     with torch.inference_mode():
         return _Trial(needs, shapes).run()
-
-
-def forget_trials() -> None:
-    """Clear the cached results, after a change of the library that computes products."""
-    _difference.cache_clear()
 
 
 class _Text(NamedTuple):
@@ -168,7 +158,7 @@ class _Trial:
         self._random = torch.Generator().manual_seed(0)
         self._texts = self._make_texts()
         num_blocks = 1 + max(block for text in self._texts for block in text.block_table)
-        self._packer = Packer(_BLOCK_SIZE, one_group(num_blocks), torch.device("cpu"))
+        self._packer = Packer(_BLOCK_SIZE, [BlockGroup(num_blocks)], torch.device("cpu"))
         self._backend = TorchAttention(torch.float32, min_shared_tokens=1, shapes=shapes)
         size = (num_blocks, _BLOCK_SIZE, needs.num_kv_heads)
         caches = (torch.zeros(*size, needs.k_head_dim), torch.zeros(*size, needs.v_head_dim))
@@ -222,7 +212,10 @@ class _Trial:
     def _attend(self, pieces: _Pieces) -> list[torch.Tensor]:
         """Attention [T, Hq, Dv] of each piece, computed in one step."""
         packing = self._packer.pack(
-            [BlankPart(first, end, (self._texts[index].block_table,)) for index, first, end in pieces]
+            [
+                SequencePart([0] * (end - first), first, (self._texts[index].block_table,))
+                for index, first, end in pieces
+            ]
         )
         query, key, value = (
             torch.cat([getattr(self._texts[index], name)[first:end] for index, first, end in pieces])

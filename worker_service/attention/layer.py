@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -43,15 +44,10 @@ class LayerNeeds(NamedTuple):
     """Whether its scores have a bias by distance."""
 
 
-class AttentionTarget(Protocol):
-    """The target of a bound attention module: the paged layer in service, a recorder while loading."""
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        """query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv] after RoPE → contiguous [1, ΣT, Hq, Dv]. Cross
-        attention has keys and values of any length."""
-        ...
+AttentionTarget = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
+"""The target of a bound attention module: the paged layer in service, a recorder while loading. It gets the module, and after RoPE
+query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk] and value [1, Hkv, ΣT, Dv]; returns contiguous [1, ΣT, Hq, Dv]. Cross attention has keys
+and values of any length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +96,6 @@ class AttentionBackend(Protocol):
 
     def begin(self, packing: Packing) -> None:
         """Build the metadata of the next step, used by every attend until the next begin."""
-        ...
 
     def attend(
         self, layer: KVLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -110,7 +105,6 @@ class AttentionBackend(Protocol):
 
         query [1, Hq, ΣT, Dk], key [1, Hkv, ΣT, Dk], value [1, Hkv, ΣT, Dv]; returns contiguous [1, ΣT, Hq, Dv].
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

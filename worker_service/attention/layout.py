@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from ..step import SequencePart
 from .block_tables import IntArray
 from .shared_prefix import SharedPrefix
 
 
 class PackingError(ValueError):
     """A part that cannot be packed: it would read or write KV outside its blocks."""
-
-
-class PackedPart(Protocol):
-    """The fields of the engine's SequencePart that packing reads."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def block_tables(self) -> tuple[list[int], ...]: ...
 
 
 class BlockGroup(NamedTuple):
@@ -36,13 +26,6 @@ class BlockGroup(NamedTuple):
     def first_block(self, start: int, block_size: int) -> int:
         """Index in its table of the first block that a part from position `start` on may read."""
         return 0 if self.window is None else max(0, start + 1 - self.window) // block_size
-
-
-class Grown(NamedTuple):
-    """A table that has one more block."""
-
-    part: int
-    block: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +48,12 @@ class GroupLayout:
     """Results of Packing.shared_prefixes. They last as long as the layout: a block at the end of a table is written by its part
     alone."""
 
-    def growth(self, parts: Sequence[PackedPart], index: int, num_groups: int, block_size: int) -> list[Grown] | None:
-        """The tables of group `index` that grow, and their new blocks, if a step of these parts may keep the layout. None: it may
-        not, or two parts write the same block."""
-        grown: list[Grown] = []
+    def growth(
+        self, parts: Sequence[SequencePart], index: int, num_groups: int, block_size: int
+    ) -> dict[int, int] | None:
+        """The parts whose tables of group `index` grow, with their new blocks, if a step of these parts may keep the layout. None:
+        it may not, or two parts write the same block."""
+        grown: dict[int, int] = {}
         written: set[int] = set()
         window = self.group.window
         for number, (part, source, table) in enumerate(zip(parts, self.sources, self.tables, strict=True)):
@@ -85,7 +70,7 @@ class GroupLayout:
                     return None
             last = start // block_size
             if last == len(table) < len(source):
-                grown.append(Grown(number, source[last]))
+                grown[number] = source[last]
             elif last != len(table) - 1:
                 return None
             written.add(source[last])
@@ -108,11 +93,11 @@ class KVLayout:
         """Whether each part has one new token. None has less."""
         return self.offsets[-1] == len(self.offsets) - 1 and self.query_lens[-1] == 1
 
-    def growth(self, parts: Sequence[PackedPart], block_size: int) -> list[list[Grown]] | None:
+    def growth(self, parts: Sequence[SequencePart], block_size: int) -> list[dict[int, int]] | None:
         """What grows in each group, if a step of these parts may keep the layout; None: it may not."""
         if len(parts) != len(self.offsets) or not self.is_decodes or any(len(part.token_ids) != 1 for part in parts):
             return None
-        grown: list[list[Grown]] = []
+        grown: list[dict[int, int]] = []
         for index, group in enumerate(self.groups):
             of_group = group.growth(parts, index, len(self.groups), block_size)
             if of_group is None:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..step import SequencePart
 from .block_tables import NO_CHANGES, BlockTables, Changes, IntArray
 from .encoder_tables import EncoderTables
-from .layout import BlockGroup, GroupLayout, Grown, KVLayout, PackedPart, PackingError
+from .layout import BlockGroup, GroupLayout, KVLayout, PackingError
 from .shared_prefix import SharedPrefix, find_shared_prefixes
 
 
@@ -60,38 +61,12 @@ _NUMBERS_PER_GROUP = 4
 _NO_NUMBERS = np.empty(0, dtype=np.int64)
 
 
-class BlankPart(NamedTuple):
-    """A PackedPart for trials of attention, which looks at no token id."""
-
-    start: int
-    end: int
-    block_tables: tuple[list[int], ...]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [0] * (self.end - self.start)
-
-
 class StepSizes(NamedTuple):
     """Largest sizes of a step."""
 
     max_num_seqs: int = 1
     max_num_tokens: int = 1
     max_blocks_per_seq: int = 1
-
-
-def one_group(num_blocks: int) -> tuple[BlockGroup, ...]:
-    """The groups of a model whose layers all keep everything, in the same blocks."""
-    return (BlockGroup(num_blocks),)
-
-
-class PartTensors(NamedTuple):
-    """The parts of a step on the device, in order."""
-
-    starts: torch.Tensor
-    """[N] int64, see Packing."""
-    query_lens: torch.Tensor
-    """[N] int64, see Packing."""
 
 
 class GroupTensors(NamedTuple):
@@ -118,7 +93,10 @@ class Packing:
     layout: KVLayout
     starts: list[int]
     """Per part: position of its first new token = number of tokens whose KV its blocks hold."""
-    on_device: PartTensors
+    starts_there: torch.Tensor
+    """[N] int64 on the device: `starts`."""
+    query_lens_there: torch.Tensor
+    """[N] int64 on the device: `query_lens`."""
     groups: tuple[GroupTensors, ...]
     input_ids: torch.Tensor
     """[1, ΣT] int64."""
@@ -146,11 +124,6 @@ class Packing:
         """Per part: number of tokens with KV after this step."""
         return [start + length for start, length in zip(self.starts, self.query_lens, strict=True)]
 
-    def tables(self, group: int = 0) -> list[list[int]]:
-        """Per part: block ids from position 0, cut to the blocks that cover its new tokens. Entries before the first block that
-        the part reads mean nothing."""
-        return self.layout.groups[group].tables
-
     def slots(self, part: int, first: int, end: int, group: int = 0) -> IntArray:
         """Slots of the part's positions first … end − 1, int64 [end − first]. `first`: not before the window of its first token."""
         blocks, offsets = np.divmod(np.arange(first, end, dtype=np.int64), self.block_size)
@@ -165,7 +138,7 @@ class Packing:
         if window is None:
             return gathered
         # Kernels read whole tiles of keys, and hide some. A block before the window may hold anything, the null block is zero.
-        firsts = (self.on_device.starts + 1 - window).clamp_(min=0) // self.block_size
+        firsts = (self.starts_there + 1 - window).clamp_(min=0) // self.block_size
         columns = torch.arange(gathered.shape[1], device=self.device)
         return gathered.masked_fill_(columns < firsts[:, None], 0)
 
@@ -217,7 +190,7 @@ class Packer:
         self._positions = torch.empty_like(self._indices)
         self._slots = [torch.empty_like(self._indices) for _ in self._groups]
 
-    def pack(self, parts: Sequence[PackedPart]) -> Packing:
+    def pack(self, parts: Sequence[SequencePart]) -> Packing:
         """Lay out the parts in order.
 
         Raises PackingError, without a change, if a part is empty, has not one table per group, a table is too short, or an entry
@@ -236,7 +209,7 @@ class Packer:
             self._forget()  # the device may have some of the changes
             raise
 
-    def _keep_layout(self, parts: Sequence[PackedPart]) -> list[Changes] | None:
+    def _keep_layout(self, parts: Sequence[SequencePart]) -> list[Changes] | None:
         """Keep the layout of the step before, if it is one of the same decodes; returns the blocks appended to its tables, by
         group. None, without a change, if the step needs a layout of its own, or is wrong."""
         layout = self._layout
@@ -247,22 +220,22 @@ class Packer:
             return None
         each = list(zip(layout.groups, self.block_tables, all_grown, strict=True))
         for group, tables, grown in each:
-            if not all(0 < block < group.group.num_blocks for _, block in grown):
+            if not all(0 < block < group.group.num_blocks for block in grown.values()):
                 return None
-            if not tables.has_room(group.tables[part] for part, _ in grown):
+            if not tables.has_room(group.tables[part] for part in grown):
                 return None
         return [self._append(group, tables, grown) if grown else NO_CHANGES for group, tables, grown in each]
 
-    def _append(self, group: GroupLayout, tables: BlockTables, grown: Sequence[Grown]) -> Changes:
+    def _append(self, group: GroupLayout, tables: BlockTables, grown: dict[int, int]) -> Changes:
         """Append a block to the tables of these parts."""
         places = []
-        for part, block in grown:
+        for part, block in grown.items():
             table = group.tables[part] = [*group.tables[part], block]
             place, group.arrays[part] = tables.append(int(group.rows[part]), table)
             places.append(place)
-        return Changes(np.array(places, dtype=np.int64), np.array([block for _, block in grown], dtype=np.int64))
+        return Changes(np.array(places, dtype=np.int64), np.array(list(grown.values()), dtype=np.int64))
 
-    def _lay_out(self, parts: Sequence[PackedPart], starts: list[int]) -> list[Changes]:
+    def _lay_out(self, parts: Sequence[SequencePart], starts: list[int]) -> list[Changes]:
         """Make a layout for the step; returns the entries of the block tables that differ from the step before, by group. Raises
         PackingError."""
         query_lens = [len(part.token_ids) for part in parts]
@@ -283,9 +256,10 @@ class Packer:
         return changes
 
     def _group_of(
-        self, index: int, group: BlockGroup, parts: Sequence[PackedPart], query_lens: Sequence[int]
-    ) -> _WantedTables:
-        """The tables of the parts in group `index`. Raises PackingError."""
+        self, index: int, group: BlockGroup, parts: Sequence[SequencePart], query_lens: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:
+        """The tables of the parts in group `index`, whole and as the layout has them; the first entries that are read, and the end
+        of those that are known. Raises PackingError."""
         size = self._block_size
         sources = [part.block_tables[index] for part in parts]
         tables = [
@@ -297,10 +271,10 @@ class Packer:
         for number, (part, table, count) in enumerate(zip(parts, tables, num_known, strict=True)):
             self._check_table(number, part, table, count, group)
         _check_one_writer(tables, [part.start for part in parts], size)
-        return _WantedTables(sources, tables, firsts, num_known)
+        return sources, tables, firsts, num_known
 
     def _send(
-        self, layout: KVLayout, parts: Sequence[PackedPart], starts: list[int], all_changes: Sequence[Changes]
+        self, layout: KVLayout, parts: Sequence[SequencePart], starts: list[int], all_changes: Sequence[Changes]
     ) -> Packing:
         """Send the step to the device."""
         num_tokens = layout.offsets[-1] + layout.query_lens[-1]
@@ -340,7 +314,8 @@ class Packer:
             device=self._device,
             layout=layout,
             starts=starts,
-            on_device=PartTensors(first_positions, query_lens),
+            starts_there=first_positions,
+            query_lens_there=query_lens,
             groups=tuple(
                 GroupTensors(rows, block_tables.tensor, slots)
                 for rows, block_tables, slots in zip(all_rows, self.block_tables, all_slots, strict=True)
@@ -371,7 +346,7 @@ class Packer:
             torch.add(offsets, block_tables.tensor[rows[part], columns], alpha=self._block_size, out=slots)
         return positions, all_slots
 
-    def _check(self, index: int, part: PackedPart) -> None:
+    def _check(self, index: int, part: SequencePart) -> None:
         """Raises PackingError if the part has no tokens, or not one table for each group."""
         if not part.token_ids or part.start < 0:
             raise PackingError(f"part {index} has {len(part.token_ids)} tokens from position {part.start}")
@@ -380,7 +355,7 @@ class Packer:
                 f"part {index} has {len(part.block_tables)} block tables, the model has {len(self._groups)} groups of layers"
             )
 
-    def _check_table(self, index: int, part: PackedPart, table: list[int], num_known: int, group: BlockGroup) -> None:
+    def _check_table(self, index: int, part: SequencePart, table: list[int], num_known: int, group: BlockGroup) -> None:
         """Raises PackingError if the table is too short, or has a block that the group has not. Checks only new entries of the
         table, and none before the first one that the part reads."""
         needed = -(-(part.start + len(part.token_ids)) // self._block_size)
@@ -393,16 +368,7 @@ class Packer:
             raise PackingError(f"part {index} has a block outside 1 … {group.num_blocks - 1}: {table}")
 
 
-class _WantedTables(NamedTuple):
-    """The tables of a step in one group, checked."""
-
-    sources: list[list[int]]
-    tables: list[list[int]]
-    firsts: list[int]
-    num_known: list[int]
-
-
-def pack(parts: Sequence[PackedPart], block_size: int, groups: Sequence[BlockGroup], device: torch.device) -> Packing:
+def pack(parts: Sequence[SequencePart], block_size: int, groups: Sequence[BlockGroup], device: torch.device) -> Packing:
     """Lay out one step, in buffers of its own. See Packer.pack."""
     return Packer(block_size, groups, device).pack(parts)
 

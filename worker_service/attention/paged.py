@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -52,12 +53,9 @@ class PagedStep(NamedTuple):
     max_context_len: int
 
 
-class PagedKernel(Protocol):
-    """Causal attention of packed queries over paged KV; the last query of a part sees its last key."""
-
-    def __call__(self, query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
-        """query contiguous [ΣT, Hq, D] → [ΣT, Hq, D]. The step's KV is already written."""
-        ...
+PagedKernel = Callable[[torch.Tensor, KVLayer, PagedStep, AttentionCall], torch.Tensor]
+"""Causal attention of packed queries over paged KV, which has that of the step; the last query of a part sees its last key. The
+query is contiguous [ΣT, Hq, D], the result [ΣT, Hq, D]."""
 
 
 class PagedAttention:
@@ -74,13 +72,13 @@ class PagedAttention:
         """The step as each group has it; only the block tables differ."""
 
     def begin(self, packing: Packing) -> None:
-        parts, context_lens = packing.on_device, packing.context_lens
-        on_device = (parts.starts + parts.query_lens).to(torch.int32)
+        context_lens = packing.context_lens
+        on_device = (packing.starts_there + packing.query_lens_there).to(torch.int32)
         width = -(-max(context_lens) // packing.block_size)
         self._packing = packing
         step = PagedStep(
             block_tables=packing.gather_tables(width),
-            query_ends=_ends(parts.query_lens),
+            query_ends=_ends(packing.query_lens_there),
             context_ends=_ends(on_device),
             context_lens=on_device,
             max_query_len=max(packing.query_lens),

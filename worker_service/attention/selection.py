@@ -106,7 +106,7 @@ def _try(candidate: BackendCandidate, setting: AttentionSpec) -> tuple[Attention
         return None, problem
     try:
         backend = candidate.make(setting)
-        run_self_test(backend, setting.needs, setting.dtype, setting.device, setting.block_size)
+        run_self_test(backend, setting)
     except SelfTestFailed as failed:
         reason = f"it failed its self-test: {failed}"
     except Exception as error:  # a broken installation may raise anything

@@ -75,32 +75,29 @@ def attend_plainly(
     """Attend with matrix products in float32, for all arguments and devices; stores all scores."""
     batch, heads, length, _ = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
-    scores = hide(scores_of(query, keys, scaling, softcap), keys)
+    scores = _scores(query, keys, scaling, softcap)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None]).view(batch, kv_heads, -1, num_keys)
     out = torch.matmul(weights, keys.value.float())
     return PartialAttention(out.view(batch, heads, length, -1).to(query.dtype), lse)
 
 
-def scores_of(
+def _scores(
     query: torch.Tensor,
     keys: KeyRange,
     scaling: float,
     softcap: float | None,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """Scores [B, Hq, T, S] in float32 of all queries and keys, without the mask."""
+    """Scores [B, Hq, T, S] in float32 of all queries and keys, with −inf where a query does not see a key."""
     batch, heads, length, dim = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
     # The query heads of one KV head are adjacent, so K and V need no repetition.
     grouped = query.float().reshape(batch, kv_heads, -1, dim)
     scores = product(grouped, keys.key.float().transpose(-1, -2)) * scaling
     scores = scores.view(batch, heads, length, num_keys)
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def hide(scores: torch.Tensor, keys: KeyRange) -> torch.Tensor:
-    """The scores [B, Hq, T, S] with −inf where a query does not see a key."""
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if keys.mask is not None:
         scores = scores + keys.mask
     if keys.causal:
@@ -145,7 +142,7 @@ def attend_in_fixed_order(
     """
     batch, heads, length, _ = query.shape
     kv_heads, num_keys = keys.key.shape[1], keys.key.shape[2]
-    scores = hide(scores_of(query, keys, scaling, softcap, product=matmul_in_fixed_order), keys)
+    scores = _scores(query, keys, scaling, softcap, product=matmul_in_fixed_order)
     peak = scores.amax(dim=-1, keepdim=True)  # a maximum has no rounding
     weights = torch.exp(scores - peak).view(batch, kv_heads, -1, num_keys)
     # The sum of the weights is one more column, so it has the same order.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from .encoder_tables import EncoderTables
 from .packing import Packing
-from .shared_prefix import SharedPrefix, find_shared_prefixes
+from .shared_prefix import SharedPrefix
 
 
 class TileKind(IntEnum):
@@ -87,10 +87,11 @@ def make_tiles(
     for prefix in _shared_prefixes(packing, group, window, min_shared_tokens, partition):
         rows = tuple(TileRows(part, packing.starts[part], packing.context_lens[part]) for part in prefix.parts)
         length = prefix.num_blocks * packing.block_size
-        for first, end in _whole_segments(length, partition):
-            tiles.append(Tile(TileKind.SHARED, rows, first, end))
+        step = length if partition is None else partition
+        for first in range(0, length - step + 1, step):
+            tiles.append(Tile(TileKind.SHARED, rows, first, first + step))
             for part in prefix.parts:
-                firsts[part] = end
+                firsts[part] = first + step
     context_lens = packing.context_lens
     for part, first in enumerate(firsts):
         new = TileRows(part, packing.starts[part], context_lens[part])
@@ -117,18 +118,11 @@ def _shared_prefixes(
 ) -> Iterator[SharedPrefix]:
     if window is not None:
         return
-    for prefix in find_shared_prefixes(packing.tables(group), packing.starts, packing.block_size, min_shared_tokens):
+    for prefix in packing.shared_prefixes(min_shared_tokens, packing.num_tokens, group):
         length = prefix.num_blocks * packing.block_size
         whole = length if partition is None else length - length % partition
         if (len(prefix.parts) - 1) * whole >= min_shared_tokens:
             yield prefix
-
-
-def _whole_segments(length: int, partition: int | None) -> Iterator[tuple[int, int]]:
-    """Segments within the first `length` positions."""
-    step = length if partition is None else partition
-    for first in range(0, length - step + 1, step):
-        yield first, first + step
 
 
 def _own_tiles(rows: TileRows, first: int, window: int | None, partition: int | None) -> Iterator[Tile]:

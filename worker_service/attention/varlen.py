@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def make_varlen(setting: AttentionSpec) -> PagedAttention:
     if function is None:
         raise RuntimeError("torch has no varlen attention with block tables")
     _activate(setting.device)
-    return PagedAttention(VarlenKernel(function))
+    return PagedAttention(partial(varlen_kernel, function))
 
 
 def undo_varlen() -> None:
@@ -78,25 +79,22 @@ def _function() -> Callable[..., torch.Tensor] | None:
     return typed
 
 
-class VarlenKernel:
-    """varlen_attn as a PagedKernel."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall) -> torch.Tensor:
-        return self._function(
-            query,
-            layer.k_cache,
-            layer.v_cache,
-            step.query_ends,
-            None,  # no key offsets: FlashAttention 3 accepts either these or block tables
-            step.max_query_len,
-            step.max_context_len,
-            scale=call.scaling,
-            # (-1, 0) is causal. A window counts the token itself, the kernel's left side does not.
-            window_size=(-1 if layer.window is None else layer.window - 1, 0),
-            enable_gqa=query.shape[1] != layer.k_cache.shape[2],
-            seqused_k=step.context_lens,
-            block_table=step.block_tables,
-        )
+def varlen_kernel(
+    function: Callable[..., torch.Tensor], query: torch.Tensor, layer: KVLayer, step: PagedStep, call: AttentionCall
+) -> torch.Tensor:
+    """With varlen_attn as its function, a PagedKernel."""
+    return function(
+        query,
+        layer.k_cache,
+        layer.v_cache,
+        step.query_ends,
+        None,  # no key offsets: FlashAttention 3 accepts either these or block tables
+        step.max_query_len,
+        step.max_context_len,
+        scale=call.scaling,
+        # (-1, 0) is causal. A window counts the token itself, the kernel's left side does not.
+        window_size=(-1 if layer.window is None else layer.window - 1, 0),
+        enable_gqa=query.shape[1] != layer.k_cache.shape[2],
+        seqused_k=step.context_lens,
+        block_table=step.block_tables,
+    )

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .layer import AttentionBackend, AttentionCall, KVLayer, LayerNeeds
-from .packing import BlankPart, Packer, one_group
+from ..step import SequencePart
+from .layer import AttentionBackend, AttentionCall, AttentionSpec, KVLayer, LayerNeeds
+from .layout import BlockGroup
+from .packing import Packer
 from .torch_backend import NEVER_SHARE, TorchAttention
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 4e-2}
@@ -25,17 +27,15 @@ class SelfTestFailed(RuntimeError):
     """The backend's results are wrong, or it fails."""
 
 
-def run_self_test(
-    backend: AttentionBackend, needs: Sequence[LayerNeeds], dtype: torch.dtype, device: torch.device, block_size: int
-) -> None:
+def run_self_test(backend: AttentionBackend, setting: AttentionSpec) -> None:
     """Prefill, chunks after a context, decodes and a shared prefix over scattered blocks, whose unwritten slots are NaN.
 
     Compares outputs and caches with TorchAttention in float32. Raises SelfTestFailed.
     """
     with torch.inference_mode():
-        for each in _cases(needs):
+        for each in _cases(setting.needs):
             try:
-                _Trial(backend, each, dtype, device, block_size).run()
+                _Trial(backend, each, setting).run()
             except SelfTestFailed:
                 raise
             except Exception as error:  # kernels raise all kinds of errors for what they do not support
@@ -51,25 +51,17 @@ def _cases(needs: Sequence[LayerNeeds]) -> list[LayerNeeds]:
 class _Trial:
     """The test of one layer's shape."""
 
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        needs: LayerNeeds,
-        dtype: torch.dtype,
-        device: torch.device,
-        block_size: int,
-    ) -> None:
+    def __init__(self, backend: AttentionBackend, needs: LayerNeeds, setting: AttentionSpec) -> None:
+        dtype, device, block_size = setting.dtype, setting.device, setting.block_size
         self._needs, self._dtype, self._device, self._block_size = needs, dtype, device, block_size
         self._random = torch.Generator().manual_seed(0)
         self._lengths = self._sequence_lengths()
         self._tables = self._block_tables()
         num_blocks = 1 + max(block for table in self._tables for block in table)
-        self._packer = Packer(block_size, one_group(num_blocks), device)
+        self._packer = Packer(block_size, [BlockGroup(num_blocks)], device)
         self._backend, self._layer = backend, self._new_layer(num_blocks, dtype)
-        self._oracle, self._oracle_layer = (
-            TorchAttention(torch.float32, NEVER_SHARE),
-            self._new_layer(num_blocks, torch.float32),
-        )
+        self._oracle = TorchAttention(torch.float32, NEVER_SHARE)
+        self._oracle_layer = self._new_layer(num_blocks, torch.float32)
         sinks = self._normal(needs.num_heads).to(device, dtype) if needs.has_sinks else None
         self._call = AttentionCall(needs.scaling, needs.window, needs.softcap, sinks)
 
@@ -111,7 +103,8 @@ class _Trial:
 
     def run(self) -> None:
         for step in self._steps():
-            packing = self._packer.pack([BlankPart(first, end, (self._tables[index],)) for index, first, end in step])
+            parts = [SequencePart([0] * (end - first), first, (self._tables[index],)) for index, first, end in step]
+            packing = self._packer.pack(parts)
             query, key, value = self._inputs(packing.num_tokens)
             self._backend.begin(packing)
             ours = self._backend.attend(self._layer, query, key, value, self._call)

@@ -41,43 +41,35 @@ class EngineCache:
         """How often a decode skipped a step for lack of a spare block although the pool had some."""
         self.num_calls = 0
         """Mutating calls sent, over all sessions."""
-        self._state = CacheState(settings)
+        self.state = CacheState(settings)
+        """What both parts share. It is another one after `reset`."""
 
     # -- for the engine
 
     def is_ready(self) -> bool:
         """Whether a session is open, and the manager knows all that is in use here."""
-        return self._state.open_link() is not None
+        link = self.state.link
+        return link is not None and link.is_live
 
     @property
     def num_used_blocks(self) -> tuple[int, ...]:
         """Blocks in tables in each group; a shared one counts once."""
-        return tuple(ledger.num_used for ledger in self._state.ledgers)
+        return tuple(ledger.num_used for ledger in self.state.ledgers)
 
     @property
     def usage(self) -> float:
         """Share of blocks that are in tables, 0 to 1, in the group where it is largest: the one that will be exhausted first."""
-        return max(ledger.num_used / (ledger.num_blocks - 1) for ledger in self._state.ledgers)
-
-    @property
-    def num_windows_named(self) -> int:
-        """Windows and snapshots that were named, and so kept for others."""
-        return self._state.num_windows_named
-
-    @property
-    def num_windows_not_named(self) -> int:
-        """Windows and snapshots that were not named: there was no block to replace theirs, or none for the snapshot."""
-        return self._state.num_windows_not_named
+        return max(ledger.num_used / (ledger.num_blocks - 1) for ledger in self.state.ledgers)
 
     @property
     def num_spare_blocks(self) -> tuple[int, ...]:
         """Blocks in the reserve of each group."""
-        return tuple(map(len, self._state.reserves))
+        return tuple(map(len, self.state.reserves))
 
     @property
     def is_exhausted(self) -> bool:
         """Whether reserve and pool of a group are empty: the manager has reported so, and no sequence is giving blocks back."""
-        state = self._state
+        state = self.state
         if any(not (state.forks_found_no_room and state.is_parent(sequence)) for sequence in state.ending):
             return False
         # Decoding needs no blocks of other groups.
@@ -87,26 +79,26 @@ class EngineCache:
     @property
     def lacks_blocks_for_forks(self) -> bool:
         """Whether a fork may lack blocks for ever: like `is_exhausted`, but a fork needs blocks of every group."""
-        return not self._state.ending and self._state.lacks_blocks_for_a_fork()
+        return not self.state.ending and self.state.lacks_blocks_for_a_fork()
 
     @property
     def forks_hold_blocks(self) -> bool:
         """Whether sequences that have ended keep their blocks because the manager has no room for their forks. Only the end of the
         forks is sure to bring the blocks back."""
-        state = self._state
+        state = self.state
         return state.forks_found_no_room and any(state.is_parent(sequence) for sequence in state.ending)
 
     @property
     def is_idle(self) -> bool:
         """Whether the manager has acknowledged that this worker holds and reserves nothing."""
-        state = self._state
+        state = self.state
         return not (state.sequences or state.ending or any(state.reserves) or any(state.returning()))
 
     def extend(self, sequence: CacheSequence, num_slots: int) -> bool:
         """Make the tables cover `num_slots` positions with blocks of the reserve. False, without a change, if the reserve has too
         few. No step may use the sequence."""
         assert not sequence.in_step
-        state, tables, num_computed = self._state, sequence.group_tables, sequence.num_computed_tokens
+        state, tables, num_computed = self.state, sequence.group_tables, sequence.num_computed_tokens
         counts = [table.num_missing(num_computed, num_slots) for table in tables]
         if not (any(counts) or self.settings.keeping_boundaries):
             return True  # as nearly always while a sequence decodes
@@ -130,31 +122,23 @@ class EngineCache:
         """Tokens of the next chunk of a prompt, `most` at most; 0: with a state, which is kept on a grid, `most` is too few."""
         return boundaries.chunk(sequence, most, self.settings)
 
-    def fork(
-        self,
-        parent: CacheSequence,
-        sequence_id: str,
-        *,
-        max_new_tokens: int | None = None,
-        num_tokens: int | None = None,
-    ) -> ForkedSequence | None:
+    def fork(self, parent: CacheSequence, sequence_id: str, *, num_tokens: int | None = None) -> ForkedSequence | None:
         """Make a live sequence that goes on from where `parent`, which is live and in no step, has computed all its tokens, or all
         but one. It shares the parent's full blocks; of the others it gets the copies of the result, which the step launched next
         must make, whichever sequences it computes. Parent and fork may be freed at any time; they keep their blocks as long as
         these copies need them. The engine must free the fork if that step fails.
 
-        `sequence_id`: of no other live sequence; the attempt is the parent's. `num_tokens`: how many of the parent's
-        tokens it has, at least those that are computed; None: all. `max_new_tokens`: in addition to these; None: as many as the
-        parent may have.
+        `sequence_id`: of no other live sequence; the attempt is the parent's. `num_tokens`: how many of the parent's tokens it
+        has, at least those that are computed; None: all. It may have as many in the end as the parent.
 
         None, without a change: the reserve has too few blocks, and is filled as `num_forks_to_come` of the parent says, which is 1
         from now on if it was 0. Or a sequence of that name, which an earlier stream had, has not given its blocks back yet.
         """
-        return forks.fork(self._state, parent, sequence_id, max_new_tokens=max_new_tokens, num_tokens=num_tokens)
+        return forks.fork(self.state, parent, sequence_id, num_tokens)
 
     def begin_step(self, sequences: Iterable[CacheSequence]) -> None:
         """A step that uses the blocks of these sequences starts. It makes the copies of all forks since the last one."""
-        forks.begin_copies(self._state)
+        forks.begin_copies(self.state)
         for sequence in sequences:
             assert sequence.state is SequenceState.LIVE
             assert not sequence.in_step
@@ -164,15 +148,15 @@ class EngineCache:
         """Take the results of the step, which has ended. `num_added_later`: tokens that it has sampled as well, and that
         `add_token` adds."""
         num_sampled = num_added_later
-        forks.end_copies(self._state)
+        forks.end_copies(self.state)
         for sequence, num_computed_tokens, token in results:
             sequence.in_step = False
             self._advance(sequence, num_computed_tokens, now)
             if token is not None:
                 num_sampled += 1
                 sequence.tokens.append(token)
-        self._state.rate.note(num_sampled, now)
-        forks.settle(self._state)
+        self.state.rate.note(num_sampled, now)
+        forks.settle(self.state)
 
     def add_token(self, sequence: CacheSequence, token_id: int) -> None:
         """Append the next token of a sequence, which the last step has sampled. `end_step` left it out because the sequence's forks
@@ -182,13 +166,13 @@ class EngineCache:
 
     def fail_step(self, sequences: Iterable[CacheSequence]) -> None:
         """The step failed: it has computed nothing, and the device no longer uses the blocks."""
-        forks.end_copies(self._state, are_made=False)
+        forks.end_copies(self.state, are_made=False)
         for sequence in sequences:
             sequence.in_step = False
-        forks.settle(self._state)
+        forks.settle(self.state)
 
     def _advance(self, sequence: CacheSequence, num_computed_tokens: int, now: float) -> None:
-        state, size = self._state, self.settings.block_size
+        state, size = self.state, self.settings.block_size
         num_before = sequence.num_computed_tokens
         sequence.progress_at = now
         naming.complete(state, sequence, num_computed_tokens)
@@ -203,15 +187,15 @@ class EngineCache:
         if sequence.state in (SequenceState.ENDING, SequenceState.ENDED):
             return
         if sequence.state is SequenceState.PARKED:
-            self._state.parked.remove(sequence)
+            self.state.parked.remove(sequence)
         if sequence.state is SequenceState.LIVE:
-            forks.drop_copies(self._state, sequence)
+            forks.drop_copies(self.state, sequence)
         if sequence.parent is not None or sequence.maybe_granted:
             sequence.state = SequenceState.ENDING
-            self._state.ending.append(sequence)
-            forks.settle(self._state)
+            self.state.ending.append(sequence)
+            forks.settle(self.state)
         else:
-            self._state.end(sequence)
+            self.state.end(sequence)
 
     def preempt(self, sequence: CacheSequence) -> CacheSequence:
         """Free the blocks of a live sequence; returns its next round, in state WAITING.
@@ -225,7 +209,7 @@ class EngineCache:
 
     def take_events(self) -> list[events.Event]:
         """The events since the last call."""
-        taken, self._state.events = self._state.events, []
+        taken, self.state.events = self.state.events, []
         return taken
 
     # -- for the edge: sessions
@@ -233,48 +217,30 @@ class EngineCache:
     @property
     def session(self) -> int:
         """Number of the open session; 0 while there is none."""
-        link = self._state.link
+        link = self.state.link
         return 0 if link is None else link.session
-
-    @property
-    def holds_state(self) -> bool:
-        """Whether the next session must start with a report."""
-        return self._state.holds_anything
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether all blocks must be forgotten: the engine has to end its streams and steps, then call `reset`."""
-        return self._state.is_given_up
-
-    def lose(self, why: str) -> None:
-        """The session is over. Sequences continue and decode from the reserve; the next session starts with a report."""
-        self._state.lose_session(why)
-
-    def give_up(self, why: str, *, is_defect: bool = True) -> None:
-        """Give up the blocks held here, which cannot be reported to the manager; the engine gets an event."""
-        self._state.give_up(why, is_defect=is_defect)
 
     def reset(self) -> None:
         """Forget all blocks. No step may be running and no stream open."""
-        state = self._state
+        state = self.state
         for sequence in [*state.sequences.values(), *state.ending, *state.parked]:
             assert not sequence.in_step
             state.end(sequence)
-        self._state = CacheState(self.settings)
-        self._state.num_windows_named = state.num_windows_named
-        self._state.num_windows_not_named = state.num_windows_not_named
+        self.state = CacheState(self.settings)
+        self.state.num_windows_named = state.num_windows_named
+        self.state.num_windows_not_named = state.num_windows_not_named
 
     def on_registered(self, response: cache_pb2.RegisterResponse) -> None:
         """A session is open; unanswered calls of an earlier one are void."""
-        if self._state.holds_anything and not response.report_wanted:
-            self.give_up("the manager accepts no report of the blocks that this worker holds")
+        if self.state.holds_anything and not response.report_wanted:
+            self.state.give_up("the manager accepts no report of the blocks that this worker holds")
             return
         link = LinkState(response.session, response.session_key)
-        self._state.begin_session(link, report_wanted=response.report_wanted)
+        self.state.begin_session(link, report_wanted=response.report_wanted)
 
     def keep_alive(self, load: common_pb2.WorkerLoad, *, draining: bool = False) -> cache_pb2.KeepAliveRequest | None:
         """The next heartbeat; None without a session. `draining`: new requests are refused."""
-        link = self._state.link
+        link = self.state.link
         if link is None:
             return None
         request = cache_pb2.KeepAliveRequest(
@@ -285,7 +251,7 @@ class EngineCache:
             draining=draining,
             answer_ack=link.heard_heartbeat,
         )
-        for group, (ledger, reserve) in enumerate(zip(self._state.ledgers, self._state.reserves, strict=True)):
+        for group, (ledger, reserve) in enumerate(zip(self.state.ledgers, self.state.reserves, strict=True)):
             request.counts.add(
                 group=group,
                 tier=common_pb2.TIER_DEVICE,
@@ -297,10 +263,10 @@ class EngineCache:
 
     def on_keep_alive(self, session: int, response: cache_pb2.KeepAliveResponse) -> None:
         """A heartbeat of `session` was answered."""
-        link = self._state.link
+        link = self.state.link
         if link is not None and link.session == session:
             link.heard_heartbeat = max(link.heard_heartbeat, response.number)
-            self._guarded(lambda: replies.take_entries(self._state, link, response.downlink))
+            self._guarded(lambda: replies.take_entries(self.state, link, response.downlink))
 
     # -- for the edge: calls
 
@@ -309,43 +275,43 @@ class EngineCache:
 
         `candidates` returns the WAITING sequences that the engine would run now, in order.
         """
-        link = self._state.link
+        link = self.state.link
         if link is None or link.in_flight is not None or now < link.retry_at:
             return None
-        link.in_flight = next_call.next_call(self._state, link, candidates, now)
+        link.in_flight = next_call.next_call(self.state, link, candidates, now)
         self.num_calls += link.in_flight is not None
         return link.in_flight
 
     def next_call_at(self, now: float) -> float | None:
         """When to call `next_call` again if nothing else happens; None: only after an event."""
-        link = self._state.link
+        link = self.state.link
         if link is None or link.in_flight is not None:
             return None
-        return next_call.next_call_at(self._state, link, now)
+        return next_call.next_call_at(self.state, link, now)
 
     def on_reply(self, call: MutatingCall, response: replies.Response, now: float) -> None:
         """The call was executed. A reply to a call that was given up is dropped."""
-        link = self._state.link
+        link = self.state.link
         if link is not None and link.in_flight is call:
             link.succeeded()
-            self._guarded(lambda: replies.take_reply(self._state, link, call, response, now))
+            self._guarded(lambda: replies.take_reply(self.state, link, call, response, now))
 
     def on_refused(self, call: MutatingCall, why: str) -> None:
         """The call was refused, and would be refused again with the same state. No effect if the call was given up."""
-        link = self._state.link
+        link = self.state.link
         if link is None or link.in_flight is not call:
             return
         if call.is_report:
-            self.give_up(f"the manager refuses the report: {why}")
+            self.state.give_up(f"the manager refuses the report: {why}")
         else:
-            self.lose(f"the manager refused a call: {why}")
+            self.state.lose_session(f"the manager refused a call: {why}")
 
     def on_failure(self, call: MutatingCall, reason: str, now: float) -> None:
         """The call was not answered, or refused as a whole. `reason`: its ErrorInfo.reason, empty for the transport's own errors.
 
         Its state is sent again under a larger call_no. If it was executed all the same, the next reply shows its effects.
         """
-        link = self._state.link
+        link = self.state.link
         if link is None or link.in_flight is not call:
             return
         report = link.report
@@ -355,16 +321,16 @@ class EngineCache:
             return
         link.failed(now)
         if reason in SESSION_OVER:
-            self.lose(SESSION_OVER[reason])
+            self.state.lose_session(SESSION_OVER[reason])
             return
         if reason == "STALE_CALL":
             link.num_stale_calls += 1
             if link.num_stale_calls == MAX_STALE_CALLS:
-                self.lose(
+                self.state.lose_session(
                     f"{MAX_STALE_CALLS} calls in a row were answered STALE_CALL: a larger call_no was executed before"
                 )
                 return
-        self._state.is_urgent = True
+        self.state.is_urgent = True
         for stated in call.stated:
             if stated.sequence.state is SequenceState.ALLOCATING:
                 stated.sequence.state = SequenceState.WAITING
@@ -373,4 +339,4 @@ class EngineCache:
         try:
             apply()
         except DisagreementError as error:
-            self.lose(f"the manager and this worker disagree: {error}")
+            self.state.lose_session(f"the manager and this worker disagree: {error}")

@@ -28,9 +28,7 @@ class ForkedSequence(NamedTuple):
     """Copies that the step launched next must make, unless the fork ends before."""
 
 
-def fork(
-    state: CacheState, parent: CacheSequence, sequence_id: str, *, max_new_tokens: int | None, num_tokens: int | None
-) -> ForkedSequence | None:
+def fork(state: CacheState, parent: CacheSequence, sequence_id: str, num_tokens: int | None) -> ForkedSequence | None:
     """See EngineCache.fork."""
     assert parent.state is SequenceState.LIVE
     assert not parent.in_step
@@ -39,16 +37,8 @@ def fork(
     assert not parent.num_tokens_to_encode, "the unit is written by the step that runs the encoder, for one sequence"
     num_tokens = len(parent.tokens) if num_tokens is None else num_tokens
     assert max(num_computed, 1) <= num_tokens <= len(parent.tokens)
-    child = CacheSequence(
-        sequence_id,
-        parent.id.attempt,
-        parent.root,
-        parent.tokens[:num_tokens],
-        max_new_tokens=parent.max_tokens - num_tokens if max_new_tokens is None else max_new_tokens,
-        max_cached_tokens=parent.max_cached_tokens,
-        no_wait=parent.no_wait,
-        num_encoder_tokens=parent.num_encoder_tokens,
-    )
+    child = parent.alone(sequence_id, parent.tokens[:num_tokens])
+    child.kept = ()
     if child.id in state.sequences:
         return None  # an earlier stream of that name has ended, and its blocks are not given back yet
     copies = _take_blocks(state, parent, child)
@@ -56,7 +46,7 @@ def fork(
         parent.num_forks_to_come = max(parent.num_forks_to_come, 1)
         return None
     parent.num_forks_to_come = max(parent.num_forks_to_come - 1, 0)
-    child.parent, child.level, child.progress_at = parent, parent.level, parent.progress_at
+    child.parent, child.progress_at = parent, parent.progress_at
     state.forks.append(child)
     state.sequences[child.id] = child
     if state.report_due_at is None:
@@ -178,10 +168,9 @@ def settle(state: CacheState) -> None:
 def _give_back(state: CacheState, child: CacheSequence) -> None:
     """Put a fork's own blocks back into the reserve, as they were when they were granted."""
     for table, reserve, ledger in zip(child.group_tables, state.reserves, state.ledgers, strict=True):
-        own = table.from_reserve
-        for reserved in own:
+        for reserved in table.from_reserve:
             ledger.empty(reserved.block)
-        reserve.put_back(own)
+            reserve.add(*reserved)
 
 
 # -- the link

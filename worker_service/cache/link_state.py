@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.v1 import cache_pb2, common_pb2
 
+from .entry import add_spare
 from .groups.group import Statement
 from .reserve import SpareBlock
 from .sequence import CacheSequence
@@ -33,6 +34,15 @@ Returned = tuple[tuple[SpareBlock, ...], ...]
 """Surplus of the reserves, by group."""
 
 
+Request = (
+    cache_pb2.AllocateRequest
+    | cache_pb2.AppendRequest
+    | cache_pb2.ForkRequest
+    | cache_pb2.FreeRequest
+    | cache_pb2.ReportRequest
+)
+
+
 class Stated(NamedTuple):
     """What a call stated of one sequence, to be marked as acknowledged once the call is executed."""
 
@@ -49,13 +59,7 @@ class Stated(NamedTuple):
 class MutatingCall:
     """One mutating call, to be sent now. Pass the reply to `EngineCache.on_reply`, a failure to `on_failure`."""
 
-    request: (
-        cache_pb2.AllocateRequest
-        | cache_pb2.AppendRequest
-        | cache_pb2.ForkRequest
-        | cache_pb2.FreeRequest
-        | cache_pb2.ReportRequest
-    )
+    request: Request
     stated: tuple[Stated, ...]
     returned: Returned
 
@@ -98,13 +102,7 @@ class LinkState:
         for group, wish in enumerate(reserve_wishes):
             uplink.reserve_wishes.add(group=group, tier=common_pb2.TIER_DEVICE, num_blocks=wish)
         for group, blocks in enumerate(returned):
-            if blocks:
-                uplink.returned.add(
-                    group=group,
-                    tier=common_pb2.TIER_DEVICE,
-                    block_ids=[block.block for block in blocks],
-                    generations=[block.generation for block in blocks],
-                )
+            add_spare(uplink.returned, group, blocks)
         return uplink
 
     def new_entries(self, downlink: cache_pb2.Downlink) -> list[cache_pb2.DownlinkEntry]:

@@ -35,13 +35,9 @@ def complete(state: CacheState, sequence: CacheSequence, num_computed_tokens: in
         name_boundary(state, sequence, boundary)
     sequence.boundaries = tuple([ahead for ahead in sequence.boundaries if ahead > num_computed_tokens])
     if num_computed_tokens == len(sequence.tokens):
-        _settle(state, sequence)
-
-
-def _settle(state: CacheState, sequence: CacheSequence) -> None:
-    """Decoding begins, or goes on: release what only the prompt needed."""
-    for _, scratch in sequence.scratches():
-        scratch.settle(max(0, sequence.most_blocks(state.settings.block_size) - len(scratch.table)))
+        # Decoding begins, or goes on: release what only the prompt needed.
+        for _, scratch in sequence.scratches():
+            scratch.settle(max(0, sequence.most_blocks(size) - len(scratch.table)))
 
 
 def add_boundary(state: CacheState, sequence: CacheSequence, boundary: int) -> None:

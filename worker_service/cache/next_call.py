@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
 from kvpool.protocol.tokens import TOKEN_BYTES, pack_tokens
-from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.v1 import cache_pb2
 
 from . import forks, naming, parking
-from .entry import add_entries
-from .groups.group import Statement
-from .link_state import LinkState, MutatingCall, Stated
+from .entry import add_entries, add_spare
+from .link_state import LinkState, MutatingCall, Request, Stated
 from .sequence import CacheSequence, SequenceState
 from .state import CacheState
 
@@ -25,7 +24,7 @@ def next_call(
     if report is None:
         return _working_call(state, link, candidates, now)
     if not report.is_live:
-        return report_call(link, report.part)
+        return _report_call(link, report.part)
     # Work first, but the cache does not wait for the end of it.
     is_due = now >= report.retry_at
     if not is_due or report.num_calls_since < report.MOST_CALLS_SINCE:
@@ -36,7 +35,7 @@ def next_call(
     if not is_due:
         return None
     report.num_calls_since = 0
-    return report_call(link, report.part)
+    return _report_call(link, report.part)
 
 
 def _working_call(
@@ -122,7 +121,14 @@ def _free(state: CacheState, link: LinkState, targets: list[int]) -> MutatingCal
         if sequence.uses_blocks:
             naming.name_end(state, sequence)
         state.let_go(sequence)
-    return free_call(state, link, ready, _wishes(state, link, ready, targets))
+    wishes = _wishes(state, link, ready, targets)
+    request = cache_pb2.FreeRequest()
+    # All computed tokens, so that their blocks are sealed first.
+    stated = [
+        _state(state, request.items.add().update, sequence, len(sequence.tokens), sequence.num_computed_tokens)
+        for sequence in ready
+    ]
+    return _call(state, link, request, stated, wishes)
 
 
 def _fork(state: CacheState, link: LinkState, targets: list[int], now: float) -> MutatingCall | None:
@@ -131,9 +137,16 @@ def _fork(state: CacheState, link: LinkState, targets: list[int], now: float) ->
     ready = _one_call(state, forks.to_state(state))
     if not ready:
         return None
+    wishes, size = _wishes(state, link, ready, targets), state.settings.block_size
+    request, stated = cache_pb2.ForkRequest(), []
     for child in ready:
+        assert child.parent is not None
         child.maybe_granted = True
-    return fork_call(state, link, ready, _wishes(state, link, ready, targets))
+        item = request.items.add(parent=child.parent.key, num_shared_blocks=child.acked_computed_tokens // size)
+        # All tokens: a sequence has one at least.
+        num_full = child.num_computed_tokens // size * size
+        stated.append(_state(state, item.update, child, len(child.tokens), num_full))
+    return _call(state, link, request, stated, wishes)
 
 
 def _is_due(state: CacheState, now: float) -> bool:
@@ -146,7 +159,10 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
     ending = []
     if state.forks and now >= state.forks_retry_at and forks.is_pressing(state):
         ending = [parent for parent in forks.behind(state) if parent.state is SequenceState.ENDING]
-    wants_blocks = _wants_refill(state, targets) or _has_idle_surplus(state, targets)
+    wants_blocks = _wants_refill(state, targets) or any(state.returning())
+    wants_blocks = wants_blocks or any(
+        reserve and not target for reserve, target in zip(state.reserves, targets, strict=True)
+    )
     if not (ending or _is_due(state, now) or wants_blocks or _makes_room_for_a_fork(state, targets)):
         return None
     size = state.settings.block_size
@@ -165,7 +181,12 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
         state.is_urgent = False
     if not (reports or wants_blocks):
         return None
-    return append_call(state, link, reports, _wishes(state, link, reports, targets))
+    wishes = _wishes(state, link, reports, targets)
+    request, stated = cache_pb2.AppendRequest(), []
+    for sequence in reports:
+        num_full = sequence.num_computed_tokens // size * size
+        stated.append(_state(state, request.items.add().update, sequence, num_full, num_full))
+    return _call(state, link, request, stated, wishes)
 
 
 def _wants_refill(state: CacheState, targets: list[int]) -> bool:
@@ -202,11 +223,6 @@ def _makes_room_for_a_fork(state: CacheState, targets: list[int]) -> bool:
     return False
 
 
-def _has_idle_surplus(state: CacheState, targets: list[int]) -> bool:
-    is_surplus = any(reserve and target == 0 for reserve, target in zip(state.reserves, targets, strict=True))
-    return is_surplus or any(state.returning())
-
-
 def _allocate(
     state: CacheState, link: LinkState, targets: list[int], candidates: List[CacheSequence], now: float
 ) -> MutatingCall | None:
@@ -231,7 +247,23 @@ def _allocate(
         sequence.state = SequenceState.ALLOCATING
         sequence.maybe_granted = True
         state.sequences[sequence.id] = sequence
-    return allocate_call(state, link, chosen, _wishes(state, link, (), _targets_with(state, targets, chosen)))
+    wishes, settings = _wishes(state, link, (), _targets_with(state, targets, chosen)), state.settings
+    request, stated = cache_pb2.AllocateRequest(), []
+    for sequence in chosen:
+        prompt = pack_tokens(sequence.tokens)
+        request.items.add(
+            key=sequence.key,
+            root=sequence.root,
+            tokens=prompt,
+            max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
+            no_wait=sequence.no_wait,
+            max_cached_tokens=sequence.max_cached_tokens,
+            boundaries=sequence.kept if settings.keeping_boundaries else (),
+            retention_interval_tokens=settings.retention_interval if settings.keeping_boundaries else 0,
+            num_encoder_tokens=sequence.num_encoder_tokens,
+        )
+        stated.append(Stated(sequence, len(sequence.tokens), 0, prompt))
+    return _call(state, link, request, stated, wishes)
 
 
 def _targets_with(state: CacheState, targets: list[int], sequences: List[CacheSequence]) -> list[int]:
@@ -252,19 +284,16 @@ def _targets_with(state: CacheState, targets: list[int], sequences: List[CacheSe
     ]
 
 
-def _update(
-    state: CacheState, sequence: CacheSequence, num_tokens: int, num_computed: int
-) -> tuple[cache_pb2.SequenceUpdate, Stated]:
-    """What the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed ones. What it has
-    released is from now on not used any more."""
+def _state(
+    state: CacheState, update: cache_pb2.SequenceUpdate, sequence: CacheSequence, num_tokens: int, num_computed: int
+) -> Stated:
+    """Write to `update` what the manager has not acknowledged of a sequence, up to `num_tokens` tokens and `num_computed` computed
+    ones. What it has released is from now on not used any more."""
     start = sequence.acked_tokens
     num_tokens = max(num_tokens, start)
-    update = cache_pb2.SequenceUpdate(
-        key=sequence.key,
-        start=start,
-        tokens=pack_tokens(sequence.tokens[start:num_tokens]),
-        num_computed_tokens=num_computed,
-    )
+    update.key.CopyFrom(sequence.key)
+    update.start, update.num_computed_tokens = start, num_computed
+    update.tokens = pack_tokens(sequence.tokens[start:num_tokens])
     statements = []
     for group, (ledger, table) in enumerate(zip(state.ledgers, sequence.group_tables, strict=False)):
         statement, dropped = table.state(forks.blocks_to_copy(state, group) if sequence.num_copies else ())
@@ -272,88 +301,25 @@ def _update(
         if sequence.uses_blocks:
             for block in dropped:
                 ledger.drop(block)
-        _add_statement(update, group, statement)
-    return update, Stated(sequence, num_tokens, num_computed, statements=tuple(statements))
+        add_entries(update.bound, group, statement.bound)
+        add_entries(update.released, group, statement.released)
+        add_spare(update.scratch, group, statement.scratch)
+        update.encoder_computed = update.encoder_computed or statement.encoder_computed
+    return Stated(sequence, num_tokens, num_computed, statements=tuple(statements))
 
 
-def _add_statement(update: cache_pb2.SequenceUpdate, group: int, statement: Statement) -> None:
-    add_entries(update.bound, group, statement.bound)
-    add_entries(update.released, group, statement.released)
-    if statement.scratch:
-        blocks, generations = zip(*statement.scratch, strict=True)
-        update.scratch.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)
-    if statement.encoder_computed:
-        update.encoder_computed = True
+def _call(
+    state: CacheState, link: LinkState, request: Request, stated: List[Stated], wishes: List[int]
+) -> MutatingCall:
+    """The call that sends a request, with the wishes for the reserves and their surplus."""
+    returned = state.returning()
+    request.uplink.CopyFrom(link.uplink(wishes, returned))
+    return MutatingCall(request, tuple(stated), returned)
 
 
-def report_call(link: LinkState, part: cache_pb2.ReportRequest) -> MutatingCall:
+def _report_call(link: LinkState, part: cache_pb2.ReportRequest) -> MutatingCall:
     """Send the next part of the report."""
     request = cache_pb2.ReportRequest()
     request.CopyFrom(part)
     request.uplink.CopyFrom(link.uplink((), ()))
     return MutatingCall(request, (), ())
-
-
-def free_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> MutatingCall:
-    """End these sequences. States all computed tokens, so that their blocks are sealed first."""
-    returned = state.returning()
-    request = cache_pb2.FreeRequest(uplink=link.uplink(wishes, returned))
-    stated = []
-    for sequence in sequences:
-        update, what = _update(state, sequence, len(sequence.tokens), sequence.num_computed_tokens)
-        request.items.add(update=update)
-        stated.append(what)
-    return MutatingCall(request, tuple(stated), returned)
-
-
-def fork_call(state: CacheState, link: LinkState, children: List[CacheSequence], wishes: List[int]) -> MutatingCall:
-    """State these forks, in order, with their full computed blocks."""
-    returned, block_size = state.returning(), state.settings.block_size
-    request = cache_pb2.ForkRequest(uplink=link.uplink(wishes, returned))
-    stated = []
-    for child in children:
-        assert child.parent is not None
-        num_shared = child.acked_computed_tokens // block_size
-        num_full = child.num_computed_tokens // block_size * block_size
-        # All tokens: a sequence has one at least.
-        update, what = _update(state, child, len(child.tokens), num_full)
-        request.items.add(parent=child.parent.key, num_shared_blocks=num_shared, update=update)
-        stated.append(what)
-    return MutatingCall(request, tuple(stated), returned)
-
-
-def append_call(state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]) -> MutatingCall:
-    """State the full computed blocks of these sequences, and the wish for the reserve."""
-    returned, block_size = state.returning(), state.settings.block_size
-    request = cache_pb2.AppendRequest(uplink=link.uplink(wishes, returned))
-    stated = []
-    for sequence in sequences:
-        num_full = sequence.num_computed_tokens // block_size * block_size
-        update, what = _update(state, sequence, num_full, num_full)
-        request.items.add(update=update)
-        stated.append(what)
-    return MutatingCall(request, tuple(stated), returned)
-
-
-def allocate_call(
-    state: CacheState, link: LinkState, sequences: List[CacheSequence], wishes: List[int]
-) -> MutatingCall:
-    """Request block tables for these sequences, in this order."""
-    returned, settings = state.returning(), state.settings
-    request = cache_pb2.AllocateRequest(uplink=link.uplink(wishes, returned))
-    stated = []
-    for sequence in sequences:
-        prompt = pack_tokens(sequence.tokens)
-        request.items.add(
-            key=sequence.key,
-            root=sequence.root,
-            tokens=prompt,
-            max_new_tokens=max(1, sequence.max_tokens - len(sequence.tokens)),
-            no_wait=sequence.no_wait,
-            max_cached_tokens=sequence.max_cached_tokens,
-            boundaries=sequence.kept if settings.keeping_boundaries else (),
-            retention_interval_tokens=settings.retention_interval if settings.keeping_boundaries else 0,
-            num_encoder_tokens=sequence.num_encoder_tokens,
-        )
-        stated.append(Stated(sequence, len(sequence.tokens), 0, prompt))
-    return MutatingCall(request, tuple(stated), returned)

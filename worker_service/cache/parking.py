@@ -35,7 +35,9 @@ def _has_computed(leader: CacheSequence, position: int) -> bool:
 
 def _is_reported(leader: CacheSequence, position: int) -> bool:
     """Whether the manager has acknowledged that the leader has computed so far."""
-    return leader.acked_computed_tokens >= position if position else leader.encoder_acked
+    if position:
+        return leader.acked_computed_tokens >= position
+    return leader.encoder_computed and not leader.has_encoder_news
 
 
 def is_waited_for(state: CacheState, leader: CacheSequence) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvpool.protocol.status import reason_of
 from kvpool.protocol.tokens import TOKEN_BYTES
@@ -42,15 +43,9 @@ def take_reply(state: CacheState, link: LinkState, call: MutatingCall, response:
         if link.report is not None and link.report.next_part():
             link.report = None
         return
-    if isinstance(response, cache_pb2.AllocateResponse):
-        for stated, allocated in zip(call.stated, response.results, strict=True):
-            _on_allocated(state, stated, allocated, now)
-    elif isinstance(response, cache_pb2.AppendResponse):
-        for stated, appended in zip(call.stated, response.results, strict=True):
-            _on_appended(state, stated, appended, now)
-    elif isinstance(response, cache_pb2.ForkResponse):
-        for stated, forked in zip(call.stated, response.results, strict=True):
-            _on_forked(state, stated, forked, now)
+    if not isinstance(response, cache_pb2.FreeResponse):
+        for stated, result in zip(call.stated, response.results, strict=True):
+            _ON_RESULT[type(result)](state, stated, result, now)
     else:
         for stated in call.stated:
             state.ending.remove(stated.sequence)
@@ -229,3 +224,10 @@ def _acknowledge(stated: Stated, now: float) -> None:
     sequence.acked_computed_tokens = max(sequence.acked_computed_tokens, stated.num_computed_tokens)
     for table, statement in zip(sequence.group_tables, stated.statements, strict=False):
         table.acknowledge(statement)
+
+
+_ON_RESULT: dict[type, Callable[[CacheState, Stated, Any, float], None]] = {
+    cache_pb2.AllocateResult: _on_allocated,
+    cache_pb2.AppendResult: _on_appended,
+    cache_pb2.ForkResult: _on_forked,
+}

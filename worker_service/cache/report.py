@@ -14,8 +14,8 @@ from typing import NamedTuple
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
-from .entry import Entry, add_entries
-from .ledger import BlockLedger, Content, WholeContent
+from .entry import Entry, add_entries, add_spare
+from .ledger import BlockLedger, Content
 from .reserve import SpareBlock
 from .sequence import CacheSequence
 
@@ -81,8 +81,8 @@ class Report:
             for sequence in sequences
         ]
         units = [(ledger, unit) for ledger in ledgers for unit in ledger.whole_contents()]
-        self._used_units = [(ledger, unit) for ledger, unit in units if ledger.is_used(unit.blocks[0])]
-        self._idle_units = [(ledger, unit) for ledger, unit in units if not ledger.is_used(unit.blocks[0])]
+        self._used_units = [(ledger, unit) for ledger, unit in units if ledger.is_used(unit[1][0])]
+        self._idle_units = [(ledger, unit) for ledger, unit in units if not ledger.is_used(unit[1][0])]
         for sequence in sequences:
             sequence.acked_tokens = len(sequence.tokens)
             sequence.acked_computed_tokens = sequence.num_computed_tokens
@@ -178,17 +178,19 @@ class Report:
         generation = self._ledgers[group].generation(block)
         return generation == self._generations[group][block] and block not in self._reserved[group]
 
-    def _unit_parts(self, units: list[tuple[BlockLedger, WholeContent]]) -> Iterator[cache_pb2.ReportRequest]:
+    def _unit_parts(
+        self, units: list[tuple[BlockLedger, tuple[Content, tuple[int, ...]]]]
+    ) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
         count = 0
-        for ledger, unit in units:
-            if any(ledger.content(block) is not unit.content for block in unit.blocks):
+        for ledger, (content, blocks) in units:
+            if any(ledger.content(block) is not content for block in blocks):
                 continue  # granted since
-            reported = part.units.add(root=unit.content.root)
+            reported = part.units.add(root=content.root)
             reported.blocks.group, reported.blocks.tier = ledger.group, common_pb2.TIER_DEVICE
-            reported.blocks.block_ids.extend(unit.blocks)
-            reported.blocks.generations.extend(map(ledger.generation, unit.blocks))
-            count += len(unit.blocks)
+            reported.blocks.block_ids.extend(blocks)
+            reported.blocks.generations.extend(map(ledger.generation, blocks))
+            count += len(blocks)
             if count >= _MAX_CONTENTS:
                 yield part
                 part = cache_pb2.ReportRequest()
@@ -213,9 +215,7 @@ class Report:
                 add_entries(reported.tables, group, table)
                 count += len(table)
             for group, blocks in enumerate(scratch):
-                _add_run(
-                    reported.scratch, group, [spare.block for spare in blocks], [spare.generation for spare in blocks]
-                )
+                add_spare(reported.scratch, group, blocks)
                 count += len(blocks)
             num_bytes += len(tokens)
             if count >= _MAX_CONTENTS or num_bytes >= _MAX_BYTES:
@@ -233,15 +233,9 @@ def _block_parts(reserves: list[list[SpareBlock]], idle: list[list[int]]) -> Ite
     for begin in range(0, max(lengths, default=0), most):
         part = cache_pb2.ReportRequest()
         for group, reserve in enumerate(reserves):
-            reserved = reserve[begin : begin + most]
-            _add_run(part.reserve, group, [spare.block for spare in reserved], [spare.generation for spare in reserved])
+            add_spare(part.reserve, group, reserve[begin : begin + most])
         for group, blocks in enumerate(idle):
             if blocks[begin:]:
                 block_ids = blocks[begin : begin + most]
                 part.idle_blocks.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=block_ids)
         yield part
-
-
-def _add_run(runs: object, group: int, blocks: list[int], generations: list[int]) -> None:
-    if blocks:
-        runs.add(group=group, tier=common_pb2.TIER_DEVICE, block_ids=blocks, generations=generations)  # type: ignore[attr-defined]

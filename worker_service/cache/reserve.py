@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 _RISE = 0.1
@@ -36,10 +35,6 @@ class Reserve:
 
     def add(self, block: int, generation: int) -> None:
         self._spare.append(SpareBlock(block, generation))
-
-    def put_back(self, blocks: Iterable[SpareBlock]) -> None:
-        """Blocks that were taken and have not been given to the manager as anything else."""
-        self._spare.extend(blocks)
 
     def take(self) -> SpareBlock:
         """Remove the oldest spare block. The caller has checked that there is one."""

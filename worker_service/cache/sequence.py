@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from kvpool.v1 import common_pb2
 
-from .groups.group import GroupTable, StateUse
+from .entry import StateBlocks
+from .groups.group import GroupTable
 from .groups.scratch import Scratch
 from .ledger import Content
 
@@ -133,11 +134,11 @@ class CacheSequence:
         return [(group, table) for group, table in enumerate(self.group_tables) if isinstance(table, Scratch)]
 
     @property
-    def unit_table(self) -> list[int] | None:
-        """The blocks with the KV of the encoder's input; None: there is no encoder."""
-        return next((table.table for table in self.group_tables if table.is_encoder), None)
+    def unit(self) -> GroupTable | None:
+        """What it has in the group with the KV of the encoder's input; None: there is no encoder."""
+        return next((table for table in self.group_tables if table.is_encoder), None)
 
-    def state_use(self, num_slots: int) -> StateUse | None:
+    def state_use(self, num_slots: int) -> StateBlocks | None:
         """The state's blocks in the step up to `num_slots` tokens for which the sequence was extended; None: there are no recurrent
         layers."""
         uses = (table.state_use(self.num_computed_tokens, num_slots) for table in self.group_tables)
@@ -181,14 +182,9 @@ class CacheSequence:
         return self.num_encoder_tokens > 0 and not self.num_tokens_to_encode
 
     @property
-    def encoder_acked(self) -> bool:
-        """Whether the manager has acknowledged that it is complete."""
-        return self.encoder_computed and not self.has_encoder_news
-
-    @property
     def encoder_cached(self) -> bool:
         """Whether the KV of the encoder's input was served from the cache in the current round."""
-        return any(table.was_encoded for table in self.group_tables)
+        return self.unit is not None and self.unit.was_encoded
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of each group that keeps everything that its tokens occupy."""

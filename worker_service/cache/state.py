@@ -62,15 +62,17 @@ class CacheState:
         """Blocks that the manager can grant in each group without eviction, as of the last reply; None before the first of a
         session. Fewer than the blank blocks here if the budget of all workers is reached."""
         self.num_windows_named = 0
+        """Windows and snapshots that were named, and so kept for others."""
         self.num_windows_not_named = 0
         """Windows and snapshots not named: there was no block to replace theirs, or none for the snapshot."""
         self.is_given_up = False
-        """The blocks held here cannot be reported to the manager and must be forgotten."""
+        """The blocks held here cannot be reported to the manager and must be forgotten: the engine has to end its streams and
+        steps, then call `reset`."""
         self.events: list[events.Event] = []
 
     @property
     def holds_anything(self) -> bool:
-        """Whether there is anything to report to a manager."""
+        """Whether there is anything to report to a manager, and so the next session must start with a report."""
         return any(ledger.holds_anything for ledger in self.ledgers) or any(self.reserves)
 
     def begin_session(self, link: LinkState, *, report_wanted: bool) -> None:
@@ -83,22 +85,19 @@ class CacheState:
         if report_wanted:
             # Forks that were not acknowledged are stated after the report, as they would have been before it.
             holders = [sequence for sequence in self.sequences.values() if sequence.tables and sequence.parent is None]
-            self._acknowledge_all(holders)
+            # A report states the present, so what is not in it is released.
+            for sequence in holders:
+                for ledger, table in zip(self.ledgers, sequence.group_tables, strict=True):
+                    for block in table.acknowledge_all():
+                        ledger.drop(block)
             reserved = [
                 [*reserve.spare(), *(block for fork in self.forks for block in fork.group_tables[group].from_reserve)]
                 for group, reserve in enumerate(self.reserves)
             ]
             link.report = Report(self.ledgers, holders, reserved)
 
-    def _acknowledge_all(self, sequences: List[CacheSequence]) -> None:
-        """A report states the present, so what is not in it is released."""
-        for sequence in sequences:
-            for ledger, table in zip(self.ledgers, sequence.group_tables, strict=True):
-                for block in table.acknowledge_all():
-                    ledger.drop(block)
-
     def lose_session(self, why: str) -> None:
-        """The session is over. Blocks stay; unanswered calls count as not executed."""
+        """The session is over. Blocks stay, and sequences decode from the reserve; unanswered calls count as not executed."""
         if self.link is None:
             return
         self.link = None
@@ -142,10 +141,6 @@ class CacheState:
         if not self.is_given_up:
             self.is_given_up = True
             self.events.append(events.GivenUp(why, is_defect))
-
-    def open_link(self) -> LinkState | None:
-        """The link of the open session, if the manager serves it."""
-        return self.link if self.link is not None and self.link.is_live else None
 
     def spare_targets(self, joining: List[CacheSequence] = ()) -> list[int]:
         """Blocks that the reserve of each group should hold for the live sequences, and for `joining` ones with tables for their

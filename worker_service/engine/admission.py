@@ -50,16 +50,12 @@ class Admission:
     def __init__(self, *, max_num_waiting: int, max_num_waiting_tokens: int) -> None:
         self._max_num_waiting = max_num_waiting
         self._max_num_waiting_tokens = max_num_waiting_tokens
-        self._rate = TokenRate()
+        self.rate = TokenRate()
         self._mean_work = 0.0
         """Tokens computed for one request in all."""
         self._num_finished = 0
         self._next_place_at = 0.0
         """When all requests refused so far will have found room."""
-
-    def on_step(self, num_tokens: int, seconds: float, now: float) -> None:
-        """A step of `seconds`, which ended now, has computed `num_tokens`."""
-        self._rate.note(num_tokens, seconds, now)
 
     def on_finished(self, request: Request) -> None:
         work = request.num_prompt_tokens - request.num_cached_tokens + request.num_generated_in_all
@@ -108,7 +104,7 @@ class Admission:
     def _retry_seconds(self, num_requests: float, now: float) -> float:
         """Seconds until `num_requests` will have left the queue, at the mean work of a request and the present rate. Requests
         refused earlier are counted first, so that they do not all come back at the same time."""
-        rate = self._rate.tokens_per_second(now)
+        rate = self.rate.tokens_per_second(now)
         if not rate or not self._mean_work:
             return UNKNOWN_RETRY_SECONDS
         self._next_place_at = max(now, self._next_place_at) + num_requests * self._mean_work / rate

@@ -9,28 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
 
-from .sampling_params import RowLogprobs
-from .step import BeamCandidate, BeamCandidates
+from kvpool.v1.worker_pb2 import EARLY_STOPPING_FULL, EARLY_STOPPING_NEVER, EARLY_STOPPING_UNSPECIFIED, EarlyStopping
+
+from ..step import BeamCandidate, BeamCandidates, RowLogprobs
 
 _IMPOSSIBLE = np.float32(-1e9)
 """Added to the score of what must not be chosen; also the score of what is not there."""
-
-
-class EarlyStopping(Enum):
-    """When a search with as many ended texts as beams ends."""
-
-    ESTIMATE = "estimate"
-    """When the best beam, at its present length, has no better score than the worst of them."""
-    FULL = "full"
-    """The search ends as soon as it has them."""
-    NEVER = "never"
-    """When no beam can reach a better score, at any length up to the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +30,9 @@ class BeamParams:
     """2 or more."""
     length_penalty: float = 1.0
     """A text's score is the sum of its log-probabilities divided by length ** length_penalty: above 0 favours long texts."""
-    early_stopping: EarlyStopping = EarlyStopping.ESTIMATE
+    early_stopping: EarlyStopping = EARLY_STOPPING_UNSPECIFIED
+    """When a search with as many ended texts as beams ends: if the best beam, at its present length, has no better score than the
+    worst of them; FULL: at once; NEVER: if no beam can reach a better score, at any length up to the limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,17 +113,17 @@ class BeamSearch:
         """The texts that have ended, best first; when the search is over, as many as beams."""
         return [text for text, is_there in self._ended if is_there]
 
+    @np.errstate(over="ignore")  # of what must not be chosen, divided by a small number
     def advance(self, rows: Sequence[BeamCandidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
         """Take the candidates of each beam, in the order of `beams`; returns the beams of the next step, which `beams` are then.
         There are none if the search is over. `ends`: whether the beam's text ends with that token."""
         assert not self.is_over
         assert len(rows) == len(self.beams)
-        with np.errstate(over="ignore"):  # of what must not be chosen, divided by a small number
-            return self._advance(rows, ends)
-
-    def _advance(self, rows: Sequence[BeamCandidates], ends: Callable[[int, int], bool]) -> list[Continuation]:
         best = self._best(rows, ends)
-        nodes = [self._node(rows, continuation) for continuation in best]
+        nodes = [
+            BeamNode(self.beams[beam], found.token_id, RowLogprobs(found.logprob, rows[beam].top), self._length + 1)
+            for beam, found, *_ in best
+        ]
         self._end_texts(best, nodes)
         running = self._go_on(best)
         self._length += 1
@@ -141,7 +132,7 @@ class BeamSearch:
         self._may_improve = self._may_improve and self._can_improve()
         self.is_over = (
             not self._may_improve
-            or (self._is_full and self.params.early_stopping is EarlyStopping.FULL)
+            or (self._is_full and self.params.early_stopping == EARLY_STOPPING_FULL)
             or all(continuation.is_last for continuation in best)
         )
         self.beams = [] if self.is_over else [node for _, node in continuations]
@@ -169,10 +160,6 @@ class BeamSearch:
             continuations.append(_Found(beam, candidate, score, has_met_end, has_met_end or is_longest))
         return continuations
 
-    def _node(self, rows: Sequence[BeamCandidates], continuation: _Found) -> BeamNode:
-        logprobs = RowLogprobs(continuation.candidate.logprob, rows[continuation.beam].top)
-        return BeamNode(self.beams[continuation.beam], continuation.candidate.token_id, logprobs, self._length + 1)
-
     def _go_on(self, best: list[_Found]) -> list[tuple[int, np.float32]]:
         """The best continuations that have not ended: indices into `best`, and their sums."""
         scored = [
@@ -185,7 +172,7 @@ class BeamSearch:
         """Keep the best of the texts that had ended before and those that end now. Only the best `num_beams` continuations may end:
         the others are there so that beams are left."""
         num_beams = self.params.num_beams
-        is_closed = self._is_full and self.params.early_stopping is EarlyStopping.FULL
+        is_closed = self._is_full and self.params.early_stopping == EARLY_STOPPING_FULL
         divisor = np.float32((self._length + 1) ** self.params.length_penalty)
         merged = [(np.float32(text.score), (text, is_there)) for text, is_there in self._ended]
         for place, (continuation, node) in enumerate(zip(best, nodes, strict=True)):
@@ -200,7 +187,7 @@ class BeamSearch:
         """Whether the best running text may still become better than the worst one that has ended."""
         params = self.params
         length = self._length
-        if params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0:
+        if params.early_stopping == EARLY_STOPPING_NEVER and params.length_penalty > 0:
             length = self._max_new_tokens
         possible = self._scores[0] / np.float32(length**params.length_penalty)
         worst = min(np.float32(text.score) for text, _ in self._ended)

@@ -8,7 +8,7 @@ all beams is computed once, and they are forked from there: what a group holds n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -17,12 +17,11 @@ from kvpool.protocol.answers import answer_id
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
+from ..step import BeamCandidates, BlockCopy, SampledToken, SequencePart, TokenCounts
 from .beam_search import BeamNode, BeamSearch, EndedText
 from .detokenizer import TextDecoder
 from .request import GenerationParams, Request
-from .step import BeamCandidates, BlockCopy, SampledToken, SequencePart
 from .stream import MAX_CHUNK_TOKENS, EndReason, StreamChunk
-from .token_counts import TokenCounts
 from .token_rules import TokenRules
 
 
@@ -88,13 +87,10 @@ class BeamRequest(Request):
         """Whether the next beams are chosen, and `branch` is to be called before they can be computed."""
         return bool(self._branches)
 
-    @property
-    def _is_resuming(self) -> bool:
-        """Whether the beginning of all beams is computed again."""
-        return self.num_generated > 0 and len(self._beams) == 1
-
     def part(self, sequence: CacheSequence, num_tokens: int, *, samples: bool) -> SequencePart:
-        part = super().part(sequence, num_tokens, samples=samples and not self._is_resuming)
+        # While it resumes, the beginning of all beams is computed again.
+        is_resuming = self.num_generated > 0 and len(self._beams) == 1
+        part = super().part(sequence, num_tokens, samples=samples and not is_resuming)
         if part.sampling is None:
             return part
         counts = None
@@ -179,7 +175,10 @@ class BeamRequest(Request):
         for sequence in self.sequences:
             cache.free(sequence)
         self._num_named += 1
-        tokens = [*self.params.token_ids, *_common_beginning(self._texts())]
+        # Without the last token of the texts, so that each has one to compute, also if two of them are equal.
+        at_each = zip(*(text[:-1] for text in self._texts()), strict=True)
+        common = takewhile(lambda several: len(set(several)) == 1, at_each)
+        tokens = [*self.params.token_ids, *(several[0] for several in common)]
         self.sequence = self.sequence.alone(answer_id(self.params.sequence_id, self._num_named), tokens)
         self._expect_forks()
         self._beams = [self.sequence]
@@ -213,19 +212,12 @@ class BeamRequest(Request):
         if decoder is not None:
             chunk.text += decoder.finish()
         chunk.finish_reason, chunk.score = reason, ended.score
-        chunk.usage = replace(self.usage(), num_generated_tokens=ended.node.length)
+        chunk.usage = self.usage()
+        chunk.usage.num_generated_tokens = ended.node.length
         yield chunk
 
     def _token(self, node: BeamNode) -> SampledToken:
         return SampledToken(node.token_id, None if self.params.sampling.num_logprobs is None else node.logprobs)
-
-
-def _common_beginning(texts: list[list[int]]) -> list[int]:
-    """The common beginning of texts of one length. It leaves out their last token, so that each has one to compute, also if two of
-    them are equal."""
-    first, length = texts[0], len(texts[0]) - 1
-    num_common = next((at for at in range(length) if any(text[at] != first[at] for text in texts)), length)
-    return first[:num_common]
 
 
 def _after(decoder: TextDecoder, token_id: int) -> TextDecoder:

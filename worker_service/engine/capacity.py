@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 from ..cache.settings import CacheSettings
-from .errors import EngineError, ErrorKind, invalid
+from .errors import invalid, never_fits
+from .policy import SchedulingPolicy
+from .prompt import EncoderSettings
 from .request import GenerationParams
 
 
-class ModelLimits(Protocol):
-    """Those of the engine's settings that bound a request."""
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of the engine, and facts of the model."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def max_num_seqs(self) -> int: ...
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    """Prompt and generated tokens of one sequence."""
+    eos_token_ids: frozenset[int] = frozenset()
+    max_num_seqs: int = 64
+    """Sequences in one batch."""
+    max_num_batched_tokens: int = 2048
+    """Tokens in one step."""
+    max_mixed_prefill_tokens: int = 512
+    """Prompt tokens in one step while a sequence decodes."""
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.fcfs
+    max_num_waiting: int = 1024
+    """Waiting requests; more are refused."""
+    max_num_waiting_tokens: int = 1 << 22
+    """Prompt tokens of all waiting requests; more are refused, but one prompt may always wait."""
+    prefix_caching: bool = True
+    encoder: EncoderSettings | None = None
+    """None: the prompt is the beginning of the text."""
 
 
 class Capacity:
     """The capacity of one worker."""
 
-    def __init__(self, model: ModelLimits, cache: CacheSettings) -> None:
-        self._model = model
+    def __init__(self, engine: EngineSettings, cache: CacheSettings) -> None:
+        self._engine = engine
         self._cache = cache
 
     def max_tokens(self, params: GenerationParams) -> int:
@@ -33,15 +49,15 @@ class Capacity:
         num_prompt = len(params.token_ids)
         if not num_prompt:
             raise invalid("prompt", "needed at least one token, got none")
-        largest, vocab_size = max(params.token_ids), self._model.vocab_size
+        largest, vocab_size = max(params.token_ids), self._engine.vocab_size
         if largest >= vocab_size or min(params.token_ids) < 0:
             raise invalid("prompt", f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
-        room = self._model.max_model_len - num_prompt
+        room = self._engine.max_model_len - num_prompt
         if params.max_tokens > room:
             raise invalid(
                 "max_tokens",
                 f"{num_prompt} {_first(params)} and {params.max_tokens} new ones exceed this worker's limit of "
-                f"{self._model.max_model_len}; at most {room} can be generated",
+                f"{self._engine.max_model_len}; at most {room} can be generated",
             )
         num_beams = 1 if params.beams is None else params.beams.num_beams
         self._check_beams(num_beams)
@@ -54,16 +70,15 @@ class Capacity:
     def _check_input(self, num_encoder_tokens: int) -> None:
         num_blocks = -(-num_encoder_tokens // self._cache.block_size)
         if num_blocks > self._cache.encoder_capacity:
-            raise EngineError(
-                ErrorKind.NEVER_FITS,
+            raise never_fits(
+                "prompt",
                 f"{num_encoder_tokens} prompt tokens need {num_blocks} blocks of {self._cache.block_size} for the encoder's "
                 f"output; this worker has {self._cache.encoder_capacity}: shorten the prompt, or give the worker more of them "
                 "(--cross-blocks)",
-                field="prompt",
             )
 
     def _check_beams(self, num_beams: int) -> None:
-        most = self._model.max_num_seqs
+        most = self._engine.max_num_seqs
         if num_beams > most:
             raise invalid(
                 "beam_search.num_beams",
@@ -76,11 +91,10 @@ class Capacity:
         for index, group in enumerate(self._cache.groups if num_beams > 1 else ()):
             needed = group.num_for_beams(self._cache.sizes, num_beams)
             if needed > group.num_blocks - 1:
-                raise EngineError(
-                    ErrorKind.NEVER_FITS,
+                raise never_fits(
+                    "beam_search.num_beams",
                     f"{num_beams} beams need {needed} blocks of group {index} ({group}); this worker has {group.num_blocks - 1}: "
                     "ask for fewer beams, or give the worker more blocks (--max-num-seqs, --kv-cache-memory)",
-                    field="beam_search.num_beams",
                 )
 
     def _tokens_that_fit(self, room: int, num_prompt: int, num_beams: int) -> int:
@@ -101,11 +115,10 @@ class Capacity:
             num_blocks = num_shared + num_beams * (num_blocks - num_shared)
             who, change = f" of each of {num_beams} beams", "lower max_tokens, ask for fewer beams"
         if num_blocks > capacity:
-            raise EngineError(
-                ErrorKind.NEVER_FITS,
+            raise never_fits(
+                "max_tokens",
                 f"{num_prompt} {_first(params)} and {max_tokens} new ones{who} need {num_blocks} blocks of {size}; this worker "
                 f"has {capacity}: {change}, or give the worker more blocks (--num-blocks, --kv-cache-memory)",
-                field="max_tokens",
             )
 
 

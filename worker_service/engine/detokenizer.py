@@ -25,6 +25,7 @@ MAX_REPLAYED_TOKENS = 4096
 """Delivered tokens decoded again at most. Text still held back is much shorter: a stop string has at most 256 bytes."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""SentencePiece's spelling of a byte; other tokens are text."""
 _REPLACEMENT_BYTES = "\ufffd".encode()
 
 
@@ -114,11 +115,12 @@ class _Decoder:
             self._ids.append(token_id)
             self._unfinished = _unfinished(self._unfinished + spelled_bytes(token))
             return
-        byte = _byte_token(token) if self._has_byte_tokens else None
-        if byte is None:
+        match = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
+        if match is None:
             self._give_pending_up()
             self._ids.append(token_id)
             return
+        byte = bytes([int(match[1], 16)])
         if not _is_text(self._unfinished + byte):
             self._give_pending_up()
         self._pending.append(token_id)
@@ -154,12 +156,6 @@ class _Decoder:
         """Leading ids of the window whose text was returned."""
         self._num_chars = len(self._decode(self._ids))
         """Characters of the window's text that were returned."""
-
-
-def _byte_token(token: str) -> bytes | None:
-    """The byte that SentencePiece's `<0xE3>` stands for; None: the token is text."""
-    match = _BYTE_TOKEN.fullmatch(token)
-    return None if match is None else bytes([int(match[1], 16)])
 
 
 def _unfinished(data: bytes) -> bytes:
@@ -219,22 +215,19 @@ class TextDecoder:
     def add(self, token_id: int) -> str:
         """The text that is certain with this token."""
         echo, self._echo = self._echo, ""
-        return echo + self._add(token_id)
-
-    def _add(self, token_id: int) -> str:
         self._num_early -= 1
         piece = self._decoder.add(token_id)
         if not piece or not self._stop_strings:
-            return piece
+            return echo + piece
         text = self._held + piece
         stops = [] if self._num_early >= 0 else self._find_stops(text)
         if stops:
             self.is_stopped = True
             self._held = ""
-            return text[: min(stops)]
+            return echo + text[: min(stops)]
         keep = self._num_held_back(text)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return echo + text[: len(text) - keep]
 
     def finish(self) -> str:
         """The text held back, for when no token follows. Nothing after a stop string."""

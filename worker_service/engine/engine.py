@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import structlog
 from tokenizers import Tokenizer
@@ -21,46 +20,20 @@ from kvpool.v1 import common_pb2
 from ..cache import events
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
+from ..step import PartResult, SampledToken, StepRunner
 from . import results as results_of
 from .admission import Admission
 from .beams import BeamRequest
-from .capacity import Capacity, check_sampling
+from .capacity import Capacity, EngineSettings, check_sampling
 from .detokenizer import TextDecoder
 from .errors import EngineError, ErrorKind, invalid
-from .policy import SchedulingPolicy
-from .prompt import EncoderSettings, PromptEncoder, check_input
+from .prompt import PromptEncoder
 from .request import GenerationParams, Payer, Request
 from .scheduler import Scheduled, Scheduler, as_step
 from .stats import CANCELLED, EngineStats
-from .step import PartResult, SampledToken, StepRunner
 from .stream import EndReason
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Limits of the engine, and facts of the model."""
-
-    model_fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    """Prompt and generated tokens of one sequence."""
-    eos_token_ids: frozenset[int] = frozenset()
-    max_num_seqs: int = 64
-    """Sequences in one batch."""
-    max_num_batched_tokens: int = 2048
-    """Tokens in one step."""
-    max_mixed_prefill_tokens: int = 512
-    """Prompt tokens in one step while a sequence decodes."""
-    scheduling_policy: SchedulingPolicy = SchedulingPolicy.fcfs
-    max_num_waiting: int = 1024
-    """Waiting requests; more are refused."""
-    max_num_waiting_tokens: int = 1 << 22
-    """Prompt tokens of all waiting requests; more are refused, but one prompt may always wait."""
-    prefix_caching: bool = True
-    encoder: EncoderSettings | None = None
-    """None: the prompt is the beginning of the text."""
 
 
 class Engine:
@@ -131,7 +104,6 @@ class Engine:
             params.attempt,
             common_pb2.Root(
                 model_fingerprint=self.settings.model_fingerprint,
-                adapter=params.adapter,
                 tenant_salt=params.tenant_salt,
                 input_digest=input_digest(params.encoder_token_ids) if params.encoder_token_ids else b"",
             ),
@@ -170,10 +142,10 @@ class Engine:
             raise EngineError(ErrorKind.DRAINING, "this worker is draining and takes no new requests; use another one")
         if not self.cache.is_ready():
             raise EngineError(ErrorKind.UNAVAILABLE, "this worker has no session with the manager right now; try again")
-        check_input(params.encoder_token_ids, self.settings.encoder)
+        self.prompts.check_input(params.encoder_token_ids)
         self.prompts.check_text_begins(len(params.token_ids))
         max_tokens = self._capacity.max_tokens(params)
-        if self.scheduler.would_clash(params):
+        if self.scheduler.streams.would_clash(params):
             raise EngineError(
                 ErrorKind.EXISTS,
                 f"attempt {params.attempt} of sequence {params.sequence_id!r} already has a stream on this worker, or further "
@@ -280,14 +252,11 @@ class Engine:
                 self._fail(request, EngineError(ErrorKind.INTERNAL, f"the model step failed: {type(error).__name__}"))
             return
         now = self._clock()
-        self._count_step(batch, now - launched_at, now)
-        self._finish_step(batch, results, now)
-
-    def _count_step(self, batch: list[Scheduled], seconds: float, now: float) -> None:
         num_tokens = sum(part.num_forwarded_tokens for part in batch)
         num_decodes = sum(part.num_tokens == 1 and part.request.num_generated > 0 for part in batch)
-        self.stats.on_step(len(batch), num_tokens, num_decodes, seconds)
-        self._admission.on_step(num_tokens, seconds, now)
+        self.stats.on_step(len(batch), num_tokens, num_decodes, now - launched_at)
+        self._admission.rate.note(num_tokens, now - launched_at, now)
+        self._finish_step(batch, results, now)
 
     def _finish_step(self, batch: list[Scheduled], results: list[PartResult], now: float) -> None:
         computed = [results_of.computed(scheduled, result) for scheduled, result in zip(batch, results, strict=True)]
@@ -316,8 +285,8 @@ class Engine:
             return
         self.stats.on_token(request, now)
         for answer, token in results_of.next_tokens(self.scheduler, self.cache, request, result):
-            if answer is not request:
-                self.stats.on_forked()
+            if answer is not request:  # it has its first token at the same time as the first answer
+                self.stats.num_generated_tokens += 1
             if answer.take(token):
                 self._remove(answer)
             self._undelivered.append((answer, token, now))
@@ -374,7 +343,8 @@ class Engine:
     def _take_events(self) -> None:
         for event in self.cache.take_events():
             if isinstance(event, events.Granted):
-                self._on_granted(event.sequence)
+                if request := self.scheduler.on_granted(event.sequence):
+                    self.stats.on_granted(request, self._clock())
             elif isinstance(event, events.Refused):
                 self._fail_sequence(
                     event.sequence, EngineError(ErrorKind.REFUSED, event.status.message, status=event.status)
@@ -392,10 +362,6 @@ class Engine:
                 log.info("session ended", why=event.why, num_running=self.scheduler.num_running)
             else:
                 self._forget_everything(event)
-
-    def _on_granted(self, sequence: CacheSequence) -> None:
-        if request := self.scheduler.on_granted(sequence):
-            self.stats.on_granted(request, self._clock())
 
     def _forget_everything(self, event: events.GivenUp) -> None:
         """End all streams and forget all blocks, between two steps; the edge then registers again."""

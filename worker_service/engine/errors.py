@@ -44,6 +44,11 @@ class EngineError(Exception):
         self.retry_seconds = retry_seconds
 
 
+def never_fits(field: str, message: str) -> EngineError:
+    """An EngineError of kind NEVER_FITS."""
+    return EngineError(ErrorKind.NEVER_FITS, message, field=field)
+
+
 def invalid(field: str, message: str) -> EngineError:
     """An EngineError of kind INVALID."""
     return EngineError(ErrorKind.INVALID, f"{field}: {message}", field=field)

@@ -18,8 +18,6 @@ class LiveStreams:
         """Live answers of each stream."""
         self._naming: set[SequenceId] = set()
         """Live streams that name further sequences after their own."""
-        self._num_numbered: Counter[SequenceId] = Counter()
-        """Live answers of streams whose name a stream could give, by the name of that one."""
 
     def add(self, request: Request) -> None:
         """Count an answer that begins to live."""
@@ -27,18 +25,13 @@ class LiveStreams:
         self._num_answers[stream] += 1
         if _names_more(request.answers[0].params):
             self._naming.add(stream)
-        asked = _asked(stream)
-        if asked is not None:
-            self._num_numbered[asked] += 1
 
     def remove(self, request: Request) -> None:
         """Count an answer that has ended."""
         stream = _stream(request.answers[0].params)
-        asked = _asked(stream)
-        if asked is not None:
-            _count_down(self._num_numbered, asked)
-        _count_down(self._num_answers, stream)
-        if stream not in self._num_answers:
+        self._num_answers[stream] -= 1
+        if not self._num_answers[stream]:
+            del self._num_answers[stream]
             self._naming.discard(stream)
 
     def would_clash(self, params: GenerationParams) -> bool:
@@ -47,7 +40,7 @@ class LiveStreams:
         return (
             stream in self._num_answers
             or _asked(stream) in self._naming
-            or (_names_more(params) and stream in self._num_numbered)
+            or (_names_more(params) and any(_asked(other) == stream for other in self._num_answers))
         )
 
 
@@ -62,9 +55,3 @@ def _asked(stream: SequenceId) -> SequenceId | None:
 
 def _names_more(params: GenerationParams) -> bool:
     return params.num_answers > 1 or params.beams is not None
-
-
-def _count_down(counts: Counter[SequenceId], key: SequenceId) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -24,47 +23,6 @@ class EncoderSettings:
     decoder_prompt: tuple[int, ...]
     """The ids that every text of the decoder begins with: its start, and the forced first token if the model's files ask for one.
     They are no part of the answer."""
-
-
-class SplitPrompt(NamedTuple):
-    """A prompt as the two parts of the model take it."""
-
-    token_ids: list[int]
-    """The beginning of the text: the prompt, or what the decoder begins with and what was delivered of it."""
-    encoder_token_ids: list[int]
-    """Empty without an encoder."""
-
-
-def split(token_ids: list[int], num_delivered: int, encoder: EncoderSettings | None) -> SplitPrompt:
-    """Split a prompt, which ends with the delivered tokens."""
-    if encoder is None:
-        return SplitPrompt(token_ids, [])
-    end = len(token_ids) - num_delivered
-    return SplitPrompt([*encoder.decoder_prompt, *token_ids[end:]], token_ids[:end])
-
-
-def check_input(token_ids: Sequence[int], encoder: EncoderSettings | None) -> None:
-    """Raises EngineError if the model has no encoder and gets an input for one, or has one and gets none, or ids out of range."""
-    if encoder is None:
-        if token_ids:
-            raise invalid("prompt", "this model has no encoder, and was given an input for one")
-        return
-    if not token_ids:
-        raise invalid("prompt", "needed at least one token for the encoder, got none")
-    if len(token_ids) > encoder.max_tokens:
-        raise invalid("prompt", too_long(len(token_ids), encoder))
-    if max(token_ids) >= encoder.vocab_size or min(token_ids) < 0:
-        raise invalid(
-            "prompt", f"token id {max(token_ids)} is outside the encoder's vocabulary of {encoder.vocab_size} tokens"
-        )
-
-
-def too_long(num_tokens: int, encoder: EncoderSettings) -> str:
-    """Why an input is refused, in words."""
-    return (
-        f"{num_tokens} tokens are more than the encoder takes on this worker, which is {encoder.max_tokens}: shorten the prompt, "
-        "or start the workers with a larger --max-encoder-tokens if the model allows it"
-    )
 
 
 class PromptEncoder:
@@ -112,9 +70,31 @@ class PromptEncoder:
             self.check_text_begins(num_tokens)
             return
         num_delivered = min(num_delivered, num_tokens)
-        if num_tokens - num_delivered > self.encoder.max_tokens:
-            raise invalid("prompt", too_long(num_tokens - num_delivered, self.encoder))
+        self._check_input_length(num_tokens - num_delivered, self.encoder)
         self.check_text_begins(len(self.encoder.decoder_prompt) + num_delivered)
+
+    def check_input(self, token_ids: Sequence[int]) -> None:
+        """EngineError if the model has no encoder and gets an input for one, or has one and gets none, or ids out of range."""
+        if self.encoder is None:
+            if token_ids:
+                raise invalid("prompt", "this model has no encoder, and was given an input for one")
+            return
+        if not token_ids:
+            raise invalid("prompt", "needed at least one token for the encoder, got none")
+        self._check_input_length(len(token_ids), self.encoder)
+        if max(token_ids) >= self.encoder.vocab_size or min(token_ids) < 0:
+            raise invalid(
+                "prompt",
+                f"token id {max(token_ids)} is outside the encoder's vocabulary of {self.encoder.vocab_size} tokens",
+            )
+
+    def _check_input_length(self, num_tokens: int, encoder: EncoderSettings) -> None:
+        if num_tokens > encoder.max_tokens:
+            raise invalid(
+                "prompt",
+                f"{num_tokens} tokens are more than the encoder takes on this worker, which is {encoder.max_tokens}: shorten the "
+                "prompt, or start the workers with a larger --max-encoder-tokens if the model allows it",
+            )
 
     def check_text_begins(self, num_tokens: int) -> None:
         """EngineError if a text that begins with so many tokens cannot go on."""
@@ -126,9 +106,13 @@ class PromptEncoder:
                 "the prompt, or start the workers with a larger --max-model-len",
             )
 
-    def split(self, token_ids: list[int], num_delivered: int) -> SplitPrompt:
-        """A prompt, which ends with the delivered tokens, as the two parts of the model take it."""
-        return split(token_ids, num_delivered, self.encoder)
+    def split(self, token_ids: list[int], num_delivered: int) -> tuple[list[int], list[int]]:
+        """A prompt, which ends with the delivered tokens, as the two parts of the model take it: the beginning of the text, which
+        is the prompt, or what the decoder begins with and the delivered tokens; and the encoder's input, empty without one."""
+        if self.encoder is None:
+            return token_ids, []
+        end = len(token_ids) - num_delivered
+        return [*self.encoder.decoder_prompt, *token_ids[end:]], token_ids[:end]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds. EngineError if it is too long."""

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from kvpool.protocol.answers import answer_id, answer_seed
+from kvpool.v1 import worker_pb2
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
+from ..step import (
+    BlockCopy,
+    EncoderBlocks,
+    PromptRows,
+    RowLogprobs,
+    SampledToken,
+    SamplingParams,
+    SequencePart,
+    TokenCounts,
+)
 from .beam_search import BeamParams
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes
-from .sampling_params import RowLogprobs, SamplingParams
-from .step import BlockCopy, EncoderBlocks, PromptRows, SampledToken, SequencePart, StateBlocks
-from .stream import EndReason, RequestUsage, StreamChunk, TokenStream
-from .token_counts import TokenCounts
+from .stream import EndReason, StreamChunk, TokenStream
 from .token_rules import NextIds, TokenRules
 
 
@@ -49,7 +58,6 @@ class GenerationParams:
     """None: no log-probabilities of the prompt; 0: of its tokens; n: also of the n most likely tokens at each position."""
     echo: bool = False
     """Start the text with the prompt's, unless an earlier attempt has delivered tokens."""
-    adapter: str = ""
     tenant_salt: str = ""
     priority: int = 0
     """Smaller is served earlier, and preempted later, with the policy `priority`."""
@@ -121,7 +129,8 @@ class Request:
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._decoder = decoder
-        self._was_granted = False
+        self.has_begun = False
+        """Whether it was ever granted a block table; still true after preemption."""
         self._num_prompt_returned = 0
         """Prompt tokens whose log-probabilities were returned; preemption does not reset it."""
         self._counts: TokenCounts | None = None
@@ -129,14 +138,6 @@ class Request:
             num_prompt = len(params.token_ids) - params.num_delivered_tokens
             self._counts = TokenCounts(params.token_ids[:num_prompt], params.token_ids[num_prompt:])
         self._rules = self._rules_of(params.token_ids)
-
-    def __repr__(self) -> str:
-        return f"<Request generated={self.num_generated}/{self._max_tokens} {self.sequence!r}>"
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it was ever granted a block table; still true after preemption."""
-        return self._was_granted
 
     @property
     def sequences(self) -> tuple[CacheSequence, ...]:
@@ -158,33 +159,31 @@ class Request:
         """Tokens of all answers."""
         return sum(answer.num_generated for answer in self.answers)
 
-    def usage(self) -> RequestUsage:
+    def usage(self) -> worker_pb2.Usage:
         """Token counts and preemptions so far; where the time went once it has finished."""
-        return RequestUsage(
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.num_generated,
-            self.num_preemptions,
+        return worker_pb2.Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated,
+            num_preemptions=self.num_preemptions,
             times=None if self.finish_reason is None else self.times.totals(),
         )
 
     def on_granted(self) -> None:
         """Its sequence has a block table; the first time, report to the reader how much the cache served."""
-        if not self._was_granted:
-            self._was_granted = True
+        if not self.has_begun:
+            self.has_begun = True
             self.num_cached_tokens = self.sequence.num_cached_tokens
             if self.params.encoder_token_ids:
                 self.num_cached_tokens = self.sequence.num_encoder_tokens if self.sequence.encoder_cached else 0
-            chunk = StreamChunk(0, usage=self.usage())
-            self.stream.put(chunk)
+            self.stream.put(StreamChunk(0, usage=self.usage()))
             if self.params.wants_prompt_logprobs:
-                self._put_prompt_logprobs([None])
+                self.on_prompt_logprobs([None])
 
     def part(self, sequence: CacheSequence, num_tokens: int, *, samples: bool) -> SequencePart:
         """The part in a step of one of its sequences, which computes `num_tokens` more of its tokens and, if it `samples`, the next
         one."""
         start = sequence.num_computed_tokens
-        state = sequence.state_use(start + num_tokens)
         following = self._following(sequence) if samples else NextIds()
         return SequencePart(
             token_ids=sequence.tokens[start : start + num_tokens],
@@ -195,7 +194,7 @@ class Request:
             forced_ids=following.forced,
             counts=self._counts,
             prompt_rows=self._prompt_rows(start, start + num_tokens),
-            state=None if state is None else StateBlocks(*state),
+            state=sequence.state_use(start + num_tokens),
             encoder=self._encoder_blocks(sequence),
             forks=[self._fork_params(index).sampling for index in range(1, 1 + self.num_forks_due)] if samples else (),
         )
@@ -203,10 +202,10 @@ class Request:
     def _encoder_blocks(self, sequence: CacheSequence) -> EncoderBlocks | None:
         """The blocks with the KV of the encoder's output, and the encoder's input if it is to run before the part; None: there is
         no encoder."""
-        if sequence.unit_table is None:
+        if (unit := sequence.unit) is None:
             return None
-        token_ids = self.params.encoder_token_ids if sequence.num_tokens_to_encode else ()
-        return EncoderBlocks(sequence.unit_table, sequence.num_encoder_tokens, token_ids)
+        token_ids = self.params.encoder_token_ids if unit.num_tokens_to_encode else ()
+        return EncoderBlocks(unit.table, sequence.num_encoder_tokens, token_ids)
 
     def _rules_of(self, tokens: List[int]) -> TokenRules | None:
         """The rules for a text that has these tokens; None: any token may follow."""
@@ -243,13 +242,10 @@ class Request:
         targets = self.params.token_ids[self._num_prompt_returned : end + 1]
         return PromptRows(self._num_prompt_returned - 1 - start, targets, num_top) if targets else None
 
-    def on_prompt_logprobs(self, logprobs: List[RowLogprobs]) -> None:
-        """Pass on the prompt log-probabilities of the last step."""
-        if logprobs:
-            self._put_prompt_logprobs(logprobs)
-
-    def _put_prompt_logprobs(self, logprobs: List[RowLogprobs | None]) -> None:
-        """Put the log-probabilities into each answer, as if it were alone."""
+    def on_prompt_logprobs(self, logprobs: List[RowLogprobs | None]) -> None:
+        """Pass on log-probabilities of the prompt, to each answer as if it were alone."""
+        if not logprobs:
+            return
         self._num_prompt_returned += len(logprobs)
         for index in range(self.params.num_answers):
             self.stream.put(StreamChunk(0, prompt_logprobs=list(logprobs), index=index))
@@ -285,8 +281,8 @@ class Request:
         answer = Request(params, sequence, self._max_tokens, self._stop_token_ids, decoder)
         answer.rank, answer.payer = self.rank._replace(answer=index), self.payer
         answer.stream, answer.answers, answer.index = self.stream, self.answers, index
-        answer.num_cached_tokens, answer.times = self.num_cached_tokens, self.times.fork()
-        answer._was_granted, answer._num_prompt_returned = True, self._num_prompt_returned
+        answer.num_cached_tokens, answer.times = self.num_cached_tokens, copy(self.times)
+        answer.has_begun, answer._num_prompt_returned = True, self._num_prompt_returned
         answer._counts = None if self._counts is None else self._counts.copy()
         answer._rules = None if self._rules is None else self._rules.copy()
         self.answers.append(answer)
@@ -331,9 +327,10 @@ class Request:
 
 
 class AnswerFork(NamedTuple):
-    """One more answer of a request."""
+    """One more answer of a request, or more beams of one."""
 
     request: Request
+    """The answer; without the copies it has lost its text."""
     copies: List[BlockCopy]
     """Copies that the next step must make."""
 

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class EngineTimes(NamedTuple):
-    """Seconds of a finished request. Together at most the time from its arrival to its last token."""
-
-    waiting: float
-    """Time from arrival to the first block table."""
-    prefill: float
-    """Time from the first block table to the first token, without the time that it was preempted."""
-    decode: float
-    """Time from the first token to the last, without the time that it was preempted."""
-    preempted: float
-    """Time from each preemption until the request was as far as before; what followed the last token does not count."""
+from kvpool.v1 import worker_pb2
 
 
 @dataclass(slots=True)
@@ -36,10 +23,6 @@ class RequestTimes:
     _preempted_decode: float = 0.0
     _preempted_since_token: float = 0.0
     """Time preempted since the last token. It counts once there is another token: a request may end before."""
-
-    def fork(self) -> RequestTimes:
-        """The times of a fork that goes on from here."""
-        return copy(self)
 
     def on_preempted(self, num_computed_tokens: int, now: float) -> None:
         """Note that it lost its blocks, and with them the KV of so many tokens. If it was not as far again yet, the earlier
@@ -65,13 +48,16 @@ class RequestTimes:
         self._preempted_since_token = 0.0
         self.last_token_at = now
 
-    def totals(self) -> EngineTimes | None:
-        """Seconds of each phase; None without a token."""
+    def totals(self) -> worker_pb2.Times | None:
+        """The time of each phase, rounded down: together at most the time from arrival to the last token, after which a preemption
+        does not count. None without a token."""
         if self.granted_at is None or self.first_token_at is None:
             return None
-        return EngineTimes(
-            waiting=self.granted_at - self.arrived_at,
-            prefill=self.first_token_at - self.granted_at - self._preempted_prefill,
-            decode=self.last_token_at - self.first_token_at - self._preempted_decode,
-            preempted=self._preempted_prefill + self._preempted_decode,
+        prefill = self.first_token_at - self.granted_at - self._preempted_prefill
+        decode = self.last_token_at - self.first_token_at - self._preempted_decode
+        return worker_pb2.Times(
+            waiting_ms=int((self.granted_at - self.arrived_at) * 1000),
+            prefill_ms=int(prefill * 1000),
+            decode_ms=int(decode * 1000),
+            preempted_ms=int((self._preempted_prefill + self._preempted_decode) * 1000),
         )

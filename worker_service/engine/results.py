@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..cache.engine_cache import Computed, EngineCache
+from ..step import BadLogits, PartResult, SampledToken
 from .errors import EngineError, ErrorKind, invalid
 from .request import Request
 from .scheduler import Scheduled, Scheduler
-from .step import BadLogits, PartResult, SampledToken
 
 
 def computed(scheduled: Scheduled, result: PartResult) -> Computed:
@@ -35,7 +35,7 @@ def next_tokens(
     forked: list[tuple[Request, SampledToken]] = []
     for token in result.forks:
         fork = request.fork(cache, may_share=scheduler.has_place_for(request))
-        scheduler.add_fork(fork.request, fork.copies)
+        scheduler.add_fork(fork)
         forked.append((fork.request, token))
     own = (request, result.token)
     for answer, token in [own, *forked] if forked else ():

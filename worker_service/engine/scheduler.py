@@ -12,19 +12,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence, SequenceId, SequenceState
+from ..step import SequencePart, Step
 from .beams import BeamRequest
 from .fairness import Fairness, tokens_by_payer
 from .live_streams import LiveStreams
 from .policy import SchedulingPolicy
-from .request import GenerationParams, Payer, Rank, Request
-from .step import BlockCopy, SequencePart, Step
-
-if TYPE_CHECKING:
-    from .request import Payer, Request
+from .request import AnswerFork, Payer, Rank, Request
 
 
 class RequestQueue:
@@ -93,15 +90,7 @@ class Scheduled(NamedTuple):
         return self.request.part(self.sequence, self.num_tokens, samples=self.samples)
 
 
-class ForkCopies(NamedTuple):
-    """What the next step copies for a fork."""
-
-    request: Request
-    """The request whose fork it is; without the copies it has lost its text."""
-    copies: Sequence[BlockCopy]
-
-
-def as_step(batch: list[Scheduled], copies: Sequence[ForkCopies] = ()) -> Step:
+def as_step(batch: list[Scheduled], copies: Sequence[AnswerFork] = ()) -> Step:
     """The batch as input of the model side."""
     return Step([scheduled.part() for scheduled in batch], [copy for fork in copies for copy in fork.copies])
 
@@ -130,13 +119,14 @@ class Scheduler:
         self.policy = policy
         self.num_preemptions = 0
         self._cache = cache
-        self._waiting = RequestQueue()
+        self.waiting = RequestQueue()
+        """Requests that have no block table yet, or were preempted. Read-only."""
         self._running = RequestQueue()
         self._fairness = Fairness()
         self._requests: dict[SequenceId, Request] = {}
         """Requests by the id of each of their sequences."""
-        self._streams = LiveStreams()
-        self._copies: list[ForkCopies] = []
+        self.streams = LiveStreams()
+        self._copies: list[AnswerFork] = []
         self._num_arrived = 0
 
     # -- requests
@@ -149,12 +139,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that have no block table yet, or were preempted."""
-        return len(self._waiting)
-
-    @property
-    def waiting(self) -> RequestQueue:
-        """The waiting requests, read-only."""
-        return self._waiting
+        return len(self.waiting)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -168,29 +153,25 @@ class Scheduler:
         """The request of a live (sequence_id, attempt)."""
         return self._requests.get(sequence_id)
 
-    def would_clash(self, params: GenerationParams) -> bool:
-        """Whether a live stream has the name of that request, or one of both could give a name that the other has."""
-        return self._streams.would_clash(params)
-
     def add(self, request: Request) -> None:
         self._num_arrived += 1
         level = self.policy.level(request.params)
         request.rank = Rank(level, self._num_arrived)
         request.sequence.level = level
         request.payer = Payer(level, request.params.tenant)
-        self._streams.add(request)
+        self.streams.add(request)
         self._requests[request.sequence.id] = request
         self._wait(request)
 
-    def add_fork(self, request: Request, copies: Sequence[BlockCopy]) -> None:
+    def add_fork(self, fork: AnswerFork) -> None:
         """Add an answer that begins where another one is: it runs, or waits if it has no blocks."""
-        sequence = request.sequence
+        request, sequence = fork.request, fork.request.sequence
         sequence.level = request.rank.level
-        self._streams.add(request)
+        self.streams.add(request)
         self._requests[sequence.id] = request
         if sequence.state is SequenceState.LIVE:
             self._running.add(request)
-            self._copies.append(ForkCopies(request, copies))
+            self._copies.append(fork)
         else:
             self._wait(request)
 
@@ -202,14 +183,14 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Remove a request that has not ended, and free its blocks."""
-        (self._running if request in self._running else self._waiting).remove(request)
-        self._streams.remove(request)
+        (self._running if request in self._running else self.waiting).remove(request)
+        self.streams.remove(request)
         for sequence in request.sequences:
             del self._requests[sequence.id]
             self._cache.free(sequence)
         self._drop_copies(request)
 
-    def take_copies(self) -> list[ForkCopies]:
+    def take_copies(self) -> list[AnswerFork]:
         """What the step that is launched now copies first, for all forks since the last one."""
         copies, self._copies = self._copies, []
         return copies
@@ -227,7 +208,7 @@ class Scheduler:
         request = self._requests.get(sequence.id)
         if request is None or request.sequence is not sequence:
             return None
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         self._running.add(request)
         request.on_granted()
         return request
@@ -239,7 +220,7 @@ class Scheduler:
         ready: list[Request] = []
         unanswered: list[Request] = []
         admitted: list[Request] = []
-        for request in self._waiting:
+        for request in self.waiting:
             sequence = request.sequence
             if sequence.state is SequenceState.WAITING:
                 (unanswered if sequence.maybe_granted else ready).append(request)
@@ -284,7 +265,7 @@ class Scheduler:
         for request in list(self._running):
             while isinstance(request, BeamRequest) and request.is_branching and request in self._running:
                 before = request.sequences
-                self._copies.extend(ForkCopies(request, copies) for copies in request.branch(self._cache))
+                self._copies.extend(AnswerFork(request, copies) for copies in request.branch(self._cache))
                 self._rename(request, before)
                 if not (request.is_branching and self._cache.lacks_blocks_for_forks and self._preempt_last(now)):
                     break
@@ -312,7 +293,7 @@ class Scheduler:
         for request in prefilling:
             # Most have entered when they were to wait; the beams of a group that is resumed have more to compute after a pause.
             self._fairness.enter(request.payer)
-        self._fairness.settle({*self._waiting.payers, *(request.payer for request in prefilling)})
+        self._fairness.settle({*self.waiting.payers, *(request.payer for request in prefilling)})
         if not prefilling:
             return []
         budget = self.max_num_batched_tokens - len(decodes)
@@ -372,7 +353,7 @@ class Scheduler:
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        self._waiting.add(request)
+        self.waiting.add(request)
         self._fairness.enter(request.payer)
 
 

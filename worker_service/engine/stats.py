@@ -107,10 +107,6 @@ class EngineStats:
             self.inter_token_seconds.observe(now - times.last_token_at)
         times.on_token(now)
 
-    def on_forked(self) -> None:
-        """A further answer has its first token, at the same time as the first answer."""
-        self.num_generated_tokens += 1
-
     def on_finished(self, request: Request, outcome: str, now: float) -> None:
         """A request has finished, with all its answers, of which this is the first. Without a token there is no prefill or decode
         time."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from kvpool.v1 import worker_pb2
+
+from ..step import RowLogprobs, SampledToken
 from .errors import EngineError
-from .request_times import EngineTimes
-from .sampling_params import RowLogprobs
-from .step import SampledToken
 
 MAX_CHUNK_TOKENS: Final = 256
 """Tokens in one chunk, which is one message: with 20 log-probabilities each, about one HTTP/2 flow-control window."""
@@ -25,18 +25,6 @@ class EndReason(Enum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUsage:
-    """What a request has used so far."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    num_preemptions: int
-    times: EngineTimes | None = None
-    """Times of a finished request; None before, and without a token."""
-
-
 @dataclass(slots=True)
 class StreamChunk:
     """Tokens and text since the previous chunk."""
@@ -44,7 +32,7 @@ class StreamChunk:
     start_index: int
     tokens: list[SampledToken] = field(default_factory=list)
     text: str = ""
-    usage: RequestUsage | None = None
+    usage: worker_pb2.Usage | None = None
     finish_reason: EndReason | None = None
     prompt_logprobs: list[RowLogprobs | None] = field(default_factory=list)
     """Log-probabilities of the prompt's next tokens; None for its first, which has no context."""

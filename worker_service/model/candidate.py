@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from .device import choose_device, cuda_index
@@ -12,23 +11,10 @@ from .progress import Progress
 from .settings import ModelSettings
 from .source.cache_dir import open_cache_dir
 from .source.files import check_small_files, read_object, require_gguf
-from .source.resolve import ConfigSource, find_config
+from .source.resolve import ModelSource, find_config
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CandidateModel:
-    """A model that was found and is not checked any more closely."""
-
-    source: ConfigSource
-    architecture: str | None
-    """`model_type` in config.json, e.g. llama; None: there is none, as with a GGUF file."""
-
-    def __str__(self) -> str:
-        kind = f" ({self.architecture})" if self.architecture else ""
-        return f"{self.source.name}{kind}: {self.source.file}"
-
-
-def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateModel:
+def find_candidate(settings: ModelSettings, progress: Progress) -> ModelSource:
     """Find the model and check what can be checked without the seconds that importing torch and transformers takes.
 
     That is: cache folder, model, --device (torch is imported only to look for a GPU), and --max-model-len if config.json states
@@ -36,20 +22,16 @@ def find_candidate(settings: ModelSettings, progress: Progress) -> CandidateMode
     """
     with library_errors(f"{settings.model} cannot be read"):
         source = find_config(settings.model, open_cache_dir(settings.cache_dir), progress)
-        config = _config_json(source)
+        config: dict[str, Any] = {}
+        if source.gguf is not None:
+            require_gguf(source.file)
+        else:
+            check_small_files(source.path)
+            config = read_object(source.file)
     limit = plain_limit(config)
     if limit is not None and settings.max_model_len is not None:
         require_length(settings.max_model_len, limit)
     if cuda_index(settings.device) is not None:
         choose_device(settings.device)
     architecture = config.get("model_type")
-    return CandidateModel(source, architecture if isinstance(architecture, str) else None)
-
-
-def _config_json(source: ConfigSource) -> dict[str, Any]:
-    """The content of config.json; empty for a GGUF file. Raises ModelError if a small file of the model is broken."""
-    if source.gguf is not None:
-        require_gguf(source.file)
-        return {}
-    check_small_files(source.path)
-    return read_object(source.file)
+    return source._replace(architecture=architecture if isinstance(architecture, str) else None)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -24,19 +24,12 @@ Spelling = Callable[[Any, str], set[str]]
 """Gives the names that a checkpoint has for a tensor of the model: several, if the tensor is merged from them."""
 
 
-class WholeCheckpoint(NamedTuple):
-    """A model that has all of its tensors."""
-
-    model: Any
-    unused: list[str]
-    """Tensors of the checkpoint that the model does not use."""
-
-
 def load_whole(
     auto: Any, checkpoint: Path, names: Collection[str], spelling: Spelling, **options: Any
-) -> WholeCheckpoint:
+) -> tuple[Any, list[str]]:
     """The model that `auto.from_pretrained` makes of a folder, or of the GGUF file with its options, with every parameter and
-    persistent buffer from the checkpoint, tied to one that is, or computed by its class.
+    persistent buffer from the checkpoint, tied to one that is, or computed by its class; and the tensors of the checkpoint that it
+    does not use.
 
     names: the tensors of the checkpoint. Raises ModelError.
     """
@@ -62,7 +55,7 @@ def load_whole(
     if missing or mismatched:
         lacking = _lacking(model, [*missing, *mismatched], names, spelling) or sorted(missing)
         raise incomplete(checkpoint, lacking, unused) if lacking else _misshapen(checkpoint, mismatched)
-    return WholeCheckpoint(model, unused)
+    return model, unused
 
 
 def incomplete(checkpoint: Path, lacking: Sequence[str], unused: Sequence[str] = ()) -> ModelError:

@@ -18,25 +18,6 @@ from .source.files import TOKENIZER, TOKENIZER_CONFIG, is_there, read_bytes, rea
 
 
 @dataclass(frozen=True, slots=True)
-class BatchInvariance:
-    """Whether the bits of a row's logits are the same in every step, as tested at load."""
-
-    is_promised: bool
-    """True: they are, so a request has one text, alone or batched with others."""
-    attention_partition: int
-    """Largest number of keys that attention sums at once; 0: all of them."""
-    reason: str
-    """What makes it so, or why it is not promised; for the log and for users."""
-
-    def describe(self) -> str:
-        """One line for the log."""
-        return f"batch invariance: {'promised' if self.is_promised else 'not promised'}: {self.reason}"
-
-
-NOT_TRIED = BatchInvariance(False, 0, "it was not tried")
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts about a loaded model."""
 
@@ -62,7 +43,10 @@ class ModelFacts:
     """Jinja template; render it in a sandbox."""
     special_tokens: dict[str, str]
     """bos_token, eos_token, … for the chat template."""
-    batch_invariance: BatchInvariance = NOT_TRIED
+    batch_invariance: worker_pb2.BatchInvariance = field(
+        default_factory=lambda: worker_pb2.BatchInvariance(reason="it was not tried")
+    )
+    """Whether the bits of a row's logits are the same in every step, as tested at load."""
     encoder: EncoderSettings | None = None
     """None: the prompt is the beginning of the text."""
     end_of_turn_token_ids: tuple[int, ...] = ()

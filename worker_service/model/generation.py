@@ -47,7 +47,6 @@ class Field(NamedTuple):
 _ONE_BY_ONE = "tokens are computed one by one here, and a draft changes no text"
 _HOW = "how generate computes or returns"
 _OWN_CACHE = "the KV cache is the worker's own"
-_GONE = "generate itself no longer has it"
 _OPTION = "the option of that name"
 _SAMPLERS = "another choice of tokens than top_k and top_p"
 _SAMPLING: Final = [name for name, option in SAMPLING_OPTIONS.items() if option.is_of_files and name != "temperature"]
@@ -170,7 +169,7 @@ def read_generation(
         raise _wrong(source, "stop_strings", "this model has no tokenizer, so there is no text to find them in")
     lines: list[str] = []
     eos, where = _eos(config, folder, source)
-    eos_token_ids = _in_vocabulary(eos, "eos_token_id", where, vocab_size, lines)
+    eos_token_ids = tuple(sorted(set(_in_vocabulary(eos, "eos_token_id", where, vocab_size, lines))))
     more = {name: token_id for name, token_id in end_of_turn.items() if token_id not in eos_token_ids}
     ends = ", ".join(map(str, eos_token_ids)) or "none"
     lines.append(f"ids that end a text: {ends} ({where})")
@@ -250,23 +249,22 @@ def _eos(config: GenerationConfig, folder: Path, source: str) -> tuple[list[Any]
     return (ids if isinstance(ids, list) else [ids]), source
 
 
-def _in_vocabulary(ids: Iterable[Any], name: str, source: str, vocab_size: int, lines: list[str]) -> tuple[int, ...]:
-    """The ids in ascending order, each once, without those outside the vocabulary, for which a line is added. Raises ModelError for
-    what is no id."""
-    inside: set[int] = set()
+def _in_vocabulary(ids: Iterable[Any], name: str, source: str, vocab_size: int, lines: list[str]) -> list[int]:
+    """The ids that are in the vocabulary, in order; a line is added for the others. Raises ModelError for what is no id."""
+    inside: list[int] = []
     outside: list[int] = []
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool):
             raise _wrong(source, name, f"needed token ids, got {_short(token_id)!r}")
         if 0 <= token_id < vocab_size:
-            inside.add(token_id)
+            inside.append(token_id)
         else:
             outside.append(token_id)
     if outside:
         lines.append(
             f"{source}: {name}: {', '.join(map(str, outside))} is outside the vocabulary of {vocab_size} tokens: ignored"
         )
-    return tuple(sorted(inside))
+    return inside
 
 
 _STOP: Final = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -295,12 +293,12 @@ def _defaults(
                 continue
             value = values[name]
             if name == "bad_words_ids":
-                words = [_ids(word, name, source, vocab_size, lines) for word in value]
+                words = [_in_vocabulary(word, name, source, vocab_size, lines) for word in value]
                 complete = [word for word, given in zip(words, value, strict=True) if word and len(word) == len(given)]
                 sampling.bad_words_ids.lists.extend(worker_pb2.TokenIds(ids=word) for word in complete)
             elif name.endswith(("_tokens", "_id")):
                 getattr(sampling, name).ids.extend(
-                    _ids([value] if isinstance(value, int) else value, name, source, vocab_size, lines)
+                    _in_vocabulary([value] if isinstance(value, int) else value, name, source, vocab_size, lines)
                 )
             else:
                 setattr(sampling, name, value)
@@ -326,13 +324,6 @@ def _defaults(
         raise _wrong(source, name, f"no request may have {_short(getattr(config, name))!r}") from None
     _check(defaults, source)
     return defaults
-
-
-def _ids(ids: Iterable[Any], name: str, source: str, vocab_size: int, lines: list[str]) -> list[int]:
-    """The ids that are in the vocabulary, in the given order."""
-    ids = list(ids)
-    good = set(_in_vocabulary(ids, name, source, vocab_size, lines))
-    return [token_id for token_id in ids if token_id in good]
 
 
 def _check(defaults: worker_pb2.GenerationDefaults, source: str) -> None:

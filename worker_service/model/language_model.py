@@ -35,11 +35,8 @@ def find_class(config: Any) -> Any:
         tables.reverse()
     classes = [cls for table in tables if (cls := table.get(type(config), None)) is not None]
     # The weights of a class for another composite config would have other names.
-    return next((cls for cls in classes if not is_composite(config) or cls.config_class in _parts(config)), None)
-
-
-def _parts(config: Any) -> set[type]:
-    return {type(config), type(config.get_text_config(decoder=True))}
+    parts = {type(config), type(config.get_text_config(decoder=True))}
+    return next((cls for cls in classes if not is_composite(config) or cls.config_class in parts), None)
 
 
 def build_language_model(config: Any, attn_implementation: str, **options: Any) -> Any:

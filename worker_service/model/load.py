@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +10,7 @@ from typing import Any, Self
 import structlog
 import torch
 
-from ..attention.layer import AttentionBackend, AttentionSpec, LayerNeeds
+from ..attention.layer import AttentionBackend, AttentionSpec
 from ..attention.packing import StepSizes
 from ..attention.selection import BackendName, UnsuitableBackend, choose_backend, make_torch
 from ..engine.prompt import EncoderSettings
@@ -21,7 +20,6 @@ from .facts import ModelFacts, TokenizerFiles, read_encoder_settings
 from .forward.contract import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
-from .forward.layers import AttentionLayer
 from .forward.native import NativeRuntime
 from .forward.runner import ModelRunner
 from .generation import GenerationDefaults, read_generation, read_generation_config
@@ -36,17 +34,17 @@ from .length import (
     is_encoder_decoder,
 )
 from .memory.facts import cross_needs, facts_of_loaded, group_needs
-from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .memory.plan import MemoryBudget, plan_memory
 from .native.load import NATIVE_DTYPES
 from .native.timing import Measure, measure_runtime
 from .placement import Prepared, choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress
 from .runtimes import NO_ENCODERS, RuntimeLoader, not_native
-from .settings import ModelSettings, QuantizationName
+from .settings import MemorySettings, ModelSettings, QuantizationName
 from .source.cache_dir import open_cache_dir
 from .source.files import TOKENIZER, check_small_files, check_weights
 from .source.fingerprint import fingerprint
-from .source.resolve import ModelFolder, resolve_model
+from .source.resolve import ModelSource, resolve_model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,23 +54,6 @@ class LoadedModel:
     facts: ModelFacts
     runtime: Runtime
 
-    @property
-    def layers(self) -> Sequence[AttentionLayer]:
-        return self.runtime.layers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.runtime.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.runtime.device
-
-    @property
-    def attention_needs(self) -> tuple[LayerNeeds, ...]:
-        """The distinct needs of its layers."""
-        return tuple(dict.fromkeys(layer.needs for layer in self.layers))
-
     def attention_backend(
         self, name: BackendName, block_size: int, progress: Progress | None = None
     ) -> AttentionBackend | None:
@@ -80,9 +61,10 @@ class LoadedModel:
         itself. Raises ModelError."""
         if isinstance(self.runtime, NativeRuntime):
             return None
-        if not self.layers:  # nothing attends: there is nothing to test a backend with, and none is called
-            return make_torch(self.dtype, self.device, ())
-        setting = AttentionSpec(self.attention_needs, self.dtype, self.device, block_size)
+        runtime = self.runtime
+        if not runtime.layers:  # nothing attends: there is nothing to test a backend with, and none is called
+            return make_torch(runtime.dtype, runtime.device, ())
+        setting = AttentionSpec(runtime.attention_needs, runtime.dtype, runtime.device, block_size)
         try:
             return choose_backend(name, setting, progress or structlog.get_logger("kvpool.model").info)
         except UnsuitableBackend as error:
@@ -95,24 +77,23 @@ class LoadedModel:
 
     def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
         """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. Raises ModelError."""
-
-        def make_runner(plan: KVCachePlan) -> ModelRunner:
-            return self.runner(plan, backend)
-
         limit = None if self.facts.encoder is None else self.facts.encoder.max_tokens
-        facts = facts_of_loaded(self.runtime, self.facts.max_model_len, settings, make_runner, limit)
-        cross = cross_needs(self.layers, self.dtype, limit)
-        return plan_memory(facts, settings, group_needs(self.layers, self.dtype), cross)
+        facts = facts_of_loaded(
+            self.runtime, self.facts.max_model_len, settings, lambda plan: self.runner(plan, backend), limit
+        )
+        cross = cross_needs(self.runtime.layers, self.runtime.dtype, limit)
+        return plan_memory(facts, settings, group_needs(self.runtime.layers, self.runtime.dtype), cross)
 
     def runner(
         self, plan: KVCachePlan, backend: AttentionBackend | None = None, sizes: StepSizes | None = None
     ) -> ModelRunner:
         """Allocate the KV cache and bind the model to it. backend: None: plain torch, unless the runtime attends itself. sizes: see
         ModelRunner."""
-        cache = KVCache(plan, self.layers, self.dtype, self.device, self.runtime.mixers)
-        if not isinstance(self.runtime, NativeRuntime):
-            backend = backend or make_torch(self.dtype, self.device, self.attention_needs)
-        return ModelRunner(self.runtime, cache, backend, sizes=sizes)
+        runtime = self.runtime
+        cache = KVCache(plan, runtime.layers, runtime.dtype, runtime.device, runtime.mixers)
+        if not isinstance(runtime, NativeRuntime):
+            backend = backend or make_torch(runtime.dtype, runtime.device, runtime.attention_needs)
+        return ModelRunner(runtime, cache, backend, sizes=sizes)
 
 
 def load_model(
@@ -124,28 +105,25 @@ def load_model(
     Raises ModelError.
     """
     with library_errors(f"{settings.model} cannot be loaded"):
-        return _load_model(settings, progress or structlog.get_logger("kvpool.model").info, measure)
-
-
-def _load_model(settings: ModelSettings, progress: Progress, measure: Measure) -> LoadedModel:
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    cache_dir = open_cache_dir(settings.cache_dir)
-    folder = resolve_model(settings.model, cache_dir, progress)
-    check_small_files(folder.path)
-    config = read_config(folder.path)
-    prepared = prepare(config, settings)
-    check_weights(folder.path)
-    if (line := describe_regime(config, prepared.rope_regime)) is not None:
-        progress(line)
-    facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
-    if facts.tokenizer_json is None:
-        progress(f"{folder.path} has no {TOKENIZER}: prompts and answers are token ids")
-    started = time.monotonic()
-    loader = RuntimeLoader(folder.path, config, prepared, settings, cache_dir, progress)
-    runtime = loader.load(facts.fingerprint, measure)
-    progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
-    return LoadedModel(facts, runtime)
+        progress = progress or structlog.get_logger("kvpool.model").info
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        cache_dir = open_cache_dir(settings.cache_dir)
+        folder = resolve_model(settings.model, cache_dir, progress)
+        check_small_files(folder.path)
+        config = read_config(folder.path)
+        prepared = prepare(config, settings)
+        check_weights(folder.path)
+        if (line := describe_regime(config, prepared.rope_regime)) is not None:
+            progress(line)
+        facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
+        if facts.tokenizer_json is None:
+            progress(f"{folder.path} has no {TOKENIZER}: prompts and answers are token ids")
+        started = time.monotonic()
+        loader = RuntimeLoader(folder.path, config, prepared, settings, cache_dir, progress)
+        runtime = loader.load(facts.fingerprint, measure)
+        progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
+        return LoadedModel(facts, runtime)
 
 
 def prepare(config: Any, settings: ModelSettings) -> Prepared:
@@ -162,20 +140,16 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
         )
     max_model_len = choose_max_model_len(config, settings.max_model_len)
     rope_regime = fix_longrope(config, max_model_len)
-    max_encoder_tokens = _choose_max_encoder_tokens(config, max_model_len, settings)
+    max_encoder_tokens = None
+    if is_encoder_decoder(config):
+        max_encoder_tokens = choose_max_encoder_tokens(config, max_model_len, settings.max_encoder_tokens)
+    elif settings.max_encoder_tokens is not None:
+        raise ModelError("This model has no encoder: leave out --max-encoder-tokens.")
     if max_encoder_tokens is not None and (settings.runtime == "native" or settings.quantize != "none"):
         raise not_native(settings, NO_ENCODERS)
     check_config(config, max_model_len)
     check_replica(config, max_model_len, max_encoder_tokens)
     return Prepared(device, dtype, max_model_len, rope_regime, max_encoder_tokens)
-
-
-def _choose_max_encoder_tokens(config: Any, max_model_len: int, settings: ModelSettings) -> int | None:
-    if is_encoder_decoder(config):
-        return choose_max_encoder_tokens(config, max_model_len, settings.max_encoder_tokens)
-    if settings.max_encoder_tokens is not None:
-        raise ModelError("This model has no encoder: leave out --max-encoder-tokens.")
-    return None
 
 
 def read_ends_and_defaults(
@@ -199,7 +173,7 @@ def read_ends_and_defaults(
 
 
 def _read_facts(
-    folder: ModelFolder,
+    folder: ModelSource,
     config: Any,
     prepared: Prepared,
     quantize: QuantizationName,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .candidate import CandidateModel
 from .errors import library_errors
 from .facts import TokenizerFiles
 from .load import prepare, read_ends_and_defaults
 from .memory.facts import cross_needs, facts_of_meta_model, group_needs
 from .memory.meta_model import MetaModel, build_meta_model
-from .memory.plan import MemoryBudget, MemorySettings, plan_memory
+from .memory.plan import MemoryBudget, plan_memory
 from .native.comparison import expected_runtime
 from .placement import DTYPES, Prepared, choose_dtype, read_config
-from .settings import ModelSettings
+from .settings import MemorySettings, ModelSettings
 from .source.convert import dtype_that_keeps
 from .source.gguf_config import open_gguf
-from .source.resolve import ConfigSource
+from .source.resolve import ModelSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,25 +46,21 @@ class Outline:
         return plan_memory(facts, settings, group_needs(layers, dtype), cross)
 
 
-def outline_model(candidate: CandidateModel, settings: ModelSettings) -> Outline:
+def outline_model(source: ModelSource, settings: ModelSettings) -> Outline:
     """Check the config as load_model does. Reads no weights, converts nothing; some seconds.
 
     Raises ModelError.
     """
-    with library_errors(f"the needs of {candidate.source.name} cannot be found"):
-        return _outline(candidate.source, settings)
-
-
-def _outline(source: ConfigSource, settings: ModelSettings) -> Outline:
-    config = read_config(source.path, source.gguf)
-    prepared = prepare(config, settings)
-    if source.gguf is None:
-        read_ends_and_defaults(TokenizerFiles(source.path), config, prepared.max_encoder_tokens)
-    if source.gguf is not None and prepared.device.type == "cuda":
-        # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
-        own = dtype_that_keeps(open_gguf(source.path / source.gguf))
-        prepared = replace(prepared, dtype=choose_dtype(settings.dtype, prepared.device, own))
-    meta_model = build_meta_model(config, prepared.max_encoder_tokens)
-    runtime = expected_runtime(settings, prepared, is_recurrent=bool(meta_model.mixers))
-    is_quantized = settings.quantize != "none"
-    return Outline(source.name, config.model_type, prepared, meta_model, runtime, is_quantized)
+    with library_errors(f"the needs of {source.name} cannot be found"):
+        config = read_config(source.path, source.gguf)
+        prepared = prepare(config, settings)
+        if source.gguf is None:
+            read_ends_and_defaults(TokenizerFiles(source.path), config, prepared.max_encoder_tokens)
+        if source.gguf is not None and prepared.device.type == "cuda":
+            # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
+            own = dtype_that_keeps(open_gguf(source.path / source.gguf))
+            prepared = replace(prepared, dtype=choose_dtype(settings.dtype, prepared.device, own))
+        meta_model = build_meta_model(config, prepared.max_encoder_tokens)
+        runtime = expected_runtime(settings, prepared, is_recurrent=bool(meta_model.mixers))
+        is_quantized = settings.quantize != "none"
+        return Outline(source.name, config.model_type, prepared, meta_model, runtime, is_quantized)

@@ -43,10 +43,10 @@ class RuntimeLoader:
         """Load the model as the settings say. For `auto` this includes the choice between runtimes, which a first start may have to
         measure."""
         prepared, settings = self.prepared, self.settings
-        if prepared.max_encoder_tokens is not None:
-            return self._load_encoder_decoder(prepared.max_encoder_tokens)
-        if settings.runtime == "torch":
-            return self._load_torch()
+        if prepared.max_encoder_tokens is not None and prepared.device.type == "cpu":
+            self.progress(f"runtime: torch; not native: {NO_ENCODERS}")
+        if prepared.max_encoder_tokens is not None or settings.runtime == "torch":
+            return self._with_torch(self._load_weights())
         if settings.runtime == "native" or settings.quantize != "none":
             return self._load_native(None)
         workload = TimedWorkload.within(prepared.max_model_len, settings.max_num_batched_tokens, settings.max_num_seqs)
@@ -54,17 +54,6 @@ class RuntimeLoader:
             Comparison(
                 fingerprint, prepared.dtype, settings.block_size, workload, self.cache_dir, self.progress, measure
             )
-        )
-
-    def _load_encoder_decoder(self, max_encoder_tokens: int) -> Runtime:
-        prepared = self.prepared
-        if prepared.device.type == "cpu":
-            self.progress(f"runtime: torch; not native: {NO_ENCODERS}")
-        model = self._load_weights()
-        if prepared.device.type == "cpu":
-            pack_linears(model)
-        return guarded_encoder_decoder(
-            model, self.config, prepared.dtype, prepared.device, prepared.max_model_len, max_encoder_tokens
         )
 
     def _load_faster(self, comparison: Comparison) -> Runtime:
@@ -103,15 +92,12 @@ class RuntimeLoader:
         # After the handler: the error's traceback holds the packed weights. One model in memory at a time.
         if is_empty:
             del model
-            return self._load_torch()
+            model = self._load_weights()
         return self._with_torch(model)
-
-    def _load_torch(self) -> Runtime:
-        return self._with_torch(self._load_weights())
 
     def _try_torch(self) -> Runtime | None:
         try:
-            return self._load_torch()
+            return self._with_torch(self._load_weights())
         except ModelError as error:
             self.progress(f"runtime: native; torch cannot serve this model: {error}")
             return None
@@ -120,7 +106,10 @@ class RuntimeLoader:
         prepared = self.prepared
         if prepared.device.type == "cpu":
             pack_linears(model)
-        runtime = guarded_modules(model, self.config, prepared.dtype, prepared.device, prepared.max_model_len)
+        what = (model, self.config, prepared.dtype, prepared.device, prepared.max_model_len)
+        if prepared.max_encoder_tokens is not None:
+            return guarded_encoder_decoder(*what, prepared.max_encoder_tokens)
+        runtime = guarded_modules(*what)
         if runtime.mixers:
             self.progress(describe_mixers(runtime.mixers))
         return runtime

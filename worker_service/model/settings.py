@@ -40,3 +40,32 @@ class ModelSettings:
     num_threads: int | None = None
     """CPU threads of this process for tensor work; None: torch's choice, all cores. Workers on one machine must divide its cores:
     threads of two processes on the same cores slow both down many times."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """Settings of plan_memory."""
+
+    block_size: int
+    """Tokens per block: a power of two."""
+    num_blocks: int | None = None
+    """Blocks of the KV cache, the null block included. Overrides shares."""
+    kv_cache_memory: int | None = None
+    """Bytes of the KV cache. Overrides shares; not together with num_blocks."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for all its processes together, this worker included."""
+    window_blocks: int | None = None
+    """Blocks of each group with a window, the null block included; None: computed."""
+    state_blocks: int | None = None
+    """Blocks of the group of recurrent layers, the null block included; None: computed."""
+    cross_blocks: int | None = None
+    """Blocks for the KV of encoders' outputs, the null block included; None: computed."""
+    max_num_seqs: int = 64
+    """Sequences of a maximum batch."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of a maximum batch."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the size of the KV cache is given, and not a share of the memory."""
+        return self.num_blocks is not None or self.kv_cache_memory is not None

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SampledToken
 from tests.model.paged import BLOCK_SIZE, NATIVE, PLACES, SHORT_SEGMENTS, PagedModel, Place, Request
 from tests.model.truth.subject import NUM_NEW, Hit, Models, SharingSubject, Truth, Way
 from tests.refused import refused

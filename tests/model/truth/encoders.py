@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, replica_config
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SampledToken
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
 from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, PagedModel, load

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
+from kvpool.worker_service.step import SampledToken
 from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, PagedModel
 from tests.model.truth.dense import LONG, Paged, tiny_model
 from tests.model.truth.subject import Hit, Models

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import pytest
 import torch
 
-from kvpool.worker_service.engine.step import SampledToken
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SampledToken
 from tests.model.paged import load
 from tests.tiny_models import MIN_MARGIN, Oracle
 

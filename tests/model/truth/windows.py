@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvpool.worker_service.attention.flash import FlashKernel
+from kvpool.worker_service.attention.flash import flash_kernel
 from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.paged import PagedAttention
 from kvpool.worker_service.attention.torch_backend import FREE_SHAPES, TorchAttention
-from kvpool.worker_service.attention.varlen import VarlenKernel
-from kvpool.worker_service.engine.step import SampledToken
+from kvpool.worker_service.attention.varlen import varlen_kernel
 from kvpool.worker_service.model.load import LoadedModel
+from kvpool.worker_service.step import SampledToken
 from tests.attention import paged_reference
 from tests.model.paged import SHORT_SEGMENTS
 from tests.model.ring_cache import RingCache
@@ -104,14 +105,14 @@ class Windows(Subject):
             cache.runner.close()
 
     def _backend(self) -> AttentionBackend | None:
-        dtype = self.loaded.dtype
+        dtype = self.loaded.runtime.dtype
         return {
             "native": None,
             "torch": None,
             "short": TorchAttention(dtype, 1, SHORT_SEGMENTS),
             "free": TorchAttention(dtype, 1, FREE_SHAPES),
-            "varlen": PagedAttention(VarlenKernel(paged_reference.varlen_attn)),
-            "flash": PagedAttention(FlashKernel(paged_reference.flash_attn_varlen_func)),
+            "varlen": PagedAttention(partial(varlen_kernel, paged_reference.varlen_attn)),
+            "flash": PagedAttention(partial(flash_kernel, paged_reference.flash_attn_varlen_func)),
         }[self.backend]
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from ..entry import Entry
+from ..entry import Entry, StateBlocks
 from ..ledger import BlockLedger, Content, DisagreementError
 from ..reserve import SpareBlock
 
@@ -73,17 +73,6 @@ class GroupGrant(NamedTuple):
     """Blocks for it to fill."""
 
 
-class StateUse(NamedTuple):
-    """Blocks of one step of a sequence in recurrent layers; 0: none."""
-
-    source: int
-    """The block with the state before the step."""
-    running: int
-    """The block that gets the state after it."""
-    snapshot: int
-    """Another block that gets that state too."""
-
-
 class GroupTable(ABC):
     """The blocks of one sequence in one group. All counts are blocks; boundaries are counted in blocks of tokens too."""
 
@@ -118,7 +107,7 @@ class GroupTable(ABC):
         boundary."""
         return 0
 
-    def state_use(self, num_computed_tokens: int, num_slots: int) -> StateUse | None:
+    def state_use(self, num_computed_tokens: int, num_slots: int) -> StateBlocks | None:
         """The blocks of the step that `advance` has prepared, if the layers are recurrent."""
         return None
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from kvpool.v1 import common_pb2
 
-from ..entry import Entry
+from ..entry import Entry, StateBlocks
 from ..ledger import BlockLedger
 from ..reserve import SpareBlock
-from .group import Forked, GroupGrant, Sizes, StateUse, Text
+from .group import Forked, GroupGrant, Sizes, Text
 from .scratch import Scratch, ScratchGroup
 
 SCRATCH_BLOCKS = 2
@@ -56,14 +56,13 @@ class RunningState(Scratch):
     def __repr__(self) -> str:
         return f"<RunningState {self.running.block} named={sorted(self.named)} placed={sorted(self.placed)} free={len(self.free)}>"
 
-    def state_use(self, num_computed_tokens: int, num_slots: int) -> StateUse:
-        """The blocks of the step that `advance` has prepared."""
+    def state_use(self, num_computed_tokens: int, num_slots: int) -> StateBlocks:
         source = self.running.block
         if num_computed_tokens == self._begin:
             source = self.named[self._begin // self._block_size - 1].block if self._begin else 0
         index, rest = divmod(num_slots, self._block_size)
         copy = None if rest else self.placed.get(index - 1)
-        return StateUse(source, self.running.block, 0 if copy is None else copy.block)
+        return StateBlocks(source, self.running.block, 0 if copy is None else copy.block)
 
     def advance(self, num_computed_tokens: int, num_slots: int, spare: Iterable[SpareBlock] = ()) -> None:
         """Release the snapshots that the sequence has gone on from. Place a copy if the step ends on the grid. See GroupTable."""
@@ -92,10 +91,6 @@ class RunningState(Scratch):
         if source:
             fork._begin = -1  # also after a hit: the snapshot is copied
         return Forked(fork, (), [(source, fork.running.block)] if source else [])
-
-    def num_missing(self, num_computed_tokens: int, num_slots: int) -> int:
-        """0: it always has what a step needs, the running state."""
-        return 0
 
     def num_useful(self, num_computed_tokens: int, num_slots: int) -> int:
         """One for the copy, if the last one was named; see GroupTable."""

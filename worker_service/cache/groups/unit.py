@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from ..ledger import BlockLedger, Content, DisagreementError, WholeContent
+from ..ledger import BlockLedger, Content, DisagreementError
 from ..reserve import SpareBlock
 from .group import Forked, Group, GroupGrant, PlainTable, Run, Sizes, Statement, Text, disagree_about
 
@@ -48,7 +48,7 @@ class UnitLedger(BlockLedger):
             )
         super().accept_grant(block, generation)
         for unit_block in unit.unit_blocks:
-            self.forget(unit_block)
+            self.empty(unit_block)
 
     def complete_unit(self, blocks: List[int], root: common_pb2.Root, num_tokens: int, num_groups: int) -> None:
         """The encoder's KV is complete in all of these blocks, which are in a table."""
@@ -72,10 +72,10 @@ class UnitLedger(BlockLedger):
                 f"where they hold {unit.num_tokens}, or under another root"
             )
 
-    def whole_contents(self) -> list[WholeContent]:
+    def whole_contents(self) -> list[tuple[Content, tuple[int, ...]]]:
         contents = map(self.content, range(self.num_blocks))
         units = dict.fromkeys(unit for unit in contents if isinstance(unit, Unit))
-        return [WholeContent(unit, unit.unit_blocks) for unit in units]
+        return [(unit, unit.unit_blocks) for unit in units]
 
 
 class UnitTable(PlainTable):

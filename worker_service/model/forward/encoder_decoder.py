@@ -4,50 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...attention.interface import bind
-from ...attention.layer import AttentionBackend, AttentionCall, KVLayer
+from ...attention.layer import AttentionBackend, AttentionCall, AttentionTarget, KVLayer
 from ...attention.packing import Packing
-from ...engine.step import StateBlocks
+from ...step import StateBlocks
 from .contract import Forward, Selected
 from .kv_cache import KVCache
-from .layers import AttentionLayer, PlaceholderTarget, bind_layers
-from .mixer import Mixer
-from .modules import ModulesForward, tensor_bytes
+from .layers import bind_layers, placeholder
+from .modules import ModulesForward, ModulesRuntime
 from .seq2seq import Seq2Seq
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncoderDecoderRuntime:
-    """The Runtime of an encoder-decoder model of transformers."""
+class EncoderDecoderRuntime(ModulesRuntime):
+    """The Runtime of an encoder-decoder model of transformers. None with recurrent layers is served."""
 
     seq2seq: Seq2Seq
-    layers: Sequence[AttentionLayer]
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def model(self) -> Any:
-        return self.seq2seq.model
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
-    def mixers(self) -> Sequence[Mixer]:
-        """Empty: no encoder-decoder model with recurrent layers is served."""
-        return ()
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
         assert backend is not None
         return _EncoderDecoderForward(self, cache, backend)
-
-    def num_bytes(self) -> int:
-        return tensor_bytes(self.model)
 
 
 class _EncoderDecoderForward(ModulesForward):
@@ -73,23 +52,21 @@ class _EncoderDecoderForward(ModulesForward):
         output = self._seq2seq.encode(torch.tensor([list(token_ids)], device=self._device))
         # Where a layer projects the encoder's output is its own affair; so a pass over one token shows the KV of all of them.
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        placeholder = PlaceholderTarget()
         for layer, kv_layer in zip(self._layers, self._kv_layers, strict=True):
-            bind(layer.module, _Writer(kv_layer, slots) if layer.needs.is_cross else placeholder)
+            bind(layer.module, _writer(kv_layer, slots) if layer.needs.is_cross else placeholder)
         try:
             self._seq2seq.decode(token, token, output)
         finally:
             bind_layers(self._layers, self._kv_layers, self._backend)
 
 
-class _Writer:
-    """An AttentionTarget that writes the KV of the encoder's output, and attends to nothing."""
+def _writer(layer: KVLayer, slots: torch.Tensor) -> AttentionTarget:
+    """A target that writes the KV of the encoder's output, and attends to nothing."""
 
-    def __init__(self, layer: KVLayer, slots: torch.Tensor) -> None:
-        self._layer, self._slots = layer, slots
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    def write(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        self._layer.write(self._slots, key, value)
+        layer.write(slots, key, value)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    return write

@@ -19,31 +19,26 @@ class GivenPositions:
     """The positions of the row that is being computed; outside `at` modules compute their own, as transformers does."""
 
     def __init__(self) -> None:
-        self._ids: torch.Tensor | None = None
-
-    @property
-    def are_given(self) -> bool:
-        """Whether positions are given: inside `at`."""
-        return self._ids is not None
+        self.ids: torch.Tensor | None = None
+        """[T] int64; None: outside `at`."""
 
     @contextmanager
     def at(self, position_ids: torch.Tensor) -> Iterator[None]:
         """Give these positions inside. position_ids: [1, T] int64."""
-        self._ids = position_ids[0]
+        self.ids = position_ids[0]
         try:
             yield
         finally:
-            self._ids = None
+            self.ids = None
 
     def pass_to(self, modules: Sequence[torch.nn.Module]) -> None:
         """Give the positions, within `at`, to modules that take position_ids."""
-        for module in modules:
-            module.register_forward_pre_hook(self._with_position_ids, with_kwargs=True)
 
-    def _with_position_ids(
-        self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (args, kwargs) if self._ids is None else (args, {**kwargs, "position_ids": self._ids[None]})
+        def hook(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return None if self.ids is None else (args, {**kwargs, "position_ids": self.ids[None]})
+
+        for module in modules:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def install(self, found: Sequence[PositionTable]) -> None:
         """Make the modules look positions up, within `at`."""
@@ -52,7 +47,7 @@ class GivenPositions:
 
     def _looking_up(self, forward: Callable[..., Any], table: torch.Tensor) -> Callable[..., Any]:
         def look_up(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs) if self._ids is None else table[..., self._ids, :]
+            return forward(*args, **kwargs) if self.ids is None else table[..., self.ids, :]
 
         return look_up
 

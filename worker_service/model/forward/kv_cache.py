@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from ...attention.layer import KVLayer
-from ...engine.step import BlockCopy
 from ...huge_pages import zero_pages
+from ...step import BlockCopy
 from ..errors import KVCacheTooLarge
 from .kv_plan import KVCachePlan, show_bytes
 from .layers import AttentionLayer, sights

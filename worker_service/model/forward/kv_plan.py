@@ -7,22 +7,29 @@ from dataclasses import dataclass
 from typing import Self
 
 
+class _Pool:
+    """Blocks of a group, of whatever kind."""
+
+    __slots__ = ()
+    num_blocks: int
+    """Blocks, the null block included; 0: not planned yet."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can hold something."""
+        return self.num_blocks - 1
+
+
 @dataclass(frozen=True, slots=True)
-class GroupPlan:
+class GroupPlan(_Pool):
     """Size of the KV of one group of layers, which have their blocks in common."""
 
     index: int
     window: int | None
     """Tokens that its layers see at most, the token itself included; None: full attention, all tokens are kept."""
     num_blocks: int
-    """Blocks, the null block included."""
     bytes_per_token: int
     """K and V of its layers."""
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that can hold KV."""
-        return self.num_blocks - 1
 
     def blocks_per_sequence(self, num_tokens: int, block_size: int) -> int:
         """Blocks that the decodes of a sequence of `num_tokens` need at once: with a window those that it touches."""
@@ -32,38 +39,22 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class StatesPlan:
+class StatesPlan(_Pool):
     """Size of the states of recurrent layers: the last group of a model that has some. A block has the states of all of them."""
 
     num_blocks: int
-    """Blocks, the null block included."""
     bytes_per_block: int
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that can hold states."""
-        return self.num_blocks - 1
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
 
 
 @dataclass(frozen=True, slots=True)
-class CrossPlan:
+class CrossPlan(_Pool):
     """Size of the cross group: the KV of encoders' outputs, to which a decoder attends."""
 
     num_blocks: int
-    """Blocks, the null block included."""
     bytes_per_token: int
     """K and V of all layers that attend to an encoder's output, for a token of the encoder's input."""
     max_tokens: int
     """Tokens of the encoder's longest input."""
-
-    @property
-    def capacity(self) -> int:
-        """Blocks that can hold KV."""
-        return self.num_blocks - 1
 
     def total_bytes(self, block_size: int) -> int:
         return self.num_blocks * block_size * self.bytes_per_token
@@ -74,14 +65,13 @@ class CrossPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSize:
+class PoolSize(_Pool):
     """Blocks of one group, of whatever kind."""
 
     index: int
     what: str
     """What the group keeps, for users."""
     num_blocks: int
-    """Blocks, the null block included."""
     bytes_per_block: int
 
     @property
@@ -89,7 +79,7 @@ class PoolSize:
         return self.num_blocks * self.bytes_per_block
 
     def __str__(self) -> str:
-        blocks = f"{self.num_blocks - 1:,} blocks of {show_bytes(self.bytes_per_block)}"
+        blocks = f"{self.capacity:,} blocks of {show_bytes(self.bytes_per_block)}"
         return f"group {self.index} ({self.what}): {show_bytes(self.total_bytes)}, {blocks}"
 
 
@@ -129,30 +119,20 @@ class KVCachePlan:
         return cls(block_size, groups, states=states, cross=cross)
 
     @property
-    def only_group(self) -> GroupPlan:
-        """The group of a plan that has one."""
-        (group,) = self.groups
-        return group
+    def has_one_group(self) -> bool:
+        """Whether all layers attend and keep their KV in the same blocks."""
+        return len(self.groups) == 1 and self.states is None and self.cross is None
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the only group, the null block included."""
-        return self.only_group.num_blocks
-
-    @property
-    def capacity(self) -> int:
-        """Blocks of the only group that can hold KV."""
-        return self.only_group.capacity
+    def only_pool(self) -> PoolSize:
+        """The blocks of a plan that has one group."""
+        (pool,) = self.pools()
+        return pool
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of all layers."""
         return sum(group.bytes_per_token for group in self.groups)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block of the only group."""
-        return self.block_size * self.only_group.bytes_per_token
 
     @property
     def total_bytes(self) -> int:
@@ -198,9 +178,10 @@ class KVCachePlan:
             groups = f"{len(lines)} groups" if len(lines) > 1 else "one group"
             size = f"{show_bytes(self.total_bytes)} in {groups}, blocks of {self.block_size} tokens"
             return "\n".join([f"KV cache: {size}; {at_once}", *lines])
-        tokens = self.capacity * self.block_size
+        capacity = self.only_pool.capacity
+        tokens = capacity * self.block_size
         return (
-            f"KV cache: {show_bytes(self.total_bytes)}, {self.capacity:,} blocks of {self.block_size} tokens = {tokens:,} "
+            f"KV cache: {show_bytes(self.total_bytes)}, {capacity:,} blocks of {self.block_size} tokens = {tokens:,} "
             f"tokens; {at_once}"
         )
 

@@ -70,20 +70,13 @@ def _restart_turns(model: torch.nn.Module, _: Any) -> None:
             target.restart()
 
 
-def placeholder_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape that attention returns for these, which depends on all queries; see AttentionTarget."""
+def placeholder(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
+    """An AttentionTarget that leaves attention out, for what only needs the shapes: the result depends on all queries."""
     if query.shape[2] != value.shape[2]:  # cross attention
         return query.mean(-1, keepdim=True).expand(-1, -1, -1, value.shape[3]).transpose(1, 2).contiguous()
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
-
-
-class PlaceholderTarget:
-    """An AttentionTarget that returns placeholders: attention left out, for what only needs the shapes."""
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        return placeholder_output(query, value)
 
 
 @contextmanager
@@ -108,7 +101,7 @@ class _Recorder:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         """K and V of each call. They are kept so that no other tensors get their memory."""
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         name = self._names[module]
@@ -138,7 +131,7 @@ class _Recorder:
         source = self._source(key, value)
         self._seen.append((key, value))
         self.found.append(AttentionLayer(name, module, needs, call._replace(bias=None), source))
-        return placeholder_output(query, value)
+        return placeholder(module, query, key, value, call)
 
     def _source(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
         """The first layer that was called with the very same K and V."""
@@ -163,7 +156,7 @@ class PagedTarget:
     layer: KVLayer
     backend: AttentionBackend
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if call.window != self.layer.window:
@@ -183,14 +176,14 @@ class _Turns:
     def restart(self) -> None:
         self._turn = 0
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         if self._turn == len(self._targets):
             raise UnsupportedAttention(f"attends more often than the {self._turn} times seen while loading")
         target = self._targets[self._turn]
         self._turn += 1
-        return target.attend(module, query, key, value, call)
+        return target(module, query, key, value, call)
 
 
 def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], backend: AttentionBackend) -> None:
@@ -200,12 +193,6 @@ def bind_layers(layers: Sequence[AttentionLayer], kv_layers: Sequence[KVLayer], 
         targets.setdefault(layer.module, []).append(PagedTarget(kv_layer, backend))
     for module, own in targets.items():
         bind(module, own[0] if len(own) == 1 else _Turns(own))
-
-
-def unbind_layers(layers: Sequence[AttentionLayer]) -> None:
-    """Release the KV tensors; the model cannot run until it is bound again."""
-    for layer in layers:
-        unbind(layer.module)
 
 
 class ForwardCall(NamedTuple):
@@ -238,15 +225,6 @@ def following(model: torch.nn.Module) -> Iterator[list[ForwardCall]]:
             hook.remove()
 
 
-class LayerGroup(NamedTuple):
-    """Layers that have their blocks in common."""
-
-    window: int | None
-    """Tokens that they see at most; None: full attention."""
-    layers: tuple[int, ...]
-    """Indices of the layers that store KV in them."""
-
-
 def sights(layers: Sequence[AttentionLayer]) -> list[int | None]:
     """The window of each layer's KV in tokens: the widest window of the layers that read it; None: one of them sees everything. A
     layer that reads another one's KV gets the window of that KV."""
@@ -258,15 +236,16 @@ def sights(layers: Sequence[AttentionLayer]) -> list[int | None]:
     return [widest[index if layer.source is None else layer.source] for index, layer in enumerate(layers)]
 
 
-def groups_of(layers: Sequence[AttentionLayer], *, by_window: bool = True) -> tuple[LayerGroup, ...]:
-    """The groups of a model: full attention first, if there is any, then one for each window, from the largest to the smallest.
+def groups_of(layers: Sequence[AttentionLayer]) -> dict[int | None, list[int]]:
+    """The groups of a model by their window, with the indices of their layers: full attention, None, first, if there is any, then
+    one for each window, from the largest to the smallest.
 
-    by_window: False puts all layers into one group that keeps everything. Layers that read the KV of another one store nothing, and
-    are in no group; those of cross attention are in one of their own, after all others.
+    Layers that read the KV of another one store nothing, and are in no group; those of cross attention are in one of their own,
+    after all others.
     """
-    windows = [window if by_window else None for window in sights(layers)]
-    storing = [index for index, layer in enumerate(layers) if layer.source is None and not layer.needs.is_cross]
-    distinct = {windows[index] for index in storing}
-    full = [None] if None in distinct else []
-    order = [*full, *sorted((window for window in distinct if window is not None), reverse=True)]
-    return tuple(LayerGroup(window, tuple(index for index in storing if windows[index] == window)) for window in order)
+    windows = sights(layers)
+    groups: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.source is None and not layer.needs.is_cross:
+            groups.setdefault(windows[index], []).append(index)
+    return dict(sorted(groups.items(), key=lambda group: (group[0] is not None, -(group[0] or 0))))

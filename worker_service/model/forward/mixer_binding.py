@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...engine.step import StateBlocks
+from ...step import StateBlocks
 from .kv_cache import StateTensors
 from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, join
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...attention.interface import UnsupportedAttention
 from ..errors import UnsupportedModel
-from .layers import ForwardCall, PlaceholderTarget, bound, following
+from .layers import ForwardCall, bound, following, placeholder
 from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, StateKind, StateSpec, has_tokens
 from .scan import ScanFromState, clamp_time_steps
 
@@ -30,24 +30,20 @@ _MOST_DIFFERENCE = 0.1
 Rounding is far below; a state that is not used makes it about 1."""
 
 
-def has_state_layers(config: Any) -> bool:
-    """Whether transformers' cache for this config has layers with a state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
-
-
 def find_mixers(model: Any, device: torch.device) -> list[Mixer]:
     """All modules that use states of the cache, in the order of the calls. On the meta device nothing is computed, so `forgets` and
     `scan` are left at their defaults.
 
     Runs a few tokens with attention left out. Raises UnsupportedModel.
     """
-    if not has_state_layers(model.config):
+    layers = DynamicCache(config=model.config).layers
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
         return []
     clamp_time_steps(model)
     cache = _WatchedCache(config=model.config)
     tokens = torch.arange(_WATCHED_TOKENS, device=device)[None]
     try:
-        with bound(model.modules(), PlaceholderTarget()), following(model) as cache.running, torch.inference_mode():
+        with bound(model.modules(), placeholder), following(model) as cache.running, torch.inference_mode():
             model(input_ids=tokens, position_ids=tokens, use_cache=False, **{_cache_argument(model): cache})
     except UnsupportedAttention as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served: {error}.") from error

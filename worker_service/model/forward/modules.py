@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from ...attention.interface import unbind
 from ...attention.layer import AttentionBackend
 from ...attention.packing import Packing
-from ...engine.step import StateBlocks
+from ...step import StateBlocks
 from ..errors import UnsupportedModel
 from .contract import Forward, Runtime, Selected
 from .kv_cache import KVCache
-from .layers import AttentionLayer, bind_layers, unbind_layers
-from .mixer import Mixer
+from .layers import bind_layers
 from .mixer_binding import MixerBinding, lay_out
 from .packed_linear import PackedLinear
 
@@ -77,18 +77,10 @@ class RowSelector:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModulesRuntime:
+class ModulesRuntime(Runtime):
     """The Runtime of a transformers model."""
 
     model: Any
-    layers: Sequence[AttentionLayer]
-    dtype: torch.dtype
-    device: torch.device
-    mixers: Sequence[Mixer] = ()
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
         assert backend is not None
@@ -101,11 +93,11 @@ class ModulesRuntime:
 class ModulesForward(Forward):
     """The Forward of a transformers model."""
 
-    def __init__(self, runtime: Runtime, cache: KVCache, backend: AttentionBackend) -> None:
+    def __init__(self, runtime: ModulesRuntime, cache: KVCache, backend: AttentionBackend) -> None:
         self._layers = runtime.layers
         self._backend = backend
         self._device = runtime.device
-        self._selector = RowSelector(modules_of(runtime))
+        self._selector = RowSelector(runtime.model)
         bind_layers(runtime.layers, cache.layers, backend)
         self._states = cache.states
         self._mixers = MixerBinding(runtime.mixers, cache.states)
@@ -131,14 +123,14 @@ class ModulesForward(Forward):
     def close(self) -> None:
         self._selector.close()
         self._mixers.release()
-        unbind_layers(self._layers)
+        for layer in self._layers:
+            unbind(layer.module)
 
 
 def modules_of(runtime: Runtime) -> Any:
     """The transformers model of a runtime that has one."""
-    model = getattr(runtime, "model", None)
-    assert model is not None, f"{type(runtime).__name__} has none"
-    return model
+    assert isinstance(runtime, ModulesRuntime)
+    return runtime.model
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:

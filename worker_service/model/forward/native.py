@@ -4,45 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...attention.layer import AttentionBackend
 from ...attention.packing import Packing
-from ...engine.step import StateBlocks
 from ...native.cpu.program import OutOfMemory, Program
 from ...native.cpu.weights import PackedModel
+from ...step import StateBlocks
 from ..errors import ModelError
-from .contract import Forward, Selected
+from .contract import Forward, Runtime, Selected
 from .kv_cache import KVCache
-from .layers import AttentionLayer
-from .mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NativeRuntime:
-    """The Runtime of a packed model."""
+class NativeRuntime(Runtime):
+    """The Runtime of a packed model, which has no recurrent layers."""
 
-    config: Any
-    layers: Sequence[AttentionLayer]
     packed: PackedModel
     num_threads: int
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
     """What the model does to its logits after the head, such as a soft cap."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.packed.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def mixers(self) -> Sequence[Mixer]:
-        """None: such models are not computed natively."""
-        return ()
 
     def bind(self, cache: KVCache, backend: AttentionBackend | None) -> Forward:
         try:

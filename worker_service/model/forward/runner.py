@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
@@ -13,18 +12,19 @@ from ...attention.encoder_tables import EncoderTables, slots_of
 from ...attention.layer import AttentionBackend
 from ...attention.layout import BlockGroup, PackingError
 from ...attention.packing import Packer, Packing, StepSizes
-from ...engine.sampling_params import RowLogprobs, SamplingParams
-from ...engine.step import (
+from ...step import (
     BadLogits,
     BeamCandidates,
     PartResult,
     PromptRows,
+    RowLogprobs,
     SampledToken,
+    SamplingParams,
     SequencePart,
     StateBlocks,
     Step,
 )
-from ..sampling.draw import Draw
+from ..sampling.adjustment import Draw
 from ..sampling.sampler import candidates, prompt_logprobs, sample
 from .contract import Runtime
 from .kv_cache import KVCache
@@ -63,13 +63,8 @@ def states_of(parts: Sequence[SequencePart], num_blocks: int) -> list[StateBlock
     return states
 
 
-class PassPart(NamedTuple):
-    """A part of the step in one forward pass."""
-
-    part_index: int
-    """Index of the part in the step."""
-    part: SequencePart
-    """The part, or a piece of its tokens. Only the last piece samples."""
+PassPart = tuple[int, SequencePart]
+"""The index of a part in the step, and the part, or a piece of its tokens. Only the last piece samples."""
 
 
 def passes(parts: Sequence[SequencePart], max_prompt_rows: int) -> Iterator[list[PassPart]]:
@@ -78,7 +73,7 @@ def passes(parts: Sequence[SequencePart], max_prompt_rows: int) -> Iterator[list
     The same tokens are computed in the same order as in one pass, in smaller chunks. Parts without prompt rows are in the first
     pass.
     """
-    pending = [PassPart(index, part) for index, part in enumerate(parts)]
+    pending = list(enumerate(parts))
     while pending:
         room = max_prompt_rows
         now: list[PassPart] = []
@@ -86,15 +81,15 @@ def passes(parts: Sequence[SequencePart], max_prompt_rows: int) -> Iterator[list
         for index, part in pending:
             rows = part.prompt_rows
             if rows is None or len(rows.targets) <= room:
-                now.append(PassPart(index, part))
+                now.append((index, part))
                 room -= 0 if rows is None else len(rows.targets)
             elif room:
                 piece, rest = _cut(part, rows, room)
-                now.append(PassPart(index, piece))
-                later.append(PassPart(index, rest))
+                now.append((index, piece))
+                later.append((index, rest))
                 room = 0
             else:
-                later.append(PassPart(index, part))
+                later.append((index, part))
         yield now
         pending = later
 
@@ -130,11 +125,9 @@ class ModelRunner:
         runtime: Runtime,
         kv_cache: KVCache,
         backend: AttentionBackend | None,
-        max_prompt_rows: int | None = None,
         sizes: StepSizes | None = None,
     ) -> None:
-        """`backend`: see Runtime. `max_prompt_rows`: prompt rows in one pass; None: from MAX_PROMPT_LOGITS. `sizes`: initial sizes
-        of the input buffers."""
+        """`backend`: see Runtime. `sizes`: initial sizes of the input buffers."""
         self.forward = runtime.bind(kv_cache, backend)
         plan = kv_cache.plan
         groups = [BlockGroup(group.num_blocks, group.window) for group in plan.groups]
@@ -143,7 +136,7 @@ class ModelRunner:
         self._cross = None if plan.cross is None else BlockGroup(plan.cross.num_blocks)
         self._device = runtime.device
         vocab_size = runtime.config.get_text_config(decoder=True).vocab_size
-        self._max_prompt_rows = max_prompt_rows or max(1, MAX_PROMPT_LOGITS // vocab_size)
+        self._max_prompt_rows = max(1, MAX_PROMPT_LOGITS // vocab_size)
         self.kv_cache = kv_cache
 
     def execute(self, step: Step) -> list[PartResult]:
@@ -265,34 +258,24 @@ class _Ends:
         """Packed rows, one for each part."""
         self._draws: list[tuple[int, int, Draw]] = []
         """(index of the part, index in `rows`, draw): several of one row if the part has forks."""
-        self._searches: list[tuple[int, int, Draw, int]] = []
-        """The same with the number of candidates."""
 
     def add(self, index: int, part: SequencePart, sampling: SamplingParams, row: int) -> None:
         """`row`: the packed row of the part's last token."""
         position, place = part.start + len(part.token_ids), len(self.rows)
         self.rows.append(row)
         for params in (sampling, *part.forks):
-            draw = Draw(params, position, part.banned_ids, part.counts, part.forced_ids)
-            if part.num_candidates:
-                self._searches.append((index, place, draw, part.num_candidates))
-            else:
-                self._draws.append((index, place, draw))
+            draw = Draw(params, position, part.banned_ids, part.counts, part.forced_ids, part.num_candidates)
+            self._draws.append((index, place, draw))
 
     def choose(self, logits: torch.Tensor, outcomes: list[_Outcome]) -> None:
         """Draw tokens and find candidates from the logits [rows, vocab_size] of the rows, and add them to the outcomes."""
-        if self._draws:
-            chosen = _rows(logits, [place for _, place, _ in self._draws])
-            tokens = sample(chosen, [draw for *_, draw in self._draws])
-            for (index, *_), token in zip(self._draws, tokens, strict=True):
-                outcomes[index].add(token)
-        if self._searches:
-            chosen = _rows(logits, [place for _, place, *_ in self._searches])
-            results = candidates(
-                chosen, [draw for _, _, draw, _ in self._searches], [search[3] for search in self._searches]
-            )
-            for (index, *_), result in zip(self._searches, results, strict=True):
-                outcomes[index].add(result)
+        searches = [entry for entry in self._draws if entry[2].num_candidates]
+        draws = [entry for entry in self._draws if not entry[2].num_candidates] if searches else self._draws
+        for choose, entries in ((sample, draws), (candidates, searches)):
+            if entries:
+                results = choose(_rows(logits, [place for _, place, _ in entries]), [draw for *_, draw in entries])
+                for (index, *_), result in zip(entries, results, strict=True):
+                    outcomes[index].add(result)
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from ...attention.layer import AttentionCall
 from ..errors import UnsupportedModel
 from .given_positions import GivenPositions, find_position_tables
-from .layers import AttentionLayer, PlaceholderTarget, bound, record_layers
+from .layers import AttentionLayer, bound, placeholder, record_layers
 
 _NO_LIMIT = 1 << 30
 _OF_A_DECODER = {"position_ids", "encoder_hidden_states"}
@@ -51,7 +51,7 @@ class Seq2Seq:
         """The encoder's output for one input [1, L], as the model takes it; its first field is [1, L, size]. On the meta device
         without attention, whose masks need values."""
         if input_ids.is_meta:
-            with bound(self.encoder.modules(), PlaceholderTarget()):
+            with bound(self.encoder.modules(), placeholder):
                 return self.encoder(input_ids=input_ids, use_cache=False)
         with self._own_attention():
             # Without a mask some encoders make one that hides tokens with the id of the padding.
@@ -142,7 +142,7 @@ def fix_positions(
     """
     device = texts[0].device
     output = seq2seq.blank_output(_WATCHED_STATES, device)
-    with bound(seq2seq.decoder_modules.values(), PlaceholderTarget()), torch.inference_mode():
+    with bound(seq2seq.decoder_modules.values(), placeholder), torch.inference_mode():
         # As transformers computes it, with its own positions.
         tables = find_position_tables(
             seq2seq.decoder_modules,
@@ -163,7 +163,7 @@ def _without_bias(positions: GivenPositions) -> Callable[[torch.nn.Module, Any, 
     use, so they are given one number."""
 
     def hook(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not positions.are_given or kwargs.get(_BIAS) is not None:
+        if positions.ids is None or kwargs.get(_BIAS) is not None:
             return args, kwargs
         return args, {**kwargs, _BIAS: torch.zeros(1, 1, 1, 1)}
 
@@ -177,10 +177,18 @@ def _with_biases(
     distances."""
     if not any(layer.needs.has_bias for layer in layers):
         return list(layers)
-    recorder = _BiasRecorder()
+    biases: dict[torch.nn.Module, torch.Tensor] = {}
+
+    def note_bias(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        if call.bias is not None:
+            biases[module] = call.bias
+        return placeholder(module, query, key, value, call)
+
     cache = EncoderDecoderCache(_LongText(max_model_len), DynamicCache())
     token = torch.zeros(1, 1, dtype=torch.int64, device=output[0].device)
-    with bound(seq2seq.decoder_modules.values(), recorder), torch.inference_mode():
+    with bound(seq2seq.decoder_modules.values(), note_bias), torch.inference_mode():
         seq2seq.model(**seq2seq.inputs(token, output), past_key_values=cache)
     tables: list[torch.Tensor] = []
     completed: list[AttentionLayer] = []
@@ -188,7 +196,7 @@ def _with_biases(
         if not layer.needs.has_bias:
             completed.append(layer)
             continue
-        bias = recorder.biases.get(layer.module)
+        bias = biases.get(layer.module)
         needed = [1, layer.needs.num_heads, 1, max_model_len]
         shape = None if bias is None else list(bias.shape)
         if bias is None or shape != needed:
@@ -199,21 +207,6 @@ def _with_biases(
         tables.append(table)
         completed.append(layer._replace(distance_bias=table))
     return completed
-
-
-class _BiasRecorder:
-    """An AttentionTarget that keeps the bias of each module's call."""
-
-    def __init__(self) -> None:
-        self.biases: dict[torch.nn.Module, torch.Tensor] = {}
-        self._target = PlaceholderTarget()
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        if call.bias is not None:
-            self.biases[module] = call.bias
-        return self._target.attend(module, query, key, value, call)
 
 
 class _LongText(DynamicCache):  # type: ignore[misc]

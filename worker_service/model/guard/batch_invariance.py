@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from kvpool.v1.worker_pb2 import BatchInvariance
+
 from ...attention.invariance import Finding
 from ...attention.layer import AttentionBackend
 from ...attention.selection import find_invariance
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import EncoderBlocks
 from ...native.cpu.program import PARTITION
-from ..facts import BatchInvariance
+from ...step import EncoderBlocks
 from ..forward.contract import Runtime
 from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.modules import modules_of
@@ -41,12 +42,11 @@ def find_batch_invariance(runtime: Runtime, max_model_len: int, backend: Attenti
     if isinstance(runtime, NativeRuntime):
         reason = "every sum of the native step has one order; the whole model was tested at load"
         return _finding(PARTITION, _differences(runtime, max_model_len, backend), reason)
-    needs = tuple(dict.fromkeys(layer.needs for layer in runtime.layers))
-    finding = find_invariance(runtime.dtype, runtime.device, needs)
+    finding = find_invariance(runtime.dtype, runtime.device, runtime.attention_needs)
     if finding is None or not isinstance(backend, TorchAttention):
         placed = f"{dtype_name(runtime.dtype)} on {runtime.device}"
         reason = f"{placed} uses the fastest kernels; it is tested for --dtype float32 on a CPU"
-        return BatchInvariance(False, 0, reason)
+        return BatchInvariance(reason=reason)
     reason = f"attention has {finding.how}; it, the linear layers and the whole model were tested at load"
     return _finding(backend.shapes.partition or 0, _problem(runtime, max_model_len, backend, finding), reason)
 
@@ -54,9 +54,9 @@ def find_batch_invariance(runtime: Runtime, max_model_len: int, backend: Attenti
 def _finding(partition: int, problem: str | None, reason: str) -> BatchInvariance:
     """reason: what makes it so, unless there is a problem."""
     if problem is None:
-        return BatchInvariance(True, partition, reason)
+        return BatchInvariance(promised=True, attention_partition=partition, reason=reason)
     consequence = "if two tokens are almost equally likely, the same request may get another text, even with a seed"
-    return BatchInvariance(False, partition, f"{problem}; {consequence}")
+    return BatchInvariance(attention_partition=partition, reason=f"{problem}; {consequence}")
 
 
 def _problem(runtime: Runtime, max_model_len: int, backend: TorchAttention, finding: Finding) -> str | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import structlog
@@ -18,10 +19,9 @@ from ...attention.layer import AttentionBackend
 from ...attention.layout import BlockGroup
 from ...attention.packing import pack
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import EncoderBlocks, SequencePart, StateBlocks
+from ...step import EncoderBlocks, SequencePart, StateBlocks
 from ..errors import ModelError, UnsupportedModel
 from ..forward.contract import Runtime
-from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.modules import ModulesRuntime
@@ -132,20 +132,12 @@ def random_sequences(
     numbers = random.Random(seed)
     ids = range(vocab_size or config.get_text_config(decoder=True).vocab_size)
     plain = [token for token in ids if token not in special] if len(ids) < 1000 else ids
-    return [_draw(numbers, plain, special, length) for length in lengths]
-
-
-def _draw(numbers: random.Random, ids: Sequence[int], special: set[int], length: int) -> list[int]:
-    drawn: list[int] = []
-    while len(drawn) < length:
-        token = numbers.choice(ids)
-        if token not in special:
-            drawn.append(token)
-    return drawn
+    drawn = (token for token in iter(lambda: numbers.choice(plain), None) if token not in special)
+    return [list(islice(drawn, length)) for length in lengths]
 
 
 def require_equal(
-    runtime: ModulesRuntime | EncoderDecoderRuntime,
+    runtime: ModulesRuntime,
     ours: torch.Tensor,
     reference: torch.Tensor,
     where: str,
@@ -201,20 +193,6 @@ def _runner(runtime: ModulesRuntime) -> AbstractContextManager[tuple[ModelRunner
     return paged_runner(runtime, TorchAttention(runtime.dtype), len(LENGTHS), max(LENGTHS), _BLOCK_SIZE)
 
 
-def logits_of_texts(
-    runner: ModelRunner,
-    texts: Sequence[list[int]],
-    tables: Sequence[list[int]],
-    steps: Sequence[Sequence[tuple[int, int, int]]],
-    encoders: Sequence[EncoderBlocks] = (),
-) -> list[torch.Tensor]:
-    """The logits [T, vocab_size] of each text, computed in steps: see logits_in_steps."""
-    logits: list[list[torch.Tensor]] = [[] for _ in texts]
-    for index, _, rows in logits_in_steps(runner, texts, tables, steps, encoders):
-        logits[index].append(rows)
-    return [torch.cat(parts) for parts in logits]
-
-
 def _logits_from_snapshots(
     runtime: ModulesRuntime, sequences: list[list[int]]
 ) -> Iterator[tuple[int, torch.Tensor, str]]:
@@ -268,17 +246,17 @@ def _logits_from_snapshots(
             raise UnsupportedModel(f"{type(runtime.model).__name__} changes a state that others go on from.")
 
 
-def logits_in_steps(
+def logits_of_texts(
     runner: ModelRunner,
-    sequences: Sequence[list[int]],
+    texts: Sequence[list[int]],
     tables: Sequence[list[int]],
     steps: Sequence[Sequence[tuple[int, int, int]]],
     encoders: Sequence[EncoderBlocks] = (),
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Run steps of (sequence, first token, end), less the tokens that the sequences do not have. Yields (sequence, first token,
-    logits [T, vocab_size]) per part. The state of a sequence is in the block after its index. encoders: of each sequence, if the
-    model has an encoder, which runs with its first tokens."""
-    plan = runner.kv_cache.plan
+) -> list[torch.Tensor]:
+    """The logits [T, vocab_size] of each text, computed in steps of (text, first token, end), less the tokens that the texts do not
+    have. The state of a text is in the block after its index. encoders: of each text, if the model has an encoder, which runs with
+    its first tokens."""
+    plan, found = runner.kv_cache.plan, [list[torch.Tensor]() for _ in texts]
 
     def state(index: int, first: int) -> StateBlocks | None:
         return StateBlocks(1 + index if first else 0, 1 + index) if plan.states else None
@@ -289,7 +267,7 @@ def logits_in_steps(
         return encoders[index]._replace(token_ids=()) if first else encoders[index]
 
     for step in steps:
-        chunks = [(index, first, sequences[index][first:end]) for index, first, end in step if index < len(sequences)]
+        chunks = [(index, first, texts[index][first:end]) for index, first, end in step if index < len(texts)]
         chunks = [chunk for chunk in chunks if chunk[2]]
         if chunks:
             parts = [
@@ -303,9 +281,10 @@ def logits_in_steps(
                 )
                 for index, first, tokens in chunks
             ]
-            logits = runner.logits(parts)
-            rows = torch.split(logits, [len(tokens) for _, _, tokens in chunks])
-            yield from ((index, first, own) for (index, first, _), own in zip(chunks, rows, strict=True))
+            rows = torch.split(runner.logits(parts), [len(tokens) for _, _, tokens in chunks])
+            for (index, *_), own in zip(chunks, rows, strict=True):
+                found[index].append(own)
+    return [torch.cat(parts) for parts in found]
 
 
 def _near_and_far_logits(
@@ -331,15 +310,20 @@ def eager_logits(model: Any, tokens: list[int], device: torch.device, start: int
     """The logits [T, vocab_size] of one sequence in eager attention. Positions are passed, as `generate` does, to models with that
     parameter. start: the first position; None: none are passed."""
     positions: dict[str, torch.Tensor] = {}
-    if start is None:
-        pass
-    elif start or "position_ids" in inspect.signature(model.forward).parameters:
+    if start or (start == 0 and "position_ids" in inspect.signature(model.forward).parameters):
         positions["position_ids"] = torch.arange(start, start + len(tokens), device=device)[None]
+    with eager(model):
+        ids = torch.tensor([tokens], device=device)
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False, **positions).logits[0]
+    return logits
+
+
+@contextmanager
+def eager(model: Any) -> Iterator[None]:
+    """Let a model attend in transformers' own way inside."""
     model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            ids = torch.tensor([tokens], device=device)
-            logits: torch.Tensor = model(input_ids=ids, use_cache=False, **positions).logits[0]
+            yield
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
-    return logits

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ...attention.interface import ATTENTION_NAME
 from ...attention.torch_backend import TorchAttention
-from ...engine.step import EncoderBlocks
+from ...step import EncoderBlocks
 from ..errors import UnsupportedModel
 from ..forward.encoder_decoder import EncoderDecoderRuntime
 from ..forward.invariant import replacing
@@ -19,6 +18,7 @@ from .self_check import (
     FEW_TOKENS,
     LENGTHS,
     STEPS,
+    eager,
     logits_of_texts,
     paged_runner,
     probing,
@@ -65,7 +65,7 @@ def guarded_encoder_decoder(
         with replacing(model, dtype, device):
             layers = find_decoder_layers(seq2seq, device)
         layers = fix_positions(seq2seq, layers, _two_texts(config, device), max_model_len)
-        runtime = EncoderDecoderRuntime(seq2seq, layers, dtype, device)
+        runtime = EncoderDecoderRuntime(model.config, layers, dtype, device, (), model, seq2seq)
         few = _few_texts(seq2seq, max_model_len, max_encoder_tokens, is_thorough)
         _compare(runtime, few, STEPS, "packed and in chunks")
         if is_thorough:
@@ -139,19 +139,14 @@ def _compare(
 
 def _eager_logits(runtime: EncoderDecoderRuntime, text: list[int], tokens: list[int]) -> torch.Tensor:
     """The logits [T, vocab_size] of a whole text in transformers' own attention, with its own positions."""
-    model = runtime.model
-    model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            input_ids, decoder_ids = (torch.tensor([ids], device=runtime.device) for ids in (tokens, text))
-            # Masks as in generate: without one, some models hide tokens with the id of the padding.
-            logits: torch.Tensor = model(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                decoder_input_ids=decoder_ids,
-                decoder_attention_mask=torch.ones_like(decoder_ids),
-                use_cache=False,
-            ).logits[0]
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+    with eager(runtime.model):
+        input_ids, decoder_ids = (torch.tensor([ids], device=runtime.device) for ids in (tokens, text))
+        # Masks as in generate: without one, some models hide tokens with the id of the padding.
+        logits: torch.Tensor = runtime.model(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            decoder_input_ids=decoder_ids,
+            decoder_attention_mask=torch.ones_like(decoder_ids),
+            use_cache=False,
+        ).logits[0]
     return logits

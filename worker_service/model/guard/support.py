@@ -138,9 +138,8 @@ def guarded_modules(
     """The runtime of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
     with probing(model):
         with replacing(model, dtype, device):
-            runtime = ModulesRuntime(
-                model, find_attention_layers(model, device), dtype, device, find_mixers(model, device)
-            )
+            layers, mixers = find_attention_layers(model, device), find_mixers(model, device)
+        runtime = ModulesRuntime(model.config, layers, dtype, device, mixers, model)
         check_layers(config, runtime.layers, max_model_len, runtime.mixers)
         probe(runtime, max_model_len, is_thorough)
     return runtime

@@ -298,7 +298,7 @@ class _Sizes:
         self._inner = self._inner_sizes()
         # If the head size is not hidden size / heads, it is not in the replica either.
         plain = fields.get("head_dim") in (None, self._hidden // heads if heads else None)
-        self.head_dim = _HEAD_DIM if plain else 2 * _HEAD_DIM
+        self.head_dim: int = _HEAD_DIM if plain else 2 * _HEAD_DIM
 
     def _inner_sizes(self) -> dict[str, int]:
         """Sizes and groups of Mamba's heads, which together are a multiple of the hidden size."""
@@ -385,37 +385,30 @@ _INNER_HEADS = (
 """Number of heads, and size of each."""
 _INNER_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """Numbers of groups of such heads, which divide the number of heads."""
-_RULES: tuple[tuple[re.Pattern[str], Callable[[_Sizes, int], int]], ...] = (
+_NAMES_AND_RULES: tuple[tuple[str, Callable[[_Sizes, int], int]], ...] = (
     (
-        re.compile(
-            r"num_attention_heads\w*|n_heads?|num_heads|attention_heads|\w+coder_attention_heads|swa_num_attention_heads"
-        ),
+        r"num_attention_heads\w*|n_heads?|num_heads|attention_heads|\w+coder_attention_heads|swa_num_attention_heads",
         lambda sizes, value: _HEADS,
     ),
-    (re.compile(r"\w*num_(key_value|kv)_heads\w*|kv_n_heads"), lambda sizes, value: sizes.kv_heads(value)),
-    (
-        re.compile(r"head_dim|\w*_head_dim_\w*|global_head_dim|swa_head_dim|kv_channels"),
-        lambda sizes, value: sizes.dims(value),
-    ),
-    (re.compile(r"linear_num_(key|value)_heads"), lambda sizes, value: sizes.linear_heads(value)),
-    (re.compile(r"query_pre_attn_scalar"), lambda sizes, value: sizes.head_dim),
-    (re.compile(r"qk_rope_head_dim|qk_nope_head_dim"), lambda sizes, value: _ROPE_HEAD_DIM),
-    (re.compile(r"qk_head_dim"), lambda sizes, value: 2 * _ROPE_HEAD_DIM),
-    (re.compile(r"\w*v_head_dim"), lambda sizes, value: 12),
-    (re.compile(r"rotary_dim"), lambda sizes, value: sizes.head_dim // 2),
-    (re.compile(r"\w*vocab(_size\w*)?"), lambda sizes, value: min(value, VOCAB_SIZE)),
-    (re.compile(r"\w*(intermediate|ffn|feed_forward|dff|dim_ff|d_inner)\w*"), lambda sizes, value: min(value, 96)),
-    (re.compile(r"\w*experts_per_tok\w*|moe_topk|moe_k|\w*top_?k_experts"), lambda sizes, value: min(value, 2)),
-    (
-        re.compile(r"num_\w*experts|n_routed_experts|moe_num_experts|zero_expert_num"),
-        lambda sizes, value: min(value, 8),
-    ),
+    (r"\w*num_(key_value|kv)_heads\w*|kv_n_heads", lambda sizes, value: sizes.kv_heads(value)),
+    (r"head_dim|\w*_head_dim_\w*|global_head_dim|swa_head_dim|kv_channels", lambda sizes, value: sizes.dims(value)),
+    (r"linear_num_(key|value)_heads", lambda sizes, value: sizes.linear_heads(value)),
+    (r"query_pre_attn_scalar", lambda sizes, value: sizes.head_dim),
+    (r"qk_rope_head_dim|qk_nope_head_dim", lambda sizes, value: _ROPE_HEAD_DIM),
+    (r"qk_head_dim", lambda sizes, value: 2 * _ROPE_HEAD_DIM),
+    (r"\w*v_head_dim", lambda sizes, value: 12),
+    (r"rotary_dim", lambda sizes, value: sizes.head_dim // 2),
+    (r"\w*vocab(_size\w*)?", lambda sizes, value: min(value, VOCAB_SIZE)),
+    (r"\w*(intermediate|ffn|feed_forward|dff|dim_ff|d_inner)\w*", lambda sizes, value: min(value, 96)),
+    (r"\w*experts_per_tok\w*|moe_topk|moe_k|\w*top_?k_experts", lambda sizes, value: min(value, 2)),
+    (r"num_\w*experts|n_routed_experts|moe_num_experts|zero_expert_num", lambda sizes, value: min(value, 8)),
     # Exact buckets end below THRESHOLD.
-    (re.compile(r"\w*num_buckets"), lambda sizes, value: min(value, THRESHOLD)),
-    (re.compile(r"n_group|num_expert_group"), lambda sizes, value: min(value, 2)),
-    (re.compile(r"topk_group"), lambda sizes, value: 1),
+    (r"\w*num_buckets", lambda sizes, value: min(value, THRESHOLD)),
+    (r"n_group|num_expert_group", lambda sizes, value: min(value, 2)),
+    (r"topk_group", lambda sizes, value: 1),
     (
-        re.compile(r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_\w+_index"),
+        r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_\w+_index",
         lambda sizes, value: min(value, 1),
     ),
 )
+_RULES = [(re.compile(names), rule) for names, rule in _NAMES_AND_RULES]

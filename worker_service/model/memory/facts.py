@@ -10,12 +10,13 @@ import torch
 from ..control_groups import read_cpu_memory
 from ..errors import UnsupportedModel
 from ..forward.contract import Runtime
+from ..forward.kv_plan import CrossPlan, GroupPlan
 from ..forward.layers import AttentionLayer, groups_of
 from ..forward.mixer import state_bytes
+from ..settings import MemorySettings
 from .meta_model import MetaModel, build_meta_model
-from .plan import MemoryFacts, MemorySettings
+from .plan import MemoryFacts
 from .profile import CUDAMeter, MakeRunner, measure_batch
-from .split import CrossNeeds, GroupNeeds
 
 _ESTIMATED = "estimated without attention"
 
@@ -28,11 +29,14 @@ def kv_bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> 
 
 def cross_needs(
     layers: Sequence[AttentionLayer], dtype: torch.dtype, max_encoder_tokens: int | None
-) -> CrossNeeds | None:
-    """The needs of the layers that attend to an encoder's output of at most so many tokens. None: there is no encoder."""
+) -> CrossPlan | None:
+    """The group of the layers that attend to an encoder's output of at most so many tokens, without blocks. None: there is no
+    encoder."""
     if max_encoder_tokens is None:
         return None
-    return CrossNeeds(_bytes_per_token([layer for layer in layers if layer.needs.is_cross], dtype), max_encoder_tokens)
+    return CrossPlan(
+        0, _bytes_per_token([layer for layer in layers if layer.needs.is_cross], dtype), max_encoder_tokens
+    )
 
 
 def _bytes_per_token(storing: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
@@ -42,11 +46,11 @@ def _bytes_per_token(storing: Sequence[AttentionLayer], dtype: torch.dtype) -> i
     )
 
 
-def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype, *, by_window: bool = True) -> list[GroupNeeds]:
-    """The groups of these layers; by_window: see groups_of."""
+def group_needs(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> list[GroupPlan]:
+    """The groups of these layers, see groups_of, without blocks."""
     return [
-        GroupNeeds(group.window, kv_bytes_per_token([layers[index] for index in group.layers], dtype))
-        for group in groups_of(layers, by_window=by_window)
+        GroupPlan(number, window, 0, kv_bytes_per_token([layers[index] for index in members], dtype))
+        for number, (window, members) in enumerate(groups_of(layers).items())
     ]
 
 

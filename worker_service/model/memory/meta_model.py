@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...attention.interface import ATTENTION_NAME, register
 from ..errors import UnsupportedModel
-from ..forward.layers import AttentionLayer, PlaceholderTarget, bound, find_attention_layers
+from ..forward.layers import AttentionLayer, bound, find_attention_layers, placeholder
 from ..forward.mixer import Mixer
 from ..forward.mixers import find_mixers
 from ..forward.packed_linear import packing_works
@@ -80,7 +80,7 @@ class MetaModel:
             tokens = torch.zeros(1, num_run, dtype=torch.int64, device=META)
             rows = torch.zeros(min(num_sequences, num_tokens), dtype=torch.int64, device=META)
             selected.append(self.model.get_output_embeddings().register_forward_pre_hook(_select(rows)))
-            with bound(modules, PlaceholderTarget()), torch.inference_mode(), meter:
+            with bound(modules, placeholder), torch.inference_mode(), meter:
                 if self.seq2seq is None:
                     logits = self.model(input_ids=tokens, position_ids=tokens, use_cache=False).logits
                 else:

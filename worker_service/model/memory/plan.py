@@ -10,8 +10,9 @@ from typing import NamedTuple
 from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
 from ...cache.groups.window import ring_blocks, span
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import CrossPlan, KVCachePlan, show_bytes, size_setting
-from .split import KEPT_STATES, KEPT_WINDOWS, CrossNeeds, GroupNeeds, Split, StateNeeds
+from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan, show_bytes, size_setting
+from ..settings import MemorySettings
+from .split import KEPT_STATES, KEPT_WINDOWS, Split
 
 SHARE_OF_FREE_CPU_MEMORY = 0.2
 """Share of the memory that is free once the weights are loaded. Small, because other workers, programs and the page cache use the
@@ -20,35 +21,6 @@ _MIN_BLOCKS = 2
 """The null block and a usable one."""
 _UTILIZATION_STEPS = 1000
 """Recommended shares of a GPU are multiples of a thousandth."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySettings:
-    """The user's settings."""
-
-    block_size: int
-    """Tokens per block: a power of two."""
-    num_blocks: int | None = None
-    """Blocks of the KV cache, the null block included. Overrides shares."""
-    kv_cache_memory: int | None = None
-    """Bytes of the KV cache. Overrides shares; not together with num_blocks."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for all its processes together, this worker included."""
-    window_blocks: int | None = None
-    """Blocks of each group with a window, the null block included; None: computed."""
-    state_blocks: int | None = None
-    """Blocks of the group of recurrent layers, the null block included; None: computed."""
-    cross_blocks: int | None = None
-    """Blocks for the KV of encoders' outputs, the null block included; None: computed."""
-    max_num_seqs: int = 64
-    """Sequences of a maximum batch."""
-    max_num_batched_tokens: int = 2048
-    """Tokens of a maximum batch."""
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether the size of the KV cache is given, and not a share of the memory."""
-        return self.num_blocks is not None or self.kv_cache_memory is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +42,6 @@ class MemoryFacts:
     """The states of all recurrent layers for one sequence."""
     workspace_bytes_per_token: int = 0
     """Attention's workspace for each token that a step of decodes reads; 0 for kernels that read blocks in place."""
-    graph_bytes: int = 0
     activations_from: str = "measured"
     """Origin of activation_bytes: measured, or estimated and from what."""
 
@@ -86,7 +57,7 @@ class MemoryFacts:
     @property
     def room_bytes(self) -> int:
         """The upper limit of a KV cache: free memory less the needs of a step."""
-        return max(0, self.free_bytes - self.activation_bytes - self.graph_bytes)
+        return max(0, self.free_bytes - self.activation_bytes)
 
 
 class BudgetLine(NamedTuple):
@@ -122,14 +93,13 @@ class MemoryBudget:
             yield BudgetLine("free with the weights loaded", facts.free_bytes)
         batch = f"{settings.max_num_batched_tokens:,} tokens of {settings.max_num_seqs:,} sequences"
         yield BudgetLine("activations of a maximum batch", facts.activation_bytes, f"{batch}, {facts.activations_from}")
-        yield BudgetLine("graphs", facts.graph_bytes, "" if facts.graph_bytes else "none are captured")
+        yield BudgetLine("graphs", 0, "none are captured")
         if workspace := _workspace_bytes(facts, kv_cache):
             per_token = f"{show_bytes(facts.workspace_bytes_per_token)} for each token that a step reads"
             yield BudgetLine("attention's workspace", workspace, per_token)
-        if len(kv_cache.groups) == 1 and kv_cache.states is None and kv_cache.cross is None:
-            (group,) = kv_cache.groups
-            block_bytes = kv_cache.block_size * group.bytes_per_token
-            blocks = f"{group.num_blocks:,} blocks of {show_bytes(block_bytes)}, {self._size_from()}"
+        if kv_cache.has_one_group:
+            pool = kv_cache.only_pool
+            blocks = f"{pool.num_blocks:,} blocks of {show_bytes(pool.bytes_per_block)}, {self._size_from()}"
             yield BudgetLine("KV cache", kv_cache.total_bytes, blocks)
         else:
             pools = list(kv_cache.pools())
@@ -177,13 +147,13 @@ class MemoryBudget:
 def plan_memory(
     facts: MemoryFacts,
     settings: MemorySettings,
-    groups: Sequence[GroupNeeds] | None = None,
-    cross: CrossNeeds | None = None,
+    groups: Sequence[GroupPlan] | None = None,
+    cross: CrossPlan | None = None,
 ) -> MemoryBudget:
     """The KV cache of the given number of blocks or bytes (at most one of them), else as large as the share allows.
 
-    groups: needs of the groups of layers, see Split; None: one group that keeps everything. cross: needs of an encoder-decoder
-    model's cross group. Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
+    groups: the groups of layers, see Split; None: one group that keeps everything. cross: the cross group of an encoder-decoder
+    model. Raises ModelError for contradictory settings, and KVCacheTooLarge with the largest cache that fits.
     """
     block_size = settings.block_size
     if block_size < 1 or block_size & (block_size - 1):
@@ -191,24 +161,15 @@ def plan_memory(
     if settings.num_blocks is not None and settings.kv_cache_memory is not None:
         raise ModelError("Give the size of the KV cache as a number of blocks or in bytes, not both.")
     if groups is None:
-        groups = [GroupNeeds(None, facts.bytes_per_token)]
-    states = StateNeeds(facts.state_bytes, settings.state_blocks) if facts.state_bytes else None
+        groups = [GroupPlan(0, None, 0, facts.bytes_per_token)]
+    states = StatesPlan(settings.state_blocks or 0, facts.state_bytes) if facts.state_bytes else None
     if settings.state_blocks is not None and states is None:
         raise ModelError("This model has no recurrent layers: leave out --state-blocks.")
     if settings.window_blocks is not None and all(group.window is None for group in groups):
         raise ModelError("This model's layers have no sliding window: leave out --window-blocks.")
     if settings.cross_blocks is not None and cross is None:
         raise ModelError("This model has no encoder: leave out --cross-blocks.")
-    split = Split(
-        groups,
-        block_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        window_blocks=settings.window_blocks,
-        states=states,
-        cross=cross,
-        cross_blocks=settings.cross_blocks,
-    )
+    split = Split(groups, settings, states, cross)
     if settings.num_blocks is not None:
         plan = split.of_blocks(settings.num_blocks)
     elif settings.kv_cache_memory is not None:
@@ -249,7 +210,7 @@ def _budget_bytes(facts: MemoryFacts, settings: MemorySettings) -> int:
     """Limit of KV cache and attention's workspace together; below 0 if other needs exceed the share."""
     if facts.is_cpu:
         return min(facts.room_bytes, math.floor(facts.free_bytes * SHARE_OF_FREE_CPU_MEMORY))
-    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes
     return _usable_bytes(facts, settings.gpu_memory_utilization) - needed
 
 
@@ -291,7 +252,7 @@ def _too_small(facts: MemoryFacts, settings: MemorySettings, num_blocks: int, cr
 
 def _least_utilization(facts: MemoryFacts, settings: MemorySettings) -> float | None:
     """The smallest share, a multiple of a thousandth, with which the smallest KV cache fits; None if it does not fit at all."""
-    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes + facts.graph_bytes
+    needed = facts.other_bytes + facts.weight_bytes + facts.activation_bytes
     needed += _MIN_BLOCKS * _block_cost(facts, settings.block_size)
     steps = -(-needed * _UTILIZATION_STEPS // facts.total_bytes)
     while steps <= _UTILIZATION_STEPS:
@@ -325,6 +286,6 @@ def _blocks_of(plan: KVCachePlan) -> str:
 def _what_there_is(facts: MemoryFacts) -> str:
     return (
         f"of {show_bytes(facts.total_bytes)}, {show_bytes(facts.other_bytes)} are in use already, "
-        f"{show_bytes(facts.weight_bytes)} are needed for the weights and {show_bytes(facts.activation_bytes + facts.graph_bytes)} "
+        f"{show_bytes(facts.weight_bytes)} are needed for the weights and {show_bytes(facts.activation_bytes)} "
         "for a maximum batch"
     )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ...engine.sampling_params import SamplingParams
-from ...engine.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
+from ...step import EncoderBlocks, PromptRows, SamplingParams, SequencePart, StateBlocks, Step
 from ..errors import KVCacheTooLarge, ModelError
-from ..forward.kv_plan import KVCachePlan, StatesPlan
+from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.runner import ModelRunner
-from .plan import MemorySettings
-from .split import CrossNeeds, size_cross
+from ..settings import MemorySettings
+from .split import size_cross
 
 _GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)
 """Sampling that sorts and normalises all logits."""
@@ -21,26 +20,6 @@ _CONTEXT_TOKENS = 65_536
 """Tokens that the decodes of the measured batch read in all; attention's workspace is proportional to them."""
 _SEARCH_STEP = 64
 """Precision in tokens of the recommended budget, if the given one is too large."""
-
-
-class PeakMeter(Protocol):
-    """Measures allocations on a device."""
-
-    def reset(self) -> None:
-        """Restart the measurement; present allocations do not count."""
-        ...
-
-    def reserved_bytes(self) -> int:
-        """Largest amount reserved from the device since reset, beyond the allocations of that time."""
-        ...
-
-    def allocated_bytes(self) -> int:
-        """Largest amount in tensors since reset, beyond the allocations of that time."""
-        ...
-
-    def release(self) -> None:
-        """Return unused memory to the device."""
-        ...
 
 
 class BatchNeeds(NamedTuple):
@@ -56,12 +35,12 @@ MakeRunner = Callable[[KVCachePlan], ModelRunner]
 
 def measure_batch(
     make_runner: MakeRunner,
-    meter: PeakMeter,
+    meter: CUDAMeter,
     settings: MemorySettings,
     max_model_len: int,
     bytes_per_token: int,
     state_bytes: int = 0,
-    cross: CrossNeeds | None = None,
+    cross: CrossPlan | None = None,
 ) -> BatchNeeds:
     """Run the largest batches that the engine may schedule. Blocking, some seconds on a GPU.
 
@@ -75,12 +54,12 @@ def measure_batch(
             min(settings.max_num_seqs, num_tokens),
             max_model_len,
             settings.block_size,
-            attends=bytes_per_token > 0,
-            has_states=state_bytes > 0,
-            cross=cross,
+            bytes_per_token,
+            state_bytes,
+            cross,
         )
         try:
-            return _run(make_runner, meter, batches, bytes_per_token, state_bytes)
+            return _run(make_runner, meter, batches)
         except (torch.OutOfMemoryError, KVCacheTooLarge):
             return None
 
@@ -113,11 +92,9 @@ def largest_that_fits(fits: Callable[[int], bool], least: int, too_many: int) ->
     return least
 
 
-def _run(
-    make_runner: MakeRunner, meter: PeakMeter, batches: MaximumBatches, bytes_per_token: int, state_bytes: int
-) -> BatchNeeds:
+def _run(make_runner: MakeRunner, meter: CUDAMeter, batches: MaximumBatches) -> BatchNeeds:
     meter.release()
-    runner = make_runner(batches.plan(bytes_per_token, state_bytes))
+    runner = make_runner(batches.plan())
     try:
         activations = 0
         for step in (batches.prompts(), batches.late_chunk(), batches.prompt_with_logprobs()):
@@ -147,29 +124,29 @@ class MaximumBatches:
         num_seqs: int,
         max_model_len: int,
         block_size: int,
-        *,
-        attends: bool = True,
-        has_states: bool = False,
-        cross: CrossNeeds | None = None,
+        bytes_per_token: int,
+        state_bytes: int = 0,
+        cross: CrossPlan | None = None,
     ) -> None:
+        """bytes_per_token, state_bytes: K and V of all layers, and the states of a sequence; 0: there are none."""
         self._num_tokens = num_tokens
         self.num_seqs = num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._attends, self._has_states, self._cross = attends, has_states, cross
+        self._bytes_per_token, self._state_bytes, self._cross = bytes_per_token, state_bytes, cross
         self.num_blocks = 3 + num_tokens // block_size + num_seqs
         """Blocks of their cache: the null block, the one that is read, and those that are written."""
         each = min(max_model_len - 1, max(block_size, _CONTEXT_TOKENS // num_seqs))
         self.decode_context = each // block_size * block_size
         """Tokens that each measured decode reads."""
 
-    def plan(self, bytes_per_token: int, state_bytes: int) -> KVCachePlan:
+    def plan(self) -> KVCachePlan:
         """The plan of their cache. Its states are the null block, the one that is read, and one for each sequence. All sequences
         share one input of the encoder, of the greatest length."""
-        states = StatesPlan(2 + self.num_seqs, state_bytes) if self._has_states else None
+        states = StatesPlan(2 + self.num_seqs, self._state_bytes) if self._state_bytes else None
         cross = None if self._cross is None else size_cross(self._cross, self._block_size, max_num_seqs=1)
-        size = self._block_size
-        return KVCachePlan.one_group(self.num_blocks, size, bytes_per_token, states, cross, attends=self._attends)
+        size, num_bytes = self._block_size, self._bytes_per_token
+        return KVCachePlan.one_group(self.num_blocks, size, num_bytes, states, cross, attends=num_bytes > 0)
 
     def prompts(self) -> Step:
         """The step with the most tokens and rows of logits."""
@@ -210,32 +187,36 @@ class MaximumBatches:
             num_own = -(-(start + length) // self._block_size) - num_read
             table = [1] * num_read + list(range(next_block, next_block + num_own))
             next_block += num_own
-            state = StateBlocks(1 if start else 0, 2 + len(parts)) if self._has_states else None
-            tables = (table,) if self._attends else ()
+            state = StateBlocks(1 if start else 0, 2 + len(parts)) if self._state_bytes else None
+            tables = (table,) if self._bytes_per_token else ()
             encoder = self._encoder(brings=start == 0 and not parts)
             parts.append(SequencePart([0] * length, start, tables, _GREEDY_OF_MEMORY, state=state, encoder=encoder))
         return Step(parts)
 
 
 class CUDAMeter:
-    """The PeakMeter of torch's allocator."""
+    """Measures allocations on a GPU, by torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._allocated = 0
 
     def reset(self) -> None:
+        """Restart the measurement; present allocations do not count."""
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._allocated = torch.cuda.memory_allocated(self._device)
 
     def reserved_bytes(self) -> int:
+        """Largest amount reserved from the device since reset, beyond the allocations of that time."""
         return self._peak("reserved_bytes.all.peak")
 
     def allocated_bytes(self) -> int:
+        """Largest amount in tensors since reset, beyond the allocations of that time."""
         return self._peak("allocated_bytes.all.peak")
 
     def release(self) -> None:
+        """Return unused memory to the device."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from ...cache.groups.state import SCRATCH_BLOCKS, grid_tokens
 from ...cache.groups.window import largest_chunk, ring_blocks, span
 from ..forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan
+from ..settings import MemorySettings
 
 KEPT_WINDOWS = 2
 """Windows kept for others, for each sequence: at the end of its prompt, and at the end of its text."""
@@ -31,83 +31,46 @@ KEPT_STATES = 2
 """States kept for others, for each sequence: at the end of its prompt, and at the end of its text."""
 
 
-class GroupNeeds(NamedTuple):
-    """One group of layers, before its size is known."""
-
-    window: int | None
-    """Sliding window in tokens; None: full attention."""
-    bytes_per_token: int
-    """K and V of its layers; all groups together have the facts' bytes_per_token."""
-
-
-class StateNeeds(NamedTuple):
-    """The group of recurrent layers, before its size is known."""
-
-    bytes_per_block: int
-    """The states of all of them for one sequence."""
-    num_blocks: int | None = None
-    """The null block included; None: by need."""
-
-
-class CrossNeeds(NamedTuple):
-    """The cross group before its size is known."""
-
-    bytes_per_token: int
-    """K and V of its layers."""
-    max_tokens: int
-    """Tokens of the encoder's longest input."""
-
-
 def size_cross(
-    needs: CrossNeeds,
+    cross: CrossPlan,
     block_size: int,
     max_num_seqs: int,
     cross_blocks: int | None = None,
     num_bytes: int | None = None,
 ) -> CrossPlan:
-    """Plan the cross group. cross_blocks: the setting, the null block included; None: by need. num_bytes: size of the whole cache;
-    None: it is given in blocks."""
-    blocks_per_input = -(-needs.max_tokens // block_size)
+    """The cross group with its number of blocks. cross_blocks: the setting, the null block included; None: by need. num_bytes:
+    size of the whole cache; None: it is given in blocks."""
+    blocks_per_input = cross.blocks_per_input(block_size)
     if cross_blocks is None:
         num_inputs = max_num_seqs
         if num_bytes is not None:
             num_inputs = max(
-                1, min(num_inputs, num_bytes // 2 // (blocks_per_input * block_size * needs.bytes_per_token))
+                1, min(num_inputs, num_bytes // 2 // (blocks_per_input * block_size * cross.bytes_per_token))
             )
         cross_blocks = num_inputs * blocks_per_input + 1
-    return CrossPlan(cross_blocks, needs.bytes_per_token, needs.max_tokens)
+    return replace(cross, num_blocks=cross_blocks)
 
 
 class Split:
-    """Splits blocks or bytes between groups.
+    """Splits blocks or bytes between groups, whose plans have no number of blocks yet.
 
-    window_blocks: blocks of each group with a window, the null block included; None: by need. states: None: no layer is recurrent.
-    cross: None: the model has no encoder; cross_blocks: of that group, as window_blocks.
+    states: its number of blocks may be set; None: no layer is recurrent. cross: None: the model has no encoder.
     """
 
     def __init__(
         self,
-        groups: Sequence[GroupNeeds],
-        block_size: int,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        window_blocks: int | None,
-        states: StateNeeds | None = None,
-        cross: CrossNeeds | None = None,
-        cross_blocks: int | None = None,
+        groups: Sequence[GroupPlan],
+        settings: MemorySettings,
+        states: StatesPlan | None = None,
+        cross: CrossPlan | None = None,
     ) -> None:
-        self._groups = groups
-        self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._window_blocks = window_blocks
-        self._states = states
-        self._cross, self._cross_blocks = cross, cross_blocks
+        self._groups, self._states, self._cross = groups, states, cross
+        self._settings, self._block_size = settings, settings.block_size
         windows = [group.window for group in groups if group.window is not None]
-        self._chunk = largest_chunk(windows, max_num_batched_tokens) if windows else None
+        self._chunk = largest_chunk(windows, settings.max_num_batched_tokens) if windows else None
         self._each = [self._blocks_per_sequence(group) for group in groups]
         """Blocks of one sequence, in groups with a window."""
-        self._full_cost = block_size * sum(group.bytes_per_token for group in groups if group.window is None)
+        self._full_cost = self._block_size * sum(group.bytes_per_token for group in groups if group.window is None)
         """Bytes of one block in every group without a window together."""
 
     def of_blocks(self, num_blocks: int) -> KVCachePlan:
@@ -116,13 +79,13 @@ class Split:
         return replace(self._of_blocks(num_blocks), cross=self._size_cross(None))
 
     def _of_blocks(self, num_blocks: int) -> KVCachePlan:
-        has_own_number = bool(self._groups) or (self._states is not None and self._states.num_blocks is not None)
-        num_states = self._of_states(self._max_num_seqs) if has_own_number else num_blocks
+        has_own_number = bool(self._groups) or (self._states is not None and self._states.num_blocks > 0)
+        num_states = self._of_states(self._settings.max_num_seqs) if has_own_number else num_blocks
         if not self._full_cost:
-            return self._plan([self._window_blocks or num_blocks for _ in self._groups], num_states)
+            return self._plan([self._settings.window_blocks or num_blocks for _ in self._groups], num_states)
         return self._plan(
             [
-                num_blocks if group.window is None else self._of_window(each, self._max_num_seqs, num_blocks)
+                num_blocks if group.window is None else self._of_window(each, self._settings.max_num_seqs, num_blocks)
                 for group, each in zip(self._groups, self._each, strict=True)
             ],
             num_states,
@@ -138,13 +101,16 @@ class Split:
     def _size_cross(self, num_bytes: int | None) -> CrossPlan | None:
         if self._cross is None:
             return None
-        return size_cross(self._cross, self._block_size, self._max_num_seqs, self._cross_blocks, num_bytes)
+        return size_cross(
+            self._cross, self._block_size, self._settings.max_num_seqs, self._settings.cross_blocks, num_bytes
+        )
 
     def _of_bytes(self, num_bytes: int, workspace_per_token: int) -> KVCachePlan:
         workspace = self._block_size * workspace_per_token
         if not self._groups:
-            return self._of_states_only(num_bytes)
-        num_seqs = self._max_num_seqs
+            assert self._states is not None, "a model has layers"
+            return self._plan([], self._states.num_blocks or num_bytes // self._states.bytes_per_block)
+        num_seqs = self._settings.max_num_seqs
         if not self._full_cost:
             while num_seqs > 1 and self._state_bytes(num_seqs) > num_bytes // 2:
                 num_seqs -= 1
@@ -153,9 +119,10 @@ class Split:
             num_seqs -= 1
         num_bytes -= self._state_bytes(num_seqs)
         num_full = (num_bytes - self._window_bytes(num_seqs)) // (self._full_cost + workspace)
-        if self._window_blocks is None:
+        if self._settings.window_blocks is None:
             # With little memory as many in each group: more of a group with a window would never be used.
-            num_full = max(num_full, num_bytes // (self._full_cost + workspace + self._window_cost()))
+            cost_of_all = self._block_size * sum(group.bytes_per_token for group in self._groups)
+            num_full = max(num_full, num_bytes // (cost_of_all + workspace))
         return self._plan(
             [
                 num_full if group.window is None else self._of_window(each, num_seqs, num_full)
@@ -165,16 +132,12 @@ class Split:
         )
 
     def _of_windows_only(self, num_bytes: int, workspace: int, num_sequences: int) -> KVCachePlan:
-        if self._window_blocks is not None:
-            return self._plan([self._window_blocks for _ in self._groups], self._of_states(num_sequences))
+        if self._settings.window_blocks is not None:
+            return self._plan([self._settings.window_blocks for _ in self._groups], self._of_states(num_sequences))
         num_bytes -= self._state_bytes(num_sequences)
         groups = zip(self._groups, self._each, strict=True)
         each = sum((self._block_size * group.bytes_per_token + workspace) * blocks for group, blocks in groups)
         return self._plan([num_bytes * blocks // each for blocks in self._each], self._of_states(num_sequences))
-
-    def _of_states_only(self, num_bytes: int) -> KVCachePlan:
-        assert self._states is not None, "a model has layers"
-        return self._plan([], self._states.num_blocks or num_bytes // self._states.bytes_per_block)
 
     def _of_states(self, num_sequences: int) -> int:
         """Blocks of states."""
@@ -187,8 +150,8 @@ class Split:
 
     def _of_window(self, each: int, num_sequences: int, most: int | None = None) -> int:
         """Blocks of a group with a window in which a sequence needs `each`."""
-        if self._window_blocks is not None:
-            return self._window_blocks
+        if self._settings.window_blocks is not None:
+            return self._settings.window_blocks
         num_blocks = num_sequences * each + 1
         return num_blocks if most is None else min(num_blocks, most)
 
@@ -199,11 +162,7 @@ class Split:
             if group.window is not None
         )
 
-    def _window_cost(self) -> int:
-        """Bytes of one block in every group with a window together."""
-        return self._block_size * sum(group.bytes_per_token for group in self._groups if group.window is not None)
-
-    def _blocks_per_sequence(self, group: GroupNeeds) -> int:
+    def _blocks_per_sequence(self, group: GroupPlan) -> int:
         if group.window is None or self._chunk is None:
             return 0
         grid = 1 if self._states is None else grid_tokens(self._block_size) // self._block_size
@@ -211,9 +170,6 @@ class Split:
         return ring + KEPT_WINDOWS * span(group.window, self._block_size)
 
     def _plan(self, num_blocks: Sequence[int], num_states: int) -> KVCachePlan:
-        groups = (
-            GroupPlan(index, group.window, count, group.bytes_per_token)
-            for index, (group, count) in enumerate(zip(self._groups, num_blocks, strict=True))
-        )
-        states = None if self._states is None else StatesPlan(num_states, self._states.bytes_per_block)
+        groups = (replace(group, num_blocks=count) for group, count in zip(self._groups, num_blocks, strict=True))
+        states = None if self._states is None else replace(self._states, num_blocks=num_states)
         return KVCachePlan(self._block_size, tuple(groups), self._chunk, states)

@@ -136,14 +136,17 @@ def _way(
             tables,
             tolerance,
         )
-        if turn is None or (after is not None and turn.scale != 1):
+        if turn is None:
+            continue
+        rotation, scale = turn
+        if after is not None and scale != 1:
             continue
         return _Way(
             piece,
             None if norm is None else norm.description,
             after is not None,
             norm is not None and norm.call.inputs is not None and norm.call.inputs.shape[-1] != size,
-            turn.rotation,
-            turn.scale,
+            rotation,
+            scale,
         )
     raise NotNative(f"its {name} are not the outputs of a linear layer, normed and rotated in a known way")

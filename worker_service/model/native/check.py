@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ...engine.step import SequencePart
+from ...step import SequencePart
 from ..errors import NotNative
 from ..forward.contract import Runtime
-from ..forward.runner import ModelRunner
 from ..guard.self_check import eager_logits, logits_of_texts, paged_runner, random_sequences, relative_difference
 
 
@@ -77,24 +76,15 @@ def check(runtime: Runtime, reference: Reference, tolerance: float | None = None
     """Raises NotNative if a sequence differs by more than the tolerance (None: by more than rounding), or reads slots that no token
     has written."""
     with paged_runner(runtime, None, len(reference.sequences), max(_LENGTHS), _BLOCK_SIZE) as (runner, tables):
-        rows = logits_of_texts(runner, reference.sequences, tables, _STEPS)
-        _check_decode_alone(runner, reference, rows[0], tables[0])
+        rows, tokens = logits_of_texts(runner, reference.sequences, tables, _STEPS), reference.sequences[0]
+        again = runner.logits([SequencePart(tokens[-1:], len(tokens) - 1, (tables[0],), None)])
+        if not torch.equal(again[0], rows[0][-1]):
+            raise NotNative("a token's logits have other bits in another step")
+    tolerance = tolerance or _TOLERANCE[runtime.dtype]
     for ours, wanted in zip(rows, reference.logits, strict=True):
-        _compare(ours.float(), wanted, tolerance or _TOLERANCE[runtime.dtype])
-
-
-def _check_decode_alone(runner: ModelRunner, reference: Reference, rows: torch.Tensor, table: list[int]) -> None:
-    """The last token again: the same bits, though its step is another one."""
-    tokens = reference.sequences[0]
-    again = runner.logits([SequencePart(tokens[-1:], len(tokens) - 1, (table,), None)])
-    if not torch.equal(again[0], rows[-1]):
-        raise NotNative("a token's logits have other bits in another step")
-
-
-def _compare(ours: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-    difference = relative_difference(ours, wanted)
-    if not difference <= tolerance:
-        raise NotNative(
-            f"its logits differ from those of transformers by {difference:.2%} of their deviation; rounding explains "
-            f"{tolerance:.2%}"
-        )
+        difference = relative_difference(ours.float(), wanted)
+        if not difference <= tolerance:
+            raise NotNative(
+                f"its logits differ from those of transformers by {difference:.2%} of their deviation; rounding explains "
+                f"{tolerance:.2%}"
+            )

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ValidationError
 
 from ...native.cpu import cpu_info
 from ...native.cpu.library import Library
@@ -31,14 +30,11 @@ from .load import NATIVE_DTYPES, num_threads
 from .timing import Measure, StepSeconds, TimedWorkload
 
 
-class NotKept(RuntimeError):
-    """The choice cannot be kept. The message is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(BaseModel, frozen=True):
     """The faster runtime, and the figures of both."""
 
+    key: dict[str, str | int]
+    """All that the choice depends on."""
     runtime: Literal["native", "torch"]
     native: StepSeconds
     torch: StepSeconds
@@ -49,50 +45,25 @@ class ChoiceFile:
     """The file that keeps the choice of one key."""
 
     cache_dir: Path
-    key: Mapping[str, str | int]
-    """All that the choice depends on."""
+    key: dict[str, str | int]
+    """See Choice."""
 
     @property
     def path(self) -> Path:
-        digest = hashlib.sha256(json.dumps(dict(self.key), sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         return self.cache_dir / "runtimes" / f"{digest[:32]}.json"
 
     def read(self) -> Choice | None:
         """The kept choice; None if there is none that is whole."""
         try:
-            found = json.loads(self.path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            found = Choice.model_validate_json(self.path.read_bytes())
+        except (OSError, ValidationError):
             return None
-        return _choice(found) if isinstance(found, dict) and found.get("key") == self.key else None
+        return found if found.key == self.key else None
 
     def keep(self, choice: Choice) -> None:
-        """Replace the file as a whole. Raises NotKept."""
-        content = {
-            "key": dict(self.key),
-            "runtime": choice.runtime,
-            "native": choice.native._asdict(),
-            "torch": choice.torch._asdict(),
-        }
-        try:
-            write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())
-        except OSError as error:
-            raise NotKept(f"{self.path} cannot be written: {error.strerror}") from error
-
-
-def _choice(content: dict[str, Any]) -> Choice | None:
-    """Return the choice in a file's content; None if parts of it are missing or have another type."""
-    runtime, native, torch = content.get("runtime"), _figures(content.get("native")), _figures(content.get("torch"))
-    if runtime not in ("native", "torch") or native is None or torch is None:
-        return None
-    return Choice(runtime, native, torch)
-
-
-def _figures(content: Any) -> StepSeconds | None:
-    if not isinstance(content, dict) or set(content) != set(StepSeconds._fields):
-        return None
-    if not all(isinstance(value, float) and math.isfinite(value) and value >= 0 for value in content.values()):
-        return None
-    return StepSeconds(**content)
+        """Replace the file as a whole. Raises OSError."""
+        write_atomically(self.path, (choice.model_dump_json(indent=1) + "\n").encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +114,14 @@ class Comparison:
         choice, how = file.read(), f"another worker's choice, kept in {file.path}"
         if choice is None:
             is_torch = torch_figures.total(self.workload) < native.total(self.workload)
-            choice = Choice("torch" if is_torch else "native", native, torch_figures)
+            faster: Literal["native", "torch"] = "torch" if is_torch else "native"
+            choice = Choice(key=file.key, runtime=faster, native=native, torch=torch_figures)
             try:
                 file.keep(choice)
                 how = f"timed now, kept in {file.path}"
-            except NotKept as problem:
-                how = f"timed at each start, not kept: {problem}. Give another --cache-dir, or mend this one"
+            except OSError as error:
+                why = f"{file.path} cannot be written: {error.strerror}"
+                how = f"timed at each start, not kept: {why}. Give another --cache-dir, or mend this one"
         other = "native" if choice.runtime == "torch" else "torch"
         self.progress(f"runtime: {choice.runtime}; not {other}: {self._describe(choice)}; {how}")
         return choice
@@ -167,7 +140,7 @@ class Comparison:
     def _file(self, library: Library) -> ChoiceFile:
         """Machines may share a cache folder, and the next start may have other CPUs, limits or libraries."""
         cpu = hashlib.sha256(json.dumps(cpu_info.identity()).encode()).hexdigest()
-        key = {
+        key: dict[str, str | int] = {
             "fingerprint": self.fingerprint,
             "dtype": dtype_name(self.dtype),
             "block_size": self.block_size,

@@ -67,7 +67,7 @@ def try_native(
         reference = Reference(model, device, max_model_len)
     with _reasons(NotNativeAfterAll):
         packed = PackedModel(description, library, is_quantized)
-        runtime = NativeRuntime(model.config, layers, packed, num_threads(), reference.finish)
+        runtime = NativeRuntime(model.config, layers, dtype, device, (), packed, num_threads(), reference.finish)
         check(runtime, reference, QUANTIZED_TOLERANCE if is_quantized else None)
     weights = ", weights of int8" if is_quantized else ""
     seconds = time.monotonic() - started
@@ -108,7 +108,8 @@ def _check_replica(config: Any, library: Library, max_model_len: int) -> None:
     description = describe(replica, layers, torch.float32, length)
     reference = Reference(replica, cpu, length)
     try:
-        check(NativeRuntime(small, layers, PackedModel(description, library), 1, reference.finish), reference)
+        packed = PackedModel(description, library)
+        check(NativeRuntime(small, layers, packed.dtype, cpu, (), packed, 1, reference.finish), reference)
     except (NotNative, OutOfMemory, ModelError) as error:
         raise NotNative(f"a tiny model of its kind: {error}") from error
 

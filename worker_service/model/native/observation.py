@@ -9,7 +9,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from ...attention.layer import AttentionCall
-from ..forward.layers import AttentionLayer, bound, placeholder_output
+from ..forward.layers import AttentionLayer, bound, placeholder
 from ..guard.self_check import random_sequences
 
 _NUM_TOKENS = 11
@@ -151,10 +151,10 @@ class _Recorder:
         )
         return output
 
-    def attend(
+    def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        output = placeholder_output(query, value)
+        output = placeholder(module, query, key, value, call)
         self.attended[module] = ObservedAttention(*(rows(_copy(one)) for one in (query, key, value, output)))
         return output
 

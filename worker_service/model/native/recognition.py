@@ -58,11 +58,11 @@ def describe(model: Any, layers: Sequence[AttentionLayer], dtype: torch.dtype, m
         head=outputs_of(head),
         last_norm=_last_norm(head, calls[-1], seen),
         embedding_norm=start.norm,
-        layers=[layer.description for layer in described],
+        layers=[description for description, _ in described],
         positions=start.positions,
         position_offset=start.offset,
         embedding_scale=start.scale,
-        residual_scale=_residual_scale([layer.sums for layer in described], scales, TOLERANCE[dtype]),
+        residual_scale=_residual_scale([one for _, sums in described for one in sums], scales, TOLERANCE[dtype]),
     )
 
 
@@ -75,14 +75,9 @@ class _Sum(NamedTuple):
     after: torch.Tensor
 
 
-class _Layer(NamedTuple):
-    """A layer that was recognised."""
-
-    description: LayerDescription
-    sums: list[_Sum]
-
-
-def _layer(calls: LayerCalls, layer: AttentionLayer, attended: ObservedAttention, tables: Sequence[Table]) -> _Layer:
+def _layer(
+    calls: LayerCalls, layer: AttentionLayer, attended: ObservedAttention, tables: Sequence[Table]
+) -> tuple[LayerDescription, list[_Sum]]:
     attention = recognise_attention(layer, attended, calls, tables)
     mlp = recognise_mlp([call for call in calls.linears if call.module not in attention.linears], calls)
     before_attention, residual = _normed(attention.inputs, calls)
@@ -99,7 +94,7 @@ def _layer(calls: LayerCalls, layer: AttentionLayer, attended: ObservedAttention
     description = LayerDescription(
         attention.description, mlp.description, before_attention, after_attention, before_mlp, after_mlp, is_parallel
     )
-    return _Layer(description, sums)
+    return description, sums
 
 
 def _normed(numbers: torch.Tensor, calls: LayerCalls) -> tuple[NormDescription | None, torch.Tensor]:
@@ -114,9 +109,8 @@ def _after(numbers: torch.Tensor, calls: LayerCalls) -> tuple[NormDescription | 
     return (None, numbers) if norm is None else (norm.description, norm.call.output_rows)
 
 
-def _residual_scale(layers: Sequence[list[_Sum]], possible: Sequence[float], tolerance: float) -> float:
+def _residual_scale(sums: Sequence[_Sum], possible: Sequence[float], tolerance: float) -> float:
     """The factor of all that layers add to the residual. Raises NotNative."""
-    sums = [one for sums in layers for one in sums]
     found = median(factor(one.added, one.after - one.before) for one in sums)
     scale = min(possible, key=lambda value: abs(value - found))
     if not all(difference(one.before + scale * one.added, one.after) <= tolerance for one in sums):

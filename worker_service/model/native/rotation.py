@@ -71,13 +71,6 @@ class Rotation(NamedTuple):
         return rotated
 
 
-class Turn(NamedTuple):
-    """A rotation, None: none, and then a factor."""
-
-    rotation: Rotation | None
-    scale: float
-
-
 def rotary_tables(seen: Observation, max_model_len: int) -> list[Table]:
     """The distinct ones of the forward pass: outputs of two tensors with a row per token."""
     tables: list[Table] = []
@@ -91,9 +84,9 @@ def rotary_tables(seen: Observation, max_model_len: int) -> list[Table]:
 
 def find_rotation(
     before: torch.Tensor, after: torch.Tensor, head_size: int, tables: Sequence[Table], tolerance: float
-) -> Turn | None:
-    """Find the rotation and factor that turn `before` into `after`, both [tokens, heads · head size] float32. None if none does
-    within `tolerance`."""
+) -> tuple[Rotation | None, float] | None:
+    """The rotation (None: none) and then the factor that turn `before` into `after`, both [tokens, heads · head size] float32.
+    None if none does within `tolerance`."""
     heads = before.view(len(before), -1, head_size)
     best, least = None, tolerance
     for rotation in _candidates(head_size, tables):
@@ -101,7 +94,7 @@ def find_rotation(
         scale = factor(rotated, after, [1.0, head_size**-0.5])
         error = difference(rotated * scale, after)
         if error <= least:
-            best, least = Turn(rotation, scale), error
+            best, least = (rotation, scale), error
     return best
 
 

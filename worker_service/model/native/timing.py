@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from ...attention.selection import make_torch
-from ...engine.sampling_params import SamplingParams
-from ...engine.step import SequencePart, Step
+from ...step import SamplingParams, SequencePart, Step
 from ..forward.contract import Runtime
 from ..forward.kv_cache import KVCache
 from ..forward.kv_plan import KVCachePlan
@@ -49,12 +51,16 @@ class TimedWorkload(NamedTuple):
         return f"{self.num_requests} requests of {self.prompt_tokens} + {self.generated_tokens} tokens"
 
 
-class StepSeconds(NamedTuple):
-    """What a runtime takes for the steps of a workload, in seconds."""
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-    prefill: float
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """What a runtime takes for the steps of a workload."""
+
+    prefill: Seconds
     """A step of one prompt."""
-    decode: float
+    decode: Seconds
     """A step with a token of each request."""
 
     def total(self, workload: TimedWorkload) -> float:
@@ -77,13 +83,13 @@ def measure_runtime(
     plan = KVCachePlan.one_group(1 + len(of_prompt) + num_requests, block_size, kv_bytes_per_token(layers, dtype))
     backend = None
     if not isinstance(runtime, NativeRuntime):
-        backend = make_torch(dtype, device, tuple(dict.fromkeys(layer.needs for layer in layers)))
+        backend = make_torch(dtype, device, runtime.attention_needs)
     tokens = random_sequences(runtime.config, [length])[0]
     greedy = SamplingParams()
     # The token after the prompt goes into a block of the request's own. If the prompt ends within this block, its last tokens are
     # zeros there, which take as long.
     shared = of_prompt[: length // block_size]
-    own = range(1 + len(of_prompt), plan.num_blocks)
+    own = range(1 + len(of_prompt), plan.only_pool.num_blocks)
     prefill = Step([SequencePart(tokens, 0, (of_prompt,), greedy)])
     decode = Step([SequencePart(tokens[-1:], length, ([*shared, block],), greedy) for block in own])
     runner = ModelRunner(runtime, KVCache(plan, layers, dtype, device), backend)

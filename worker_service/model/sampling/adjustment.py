@@ -6,15 +6,36 @@ Reads and writes only the adjusted logits: with N tokens in all sequences that i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .draw import Draw
+from ...step import SamplingParams, TokenCounts
 
 _IntArray = npt.NDArray[np.int64]
+
+
+class Draw(NamedTuple):
+    """Options, position and sequence of one row of logits."""
+
+    sampling: SamplingParams
+    position: int
+    """Absolute position that the token will have in its sequence."""
+    banned_ids: Collection[int] = ()
+    """Ids that must not be chosen."""
+    counts: TokenCounts | None = None
+    """The sequence's tokens; needed if `sampling` has penalties."""
+    forced_ids: Sequence[int] = ()
+    """Ids of which one must be chosen; none: any may be."""
+    num_candidates: int = 0
+    """Best tokens to find for a beam search, in place of a choice."""
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the token is chosen from other logits than the model's."""
+        return bool(self.sampling.logit_bias or self.banned_ids or self.forced_ids) or self.sampling.has_penalties
 
 
 def adjust(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
@@ -46,16 +67,12 @@ def _force(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
         if draw.forced_ids:
             logits[row] = float("-inf")
     rows = [row for row, draw in enumerate(draws) if draw.forced_ids]
-    where = _Places(logits, rows, [_array(draws[row].forced_ids) for row in rows])
-    if where:
-        where.write(torch.zeros_like(where.read()))
+    _Places(logits, rows, [_array(draws[row].forced_ids) for row in rows]).write(0.0)
 
 
 def _ban(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
     rows = [row for row, draw in enumerate(draws) if draw.banned_ids]
-    where = _Places(logits, rows, [_array(draws[row].banned_ids) for row in rows])
-    if where:
-        where.write(torch.full_like(where.read(), float("-inf")))
+    _Places(logits, rows, [_array(draws[row].banned_ids) for row in rows]).write(float("-inf"))
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
@@ -99,8 +116,9 @@ class _Places:
     def read(self) -> torch.Tensor:
         return self._flat[self._index]
 
-    def write(self, values: torch.Tensor) -> None:
-        self._flat[self._index] = values
+    def write(self, values: torch.Tensor | float) -> None:
+        if self:
+            self._flat[self._index] = values
 
     def spread(self, values: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
         """Returns the values of all places, [M] float32. values: for each row, one for each of its ids."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...engine.sampling_params import SamplingParams
+from ...step import SamplingParams
 from . import host_choice
-from .draw import Draw
+from .adjustment import Draw
 from .truncation import NUM_CANDIDATES, TruncationLimits, portions, select, truncate, weigh
 
 MAX_WEIGHTS = 1 << 22

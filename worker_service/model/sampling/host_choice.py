@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...engine.sampling_params import SamplingParams
-from .host_ranking import Doubles, Floats, Ints, Ranked, ranked, thresholds
+from ...step import SamplingParams
+from .ranking import Doubles, Floats, Ints, Ranked, ranked, thresholds
 
 _Bools = npt.NDArray[np.bool_]
 

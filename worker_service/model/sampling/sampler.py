@@ -15,11 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engine.sampling_params import RowLogprobs
-from ...engine.step import BadLogits, BeamCandidate, BeamCandidates, SampledToken
-from .adjustment import adjust
+from ...step import BadLogits, BeamCandidate, BeamCandidates, RowLogprobs, SampledToken
+from .adjustment import Draw, adjust
 from .choice import draw_tokens
-from .draw import Draw
 from .ranking import best, most_likely
 
 
@@ -116,8 +114,8 @@ def _top(logits: torch.Tensor, logprobs: torch.Tensor, nums: Sequence[int]) -> l
     return [list(zip(of_row[:num], values[:num], strict=True)) for of_row, values, num in pairs]
 
 
-def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int]) -> list[BeamCandidates | BadLogits]:
-    """The `counts` best tokens of each row of logits [N, vocab_size], which are left as they are; BadLogits for a row without a
+def candidates(logits: torch.Tensor, draws: Sequence[Draw]) -> list[BeamCandidates | BadLogits]:
+    """The best tokens of each row of logits [N, vocab_size], which are left as they are; BadLogits for a row without a
     choice.
 
     A score is the log-probability, adjusted: transformers' beam search applies its processors to log-probabilities, not to logits,
@@ -130,17 +128,17 @@ def candidates(logits: torch.Tensor, draws: Sequence[Draw], counts: Sequence[int
         scores = logprobs.clone()
         adjust(scores, draws)
     results: list[BeamCandidates | BadLogits] = []
-    most = min(max(counts), logits.shape[1])
+    most = min(max(draw.num_candidates for draw in draws), logits.shape[1])
     # Bad rows have no order; they are left out below.
     ids = best(torch.nan_to_num(scores, nan=-math.inf), most)
     chosen, own = scores.gather(1, ids).tolist(), logprobs.gather(1, ids).tolist()
     top = _top(torch.nan_to_num(logits.float()), logprobs, [draw.sampling.num_logprobs or 0 for draw in draws])
-    for row, (draw, count, of_row) in enumerate(zip(draws, counts, ids.tolist(), strict=True)):
+    for row, (draw, of_row) in enumerate(zip(draws, ids.tolist(), strict=True)):
         if not math.isfinite(largest[row]):
             results.append(BadLogits(draw.position, largest[row]))
         elif not math.isfinite(chosen[row][0]):
             results.append(BadLogits(draw.position, chosen[row][0], is_adjusted=True))
         else:
-            best_tokens = map(BeamCandidate, of_row[:count], chosen[row], own[row])
+            best_tokens = map(BeamCandidate, of_row[: draw.num_candidates], chosen[row], own[row])
             results.append(BeamCandidates(list(best_tokens), top[row]))
     return results

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...engine.sampling_params import SamplingParams
+from ...step import SamplingParams
 from .ranking import best
 
 NUM_CANDIDATES = (256, 4096)

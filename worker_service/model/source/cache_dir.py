@@ -72,10 +72,12 @@ def known_digest(path: Path, cache_dir: Path) -> str | None:
     """The digest of the file if the cache has it, else None; reads no more of the file than its size and time, and writes
     nothing."""
     version = _version(path)
-    cached = _read(_record(version, cache_dir))
-    if cached is not None and all(cached.get(key) == value for key, value in version.items()):
-        return str(cached["sha256"])
-    return None
+    try:
+        cached = json.loads(_record(version, cache_dir).read_bytes())
+    except (OSError, ValueError):
+        return None
+    is_same = isinstance(cached, dict) and all(cached.get(key) == value for key, value in version.items())
+    return str(cached["sha256"]) if is_same and "sha256" in cached else None
 
 
 def conversion_folder(gguf: Path, digest: str, cache_dir: Path) -> Path:
@@ -91,11 +93,3 @@ def _version(path: Path) -> dict[str, Any]:
 def _record(version: dict[str, Any], cache_dir: Path) -> Path:
     name = hashlib.sha256(version["path"].encode()).hexdigest()[:32]
     return cache_dir / "digests" / f"{name}.json"
-
-
-def _read(record: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(record.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and "sha256" in content else None

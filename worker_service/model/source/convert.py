@@ -123,7 +123,7 @@ def ending_ids(reader: Any, eos_token_id: int | None) -> list[int] | None:
 
 def dtype_that_keeps(file: GgufFile) -> torch.dtype:
     """The smallest type that has every matrix of a file exactly; of quantized ones bfloat16 is precise enough."""
-    kinds = file.matrix_types()
+    kinds = {tensor.tensor_type for tensor in file.reader.tensors if len(tensor.shape) > 1}
     if not all(map(is_plain, kinds)) or kinds == {GGMLQuantizationType.BF16}:
         return torch.bfloat16
     return torch.float16 if kinds == {GGMLQuantizationType.F16} else torch.float32

@@ -74,7 +74,7 @@ def check_small_files(folder: Path) -> None:
 def check_weights(folder: Path) -> dict[str, StoredTensor]:
     """Check that the safetensors of the folder are whole. Returns their tensors by name. Raises ModelError."""
     tensors: dict[str, StoredTensor] = {}
-    for name in safetensors_names(str(folder), folder, {file.name for file in folder.iterdir()}):
+    for name in stored_weights(folder):
         tensors |= read_header(folder / name)
     for name, tensor in tensors.items():
         is_packed = tensor.dtype in _PACKED_TYPES or tensor.dtype.startswith(("F8", "F6", "F4"))
@@ -273,3 +273,8 @@ def safetensors_names(where: str, folder: Path, names: Collection[str]) -> list[
         if shard not in names:
             raise ModelError(f"{where} has no {shard!r}, which its {INDEX} names; complete the model's files.")
     return shards
+
+
+def stored_weights(folder: Path) -> list[str]:
+    """The safetensors files of a folder that transformers loads, by name. Raises ModelError."""
+    return safetensors_names(str(folder), folder, {file.name for file in folder.iterdir()})

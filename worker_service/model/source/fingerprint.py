@@ -18,7 +18,7 @@ from ..length import Regime
 from ..progress import Progress
 from ..settings import QuantizationName
 from .cache_dir import file_digest
-from .files import safetensors_names
+from .files import stored_weights
 
 # Fields of config.json that do not affect what the model computes.
 _NO_PART_IN_KV = frozenset(
@@ -41,7 +41,7 @@ def fingerprint(
     """Hex SHA-256 of the weights files, and of all else that the KV depends on: config fields that affect the computation, the
     dtype, the RoPE regime, and how weights are quantized."""
     config = json.loads((folder / "config.json").read_bytes())
-    files = weights_files(folder)
+    files = [folder / name for name in stored_weights(folder)]
     size = sum(file.stat().st_size for file in files)
     if size > 1 << 30:
         progress(f"reading {size / 1e9:.1f} GB of weights for the model's fingerprint, which is cached")
@@ -55,12 +55,6 @@ def fingerprint(
     if quantize != "none":
         content["quantize"] = quantize
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def weights_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads, by name."""
-    names = {file.name for file in folder.iterdir()}
-    return [folder / name for name in safetensors_names(str(folder), folder, names)]
 
 
 def _shaping(config: dict[str, Any]) -> dict[str, Any]:

@@ -148,9 +148,6 @@ class GgufFile(NamedTuple):
                 return [float(value) for value in tensor.data.flatten()]
         return None
 
-    def matrix_types(self) -> set[GGMLQuantizationType]:
-        return {tensor.tensor_type for tensor in self.reader.tensors if len(tensor.shape) > 1}
-
 
 def open_gguf(path: Path) -> GgufFile:
     """Read the file's header. Raises ModelError if the file is broken, or not a whole language model."""

@@ -90,7 +90,9 @@ def fetch_model(hub_id: HubId, progress: Progress) -> Path:
             problem = _explain(error, hub_id)
             if not problem.is_final:
                 return _cached_instead(hub_id, problem, progress)
-            raise ModelError(_with_cache_advice(hub_id, problem)) from error
+            has_copy = isinstance(_find_cached(hub_id), Path)
+            advice = " A cached copy is there; HF_HUB_OFFLINE=1 uses it." if has_copy else ""
+            raise ModelError(problem.text + advice) from error
         _check_loadable(hub_id, sizes)
         try:
             return _fetch(hub_id, sizes, progress)
@@ -224,12 +226,6 @@ def _cached_instead(hub_id: HubId, problem: _Problem, progress: Progress) -> Pat
     )
 
 
-def _with_cache_advice(hub_id: HubId, problem: _Problem) -> str:
-    if isinstance(_find_cached(hub_id), Path):
-        return f"{problem.text} A cached copy is there; HF_HUB_OFFLINE=1 uses it."
-    return problem.text
-
-
 def _find_cached(hub_id: HubId) -> Path | str:
     """The complete cached model, or a sentence about what is missing."""
     nothing = f"{constants.HF_HUB_CACHE} has no cached copy of it."
@@ -265,29 +261,35 @@ class _Problem(NamedTuple):
 def _explain(error: Exception, hub_id: HubId) -> _Problem:
     """Explain an error of the library. The order of the cases matters: its exceptions are subclasses of each other."""
     causes = list(_chain(error))
+
+    def has(kind: type[Exception]) -> bool:
+        return any(isinstance(cause, kind) for cause in causes)
+
     status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     no_room = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
     # With a file name, because a firewall can cause the same errno for a connection.
     no_right = any(isinstance(cause, OSError) and cause.errno in _NO_RIGHT and cause.filename for cause in causes)
     host = _endpoint()
     log_in = "log in with `hf auth login` or set HF_TOKEN"
-    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
+    if has(OfflineModeIsEnabled):
         return _Problem(
             f"{host} is not asked because HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it to fetch models.",
             False,
         )
     if no_room:
-        text = f"the disk of {constants.HF_HUB_CACHE} is full: make room, or set HF_HOME to a folder on another disk."
-        return _Problem(text, True)
+        return _Problem(
+            f"the disk of {constants.HF_HUB_CACHE} is full: make room, or set HF_HOME to a folder on another disk.",
+            True,
+        )
     if no_right:
         text = f"{constants.HF_HUB_CACHE} cannot be written: set HF_HOME to a folder of yours."
         return _Problem(text, True)
-    if any(isinstance(cause, GatedRepoError) for cause in causes):
+    if has(GatedRepoError):
         text = f"{hub_id.repo} is gated: accept its conditions on {host}/{hub_id.repo}, then {log_in}."
         return _Problem(text, True)
-    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+    if has(RevisionNotFoundError):
         return _Problem(f"{host} has {hub_id.repo}, but no revision {hub_id.revision!r} of it.", True)
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+    if has(RepositoryNotFoundError):
         text = f"There is no folder {hub_id.name!r}, and {host} knows no model {hub_id.repo!r} or does not show it to you: "
         return _Problem(f"{text}check the name, or, if it is private, {log_in}.", True)
     if status in (401, 403):

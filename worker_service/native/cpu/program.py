@@ -62,7 +62,6 @@ class Program:
         """Write the KV of the packed tokens. Returns logits [rows, vocab_size] float32 of the given tokens, and bool [T]: whether
         the token's KV is finite, and the last hidden state of a given one. Raises OutOfMemory, before any KV is written.
         """
-        parts = packing.on_device
         logits = torch.empty(len(rows), self._model.vocab_size)
         is_finite = torch.empty(packing.num_tokens, dtype=torch.bool)
         groups, _memory = self._groups(packing)  # both are used until the step has ended
@@ -73,8 +72,8 @@ class Program:
             num_rows=len(rows),
             ids=packing.input_ids.data_ptr(),
             positions=packing.position_ids.data_ptr(),
-            starts=parts.starts.data_ptr(),
-            lengths=parts.query_lens.data_ptr(),
+            starts=packing.starts_there.data_ptr(),
+            lengths=packing.query_lens_there.data_ptr(),
             groups=ctypes.addressof(groups),
             rows=ctypes.addressof(wanted),
             logits=logits.data_ptr(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -98,9 +99,8 @@ class PackedModel:
 
     def _linear(self, parts: Sequence[Rows], min_inputs: int = 0) -> Linear:
         """One product of several weights. min_inputs: more inputs than the weight has, which count for nothing."""
-        linear = self._packed(
-            zip(_starts(parts), parts, strict=True), sum(part.num_outputs for part in parts), min_inputs
-        )
+        *starts, num_outputs = accumulate((part.num_outputs for part in parts), initial=0)
+        linear = self._packed(zip(starts, parts, strict=True), num_outputs, min_inputs)
         if any(part.bias() is not None for part in parts):
             linear.bias = self._keep(torch.cat([_bias_or_zeros(part) for part in parts]))
         return linear
@@ -160,10 +160,6 @@ class PackedModel:
         if not any(tensor is kept for kept in self._tensors):
             self._tensors.append(tensor)
         return tensor.data_ptr()
-
-
-def _starts(parts: Sequence[Rows]) -> list[int]:
-    return [sum(part.num_outputs for part in parts[:index]) for index in range(len(parts))]
 
 
 def _bias_or_zeros(part: Rows) -> torch.Tensor:

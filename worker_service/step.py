@@ -1,13 +1,79 @@
-"""The model side's input and output: plain data, no torch."""
+"""A step: the model side's input and output. Plain data, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..cache.entry import BlockCopy as BlockCopy
-from .sampling_params import RowLogprobs, SamplingParams
-from .token_counts import TokenCounts
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.protocol.sampling import Sampling
+
+from .cache.entry import BlockCopy as BlockCopy
+from .cache.entry import StateBlocks as StateBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(Sampling):
+    """How the next token of one sequence is chosen and reported. The model side uses it (model/sampling/sampler.py)."""
+
+    num_logprobs: int | None = None
+    """None: no log-probabilities; 0: of the sampled token; n: also of the n most likely tokens."""
+
+
+class RowLogprobs(NamedTuple):
+    """Natural log-probabilities under the model (temperature 1, no penalties, no truncation)."""
+
+    logprob: float
+    """Log-probability of the actual token."""
+    top: list[tuple[int, float]]
+    """(token id, log-probability) of the most likely tokens, best first."""
+
+
+_MIN_CAPACITY = 64
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence, and how often each was generated, for penalties. Grows with every token; counting one is
+    O(1)."""
+
+    def __init__(self, prompt: Iterable[int], generated: Iterable[int] = ()) -> None:
+        distinct = list(dict.fromkeys(prompt))
+        capacity = max(_MIN_CAPACITY, 2 * len(distinct))
+        self._ids = np.zeros(capacity, dtype=np.int64)
+        self._ids[: len(distinct)] = distinct
+        self._num_generated = np.zeros(capacity, dtype=np.int64)
+        self._index = {token_id: index for index, token_id in enumerate(distinct)}
+        for token_id in generated:
+            self.add(token_id)
+
+    def copy(self) -> TokenCounts:
+        """The counts of a fork that goes on from here."""
+        again = copy(self)
+        again._ids, again._num_generated = self._ids.copy(), self._num_generated.copy()
+        again._index = dict(self._index)
+        return again
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """[N]: the distinct tokens of prompt and answer. A view, valid until the next `add`."""
+        return self._ids[: len(self._index)]
+
+    @property
+    def num_generated(self) -> npt.NDArray[np.int64]:
+        """[N]: how often each of `ids` occurs in the answer. A view, valid until the next `add`."""
+        return self._num_generated[: len(self._index)]
+
+    def add(self, token_id: int) -> None:
+        index = self._index.setdefault(token_id, len(self._index))
+        if index == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._num_generated = np.concatenate([self._num_generated, np.zeros_like(self._num_generated)])
+        self._ids[index] = token_id
+        self._num_generated[index] += 1
 
 
 class PromptRows(NamedTuple):
@@ -19,18 +85,6 @@ class PromptRows(NamedTuple):
     """The next token of each position, from `first` on. Never empty."""
     num_top: int
     """Number of most likely tokens to return with each target."""
-
-
-class StateBlocks(NamedTuple):
-    """The blocks that hold a sequence's running state. A block has the states of all recurrent layers."""
-
-    source: int
-    """Block with the state after the tokens before the part: the running one, or the snapshot of a hit. 0: no tokens are before it,
-    and the layers begin with their initial state. It is read before anything is written."""
-    running: int
-    """Block that gets the state after the part's tokens. It may be the source."""
-    snapshot: int = 0
-    """Another block that gets this state too; 0: none."""
 
 
 class EncoderBlocks(NamedTuple):
@@ -60,7 +114,7 @@ class SequencePart(NamedTuple):
     In a group with a window, entries of blocks that lie wholly before the window of token_ids[0] are never read: they may be 0, and
     their blocks may hold later positions of this sequence, or other sequences.
     """
-    sampling: SamplingParams | None
+    sampling: SamplingParams | None = None
     """How to sample the token after the last one; None in the middle of a prefill: no logits are computed."""
     banned_ids: Collection[int] = ()
     """Ids that must not be sampled now."""
@@ -155,4 +209,3 @@ class StepRunner(Protocol):
 
     def execute(self, step: Step) -> list[PartResult]:
         """Run the step and sample. Returns one result per part. An exception fails all parts."""
-        ...
