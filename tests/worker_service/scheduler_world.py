@@ -15,8 +15,8 @@ from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.beams import BeamRequest
 from kvpool.worker_service.engine.capacity import EngineSettings
 from kvpool.worker_service.engine.engine import Engine
-from kvpool.worker_service.engine.request import GenerationParams, Request
-from kvpool.worker_service.engine.scheduler import ForkCopies, Scheduled, as_step
+from kvpool.worker_service.engine.request import AnswerFork, GenerationParams, Request
+from kvpool.worker_service.engine.scheduler import Scheduled, as_step
 from tests.tracer import VOCAB_SIZE
 from tests.worker_service.tracer_model import TracerModel
 from tests.worker_service.windowed import Worker
@@ -61,7 +61,7 @@ class SchedulerWorld(Worker):
         """Tokens that steps have computed, by tenant."""
         self.batch: list[Scheduled] = []
         """The running step."""
-        self.copies: list[ForkCopies] = []
+        self.copies: list[AnswerFork] = []
         """Those that it makes."""
         self._cancelled: dict[Request, int] = {}
         """Those whose readers have gone, and the tokens that they had then."""
@@ -139,7 +139,8 @@ class SchedulerWorld(Worker):
         reserve = self.cache.state.reserves[0]
         aside = [reserve.take() for _ in range(len(reserve) - count)]
         yield
-        reserve.put_back(aside)
+        for block, generation in aside:
+            reserve.add(block, generation)
 
     def begin_step(self) -> list[Scheduled]:
         """Schedule a step, and check what was decided."""
