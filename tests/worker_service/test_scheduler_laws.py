@@ -352,7 +352,7 @@ def test_a_group_that_is_preempted_between_its_beams_forgets_what_some_of_them_h
         batch = world.begin_step()
     assert [part.request for part in batch] == [group, group]
     world.end_step()
-    world.preempt(group, 0.0)
+    world.preempt(group, world.now)
     world.run_dry()
     assert group.num_preemptions == 1
 
