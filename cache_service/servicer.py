@@ -419,14 +419,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
         call = asyncio.current_task()
         assert call is not None
-
-        def end(refusal: Refusal) -> None:
-            # Its reader may take nothing: then only a cancelled call comes to its end.
-            self.counts.refusals[refusal.reason] += 1
-            set_status(context, status.of_refusal(refusal))
-            call.cancel()
-
-        async with contextlib.aclosing(self.watching.serve(request, context.peer(), end)) as messages:
+        async with contextlib.aclosing(self.watching.serve(request, context.peer(), call.cancel)) as messages:
             async for message in messages:
                 yield message
 

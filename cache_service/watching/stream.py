@@ -23,6 +23,9 @@ Source = AsyncGenerator[cache_pb2.WatchResponse, None]
 SILENCE_SECONDS: Final = 2.0
 """A stream without news for so long sends an empty message, which shows that it lives."""
 
+END_SECONDS: Final = 2.0
+"""A stream that has lost its place may take so long to end by itself."""
+
 
 class Watching:
     """All streams of Watch of one manager."""
@@ -52,17 +55,26 @@ class Watching:
         if self._stopping is not None:
             self._stopping.set()
 
-    async def serve(self, request: cache_pb2.WatchRequest, peer: str, end: Callable[[Refusal], None]) -> Source:
-        """Yield the messages of one call. `end` is called if the stream loses its place; it cancels the call, which may be waiting
-        for its reader. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS) and status.ManagerUnavailable."""
-        sources = self._sources(request)
-        place = self.places.take(peer, asyncio.get_running_loop().time(), end)
-        try:
-            async with contextlib.aclosing(self._merge(sources)) as messages:
-                async for message in messages:
-                    yield message
-        finally:
-            self.places.leave(place)
+    async def serve(self, request: cache_pb2.WatchRequest, peer: str, cancel: Callable[[], object]) -> Source:
+        """Yield the messages of one call. A stream that loses its place ends with the refusal that says so, once the message that
+        is being sent has been taken. If its reader takes nothing, `cancel` is called, which cancels the call: not at once, since a
+        call that is cancelled while it sends cannot send its status. Raises Refusal (BAD_FIELD, TOO_MANY_WATCHERS) and
+        status.ManagerUnavailable."""
+        sources, loop = self._sources(request), asyncio.get_running_loop()
+        losing: asyncio.Future[Refusal] = loop.create_future()
+        with contextlib.ExitStack() as timers:
+
+            def end(refusal: Refusal) -> None:
+                losing.set_result(refusal)
+                timers.callback(loop.call_later(END_SECONDS, cancel).cancel)
+
+            place = self.places.take(peer, loop.time(), end)
+            try:
+                async with contextlib.aclosing(self._merge(sources, losing)) as messages:
+                    async for message in messages:
+                        yield message
+            finally:
+                self.places.leave(place)
 
     def _sources(self, request: cache_pb2.WatchRequest) -> list[Source]:
         sources: list[Source] = []
@@ -75,8 +87,9 @@ class Watching:
             raise bad_field("picture", "ask for pictures, for contents or for both: neither is set")
         return sources
 
-    async def _merge(self, sources: list[Source]) -> Source:
-        """Yield the messages of all sources as they come, and an empty message in silence."""
+    async def _merge(self, sources: list[Source], losing: asyncio.Future[Refusal]) -> Source:
+        """Yield the messages of all sources as they come, and an empty message in silence. Raises the result of `losing` when it
+        has one."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._max_seconds if self._max_seconds else float("inf")
         if self._stopping is None:
@@ -90,11 +103,12 @@ class Watching:
         try:
             while True:
                 patience = min(SILENCE_SECONDS, max(0.0, end - loop.time()))
-                done, _ = await asyncio.wait(
-                    {stopping, *reading}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
-                )
+                waits: set[asyncio.Future[Any]] = {stopping, losing, *reading}
+                done, _ = await asyncio.wait(waits, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 if self._is_stopped:
                     raise status.ManagerUnavailable("the manager is shutting down: watch again when it is back")
+                if losing.done():
+                    raise losing.result()
                 if loop.time() >= end:
                     return
                 if not done:

@@ -132,7 +132,7 @@ async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> N
 async def test_a_picture_that_was_not_read_is_never_sent(stub: Stub, worker: Worker, server: ManagerServer) -> None:
     """A viewer that reads late finds few pictures, and the last of them is the present."""
     await worker.allocate(item("a", prompt(10)))
-    source = server._servicer.watching.serve(ALL, "", lambda refusal: None)
+    source = server._servicer.watching.serve(ALL, "", lambda: None)
     view = PictureView()
     view.apply((await anext(source)).picture)
     for number in range(3):

@@ -14,6 +14,7 @@ import pytest
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.watching import places as places_module
+from kvpool.cache_service.watching import stream as stream_module
 from kvpool.cache_service.watching.places import TURN_SECONDS, Places, StreamPlace, host_of
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
@@ -172,3 +173,29 @@ async def test_streams_that_nobody_reads_give_their_places_too(server: ManagerSe
             await second.read()
             await until(lambda: watching._pictures._pictures.num_viewers == 4)
             await first.read()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_call_that_is_sending_is_not_cancelled_before_its_reader_had_its_time(
+    server: ManagerServer, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """gRPC cannot send the status of a call that is cancelled while a message is on its way: its caller would wait for ever."""
+    monkeypatch.setattr(stream_module, "END_SECONDS", 3600.0 if reads else 0.0)
+    watching = server._servicer.watching
+    watching.places.max_places = 2
+    cancelled = asyncio.Event()
+    first, second = (watching.serve(ALL, "ipv4:10.0.0.1:1", cancelled.set) for _ in range(2))
+    await anext(first)
+    await anext(second)  # which now sends its message
+    other = watching.serve(ALL, "ipv4:10.0.0.2:1", lambda: None)
+    await anext(other)
+    if reads:
+        assert not cancelled.is_set()
+        with pytest.raises(Refusal, match="given its place"):
+            await anext(second)
+    else:
+        await cancelled.wait()
+        await second.aclose()
+    for source in (first, other):
+        await source.aclose()
+    assert not len(watching.places)
