@@ -19,7 +19,6 @@ from kvpool.worker_service.model.placement import read_config
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.model.source.convert import convert_gguf, dtype_that_keeps
 from kvpool.worker_service.model.source.files import only_gguf
-from kvpool.worker_service.model.source.gguf_config import open_gguf
 from tests.model.gguf_files import write_gguf
 from tests.model.paged import load, quiet
 from tests.tiny_models import COMMON, MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, draw_weights
@@ -282,7 +281,7 @@ def test_what_is_no_whole_model_is_refused(
 )
 def test_the_type_of_a_conversion_keeps_every_matrix(kinds: tuple[Q, Q], dtype: torch.dtype, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", make("llama"), "llama", quantization=lambda name: kinds["ffn_gate" in name])
-    assert dtype_that_keeps(open_gguf(tmp_path / "m.gguf")) is dtype
+    assert dtype_that_keeps(tmp_path / "m.gguf") is dtype
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from .native.comparison import expected_runtime
 from .placement import DTYPES, Prepared, choose_dtype, read_config
 from .settings import MemorySettings, ModelSettings
 from .source.convert import dtype_that_keeps
-from .source.gguf_config import open_gguf
 from .source.resolve import ModelSource
 
 
@@ -58,7 +57,7 @@ def outline_model(source: ModelSource, settings: ModelSettings) -> Outline:
             read_ends_and_defaults(TokenizerFiles(source.path), config, prepared.max_encoder_tokens)
         if source.gguf is not None and prepared.device.type == "cuda":
             # For a GGUF file it follows from the tensors, and a conversion would write it to config.json.
-            own = dtype_that_keeps(open_gguf(source.path / source.gguf))
+            own = dtype_that_keeps(source.path / source.gguf)
             prepared = replace(prepared, dtype=choose_dtype(settings.dtype, prepared.device, own))
         meta_model = build_meta_model(config, prepared.max_encoder_tokens)
         runtime = expected_runtime(settings, prepared, is_recurrent=bool(meta_model.mixers))

@@ -67,7 +67,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         spelling,
         config=config,
         gguf_file=gguf.name,
-        dtype=dtype_that_keeps(file),
+        dtype=_dtype_of(file),
         quantization_config=GgufConfig(dequantize=True),
     )
     spelling.require_whole(model, gguf, file.names)
@@ -121,8 +121,12 @@ def ending_ids(reader: Any, eos_token_id: int | None) -> list[int] | None:
     return sorted({token_id for token_id in ids if token_id is not None}) or None
 
 
-def dtype_that_keeps(file: GgufFile) -> torch.dtype:
+def dtype_that_keeps(gguf: Path) -> torch.dtype:
     """The smallest type that has every matrix of a file exactly; of quantized ones bfloat16 is precise enough."""
+    return _dtype_of(open_gguf(gguf))
+
+
+def _dtype_of(file: GgufFile) -> torch.dtype:
     kinds = {tensor.tensor_type for tensor in file.reader.tensors if len(tensor.shape) > 1}
     if not all(map(is_plain, kinds)) or kinds == {GGMLQuantizationType.BF16}:
         return torch.bfloat16
