@@ -199,7 +199,7 @@ def _config_path(arguments: Sequence[str], own_variable: str) -> Path | None:
 
 
 def _unknown(kind: type[ProcessSettings], path: Path | None, name: str) -> str:
-    hint = _meant(name.replace("-", "_"), kind.model_fields, "{!r}")
+    hint = _meant(name.replace("-", "_"), kind.model_fields.keys() - {"config"}, "{!r}")
     return f"{name!r} in [{kind.table}] of {path} is no setting{hint}"
 
 
