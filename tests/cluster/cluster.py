@@ -160,8 +160,11 @@ class Cluster:
     async def start_gateway(self, name: str = GATEWAY, **settings: Any) -> None:
         """Start a gateway, or start it again on its port, and wait until it answers. The manager need not run."""
         self._ports.setdefault(name, free_port())
-        own = {"host": HOST, "port": self._ports[name], "manager": self.address()}
-        self._start(name, GATEWAY_MODULE, {**own, **settings})
+        # Not by `_start`: a gateway has its /metrics on its own port, and is not forked.
+        arguments = ["--host", HOST, "--port", str(self._ports[name]), "--manager", self.address(), *_flags(settings)]
+        log = self._folder / f"{name}.log"
+        self.processes[name] = process = Process(name, ["-m", GATEWAY_MODULE, *arguments], log, computing(1))
+        self._all.append(process)
 
         def answers() -> bool:
             try:
