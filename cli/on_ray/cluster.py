@@ -7,6 +7,7 @@ from . import before_ray  # noqa: F401
 # isort: split
 import asyncio
 import contextlib
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -221,7 +222,7 @@ class RayCluster:
             num_gpus=resources.get("GPU", 0),
             max_concurrency=_MANY_CALLS if is_manager(spec.name) else 100,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-        ).remote(spec)
+        ).remote(dataclasses.asdict(spec))
 
     def _try(self, spec: ServiceSpec, group: PlacementGroup, resources: Resources, on_progress: Progress) -> None:
         """Let a worker check its settings on the node where the first one will run. Raises WorkerRefused."""
@@ -232,7 +233,7 @@ class RayCluster:
             num_gpus=resources["GPU"],
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         )
-        answer = task.remote(spec)
+        answer = task.remote(dataclasses.asdict(spec))
         while not ray.wait([answer], timeout=_LOOK_SECONDS)[0]:
             on_progress("trying the workers' settings")
         refused = ray.get(answer)
@@ -342,8 +343,9 @@ def addresses_of(services: dict[str, Description | None]) -> str:
     )
 
 
-def try_worker(service: ServiceSpec) -> dict[str, Any] | None:
+def try_worker(spec: dict[str, Any]) -> dict[str, Any] | None:
     """Check a worker's settings; runs on its node. Returns its output and exit status; None: it can use the settings."""
+    service = ServiceSpec(**spec)
     child = ChildSpec(service.name, service.command(ray.util.get_node_ip_address(), 0), service.variables)
     try:
         asyncio.run(try_settings(child))

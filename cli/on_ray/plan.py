@@ -34,7 +34,7 @@ _MARK_FILE: Final = "shared"
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process. Ray pickles it."""
+    """One process. All fields are strings, numbers and lists of them: between processes go its fields, not the object."""
 
     name: str
     """Name of the actor; it is also the worker_id of a worker."""

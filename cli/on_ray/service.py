@@ -41,8 +41,9 @@ _LOOK_SECONDS: Final = 1.0
 class Service:
     """The actor. Other actors and `kvpool ray` call its methods; all but `address` and `drain` answer at once."""
 
-    def __init__(self, spec: ServiceSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: dict[str, Any]) -> None:
+        """`spec` has the fields of a ServiceSpec."""
+        self._spec = ServiceSpec(**spec)
         self._host: str = ray.util.get_node_ip_address()
         self._port = 0
         self._pid = 0
