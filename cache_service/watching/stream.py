@@ -62,19 +62,22 @@ class Watching:
         status.ManagerUnavailable."""
         sources, loop = self._sources(request), asyncio.get_running_loop()
         losing: asyncio.Future[Refusal] = loop.create_future()
-        with contextlib.ExitStack() as timers:
+        timer: asyncio.TimerHandle | None = None
 
-            def end(refusal: Refusal) -> None:
-                losing.set_result(refusal)
-                timers.callback(loop.call_later(END_SECONDS, cancel).cancel)
+        def end(refusal: Refusal) -> None:
+            nonlocal timer
+            losing.set_result(refusal)
+            timer = loop.call_later(END_SECONDS, cancel)
 
-            place = self.places.take(peer, loop.time(), end)
-            try:
-                async with contextlib.aclosing(self._merge(sources, losing)) as messages:
-                    async for message in messages:
-                        yield message
-            finally:
-                self.places.leave(place)
+        place = self.places.take(peer, loop.time(), end)
+        try:
+            async with contextlib.aclosing(self._merge(sources, losing)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self.places.leave(place)
+            if timer is not None:
+                timer.cancel()
 
     def _sources(self, request: cache_pb2.WatchRequest) -> list[Source]:
         sources: list[Source] = []
