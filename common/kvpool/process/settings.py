@@ -218,11 +218,16 @@ def _say(
     flag, negative = _flag(field), _flag(f"no_{field}")
     variable = f"{kind.model_config.get('env_prefix', '')}{field}".upper()
     shared = kind.shared_variables.get(field, "")
-    is_flag = any(argument.split("=")[0] in (flag, negative) for argument in arguments)
-    named = next(
-        filter(os.environ.get, (variable, shared)), f"{field} in [{kind.table}] of {path}" if field in table else flag
-    )
-    place = flag if is_flag else named
+    if any(argument.split("=")[0] in (flag, negative) for argument in arguments):
+        place = flag
+    elif os.environ.get(variable):
+        place = variable
+    elif os.environ.get(shared):
+        place = shared
+    elif field in table:
+        place = f"{field} in [{kind.table}] of {path}"
+    else:
+        place = flag
     if "Secret" in str(kind.model_fields[field].annotation):
         return f"{place}: {message}"  # it goes to a terminal or a log
     return f"{place}: {message}, got {problem['input']!r}"
