@@ -32,9 +32,9 @@ from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.capacity import EngineSettings
 from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.request import GenerationParams, Request
+from kvpool.worker_service.engine.settings import EngineSettings
 from kvpool.worker_service.manager_link import ManagerLink
 from kvpool.worker_service.step import PartResult, SampledToken, Step
 

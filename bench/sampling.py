@@ -18,7 +18,8 @@ from rich.table import Table
 from bench.report import command_line, facts, print_table, progress, report_as
 from kvpool.worker_service.model.sampling.adjustment import Draw
 from kvpool.worker_service.model.sampling.sampler import sample
-from kvpool.worker_service.step import SamplingParams, TokenCounts
+from kvpool.worker_service.step import SamplingParams
+from kvpool.worker_service.token_counts import TokenCounts
 
 _TEMPERATURE: Final[dict[str, Any]] = {"temperature": 0.8}
 _TOP_P: Final = _TEMPERATURE | {"top_p": 0.95}

@@ -31,9 +31,9 @@ from .cache.groups.state import StateGroup, grid_tokens
 from .cache.groups.unit import UnitGroup
 from .cache.groups.window import WindowGroup
 from .cache.settings import CacheSettings
-from .engine.capacity import EngineSettings
 from .engine.engine import Engine
 from .engine.errors import EngineError, ErrorKind
+from .engine.settings import EngineSettings
 from .incarnation import WorkerState
 from .manager_link import ManagerLink
 from .metrics import WorkerMetrics

@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from kvpool.worker_service.cache.settings import CacheSettings
-from kvpool.worker_service.engine.capacity import EngineSettings
 from kvpool.worker_service.engine.policy import SchedulingPolicy
+from kvpool.worker_service.engine.settings import EngineSettings
 from kvpool.worker_service.settings import WorkerSettings
 from tests.cluster.in_process import in_process_cluster
 from tests.tiny_models import TinyModel, make_tiny_model

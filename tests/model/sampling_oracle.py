@@ -18,7 +18,8 @@ from transformers import (
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor
 
 from kvpool.worker_service.model.sampling.adjustment import Draw
-from kvpool.worker_service.step import SamplingParams, TokenCounts
+from kvpool.worker_service.step import SamplingParams
+from kvpool.worker_service.token_counts import TokenCounts
 
 
 def uniform(seed: int, position: int) -> float:

@@ -17,7 +17,8 @@ from kvpool.worker_service.model.forward.modules import RowSelector, modules_of
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.sampling.adjustment import Draw
 from kvpool.worker_service.model.sampling.sampler import sample
-from kvpool.worker_service.step import PartResult, PromptRows, SamplingParams, SequencePart, Step, TokenCounts
+from kvpool.worker_service.step import PartResult, PromptRows, SamplingParams, SequencePart, Step
+from kvpool.worker_service.token_counts import TokenCounts
 from tests.model.paged import GREEDY, PagedModel, load
 from tests.tiny_models import make_tiny_model
 

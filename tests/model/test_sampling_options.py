@@ -22,7 +22,8 @@ from transformers import (
 from kvpool.worker_service.model.sampling.adjustment import Draw, adjust
 from kvpool.worker_service.model.sampling.ranking import best, best_on_device, most_likely
 from kvpool.worker_service.model.sampling.truncation import TruncationLimits, truncate, weigh
-from kvpool.worker_service.step import SamplingParams, TokenCounts
+from kvpool.worker_service.step import SamplingParams
+from kvpool.worker_service.token_counts import TokenCounts
 from tests.model import sampling_oracle
 from tests.model.sampling_oracle import Row
 

@@ -17,8 +17,8 @@ from kvpool.worker_service.step import (
     SamplingParams,
     SequencePart,
     Step,
-    TokenCounts,
 )
+from kvpool.worker_service.token_counts import TokenCounts
 from tests.model.paged import GREEDY, PLACES, PagedModel, Place, load
 from tests.tiny_models import make_tiny_model
 

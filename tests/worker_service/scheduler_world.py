@@ -13,10 +13,10 @@ from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.engine.beam_search import BeamParams
 from kvpool.worker_service.engine.beams import BeamRequest
-from kvpool.worker_service.engine.capacity import EngineSettings
 from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.request import AnswerFork, GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import Scheduled, as_step
+from kvpool.worker_service.engine.settings import EngineSettings
 from tests.tracer import VOCAB_SIZE
 from tests.worker_service.tracer_model import TracerModel
 from tests.worker_service.windowed import Worker

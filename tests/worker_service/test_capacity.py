@@ -6,9 +6,10 @@ import pytest
 
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
-from kvpool.worker_service.engine.capacity import Capacity, EngineSettings
+from kvpool.worker_service.engine.capacity import Capacity
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.request import GenerationParams
+from kvpool.worker_service.engine.settings import EngineSettings
 from tests.cache_groups import groups_of
 
 MODEL = EngineSettings(model_fingerprint="m", vocab_size=100, max_model_len=64, max_num_seqs=8)

@@ -21,10 +21,10 @@ from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.beam_search import BeamParams
-from kvpool.worker_service.engine.capacity import EngineSettings
 from kvpool.worker_service.engine.engine import Engine
 from kvpool.worker_service.engine.errors import EngineError
 from kvpool.worker_service.engine.request import GenerationParams, Request
+from kvpool.worker_service.engine.settings import EngineSettings
 from kvpool.worker_service.manager_link import ManagerLink
 from kvpool.worker_service.step import SamplingParams
 from tests import manager_calls

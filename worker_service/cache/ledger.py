@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvpool.v1 import common_pb2
 
@@ -83,6 +83,13 @@ def _require_chain(block: int, last: Content, tokens: bytes, root: common_pb2.Ro
         )
     if last.root != root:
         raise DisagreementError(f"block {block} was returned as cached under a root other than its own")
+
+
+class WholeContent(NamedTuple):
+    """A content of several blocks that is not part of a chain."""
+
+    content: Content
+    blocks: tuple[int, ...]
 
 
 class BlockLedger:
@@ -239,8 +246,8 @@ class BlockLedger:
         """Complete blocks in no table, least recently used first."""
         return list(self._idle)
 
-    def whole_contents(self) -> list[tuple[Content, tuple[int, ...]]]:
-        """Contents that are in no chain, each with its blocks, in no particular order."""
+    def whole_contents(self) -> list[WholeContent]:
+        """Contents that are in no chain, in no particular order."""
         return []
 
     def _check_range(self, block: int) -> None:

@@ -15,7 +15,7 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 
 from .entry import Entry, add_entries, add_spare
-from .ledger import BlockLedger, Content
+from .ledger import BlockLedger, Content, WholeContent
 from .reserve import SpareBlock
 from .sequence import CacheSequence
 
@@ -81,8 +81,8 @@ class Report:
             for sequence in sequences
         ]
         units = [(ledger, unit) for ledger in ledgers for unit in ledger.whole_contents()]
-        self._used_units = [(ledger, unit) for ledger, unit in units if ledger.is_used(unit[1][0])]
-        self._idle_units = [(ledger, unit) for ledger, unit in units if not ledger.is_used(unit[1][0])]
+        self._used_units = [(ledger, unit) for ledger, unit in units if ledger.is_used(unit.blocks[0])]
+        self._idle_units = [(ledger, unit) for ledger, unit in units if not ledger.is_used(unit.blocks[0])]
         for sequence in sequences:
             sequence.acked_tokens = len(sequence.tokens)
             sequence.acked_computed_tokens = sequence.num_computed_tokens
@@ -178,9 +178,7 @@ class Report:
         generation = self._ledgers[group].generation(block)
         return generation == self._generations[group][block] and block not in self._reserved[group]
 
-    def _unit_parts(
-        self, units: list[tuple[BlockLedger, tuple[Content, tuple[int, ...]]]]
-    ) -> Iterator[cache_pb2.ReportRequest]:
+    def _unit_parts(self, units: list[tuple[BlockLedger, WholeContent]]) -> Iterator[cache_pb2.ReportRequest]:
         part = cache_pb2.ReportRequest()
         count = 0
         for ledger, (content, blocks) in units:

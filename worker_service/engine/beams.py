@@ -17,7 +17,8 @@ from kvpool.protocol.answers import answer_id
 
 from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
-from ..step import BeamCandidates, BlockCopy, SampledToken, SequencePart, TokenCounts
+from ..step import BeamCandidates, BlockCopy, SampledToken, SequencePart
+from ..token_counts import TokenCounts
 from .beam_search import BeamNode, BeamSearch, EndedText
 from .detokenizer import TextDecoder
 from .request import GenerationParams, Request

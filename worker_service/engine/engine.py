@@ -24,12 +24,13 @@ from ..step import PartResult, SampledToken, StepRunner
 from . import results as results_of
 from .admission import Admission
 from .beams import BeamRequest
-from .capacity import Capacity, EngineSettings, check_sampling
+from .capacity import Capacity, check_sampling
 from .detokenizer import TextDecoder
 from .errors import EngineError, ErrorKind, invalid
 from .prompt import PromptEncoder
 from .request import GenerationParams, Payer, Request
 from .scheduler import Scheduled, Scheduler, as_step
+from .settings import EngineSettings
 from .stats import CANCELLED, EngineStats
 from .stream import EndReason
 

@@ -22,8 +22,8 @@ from ..step import (
     SampledToken,
     SamplingParams,
     SequencePart,
-    TokenCounts,
 )
+from ..token_counts import TokenCounts
 from .beam_search import BeamParams
 from .detokenizer import TextDecoder
 from .request_times import RequestTimes

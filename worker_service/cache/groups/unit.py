@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvpool.v1 import cache_pb2, common_pb2
 
-from ..ledger import BlockLedger, Content, DisagreementError
+from ..ledger import BlockLedger, Content, DisagreementError, WholeContent
 from ..reserve import SpareBlock
 from .group import Forked, Group, GroupGrant, PlainTable, Run, Sizes, Statement, Text, disagree_about
 
@@ -72,10 +72,10 @@ class UnitLedger(BlockLedger):
                 f"where they hold {unit.num_tokens}, or under another root"
             )
 
-    def whole_contents(self) -> list[tuple[Content, tuple[int, ...]]]:
+    def whole_contents(self) -> list[WholeContent]:
         contents = map(self.content, range(self.num_blocks))
         units = dict.fromkeys(unit for unit in contents if isinstance(unit, Unit))
-        return [(unit, unit.unit_blocks) for unit in units]
+        return [WholeContent(unit, unit.unit_blocks) for unit in units]
 
 
 class UnitTable(PlainTable):

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...step import SamplingParams, TokenCounts
+from ...step import SamplingParams
+from ...token_counts import TokenCounts
 
 _IntArray = npt.NDArray[np.int64]
 
