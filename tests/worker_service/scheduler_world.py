@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+from kvpool.cache_service.core.messages import Limits
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
@@ -34,10 +35,11 @@ class SchedulerWorld(Worker):
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 32,
         max_mixed_prefill_tokens: int = 8,
+        limits: Limits | None = None,
         **settings: Any,
     ) -> None:
-        """`num_blocks`: without the null block. `settings`: more of the engine's."""
-        super().__init__((num_blocks + 1,), (), block_size=block_size, reserve_seconds=0.0)
+        """`num_blocks`: without the null block. `limits`: the manager's. `settings`: more of the engine's."""
+        super().__init__((num_blocks + 1,), (), block_size=block_size, reserve_seconds=0.0, limits=limits)
         self.num_blocks = num_blocks
         self.is_away = False
         """The manager does not answer."""
@@ -120,12 +122,14 @@ class SchedulerWorld(Worker):
         link = self.cache.state.link
         assert link is not None
         self.now = max(self.now + 1.0, link.retry_at)
+        last = len(self.methods) + 50
         while not self.is_away and (call := self.cache.next_call(self.candidates, self.now)) is not None:
             answer = self.execute(call.request)
             if lose_answer and isinstance(call.request, cache_pb2.AllocateRequest):
                 self.cache.on_failure(call, "", self.now)
                 return
             self.cache.on_reply(call, answer, self.now)
+            assert len(self.methods) < last, f"calls without end: {self.methods[-6:]}"
 
     def candidates(self) -> list[CacheSequence]:
         """Those of the scheduler."""

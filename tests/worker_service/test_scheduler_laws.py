@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.engine.errors import EngineError
@@ -402,4 +403,15 @@ def test_answers_take_the_places_that_their_request_was_admitted_with(max_num_se
     assert world.scheduler.num_running == min(6, max_num_seqs)
     assert world.scheduler.num_waiting == 6 - world.scheduler.num_running
     assert len(request.answers) == 6
+    world.run_dry()
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(max_sequences_per_session=1), Limits(max_total_blocks=12)], ids=["sequences", "blocks"]
+)
+def test_a_refused_allocate_is_not_repeated_before_something_has_changed(limits: Limits) -> None:
+    """What it was granted for the reserve goes back with the next call, and that is no reason to ask again."""
+    world = SchedulerWorld(limits=limits)
+    for _ in range(6):
+        world.submit(6, 6)
     world.run_dry()

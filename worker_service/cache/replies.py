@@ -36,7 +36,8 @@ def take_reply(state: CacheState, link: LinkState, call: MutatingCall, response:
     if any(call.returned):
         for reserve, returned in zip(state.reserves, call.returned, strict=True):
             reserve.returned(returned)
-        state.ask_again_at = now
+        if state.waits_for_blocks:
+            state.ask_again_at = now
     # The downlink first: it has grants to the reserve that precede the tables of this reply.
     take_entries(state, link, response.downlink)
     if isinstance(response, cache_pb2.ReportResponse):
@@ -128,6 +129,8 @@ def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateR
     else:
         sequence.state = SequenceState.WAITING
         state.ask_again_at = now + state.settings.no_blocks_retry_seconds
+        if reason != "NOT_TRIED":
+            state.waits_for_blocks = reason != "TOO_MANY_SEQUENCES"
 
 
 def _take_table(state: CacheState, sequence: CacheSequence, prompt: bytes, granted: cache_pb2.Granted) -> None:

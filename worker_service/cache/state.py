@@ -56,6 +56,8 @@ class CacheState:
         """The next report must not wait."""
         self.ask_again_at = 0.0
         """The last Allocate found no blocks: no other before this time, unless blocks are freed."""
+        self.waits_for_blocks = True
+        """Whether blocks that are given back may change the manager's last refusal of an Allocate."""
         self.pool_is_empty = [False] * len(self.ledgers)
         """Whether the pool of each group was empty after the last reply, and the reserve smaller than wanted."""
         self.num_free: list[int] | None = None
