@@ -28,6 +28,7 @@ from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
 from kvpool.worker_service.engine.request import GenerationParams, Request
 from kvpool.worker_service.engine.scheduler import Scheduled, Scheduler
+from kvpool.worker_service.engine.settings import EngineSettings
 from kvpool.worker_service.step import SampledToken
 
 STEP_SECONDS = 0.010
@@ -66,9 +67,14 @@ class Recorder:
         session = self._manager.register(registration("bench", trace.block_size, trace.num_blocks), 0.0).session
         self._cache = _TimedCache(CacheSettings(block_size=trace.block_size, groups=(DenseGroup(trace.num_blocks),)))
         self._cache.on_registered(cache_pb2.RegisterResponse(session=session))
-        self._scheduler = Scheduler(
-            self._cache, max_num_seqs=trace.num_at_once, max_num_batched_tokens=trace.max_num_batched_tokens
+        settings = EngineSettings(
+            "bench",
+            vocab_size=0,
+            max_model_len=0,
+            max_num_seqs=trace.num_at_once,
+            max_num_batched_tokens=trace.max_num_batched_tokens,
         )
+        self._scheduler = Scheduler(self._cache, settings)
         self._num_arrived = 0
         self._num_ended = 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from google.rpc import code_pb2
 
@@ -23,7 +25,8 @@ class Queue:
         self, *, requests: int = 4, tokens: int = 1000, policy: SchedulingPolicy = SchedulingPolicy.fcfs
     ) -> None:
         self.world = SchedulerWorld(num_blocks=1000, scheduling_policy=policy)
-        self.admission = Admission(max_num_waiting=requests, max_num_waiting_tokens=tokens)
+        settings = self.world.engine.settings
+        self.admission = Admission(replace(settings, max_num_waiting=requests, max_num_waiting_tokens=tokens))
 
     def measure(self, tokens_per_second: int, work: int, num_cached_tokens: int = 0) -> None:
         """At that rate for the ten seconds before 100, a request of `work` tokens has ended, of which the cache served some."""

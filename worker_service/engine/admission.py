@@ -8,6 +8,7 @@ from ..cache.sequence import SequenceState
 from .errors import EngineError, ErrorKind
 from .request import Payer, Request
 from .scheduler import RequestQueue
+from .settings import EngineSettings
 
 RATE_SECONDS = 10.0
 """Window over which tokens per second are measured."""
@@ -47,9 +48,9 @@ class TokenRate:
 class Admission:
     """The limits of the queue, and the measured rates from which the retry time of a refused request follows."""
 
-    def __init__(self, *, max_num_waiting: int, max_num_waiting_tokens: int) -> None:
-        self._max_num_waiting = max_num_waiting
-        self._max_num_waiting_tokens = max_num_waiting_tokens
+    def __init__(self, settings: EngineSettings) -> None:
+        self._max_num_waiting = settings.max_num_waiting
+        self._max_num_waiting_tokens = settings.max_num_waiting_tokens
         self.rate = TokenRate()
         self._mean_work = 0.0
         """Tokens computed for one request in all."""

@@ -53,17 +53,8 @@ class Engine:
         self.cache = cache
         self.tokenizer = tokenizer
         self.prompts = PromptEncoder(tokenizer, settings.max_model_len, settings.encoder)
-        self.scheduler = Scheduler(
-            cache,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
-            max_chunk_tokens=cache.settings.max_chunk_tokens if cache.settings.bounds_chunks else None,
-            policy=settings.scheduling_policy,
-        )
-        self._admission = Admission(
-            max_num_waiting=settings.max_num_waiting, max_num_waiting_tokens=settings.max_num_waiting_tokens
-        )
+        self.scheduler = Scheduler(cache, settings)
+        self._admission = Admission(settings)
         self._capacity = Capacity(settings, cache.settings)
         self.stats = EngineStats()
         self.changed_for_link = asyncio.Event()

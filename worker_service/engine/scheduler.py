@@ -20,8 +20,8 @@ from ..step import SequencePart, Step
 from .beams import BeamRequest
 from .fairness import Fairness, tokens_by_payer
 from .live_streams import LiveStreams
-from .policy import SchedulingPolicy
 from .request import AnswerFork, Payer, Rank, Request
+from .settings import EngineSettings
 
 
 class RequestQueue:
@@ -98,25 +98,16 @@ def as_step(batch: list[Scheduled], copies: Sequence[AnswerFork] = ()) -> Step:
 class Scheduler:
     """The queue and the running batch."""
 
-    def __init__(
-        self,
-        cache: EngineCache,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_mixed_prefill_tokens: int = 512,
-        max_chunk_tokens: int | None = None,
-        policy: SchedulingPolicy = SchedulingPolicy.fcfs,
-    ) -> None:
-        """`max_mixed_prefill_tokens`: prompt tokens in one step while a sequence decodes. `max_chunk_tokens`: tokens of one
-        sequence in one step; its rings have room for no more."""
-        assert max_num_batched_tokens >= max_num_seqs, "decodes alone could use up the budget"
-        assert max_mixed_prefill_tokens >= 1, "no prompt would be computed while a sequence decodes"
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_mixed_prefill_tokens = max_mixed_prefill_tokens
-        self.max_chunk_tokens = max_num_batched_tokens if max_chunk_tokens is None else max_chunk_tokens
-        self.policy = policy
+    def __init__(self, cache: EngineCache, settings: EngineSettings) -> None:
+        self.max_num_seqs = settings.max_num_seqs
+        self.max_num_batched_tokens = settings.max_num_batched_tokens
+        self.max_mixed_prefill_tokens = settings.max_mixed_prefill_tokens
+        assert self.max_num_batched_tokens >= self.max_num_seqs, "decodes alone could use up the budget"
+        assert self.max_mixed_prefill_tokens >= 1, "no prompt would be computed while a sequence decodes"
+        limits = cache.settings
+        self.max_chunk_tokens = limits.max_chunk_tokens if limits.bounds_chunks else self.max_num_batched_tokens
+        """Tokens of one sequence in one step: its rings have room for no more."""
+        self.policy = settings.scheduling_policy
         self.num_preemptions = 0
         self._cache = cache
         self.waiting = RequestQueue()
