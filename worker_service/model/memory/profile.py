@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from ..errors import KVCacheTooLarge, ModelError
 from ..forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from ..forward.runner import ModelRunner
 from ..settings import MemorySettings
-from .split import size_cross
 
 _GREEDY_OF_MEMORY = SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)
 """Sampling that sorts and normalises all logits."""
@@ -144,8 +144,9 @@ class MaximumBatches:
         """The plan of their cache. Its states are the null block, the one that is read, and one for each sequence. All sequences
         share one input of the encoder, of the greatest length."""
         states = StatesPlan(2 + self.num_seqs, self._state_bytes) if self._state_bytes else None
-        cross = None if self._cross is None else size_cross(self._cross, self._block_size, max_num_seqs=1)
-        size, num_bytes = self._block_size, self._bytes_per_token
+        cross, size, num_bytes = self._cross, self._block_size, self._bytes_per_token
+        if cross is not None:
+            cross = replace(cross, num_blocks=1 + cross.blocks_per_input(size))
         return KVCachePlan.one_group(self.num_blocks, size, num_bytes, states, cross, attends=num_bytes > 0)
 
     def prompts(self) -> Step:

@@ -31,26 +31,6 @@ KEPT_STATES = 2
 """States kept for others, for each sequence: at the end of its prompt, and at the end of its text."""
 
 
-def size_cross(
-    cross: CrossPlan,
-    block_size: int,
-    max_num_seqs: int,
-    cross_blocks: int | None = None,
-    num_bytes: int | None = None,
-) -> CrossPlan:
-    """The cross group with its number of blocks. cross_blocks: the setting, the null block included; None: by need. num_bytes:
-    size of the whole cache; None: it is given in blocks."""
-    blocks_per_input = cross.blocks_per_input(block_size)
-    if cross_blocks is None:
-        num_inputs = max_num_seqs
-        if num_bytes is not None:
-            num_inputs = max(
-                1, min(num_inputs, num_bytes // 2 // (blocks_per_input * block_size * cross.bytes_per_token))
-            )
-        cross_blocks = num_inputs * blocks_per_input + 1
-    return replace(cross, num_blocks=cross_blocks)
-
-
 class Split:
     """Splits blocks or bytes between groups, whose plans have no number of blocks yet.
 
@@ -99,11 +79,17 @@ class Split:
         return replace(self._of_bytes(left, workspace_per_token), cross=cross)
 
     def _size_cross(self, num_bytes: int | None) -> CrossPlan | None:
-        if self._cross is None:
+        """The cross group with its number of blocks. num_bytes: size of the whole cache; None: it is given in blocks."""
+        cross, num_inputs = self._cross, self._settings.max_num_seqs
+        if cross is None:
             return None
-        return size_cross(
-            self._cross, self._block_size, self._settings.max_num_seqs, self._settings.cross_blocks, num_bytes
-        )
+        if self._settings.cross_blocks is not None:
+            return replace(cross, num_blocks=self._settings.cross_blocks)
+        blocks_per_input = cross.blocks_per_input(self._block_size)
+        if num_bytes is not None:
+            bytes_per_input = blocks_per_input * self._block_size * cross.bytes_per_token
+            num_inputs = max(1, min(num_inputs, num_bytes // 2 // bytes_per_input))
+        return replace(cross, num_blocks=num_inputs * blocks_per_input + 1)
 
     def _of_bytes(self, num_bytes: int, workspace_per_token: int) -> KVCachePlan:
         workspace = self._block_size * workspace_per_token
