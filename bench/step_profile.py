@@ -159,11 +159,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.neighbours is not None and arguments.runtime != "native":
         parser.error("--neighbours is for --runtime native: torch's threads sleep while they wait")
+    torch.set_num_threads(arguments.threads)
     settings = ModelSettings(
         MODEL,
         arguments.dtype,
         "cpu",
-        num_threads=arguments.threads,
         runtime=arguments.runtime,
         quantize=arguments.quantize,
     )

@@ -50,8 +50,9 @@ def _try_backends(
 ) -> None:
     device = torch.device(setup.device)
     enter_device(device)
+    torch.set_num_threads(1)
     settings = ModelSettings(
-        str(tiny.path), dtype=dtype, device=setup.device, cache_dir=tiny.path / "cache", num_threads=1, runtime="torch"
+        str(tiny.path), dtype=dtype, device=setup.device, cache_dir=tiny.path / "cache", runtime="torch"
     )
     loaded = load_model(settings, quiet)
     truth = [Oracle.of(tiny.path).logits(prompt, tiny.num_new_tokens) for prompt in tiny.prompts]

@@ -83,8 +83,8 @@ def load(folder: Path | str, say: Callable[[str], None] = quiet, **settings: Any
         "cache_dir": Path(folder) / "cache",
         "runtime": "torch",
         "block_size": BLOCK_SIZE,
-        "num_threads": NUM_THREADS,
     }
+    torch.set_num_threads(NUM_THREADS)
     return load_model(ModelSettings(str(folder), **{**defaults, **settings}), say)
 
 

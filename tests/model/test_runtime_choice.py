@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
@@ -56,11 +57,12 @@ class Worker:
     """Starts of a worker with one cache folder, on a CPU with AMX and with a step that does not use it."""
 
     def __init__(self, model: Path, cache_dir: Path) -> None:
-        self.settings = ModelSettings(str(model), "bfloat16", "cpu", cache_dir=cache_dir, num_threads=1)
+        self.settings = ModelSettings(str(model), "bfloat16", "cpu", cache_dir=cache_dir)
         self.lines: list[str] = []
 
-    def start(self, measure: Measure, **changes: Any) -> LoadedModel:
+    def start(self, measure: Measure, *, num_threads: int = 1, **changes: Any) -> LoadedModel:
         self.lines = []
+        torch.set_num_threads(num_threads)
         return load_model(replace(self.settings, **changes), self.lines.append, measure)
 
     def chooses(self, kind: type[Runtime], stopwatch: Stopwatch, *timed: str, **changes: Any) -> LoadedModel:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import structlog
-import torch
 
 from ..attention.layer import AttentionBackend, AttentionSpec
 from ..attention.packing import StepSizes
@@ -106,8 +105,6 @@ def load_model(
     """
     with library_errors(f"{settings.model} cannot be loaded"):
         progress = progress or structlog.get_logger("kvpool.model").info
-        if settings.num_threads is not None:
-            torch.set_num_threads(settings.num_threads)
         cache_dir = open_cache_dir(settings.cache_dir)
         folder = resolve_model(settings.model, cache_dir, progress)
         check_small_files(folder.path)

@@ -37,9 +37,6 @@ class ModelSettings:
     max_num_seqs: int = 64
     max_encoder_tokens: int | None = None
     """Tokens of an encoder-decoder model's prompt, which feeds the encoder; None: the limit of the model's config."""
-    num_threads: int | None = None
-    """CPU threads of this process for tensor work; None: torch's choice, all cores. Workers on one machine must divide its cores:
-    threads of two processes on the same cores slow both down many times."""
 
 
 @dataclass(frozen=True, slots=True)
