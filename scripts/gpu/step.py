@@ -22,7 +22,7 @@ from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import RowSelector, modules_of
 from kvpool.worker_service.model.forward.runner import ModelRunner
-from kvpool.worker_service.model.guard.support import guarded_modules
+from kvpool.worker_service.model.guard.support import guarded
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.placement import dtype_name
@@ -94,7 +94,7 @@ def _measure(setup: Setup, add_row: AddRow, shape: Shape) -> None:
 def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
     """A LoadedModel without files."""
     model = build(shape, _DTYPE, device)
-    runtime = guarded_modules(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
+    runtime = guarded(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
     facts = ModelFacts(
         name=shape.name,
         fingerprint="",

@@ -16,7 +16,7 @@ from kvpool.worker_service.attention.layer import LayerNeeds
 from kvpool.worker_service.model.errors import UnsupportedModel
 from kvpool.worker_service.model.forward.layers import AttentionLayer
 from kvpool.worker_service.model.guard.self_check import random_sequences, relative_difference
-from kvpool.worker_service.model.guard.support import check_config, check_layers, guarded_modules
+from kvpool.worker_service.model.guard.support import check_config, check_layers, guarded
 from tests.model.paged import load
 from tests.tiny_models import COMMON, build_model, edit_json, make_tiny_model
 
@@ -155,7 +155,7 @@ def model() -> Any:
 
 
 def check(model: Any) -> None:
-    guarded_modules(model, model.config, torch.float32, torch.device("cpu"), LONGEST, is_thorough=True)
+    guarded(model, model.config, torch.float32, torch.device("cpu"), LONGEST, is_thorough=True)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -21,7 +21,7 @@ from kvpool.worker_service.model.forward.layers import find_attention_layers
 from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, MixerPiece, StateSpec, state_bytes
 from kvpool.worker_service.model.forward.mixer_binding import MixerBinding, lay_out
 from kvpool.worker_service.model.forward.mixers import find_mixers
-from kvpool.worker_service.model.guard.support import check_layers, check_replica, guarded_modules
+from kvpool.worker_service.model.guard.support import check_layers, check_replica, guarded
 from kvpool.worker_service.step import StateBlocks
 from tests.tiny_models import build_model
 
@@ -37,7 +37,7 @@ def model_of(architecture: str) -> Any:
 
 
 def check(model: Any) -> None:
-    guarded_modules(model, model.config, torch.float32, CPU, MAX_MODEL_LEN, is_thorough=True)
+    guarded(model, model.config, torch.float32, CPU, MAX_MODEL_LEN, is_thorough=True)
 
 
 def hooks_of(model: Any) -> int:

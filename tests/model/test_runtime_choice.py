@@ -246,7 +246,7 @@ def test_a_model_that_torch_cannot_serve_is_native(worker: Worker, monkeypatch: 
         raise ModelError("its logits differ")
 
     loaded_models(monkeypatch)
-    monkeypatch.setattr(runtimes, "guarded_modules", refusing)
+    monkeypatch.setattr(runtimes, "guarded", refusing)
     assert isinstance(worker.start(Stopwatch(SLOW, FAST_PREFILL)).runtime, NativeRuntime)
     assert worker.line("runtime: native; torch cannot serve this model: its logits differ")
     assert worker.kept == []

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool.worker_service.attention.interface import ATTENTION_NAME, register
 from kvpool.worker_service.model.errors import UnsupportedModel
-from kvpool.worker_service.model.guard.support import check_replica, guarded_modules
+from kvpool.worker_service.model.guard.support import check_replica, guarded
 from kvpool.worker_service.model.guard.tiny_replica import (
     THRESHOLD,
     UNREACHED,
@@ -193,9 +193,9 @@ def test_a_neighbour_at_the_last_position_tells_rope_that_depends_on_the_row(kin
     changing = rope_model(kind, rope_type, length)
     register()
     model = build_replica(changing)
-    guarded_modules(model, changing, torch.float32, CPU, ORIGINAL)
+    guarded(model, changing, torch.float32, CPU, ORIGINAL)
     with pytest.raises(UnsupportedModel, match=r"with a neighbour at position 63.*smaller --max-model-len"):
-        guarded_modules(model, changing, torch.float32, CPU, 2 * ORIGINAL)
+        guarded(model, changing, torch.float32, CPU, 2 * ORIGINAL)
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_a_module_may_attend_several_times(tmp_path: Path) -> None:
 
 def test_the_model_is_as_it_was_after_the_check() -> None:
     model = AutoModelForCausalLM.from_config(replica_config(config("llama"), 2048), attn_implementation=ATTENTION_NAME)
-    guarded_modules(model.eval(), model.config, torch.float32, CPU, 64)
+    guarded(model.eval(), model.config, torch.float32, CPU, 64)
     assert model.config._attn_implementation == ATTENTION_NAME
     with pytest.raises(Exception, match="was not bound at load"):
         model(torch.tensor([[1, 2]]), use_cache=False)

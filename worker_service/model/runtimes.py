@@ -13,8 +13,7 @@ from .forward.contract import Runtime
 from .forward.mixer import describe_mixers
 from .forward.native import NativeRuntime
 from .forward.packed_linear import pack_linears
-from .guard.seq2seq_check import guarded_encoder_decoder
-from .guard.support import guarded_modules
+from .guard.support import guarded
 from .language_model import attention_of, class_to_load
 from .native.comparison import Comparison
 from .native.load import NotNativeAfterAll, try_native
@@ -106,10 +105,8 @@ class RuntimeLoader:
         prepared = self.prepared
         if prepared.device.type == "cpu":
             pack_linears(model)
-        what = (model, self.config, prepared.dtype, prepared.device, prepared.max_model_len)
-        if prepared.max_encoder_tokens is not None:
-            return guarded_encoder_decoder(*what, prepared.max_encoder_tokens)
-        runtime = guarded_modules(*what)
+        device, lengths = prepared.device, (prepared.max_model_len, prepared.max_encoder_tokens)
+        runtime = guarded(model, self.config, prepared.dtype, device, *lengths)
         if runtime.mixers:
             self.progress(describe_mixers(runtime.mixers))
         return runtime

@@ -55,9 +55,9 @@ def guarded_encoder_decoder(
     device: torch.device,
     max_model_len: int,
     max_encoder_tokens: int,
-    is_thorough: bool = False,
+    is_thorough: bool,
 ) -> EncoderDecoderRuntime:
-    """The runtime of a model that may be served. Raises UnsupportedModel. is_thorough: try more texts, and the longest ones."""
+    """See guarded."""
     with probing(model):
         seq2seq = Seq2Seq(model)
         if is_thorough:  # before its encoder has seen anything

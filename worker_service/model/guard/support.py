@@ -113,11 +113,8 @@ def _check_replica(config: Any, max_model_len: int, max_encoder_tokens: int | No
             raise UnsupportedModel("it selects its attention from a table of its own.") from error
         raise UnsupportedModel(f"it cannot be built: {type(error).__name__}: {error}") from error
     length = replica_length(config, max_model_len)
-    if is_encoder_decoder(config):
-        longest_input = choose_max_encoder_tokens(small, length)
-        guarded_encoder_decoder(replica, small, torch.float32, cpu, length, longest_input, is_thorough=True)
-    else:
-        guarded_modules(replica, small, torch.float32, cpu, length, is_thorough=True)
+    longest_input = choose_max_encoder_tokens(small, length) if is_encoder_decoder(config) else None
+    guarded(replica, small, torch.float32, cpu, length, longest_input, is_thorough=True)
 
 
 def _length_that_works(config: Any, max_model_len: int, max_encoder_tokens: int | None) -> int | None:
@@ -132,10 +129,20 @@ def _length_that_works(config: Any, max_model_len: int, max_encoder_tokens: int 
     return None
 
 
-def guarded_modules(
-    model: Any, config: Any, dtype: torch.dtype, device: torch.device, max_model_len: int, is_thorough: bool = False
+def guarded(
+    model: Any,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    max_encoder_tokens: int | None = None,
+    *,
+    is_thorough: bool = False,
 ) -> ModulesRuntime:
-    """The runtime of a model that may be served. Raises UnsupportedModel. is_thorough: see probe."""
+    """The runtime of a model that may be served. max_encoder_tokens: None: it has no encoder. is_thorough: try more texts, and the
+    longest ones. Raises UnsupportedModel."""
+    if max_encoder_tokens is not None:
+        return guarded_encoder_decoder(model, config, dtype, device, max_model_len, max_encoder_tokens, is_thorough)
     with probing(model):
         with replacing(model, dtype, device):
             layers, mixers = find_attention_layers(model, device), find_mixers(model, device)
