@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.v1 import cache_pb2, common_pb2
@@ -28,12 +28,8 @@ class BlockMap:
     group: int = 0
     num_groups: int = 1
     """Groups that the worker has."""
-    window_tokens: int = 0
-    """Tokens that the group's layers see; 0: all of them."""
-    has_states: bool = False
-    """Whether the layers are recurrent: a block then holds their state after some number of tokens."""
-    max_encoder_tokens: int = 0
-    """Tokens of the longest encoder input, for a group with cross attention; 0: the group holds the decoder's own KV."""
+    spec: common_pb2.KVCacheGroup = field(default_factory=common_pb2.KVCacheGroup)
+    """The kind of the group."""
 
 
 async def fetch_block_maps(client: Client, worker_id: str) -> list[BlockMap]:
@@ -70,9 +66,7 @@ async def fetch_block_map(
                 blocks=tuple(blocks[block_id] for block_id in sorted(blocks)),
                 group=group,
                 num_groups=len(pools),
-                window_tokens=worker.kv_cache_config.groups[group].sliding_window.window_tokens,
-                has_states=worker.kv_cache_config.groups[group].HasField("state"),
-                max_encoder_tokens=worker.kv_cache_config.groups[group].cross_attention.max_encoder_tokens,
+                spec=worker.kv_cache_config.groups[group],
             )
 
 

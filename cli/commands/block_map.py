@@ -55,11 +55,11 @@ def render_block_map(block_map: BlockMap, width: int, height: int | None = None)
     text.append(printable(block_map.worker_id), style="bold")
     if block_map.num_groups > 1:
         text.append(f", group {block_map.group}")
-    if block_map.window_tokens:
-        text.append(f", window of {block_map.window_tokens:,} tokens")
-    if block_map.has_states:
+    if window := block_map.spec.sliding_window.window_tokens:
+        text.append(f", window of {window:,} tokens")
+    if block_map.spec.HasField("state"):
         text.append(", states of recurrent layers")
-    if block_map.max_encoder_tokens:
+    if block_map.spec.HasField("cross_attention"):
         text.append(", inputs of the encoder")
     text.append(f": {block_map.num_blocks:,} blocks of {block_map.block_size} tokens\n{_INDENT}{_counts(block_map)}\n")
     max_owners = _LEGEND_OWNERS_MAX if height is None else max(1, min(_LEGEND_OWNERS_MAX, height // 4))
