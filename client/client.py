@@ -27,7 +27,7 @@ from .prompt import Prompt, RoutedPrompt, routed_prompt
 from .request import build_request
 from .stream import ClusterAccess, GenerateStream
 from .template_process import TemplateProcess
-from .watch import Watch, WatchUpdate, watch_request
+from .watch import Watch, WatchUpdate
 
 MAX_GRACE_SECONDS: Final = 3600
 _READ_TIMEOUT_SECONDS: Final = 10.0
@@ -155,14 +155,20 @@ class Client:
 
         A ManagerAway says that the stream was lost; it is opened again by itself, and contents go on where they broke off. Use it
         in `async with contextlib.aclosing(client.watch(…)) as updates`, which ends the stream with the loop."""
-        request = watch_request(
-            pictures=pictures,
-            contents=contents,
-            interval=interval,
-            worker_id=worker_id,
-            blocks=blocks,
-            max_sequences=max_sequences,
-        )
+        if not (pictures or contents):
+            raise InvalidRequest("watch pictures, contents or both: neither was asked for", reason="BAD_FIELD")
+        if not 0.1 <= interval <= 10:
+            raise InvalidRequest(f"interval must be in 0.1 … 10 seconds, got {interval:g}", reason="BAD_FIELD")
+        if not 0 <= max_sequences < 2**32:
+            raise InvalidRequest(f"max_sequences must be in 0 … 2**32 − 1, got {max_sequences}", reason="BAD_FIELD")
+        request = cache_pb2.WatchRequest()
+        if pictures:
+            request.picture.interval_ms = round(interval * 1000)
+            request.picture.worker_id = worker_id
+            request.picture.include_blocks = blocks
+            request.picture.max_sequences = max_sequences
+        if contents:
+            request.contents.SetInParent()
         return Watch(self._channels, self._config, request).updates()
 
     async def check(self, *, timeout: float | None = None) -> cache_pb2.CheckResponse:

@@ -13,7 +13,7 @@ from kvpool.v1 import cache_pb2
 
 from .channels import Channels
 from .config import ClientConfig
-from .errors import DeadlineExceeded, InvalidRequest, KvpoolError, ResourceExhausted, Unavailable, from_rpc_error
+from .errors import DeadlineExceeded, KvpoolError, ResourceExhausted, Unavailable, from_rpc_error
 
 _SILENCE_SECONDS: Final = 6.0
 """The manager sends a message every 2 s. If it is silent for so long, it is frozen or cut off."""
@@ -31,27 +31,6 @@ class ManagerAway:
 
 WatchUpdate = cache_pb2.Picture | cache_pb2.Contents | ManagerAway
 """An item that Client.watch yields; see PictureView, and protos/kvpool/v1/cache.proto for the fields."""
-
-
-def watch_request(
-    *, pictures: bool, contents: bool, interval: float, worker_id: str, blocks: bool, max_sequences: int
-) -> cache_pb2.WatchRequest:
-    """Make the request of a watch from the options of Client.watch. Raises InvalidRequest."""
-    if not (pictures or contents):
-        raise InvalidRequest("watch pictures, contents or both: neither was asked for", reason="BAD_FIELD")
-    if not 0.1 <= interval <= 10:
-        raise InvalidRequest(f"interval must be in 0.1 … 10 seconds, got {interval:g}", reason="BAD_FIELD")
-    if not 0 <= max_sequences < 2**32:
-        raise InvalidRequest(f"max_sequences must be in 0 … 2**32 − 1, got {max_sequences}", reason="BAD_FIELD")
-    request = cache_pb2.WatchRequest()
-    if pictures:
-        request.picture.interval_ms = round(interval * 1000)
-        request.picture.worker_id = worker_id
-        request.picture.include_blocks = blocks
-        request.picture.max_sequences = max_sequences
-    if contents:
-        request.contents.SetInParent()
-    return request
 
 
 class Watch:

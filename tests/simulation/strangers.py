@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
-from kvpool.client.watch import ManagerAway, Watch, watch_request
+from kvpool.client.watch import ManagerAway, Watch
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.simulation.client_process import ClientProcess
 from tests.simulation.manager import KEEP_ALIVE_SECONDS, LEASE_SECONDS, MAX_WATCHERS
@@ -141,7 +141,8 @@ class Viewer(ClientProcess):
 
     async def look_for_ever(self) -> None:
         """Follow, through every end of the stream."""
-        request = watch_request(pictures=True, contents=False, interval=1.0, worker_id="", blocks=True, max_sequences=1)
+        options = cache_pb2.PictureOptions(interval_ms=1000, include_blocks=True, max_sequences=1)
+        request = cache_pb2.WatchRequest(picture=options)
         async for update in Watch(self._channels, self._config, request).updates():
             if isinstance(update, ManagerAway):
                 self.world.counts["viewers that were shown nothing"] += 1
