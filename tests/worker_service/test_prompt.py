@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from kvpool.protocol.byte_level import byte_letters
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
-from kvpool.protocol.text_bound import NORMAL_FORM_FACTOR, TextBound, text_bound
+from kvpool.protocol.text_bound import NORMAL_FORM_FACTOR, TextBound, text_measure
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service.codec import check_generate, decode_generate
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
@@ -139,7 +139,7 @@ def test_a_text_that_fits_is_never_refused(tokenizer: Tokenizer, text: str) -> N
     """The bound for as many tokens as it has is not below its size. Its ids are those of encode, with the special tokens that the
     tokenizer itself adds, and those that the text contains."""
     ids = tokenizer.encode(text).ids
-    assert text_bound(tokenizer, len(ids)).excess(text) is None
+    assert text_measure(tokenizer).bound(len(ids)).excess(text) is None
     assert PromptEncoder(tokenizer, len(ids) + 1).encode(text) == ids
 
 
@@ -147,7 +147,7 @@ def test_the_bound_is_that_of_the_longest_token(tokenizer: Tokenizer) -> None:
     """Not larger: these tokenizers are not among those that may shorten a text."""
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
     forms = 4 if "NF" in repr(tokenizer.normalizer) else 1
-    bound = text_bound(tokenizer, 100)
+    bound = text_measure(tokenizer).bound(100)
     assert bound.max_bytes <= 100 * longest * forms
     assert bound.excess("x" * (100 * longest * forms + 1)) == 100 * longest * forms + 1
 
@@ -319,6 +319,8 @@ def test_a_text_of_which_bytes_are_dropped_may_fill_a_message() -> None:
 def test_a_tokenizer_that_shortens_texts_gets_room_for_them() -> None:
     """A megabyte of spaces may be one token."""
     tokenizer = byte_level()
-    assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_bound(tokenizer, MAX_MODEL_LEN)) <= 10 * MAX_MODEL_LEN
+    assert (
+        max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_measure(tokenizer).bound(MAX_MODEL_LEN)) <= 10 * MAX_MODEL_LEN
+    )
     tokenizer.normalizer = normalizers.Strip()
-    assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_bound(tokenizer, MAX_MODEL_LEN)) >= 1 << 20
+    assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_measure(tokenizer).bound(MAX_MODEL_LEN)) >= 1 << 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from kvpool.protocol.text_bound import TextBound, text_bound
+from kvpool.protocol.text_bound import TextBound, text_measure
 
 from .errors import invalid
 
@@ -38,7 +38,7 @@ class PromptEncoder:
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            self.text_bound = text_bound(tokenizer, self._most_tokens)
+            self.text_bound = text_measure(tokenizer).bound(self._most_tokens)
 
     @property
     def _most_tokens(self) -> int:

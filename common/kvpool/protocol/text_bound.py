@@ -67,11 +67,6 @@ class TextMeasure(NamedTuple):
         return TextBound(max_bytes, self.dropped)
 
 
-def text_bound(tokenizer: Tokenizer, num_tokens: int) -> TextBound:
-    """Return the bound of texts of at most `num_tokens` tokens."""
-    return text_measure(tokenizer).bound(num_tokens)
-
-
 def text_measure(tokenizer: Tokenizer) -> TextMeasure:
     """Measure a tokenizer. Takes some milliseconds, since it reads the vocabulary."""
     normalizers = list(parts(tokenizer.normalizer, "normalizers"))
