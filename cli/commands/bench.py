@@ -187,8 +187,10 @@ def serve(
         _show(measured, as_json=as_json)
         raise typer.Exit(INTERRUPTED) from None
     _show(measured, as_json=as_json)
-    if measured.error is not None:
-        print(_failure(measured.error), file=sys.stderr)
+    if (error := measured.error) is not None:
+        shown = error if isinstance(error, KvpoolError) else KvpoolError(f"{type(error).__name__}: {error}")
+        remark = "the run was ended there, its figures are of the requests that were complete"
+        print(f"{error_line(shown)}; {remark}", file=sys.stderr)
     if measured.error is not None or any(run.num_refused for runs in measured.runs.values() for run in runs):
         raise typer.Exit(1)
 
@@ -250,9 +252,3 @@ def _show(measured: Measured, *, as_json: bool) -> None:
         if measured.served is not None:
             console.print(printed(f"model {measured.served.model}"))
         console.print(report.tables(measured))
-
-
-def _failure(error: Exception) -> str:
-    """Return one line with the error that ended the run and what the figures then mean."""
-    shown = error if isinstance(error, KvpoolError) else KvpoolError(f"{type(error).__name__}: {error}")
-    return f"{error_line(shown)}; the run was ended there, its figures are of the requests that were complete"

@@ -61,7 +61,7 @@ async def _until_left(client: Client, worker_id: str, grace: float | None, conso
                 leaving: cache_pb2.WorkerDescription | None = None
                 while True:
                     try:
-                        worker = _find(await client.describe(timeout=_LOOK_SECONDS), worker_id)
+                        workers = (await client.describe(timeout=_LOOK_SECONDS)).workers
                     except (Unavailable, DeadlineExceeded):
                         if leaving is None:
                             raise
@@ -69,6 +69,7 @@ async def _until_left(client: Client, worker_id: str, grace: float | None, conso
                             return
                         await asyncio.sleep(_POLL_SECONDS)
                         continue
+                    worker = next((worker for worker in workers if worker.worker_id == worker_id), None)
                     leaving = leaving or worker
                     if worker is None or leaving is None or worker.incarnation != leaving.incarnation:
                         return  # another incarnation is its successor
@@ -95,7 +96,3 @@ async def _has_ended(address: str) -> bool:
         return False
     writer.close()
     return False
-
-
-def _find(response: cache_pb2.DescribeResponse, worker_id: str) -> cache_pb2.WorkerDescription | None:
-    return next((worker for worker in response.workers if worker.worker_id == worker_id), None)

@@ -24,10 +24,6 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(usual) and value == usual for usual in values)
 
 
-def _is_text_format(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.get("type") == "text" and len(value) == 1
-
-
 _AS_USUAL: Final[Mapping[str, Callable[[Any], bool]]] = {
     "add_generation_prompt": _one_of(True),
     "add_special_tokens": _one_of(True),
@@ -47,7 +43,7 @@ _AS_USUAL: Final[Mapping[str, Callable[[Any], bool]]] = {
     "modalities": _one_of(["text"]),
     "no_stop_trim": _one_of(False),
     "parallel_tool_calls": _one_of(True, False),
-    "response_format": _is_text_format,
+    "response_format": _one_of({"type": "text"}),
     "return_hidden_states": _one_of(False),
     "return_tokens_as_token_ids": _one_of(False),
     "separate_reasoning": _one_of(True),

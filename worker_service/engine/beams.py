@@ -19,7 +19,7 @@ from ..cache.engine_cache import EngineCache
 from ..cache.sequence import CacheSequence
 from ..step import BeamCandidates, BlockCopy, SampledToken, SequencePart
 from ..token_counts import TokenCounts
-from .beam_search import BeamNode, BeamSearch, EndedText
+from .beam_search import BeamSearch, EndedText
 from .detokenizer import TextDecoder
 from .request import GenerationParams, Request
 from .stream import MAX_CHUNK_TOKENS, EndReason, StreamChunk
@@ -202,12 +202,13 @@ class BeamRequest(Request):
         nodes = ended.node.tokens()
         if nodes[-1].token_id in self._stop_token_ids:
             nodes.pop()
+        wants_logprobs = self.params.sampling.num_logprobs is not None
         chunk = StreamChunk(0, index=index)
         for place, node in enumerate(nodes):
             if len(chunk.tokens) == MAX_CHUNK_TOKENS:
                 yield chunk
                 chunk = StreamChunk(place, index=index)
-            chunk.tokens.append(self._token(node))
+            chunk.tokens.append(SampledToken(node.token_id, node.logprobs if wants_logprobs else None))
             if decoder is not None:
                 chunk.text += decoder.add(node.token_id)
         if decoder is not None:
@@ -216,9 +217,6 @@ class BeamRequest(Request):
         chunk.usage = self.usage()
         chunk.usage.num_generated_tokens = ended.node.length
         yield chunk
-
-    def _token(self, node: BeamNode) -> SampledToken:
-        return SampledToken(node.token_id, None if self.params.sampling.num_logprobs is None else node.logprobs)
 
 
 def _after(decoder: TextDecoder, token_id: int) -> TextDecoder:
