@@ -10,8 +10,6 @@ from .chunk import Chunk
 
 
 class ChunkStream(Protocol):
-    """The chunks of one answer."""
-
     async def next_chunk(self) -> Chunk | None:
         """Wait for the next one; None after the last."""
         ...

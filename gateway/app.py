@@ -32,7 +32,6 @@ from .settings import GatewaySettings
 
 
 def connection_limits(settings: GatewaySettings) -> ConnectionLimits:
-    """Return the limits of a server with these settings."""
     names = {"max_connections", "idle_seconds", "head_seconds", "body_seconds", "reader_seconds"}
     return ConnectionLimits(**settings.model_dump(include=names))
 

@@ -30,7 +30,6 @@ class Pattern(StrEnum):
     POISSON = "poisson"
     """Exponentially distributed, as with many independent users."""
     CONSTANT = "constant"
-    """All equal."""
 
 
 @dataclass(frozen=True, slots=True)

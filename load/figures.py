@@ -79,8 +79,6 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """Figures of one run."""
-
     seconds: float
     num_planned: int
     num_complete: int

@@ -18,8 +18,6 @@ class Arrived(NamedTuple):
 
 @dataclass(slots=True)
 class RequestSample:
-    """The record of one request."""
-
     turn: int
     """Number of the turn in its conversation, from 1."""
     due: float

@@ -15,8 +15,6 @@ from .worker import WORKER_ID, Worker
 
 
 class BlockView(NamedTuple):
-    """The state of one block."""
-
     block: int
     state: str
     """free, cached, held or reserved."""

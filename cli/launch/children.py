@@ -59,8 +59,6 @@ class ChildSpec:
 
 
 class ChildExit(NamedTuple):
-    """A child that has ended."""
-
     name: str
     status: int
     """Exit status; −n: ended by signal n."""

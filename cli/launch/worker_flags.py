@@ -26,8 +26,6 @@ S = TypeVar("S", bound=ProcessSettings)
 
 @dataclass(frozen=True, slots=True)
 class WorkerFlags(Generic[S]):
-    """The flags of one command."""
-
     command: str
     """Name of the command in messages, e.g. "kvpool up"."""
     settings: type[S]

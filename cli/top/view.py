@@ -53,8 +53,6 @@ class _DrawnMap(NamedTuple):
 
 @dataclass(slots=True)
 class Picture:
-    """All data of the picture."""
-
     manager: str
     """host:port of the manager."""
     response: cache_pb2.DescribeResponse | None = None

@@ -67,7 +67,6 @@ class GenerationStreams:
             await stream.aclose()
 
     def stream_of(self, choice: int) -> GenerateStream:
-        """Return the stream of a choice."""
         return self._streams[choice // self.num_per_prompt]
 
     @property

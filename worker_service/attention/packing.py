@@ -175,7 +175,6 @@ class Packer:
         self._groups = tuple(groups)
         self._device = device
         self.block_tables = [BlockTables(device, sizes.max_num_seqs, sizes.max_blocks_per_seq) for _ in groups]
-        """Block tables of each group."""
         per_part = _SHARED_NUMBERS - 1 + _NUMBERS_PER_GROUP * len(groups)
         self._staging = Staging(device, sizes.max_num_tokens + per_part * sizes.max_num_seqs)
         self._layout: KVLayout | None = None

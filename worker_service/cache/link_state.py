@@ -65,7 +65,6 @@ class MutatingCall:
 
     @property
     def is_report(self) -> bool:
-        """Whether it is a part of a report."""
         return isinstance(self.request, cache_pb2.ReportRequest)
 
 

@@ -89,7 +89,6 @@ class Admission:
         return chosen
 
     def displaced(self, waiting: RequestQueue, now: float) -> EngineError:
-        """The error that ends a displaced request."""
         return self._busy("another request has taken its place in the full queue", waiting, 1, now)
 
     def _busy(self, why: str, waiting: RequestQueue, num_requests: float, now: float) -> EngineError:

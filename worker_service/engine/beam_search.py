@@ -24,8 +24,6 @@ _IMPOSSIBLE = np.float32(-1e9)
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """Parameters of a beam search."""
-
     num_beams: int
     """2 or more."""
     length_penalty: float = 1.0
@@ -67,8 +65,6 @@ class Continuation(NamedTuple):
 
 
 class EndedText(NamedTuple):
-    """A text that has ended."""
-
     node: BeamNode
     score: float
     """The score, as transformers' `sequences_scores` has it."""

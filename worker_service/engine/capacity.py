@@ -11,8 +11,6 @@ from .settings import EngineSettings
 
 
 class Capacity:
-    """The capacity of one worker."""
-
     def __init__(self, engine: EngineSettings, cache: CacheSettings) -> None:
         self._engine = engine
         self._cache = cache

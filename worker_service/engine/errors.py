@@ -45,10 +45,8 @@ class EngineError(Exception):
 
 
 def never_fits(field: str, message: str) -> EngineError:
-    """An EngineError of kind NEVER_FITS."""
     return EngineError(ErrorKind.NEVER_FITS, message, field=field)
 
 
 def invalid(field: str, message: str) -> EngineError:
-    """An EngineError of kind INVALID."""
     return EngineError(ErrorKind.INVALID, f"{field}: {message}", field=field)

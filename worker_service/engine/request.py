@@ -107,7 +107,6 @@ class Request:
         self.params = params
         self.sequence = sequence
         self.index = 0
-        """Index of this answer."""
         self.answers = [self]
         """All answers that there are so far, this one included; one list for all of them."""
         self.num_forks_due = params.num_answers - 1

@@ -10,8 +10,6 @@ from .prompt import EncoderSettings
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Limits of the engine, and facts of the model."""
-
     model_fingerprint: str
     vocab_size: int
     max_model_len: int

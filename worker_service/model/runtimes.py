@@ -112,7 +112,6 @@ class RuntimeLoader:
         return runtime
 
     def _load_weights(self) -> Any:
-        """The model with all of its weights."""
         register()
         model, unused = load_whole(
             class_to_load(self.config),

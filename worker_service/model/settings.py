@@ -13,8 +13,6 @@ QuantizationName = Literal["none", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Settings of load_model."""
-
     model: str
     """A folder with config.json and safetensors, a folder with one GGUF file, a GGUF file, `smollm2`, or a hub id."""
     dtype: DTypeName = "auto"

@@ -76,8 +76,6 @@ class RotaryDescription(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionDescription:
-    """The attention of a layer."""
-
     num_heads: int
     num_kv_heads: int
     head_size: int

@@ -21,7 +21,6 @@ class Histogram:
         """Sum of all values, in their unit."""
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 

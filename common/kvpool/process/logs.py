@@ -16,8 +16,6 @@ _OF_SEVERAL_LINES = frozenset({"exception", "stack"})
 
 
 class LogFormat(StrEnum):
-    """Format of a log line."""
-
     console = "console"
     json = "json"
 

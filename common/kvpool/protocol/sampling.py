@@ -137,7 +137,6 @@ class Sampling:
 SAMPLING_OPTIONS: Final[Mapping[str, SamplingOption]] = {
     entry.name: entry.metadata["option"] for entry in fields(Sampling)
 }
-"""The options by name."""
 
 
 def sampling_fields(message: worker_pb2.SamplingParams) -> dict[str, Any]:

@@ -56,7 +56,6 @@ class Run(NamedTuple):
     """Table index of the first."""
 
     def entries(self) -> list[Entry]:
-        """The entries, in order."""
         return list(map(Entry, range(self.start, self.start + len(self.blocks)), self.blocks, self.generations))
 
     def spare(self) -> list[SpareBlock]:

@@ -141,7 +141,6 @@ class Scratch(GroupTable):
         return dropped
 
     def scratch(self) -> list[SpareBlock]:
-        """The blocks that are not named."""
         return [*self.placed.values(), *self.free]
 
     def blocks(self) -> list[int]:

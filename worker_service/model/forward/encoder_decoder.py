@@ -30,8 +30,6 @@ class EncoderDecoderRuntime(ModulesRuntime):
 
 
 class _EncoderDecoderForward(ModulesForward):
-    """The Forward of an encoder-decoder model."""
-
     def __init__(self, runtime: EncoderDecoderRuntime, cache: KVCache, backend: AttentionBackend) -> None:
         super().__init__(runtime, cache, backend)
         self._seq2seq, self._kv_layers = runtime.seq2seq, cache.layers

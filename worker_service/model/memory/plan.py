@@ -61,8 +61,6 @@ class MemoryFacts:
 
 
 class BudgetLine(NamedTuple):
-    """One line of the budget."""
-
     what: str
     num_bytes: int
     why: str = ""

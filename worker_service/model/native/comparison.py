@@ -71,7 +71,6 @@ class Comparison:
     """Compares both runtimes for one model and its worker."""
 
     fingerprint: str
-    """The fingerprint of the model."""
     dtype: torch.dtype
     block_size: int
     workload: TimedWorkload

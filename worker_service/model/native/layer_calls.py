@@ -70,8 +70,6 @@ def _apply(norm: NormDescription, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class NormCall(NamedTuple):
-    """A called norm."""
-
     call: ModuleCall
     description: NormDescription
 

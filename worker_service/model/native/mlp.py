@@ -23,8 +23,6 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class MLP(NamedTuple):
-    """The MLP of a layer."""
-
     inputs: torch.Tensor
     """[tokens, hidden size] float32, as outputs."""
     outputs: torch.Tensor

@@ -67,7 +67,6 @@ class Observation(NamedTuple):
     attended: dict[torch.nn.Module, ObservedAttention]
 
     def of(self, modules: Iterable[torch.nn.Module]) -> list[ModuleCall]:
-        """The calls of these modules."""
         wanted = set(modules)
         return [call for call in self.calls if call.module in wanted]
 

@@ -24,7 +24,6 @@ class ModelSource(NamedTuple):
     name: str
     """Shown to users: the last part of the path, the hub id, or `smollm2`."""
     path: Path
-    """The folder."""
     gguf: str | None = None
     """The file in it with the config; None: config.json."""
     architecture: str | None = None
