@@ -16,7 +16,7 @@ from .engine.beam_search import BeamParams
 from .engine.errors import EngineError, ErrorKind, invalid
 from .engine.prompt import PromptEncoder
 from .engine.request import GenerationParams
-from .engine.stream import EndReason, StreamChunk
+from .engine.stream import StreamChunk
 from .step import RowLogprobs, SamplingParams
 
 PART_BYTES = 1 << 16
@@ -133,13 +133,6 @@ def _num_delivered(request: worker_pb2.GenerateRequest, num_prompt: int) -> int:
     return request.num_delivered_tokens
 
 
-_FINISH_REASONS = {
-    None: worker_pb2.FINISH_REASON_UNSPECIFIED,
-    EndReason.STOP: worker_pb2.FINISH_REASON_STOP,
-    EndReason.LENGTH: worker_pb2.FINISH_REASON_LENGTH,
-}
-
-
 def encode_chunk(chunk: StreamChunk) -> Iterator[worker_pb2.GenerateResponse]:
     """The next messages of the stream: one, unless log-probabilities of a long prompt need more."""
     prompt = [
@@ -157,7 +150,7 @@ def encode_chunk(chunk: StreamChunk) -> Iterator[worker_pb2.GenerateResponse]:
         text=chunk.text,
         usage=chunk.usage,
         prompt_logprobs=prompt,
-        finish_reason=_FINISH_REASONS[chunk.finish_reason],
+        finish_reason=None if chunk.finish_reason is None else chunk.finish_reason.value,
         index=chunk.index,
         score=chunk.score,
     )

@@ -23,7 +23,7 @@ from .manager_link import ManagerLink
 from .model.facts import ModelFacts
 
 OUTCOMES: Final = (
-    *(reason.value for reason in EndReason),
+    *(reason.name.lower() for reason in EndReason),
     CANCELLED,
     *(kind.name.lower() for kind in ErrorKind),
 )
@@ -167,7 +167,7 @@ def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> Non
         ("generation_tokens", "Tokens generated.", stats.num_generated_tokens),
     ):
         page.counter(f"vllm:{name}", text, value, **labels)
-    whole = {reason.value: stats.ended[reason.value] for reason in EndReason}
+    whole = {name: stats.ended[name] for name in (reason.name.lower() for reason in EndReason)}
     failed = stats.ended.total() - sum(whole.values()) - stats.ended[CANCELLED]
     for reason, count in {**whole, "abort": stats.ended[CANCELLED], "error": failed}.items():
         page.counter("vllm:request_success", "Requests that have ended.", count, **labels, finished_reason=reason)

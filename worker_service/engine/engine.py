@@ -329,7 +329,7 @@ class Engine:
 
     def _on_finished(self, request: Request, reason: EndReason, now: float) -> None:
         """Count a request whose answers are all complete, by its first one; the last one ended for that reason."""
-        self.stats.on_finished(request, reason.value, now)
+        self.stats.on_finished(request, reason.name.lower(), now)
         self._admission.on_finished(request)
 
     def _take_events(self) -> None:

@@ -55,7 +55,7 @@ class EngineStats:
         """Prompt tokens of requests that have got their first token."""
         self.num_generated_tokens = 0
         self.ended: Counter[str] = Counter()
-        """Accepted requests that have ended, by outcome: a EndReason, CANCELLED, or an ErrorKind's name in lower case."""
+        """Accepted requests that have ended, by outcome: CANCELLED, or the name of an EndReason or an ErrorKind in lower case."""
         self.refused: Counter[ErrorKind] = Counter()
         """Requests not accepted, by reason."""
         self.step_seconds = Histogram(INTER_TOKEN_SECONDS)

@@ -19,10 +19,10 @@ MAX_CHUNK_TOKENS: Final = 256
 
 
 class EndReason(Enum):
-    """Why a text ended."""
+    """Why a text ended, by its number in messages."""
 
-    STOP = "stop"
-    LENGTH = "length"
+    STOP = worker_pb2.FINISH_REASON_STOP
+    LENGTH = worker_pb2.FINISH_REASON_LENGTH
 
 
 @dataclass(slots=True)
