@@ -205,7 +205,10 @@ class Packer:
         except PackingError:
             raise
         except BaseException:
-            self._forget()  # the device may have some of the changes
+            # The device may have some of the changes.
+            self._layout = self._packing = None
+            for tables in self.block_tables:
+                tables.forget()
             raise
 
     def _keep_layout(self, parts: Sequence[SequencePart]) -> list[Changes] | None:
@@ -323,11 +326,6 @@ class Packer:
             position_ids=positions[None],
         )
         return self._packing
-
-    def _forget(self) -> None:
-        self._layout = self._packing = None
-        for tables in self.block_tables:
-            tables.forget()
 
     def _locate(
         self, query_lens: torch.Tensor, all_rows: Sequence[torch.Tensor], shifts: torch.Tensor, num_tokens: int

@@ -169,7 +169,9 @@ class _Builder:
             # the same place in the product in every step. In place of such keys, whose blocks may be gone, is slot 0 of the null
             # block, as in the padding: they are hidden, and their weights are exact zeros. So the bits of a row are the same
             # whether a key before its window is read for another row of the tile, is not read, or has no block any more.
-            first = self._first_seen(tile)
+            first = tile.first
+            if self._window is not None:
+                first = max(first, tile.rows[0].first + 1 - self._window)
             slots[index, first - tile.first : tile.num_keys] = self._slots(tile, first)
         return TileBatch(
             num_tiles=len(tiles),
@@ -195,10 +197,6 @@ class _Builder:
         shifts = [self._packing.offsets[rows.part] - self._packing.starts[rows.part] for rows in tile.rows]
         ranges = [np.arange(r.first + shift, r.end + shift) for r, shift in zip(tile.rows, shifts, strict=True)]
         return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
-
-    def _first_seen(self, tile: Tile) -> int:
-        """Position of the first key that any row sees."""
-        return tile.first if self._window is None else max(tile.first, tile.rows[0].first + 1 - self._window)
 
     def _distances(self, tiles: list[Tile], width: int) -> torch.Tensor:
         """The distances of a TileBatch. Rows of the padding see the first key."""

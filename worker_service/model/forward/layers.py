@@ -128,15 +128,10 @@ class _Recorder:
             is_cross=is_cross,
             has_bias=bias is not None and not is_cross,
         )
-        source = self._source(key, value)
-        self._seen.append((key, value))
-        self.found.append(AttentionLayer(name, module, needs, call._replace(bias=None), source))
-        return placeholder(module, query, key, value, call)
-
-    def _source(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
-        """The first layer that was called with the very same K and V."""
         same = (index for index, (k, v) in enumerate(self._seen) if _is_same(k, key) and _is_same(v, value))
-        return next(same, None)
+        self.found.append(AttentionLayer(name, module, needs, call._replace(bias=None), next(same, None)))
+        self._seen.append((key, value))
+        return placeholder(module, query, key, value, call)
 
 
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -60,7 +60,8 @@ def _add_bias(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
     biases = [draws[row].sampling.logit_bias for row in rows]
     where = _Places(logits, rows, [_array(bias.keys()) for bias in biases])
     if where:
-        where.write(where.read() + where.spread([_floats(bias.values()) for bias in biases]))
+        added = [np.fromiter(bias.values(), np.float64, len(bias)) for bias in biases]
+        where.write(where.read() + where.spread(added))
 
 
 def _force(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
@@ -132,7 +133,3 @@ class _Places:
 
 def _array(ids: Collection[int]) -> _IntArray:
     return np.fromiter(ids, dtype=np.int64, count=len(ids))
-
-
-def _floats(values: Collection[float]) -> npt.NDArray[np.float64]:
-    return np.fromiter(values, dtype=np.float64, count=len(values))
