@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -34,16 +35,23 @@ def settings(tmp_path: Path) -> ManagerSettings:
     )
 
 
+@contextlib.asynccontextmanager
+async def running(settings: ManagerSettings) -> AsyncIterator[ManagerServer]:
+    """A manager in this process; its laws hold in the end."""
+    with contextlib.closing(FileEpochs.open(settings.state_folder)) as epochs:
+        server = ManagerServer(settings, epochs)
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.stop(notice_seconds=0)
+        assert server.manager.check().violations == []
+
+
 @pytest.fixture
 async def server(settings: ManagerSettings) -> AsyncIterator[ManagerServer]:
-    """A started manager; its laws hold at the end of every test."""
-    epochs = FileEpochs.open(settings.state_folder)
-    server = ManagerServer(settings, epochs)
-    await server.start()
-    yield server
-    await server.stop(notice_seconds=0)
-    assert server.manager.check().violations == []
-    epochs.close()
+    async with running(settings) as server:
+        yield server
 
 
 @pytest.fixture

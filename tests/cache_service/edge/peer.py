@@ -16,6 +16,7 @@ from tests.rich_status import reason_of, status_of
 
 BLOCK_SIZE = 4
 FINGERPRINT = "model-a"
+ROOT = common_pb2.Root(model_fingerprint=FINGERPRINT)
 
 
 def tokens(*ids: int) -> bytes:
@@ -46,11 +47,16 @@ def item(
     """A sequence that wants a table."""
     return pb.AllocateItem(
         key=key(sequence_id, attempt),
-        root=common_pb2.Root(model_fingerprint=FINGERPRINT),
+        root=ROOT,
         tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,
         no_wait=no_wait,
     )
+
+
+def update(sequence_id: str, num_computed_tokens: int = 0, **fields: Any) -> pb.SequenceUpdate:
+    """What a worker says of a sequence's first attempt."""
+    return pb.SequenceUpdate(key=key(sequence_id), num_computed_tokens=num_computed_tokens, **fields)
 
 
 def registration(
@@ -130,6 +136,12 @@ class Worker:
     async def allocate(self, *items: pb.AllocateItem, wish: int | None = None) -> pb.AllocateResponse:
         return await self.stub.Allocate(pb.AllocateRequest(uplink=self.uplink(wish), items=items))
 
+    async def grant(self, sequence_id: str, prompt_tokens: bytes, **options: Any) -> pb.Granted:
+        """The grant of a sequence, which must not be refused."""
+        (result,) = (await self.allocate(item(sequence_id, prompt_tokens, **options))).results
+        assert result.status.code == 0, result.status
+        return result.granted
+
     async def append(
         self, *updates: pb.SequenceUpdate, want_blocks: int = 0, wish: int | None = None
     ) -> pb.AppendResponse:
@@ -145,10 +157,13 @@ class Worker:
             session=self.session,
             session_key=self.session_key,
             downlink_ack=self.downlink_ack,
-            load=common_pb2.WorkerLoad(num_running=1),
+            load=common_pb2.WorkerLoad(num_running=1, num_waiting=2),
             draining=draining,
         )
         return await self.stub.KeepAlive(request, timeout=self.seconds)
+
+    async def fork(self, fork: pb.ForkItem) -> pb.ForkResponse:
+        return await self.stub.Fork(pb.ForkRequest(uplink=self.uplink(), items=[fork]))
 
     async def deregister(self) -> pb.DeregisterResponse:
         request = pb.DeregisterRequest(session=self.session, session_key=self.session_key)

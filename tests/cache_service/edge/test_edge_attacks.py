@@ -26,25 +26,11 @@ from tests.cache_service.edge.managers import Managers
 from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, prompt, refused, registration
 from tests.cache_service.edge.victim import busy, goes_on, seen, state_of
 from tests.rich_status import detail, field_of
+from tests.scrape import scrape
 from tests.until import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def refused_paths(connection: http2.Connection, number: int = 3) -> None:
-    """Send malformed paths; each is refused on its stream, and the connection stays open."""
-    asked = {await connection.request(b"/\xff") for _ in range(number)}
-    async with asyncio.timeout(30):
-        while asked:
-            frame = await connection.read()
-            assert frame is not None
-            if frame.kind == http2.Kind.HEADERS:
-                asked.discard(frame.stream)
-
-
-async def until_rebuilt(server: ManagerServer, number: int) -> None:
-    await until(lambda: server._grpc.num_rebuilds >= number)
 
 
 async def test_sessions_blocks_and_leases_outlive_the_server(
@@ -52,10 +38,11 @@ async def test_sessions_blocks_and_leases_outlive_the_server(
 ) -> None:
     """The worker's channel connects anew; its session is the same, and so are its table and the block counts."""
     first = await worker.allocate(item("a", prompt(9)))
+    assert server.metrics is not None
     for number in range(1, 4):
         async with await http2.Connection.open(server.port) as connection:
             await connection.request(b"/\xff")
-            await until_rebuilt(server, number)
+            await until(lambda number=number: server._grpc.num_rebuilds >= number)  # type: ignore[misc]
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
                 described = await Stub(channel).Describe(pb.DescribeRequest(), wait_for_ready=True)
             assert [(found.worker_id, found.session) for found in described.workers] == [("w", worker.session)]
@@ -64,6 +51,8 @@ async def test_sessions_blocks_and_leases_outlive_the_server(
             assert (await worker.keep_alive()).lease_ms
             again = await worker.allocate(item("a", prompt(9)))
             assert again.results[0].granted == first.results[0].granted
+        page = await scrape(server.metrics.url)
+        assert page.value("kvpool_manager_server_rebuilds_total") == number
 
 
 async def test_a_process_goes_on_and_ends_with_status_0(tmp_path: Path, managers: Managers) -> None:
@@ -71,8 +60,13 @@ async def test_a_process_goes_on_and_ends_with_status_0(tmp_path: Path, managers
     with managers.serving(tmp_path / "state") as (process, address, _):
         port = int(address.rpartition(":")[2])
         for _attack in range(3):
-            async with await http2.Connection.open(port) as connection:
-                await refused_paths(connection)
+            async with await http2.Connection.open(port) as connection, asyncio.timeout(30):
+                asked = {await connection.request(b"/\xff") for _ in range(3)}
+                while asked:
+                    frame = await connection.read()
+                    assert frame is not None
+                    if frame.kind == http2.Kind.HEADERS:
+                        asked.discard(frame.stream)
             async with grpc.aio.insecure_channel(address) as channel:
                 assert (await Stub(channel).Describe(pb.DescribeRequest(), wait_for_ready=True, timeout=60)).epoch == 1
         process.send_signal(signal.SIGTERM)
@@ -123,26 +117,17 @@ def test_every_method_has_a_limit_of_its_own() -> None:
 async def test_the_largest_legal_requests_are_taken(stub: Stub) -> None:
     """Names, groups and counts at the limits of the core; a heartbeat with the counts of a hundred groups."""
     limits = Limits()
-    largest = registration("w" * limits.max_id_bytes, address="a" * limits.max_name_bytes)
-    largest.model_name = "m" * limits.max_name_bytes
-    largest.engine = "e" * limits.max_name_bytes
-    largest.model_fingerprint = FINGERPRINT
+    name = "n" * limits.max_name_bytes
+    largest = registration("w" * limits.max_id_bytes, address=name, model_name=name, engine=name)
     registered = await stub.Register(largest)
-    counts = [
-        common_pb2.BlockCounts(
-            group=group, tier=common_pb2.TIER_DEVICE, free=1 << 24, cached=1 << 24, held=1 << 24, reserved=1 << 24
-        )
-        for group in range(100)
-    ]
+    full = dict.fromkeys(("free", "cached", "held", "reserved"), 1 << 24)
+    counts = [common_pb2.BlockCounts(group=group, tier=common_pb2.TIER_DEVICE, **full) for group in range(100)]
+    load = common_pb2.WorkerLoad(num_running=4096, num_waiting=1 << 20, num_uncomputed_tokens=1 << 31)
     session, key = registered.session, registered.session_key
-    heartbeat = pb.KeepAliveRequest(session=session, session_key=key, downlink_ack=(1 << 64) - 1, counts=counts)
-    heartbeat.load.CopyFrom(common_pb2.WorkerLoad(num_running=4096, num_waiting=1 << 20, num_uncomputed_tokens=1 << 31))
-    heartbeat.downlink_ack = 0
+    heartbeat = pb.KeepAliveRequest(session=session, session_key=key, load=load, counts=counts)
     assert heartbeat.ByteSize() < SMALL.num_bytes
     assert (await stub.KeepAlive(heartbeat)).lease_ms
-    root = common_pb2.Root(
-        model_fingerprint=FINGERPRINT, adapter="a" * limits.max_name_bytes, tenant_salt="t" * limits.max_name_bytes
-    )
+    root = common_pb2.Root(model_fingerprint=FINGERPRINT, adapter=name, tenant_salt=name)
     longest = bytes(4 * limits.max_tokens_per_sequence)
     assert (await stub.Route(pb.RouteRequest(root=root, tokens=longest))).workers
     await stub.Drain(pb.DrainRequest(worker_id="w" * limits.max_id_bytes, grace_ms=1000))

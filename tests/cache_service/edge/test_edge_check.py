@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, item, prompt
+from tests.until import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
 
@@ -39,15 +41,12 @@ class Watched:
         monkeypatch.setattr(OnlineAudit, "close", close_audit)
         monkeypatch.setattr(CacheManager, "begin_audit", begin_audit)
 
-    async def until_begun(self, count: int) -> None:
-        """Until so many audits have begun."""
-        while self.num_begun < count:
-            await asyncio.sleep(0.001)
-
-    async def until_closed(self, count: int) -> None:
-        """Until so many have ended or were given up."""
-        while self.num_closed < count:
-            await asyncio.sleep(0.001)
+    async def begin(self, stub: Stub) -> Any:
+        """A Check whose audit has begun, and is held."""
+        self.held = True
+        call = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
+        await until(lambda: self.num_begun == 1)
+        return call
 
 
 @pytest.fixture
@@ -62,10 +61,8 @@ def watched(server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 async def test_other_calls_are_answered_between_the_slices(stub: Stub, worker: Worker, watched: Watched) -> None:
     """Requests come and go while an audit stands still in the middle, and its verdict is that all is well."""
     await worker.allocate(item("a", prompt(9)))
-    watched.held = True
-    check = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
-    await watched.until_begun(1)
-    assert (await worker.allocate(item("b", prompt(9, 50)))).results[0].status.code == 0
+    check = await watched.begin(stub)
+    await worker.grant("b", prompt(9, 50))
     assert (await worker.keep_alive()).lease_ms
     assert not check.done()
     watched.held = False
@@ -77,39 +74,32 @@ async def test_calls_that_come_during_an_audit_share_the_next(
     stub: Stub, server: ManagerServer, worker: Worker, watched: Watched
 ) -> None:
     """The one under way may have passed by what was broken before they asked."""
-    table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
-    watched.held = True
-    first = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
-    await watched.until_begun(1)
+    block = (await worker.grant("a", prompt(9))).tables[0].block_ids[1]
+    first = await watched.begin(stub)
     audits = server._servicer.audits
     later = [asyncio.ensure_future(stub.Check(pb.CheckRequest())) for _ in range(3)]
-    while audits._next is None or audits._next.num_waiting < 3:
-        await asyncio.sleep(0.001)
+    await until(lambda: audits._next and audits._next.num_waiting >= 3 and server._servicer.counts.num_under_way == 4)
     watched.held = False
     answers = [await call for call in (first, *later)]
     assert [answer.num_sequences_checked for answer in answers] == [1] * 4
     assert (watched.num_begun, watched.num_closed) == (2, 2)
     pool = server.manager.worker("w").pools[0]
-    pool._ref_count[table.block_ids[1]] += 1
+    pool._ref_count[block] += 1
     broken = await stub.Check(pb.CheckRequest())
-    pool._ref_count[table.block_ids[1]] -= 1
+    pool._ref_count[block] -= 1
     assert "references" in [violation.law for violation in broken.violations]
 
 
 async def test_an_audit_that_nobody_waits_for_is_given_up(stub: Stub, server: ManagerServer, watched: Watched) -> None:
     """The running one as well as the one that is to come; and the next call is served as if nothing had been."""
-    watched.held = True
-    running = stub.Check(pb.CheckRequest())
-    await watched.until_begun(1)
+    running = await watched.begin(stub)
     waiting = stub.Check(pb.CheckRequest())
     audits = server._servicer.audits
-    while audits._next is None:
-        await asyncio.sleep(0.001)
+    await until(lambda: audits._next)
     waiting.cancel()
-    while audits._next is not None:
-        await asyncio.sleep(0.001)
+    await until(lambda: not audits._next)
     running.cancel()
-    await watched.until_closed(1)
+    await until(lambda: watched.num_closed == 1)
     assert server.manager._tree.walk is None
     watched.held = False
     assert not (await stub.Check(pb.CheckRequest())).violations
@@ -119,21 +109,14 @@ async def test_an_audit_that_nobody_waits_for_is_given_up(stub: Stub, server: Ma
 async def test_one_that_leaves_does_not_take_the_audit_of_others_with_it(
     stub: Stub, server: ManagerServer, watched: Watched
 ) -> None:
-    watched.held = True
-    first = asyncio.ensure_future(stub.Check(pb.CheckRequest()))
-    await watched.until_begun(1)
-    leaves, stays = stub.Check(pb.CheckRequest()), stub.Check(pb.CheckRequest())
-    stays_too = asyncio.ensure_future(stays)
-    leaves_too = asyncio.ensure_future(leaves)
+    first = await watched.begin(stub)
+    leaves, stays = [asyncio.ensure_future(stub.Check(pb.CheckRequest())) for _ in range(2)]
     audits = server._servicer.audits
-    while audits._next is None or audits._next.num_waiting < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: audits._next and audits._next.num_waiting == 2)
     leaves.cancel()
-    while audits._next.num_waiting > 1:
-        await asyncio.sleep(0.001)
+    await until(lambda: audits._next and audits._next.num_waiting == 1)
     watched.held = False
     assert not (await first).violations
-    assert not (await stays_too).violations
-    with pytest.raises(asyncio.CancelledError):
-        await leaves_too
+    assert not (await stays).violations
+    assert leaves.cancelled()
     assert (watched.num_begun, watched.num_closed) == (2, 2)

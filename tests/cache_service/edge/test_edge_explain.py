@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-import pytest
 
 from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.explain_codec import encode_explanation
 from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration, tokens
+from tests.cache_service.edge.peer import (
+    FINGERPRINT,
+    ROOT,
+    Worker,
+    item,
+    key,
+    prompt,
+    refused,
+    registration,
+    tokens,
+    update,
+)
 
 Stub = cache_pb2_grpc.CacheServiceStub
-ROOT = common_pb2.Root(model_fingerprint=FINGERPRINT)
 
 
 async def explained(stub: Stub, prompt_tokens: bytes, worker_id: str = "w", root: common_pb2.Root = ROOT) -> Any:
@@ -31,7 +40,7 @@ async def serve(worker: Worker, name: str, prompt_tokens: bytes, root: common_pb
     wanted.root.CopyFrom(root)
     (result,) = (await worker.allocate(wanted)).results
     assert result.status.code == 0, result
-    await worker.free(pb.SequenceUpdate(key=key(name), num_computed_tokens=len(prompt_tokens) // 4))
+    await worker.free(update(name, len(prompt_tokens) // 4))
     return result.granted.num_cached_tokens
 
 
@@ -104,38 +113,21 @@ async def test_the_closest_prompt_names_the_token_where_they_part(stub: Stub, wo
     answer = await stub.Explain(pb.ExplainRequest(root=ROOT, tokens=tokens(1, 2, 0, 4, *document)))
     assert answer.num_workers == 1
     assert answer.epoch == worker.registered.epoch
-    closest = answer.closest
-    assert closest == pb.ClosestPrompt(
-        num_equal_tokens=2,
-        prompt_token=0,
-        cached_token=20,
-        num_prompts=1,
-        num_tokens_gained=20,
-        num_different_tokens=1,
+    assert answer.closest == pb.ClosestPrompt(
+        num_equal_tokens=2, prompt_token=0, cached_token=20, num_prompts=1, num_tokens_gained=20, num_different_tokens=1
     )
 
 
-async def test_a_prompt_nobody_serves_has_no_workers(stub: Stub) -> None:
+async def test_what_cannot_be_explained_is_refused(stub: Stub) -> None:
+    """A prompt that no worker serves has no workers."""
     answer = await stub.Explain(pb.ExplainRequest(root=ROOT, tokens=prompt(4)))
     assert (len(answer.workers), answer.num_workers, answer.HasField("closest")) == (0, 0, False)
-
-
-@pytest.mark.parametrize(
-    ("request_", "code", "reason"),
-    [
-        (pb.ExplainRequest(root=ROOT), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD"),
-        (pb.ExplainRequest(root=ROOT, tokens=b"abc"), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD"),
-        (
-            pb.ExplainRequest(root=ROOT, tokens=prompt(1), worker_id="x"),
-            grpc.StatusCode.NOT_FOUND,
-            "UNKNOWN_WORKER",
-        ),
-    ],
-)
-async def test_what_cannot_be_explained_is_refused(
-    stub: Stub, worker: Worker, request_: pb.ExplainRequest, code: grpc.StatusCode, reason: str
-) -> None:
-    await refused(stub.Explain(request_), code, reason)
+    for bad in (b"", b"abc"):
+        await refused(
+            stub.Explain(pb.ExplainRequest(root=ROOT, tokens=bad)), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD"
+        )
+    unknown = pb.ExplainRequest(root=ROOT, tokens=prompt(1), worker_id="x")
+    await refused(stub.Explain(unknown), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER")
 
 
 async def test_a_route_that_asks_why_has_the_same_answer_with_it(stub: Stub, worker: Worker) -> None:

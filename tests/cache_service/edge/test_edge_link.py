@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,17 +18,10 @@ from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cache_service.worker_codec import decode_registration
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.peer import Worker, item, key, prompt, refused, registration, run
-from tests.rich_status import reason_of
+from tests.cache_service.edge.conftest import running
+from tests.cache_service.edge.peer import Worker, item, prompt, refused, registration, run, update
 
 Stub = cache_pb2_grpc.CacheServiceStub
-STALE = grpc.StatusCode.FAILED_PRECONDITION
-
-
-async def test_every_call_of_a_session_that_is_not_live_is_refused(stub: Stub, worker: Worker) -> None:
-    worker.registered.session += 1
-    for call in (worker.allocate(), worker.append(), worker.free(), worker.keep_alive()):
-        assert "register again" in (await refused(call, STALE, "STALE_SESSION")).message
 
 
 async def test_surplus_goes_back_and_what_is_not_reserved_so_is_ignored(stub: Stub, worker: Worker) -> None:
@@ -39,21 +31,6 @@ async def test_surplus_goes_back_and_what_is_not_reserved_so_is_ignored(stub: St
     uplink = worker.uplink(wish=2, returned=[surplus, wrong])
     reply = await stub.Free(pb.FreeRequest(uplink=uplink))
     assert reply.downlink.counts[0].reserved == 2
-
-
-async def test_a_larger_attempt_elsewhere_fences_the_smaller_and_tells_its_worker_to_stop(
-    stub: Stub, worker: Worker
-) -> None:
-    other = await Worker.begin(stub, registration("v"))
-    await worker.allocate(item("a", prompt(9)))
-    elsewhere = (await other.allocate(item("a", prompt(9)))).results[0].status
-    assert (elsewhere.code, reason_of(elsewhere)) == (6, "SEQUENCE_ELSEWHERE")
-    assert (await other.allocate(item("a", prompt(9), attempt=2))).results[0].status.code == 0
-    (entry,) = (await worker.keep_alive()).downlink.entries
-    assert entry.stop == key("a")
-    fenced = (await worker.append(pb.SequenceUpdate(key=key("a")))).results[0].status
-    assert reason_of(fenced) == "STALE_ATTEMPT"
-    assert (await worker.free(pb.SequenceUpdate(key=key("a")))).downlink.counts[0].held == 0
 
 
 async def test_only_a_heartbeat_that_acknowledges_news_renews_the_lease(
@@ -80,28 +57,8 @@ async def test_only_a_heartbeat_that_acknowledges_news_renews_the_lease(
 # -- registration
 
 
-async def test_a_worker_that_has_seen_a_larger_epoch_raises_ours_before_it_is_answered(
-    settings: ManagerSettings, stub: Stub
-) -> None:
-    """The state directory was lost: epochs, and with them sessions and generations, go on above what was seen."""
-    request = registration(highest_epoch_seen=41)
-    registered = await stub.Register(request)
-    assert (registered.epoch, registered.session >> 40) == (42, 42)
-    assert (settings.state_folder / "epoch").read_bytes().startswith(b"kvpool epoch 42 ")
-    late = Worker(stub, registration("v"))
-    assert (await late.register()).epoch == 42
-
-
-async def test_a_strange_worker_that_has_seen_our_own_epoch_raises_it_too(stub: Stub) -> None:
-    """It cannot have it from us, so an earlier life of the manager gave stamps under the same epoch."""
-    request = registration(highest_epoch_seen=1)
-    assert (await stub.Register(request)).epoch == 2
-
-
 async def test_workers_that_register_at_once_with_a_larger_epoch_raise_ours_once(stub: Stub) -> None:
-    requests = [registration(f"w{i}") for i in range(8)]
-    for request in requests:
-        request.highest_epoch_seen = 5
+    requests = [registration(f"w{i}", highest_epoch_seen=5) for i in range(8)]
     registered = await asyncio.gather(*map(stub.Register, requests))
     assert len({answer.session for answer in registered}) == 8
     assert {answer.epoch for answer in registered} == {6}
@@ -118,63 +75,32 @@ async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothin
     assert (await stub.Register(request)).epoch == 8
 
 
-async def test_after_a_restart_the_manager_refuses_old_sessions_and_serves_who_registers(tmp_path: Path) -> None:
-    settings = ManagerSettings(port=0, state_dir=tmp_path)
-    sessions: list[pb.RegisterResponse] = []
-    for life in range(3):
-        epochs = FileEpochs.open(tmp_path)
-        async with (
-            ManagerServer(settings, epochs) as server,
-            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
-        ):
-            worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration(register_no=life + 1))
-            if sessions:
-                worker.registered = sessions[-1]
-                worker.request.highest_epoch_seen = sessions[-1].epoch
-                await refused(worker.allocate(item("a", prompt(9))), STALE, "STALE_SESSION")
-            sessions.append(await worker.register())
-            assert (await worker.allocate(item("a", prompt(9)))).results[0].status.code == 0
-            assert server.manager.check().violations == []
-        epochs.close()
-    assert [registered.epoch for registered in sessions] == [1, 2, 3]
-    assert sorted(sessions, key=lambda registered: registered.session) == sessions
-
-
 # -- leases
 
 
 @pytest.fixture
-async def short_leases(tmp_path: Path) -> ManagerSettings:
-    return ManagerSettings(port=0, state_dir=tmp_path / "short", lease_seconds=0.5, keep_alive_seconds=0.1)
+def short_leases(settings: ManagerSettings) -> ManagerSettings:
+    return settings.model_copy(update={"lease_seconds": 0.5})
 
 
 async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leases: ManagerSettings) -> None:
     """After the lease a silent worker's blocks are gone from the tree and it may register again; the other noticed nothing."""
-    epochs = FileEpochs.open(short_leases.state_folder)
     async with (
-        ManagerServer(short_leases, epochs) as server,
+        running(short_leases) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        asyncio.timeout(60),
     ):
         stub = cache_pb2_grpc.CacheServiceStub(channel)
-        silent, alive = Worker(stub, registration("silent")), Worker(stub, registration("alive"))
-        await silent.register()
-        await alive.register()
+        silent, alive = [await Worker.begin(stub, registration(name)) for name in ("silent", "alive")]
         await silent.allocate(item("a", prompt(24)))
-        await silent.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=20))
-        async with asyncio.timeout(30):
-            while len(server.manager.sessions) == 2:
-                await alive.keep_alive()
-                await asyncio.sleep(0.05)
+        await silent.append(update("a", 20))
+        while len(server.manager.sessions) == 2 or server.manager.num_prefix_nodes:
+            await alive.keep_alive()
+            await asyncio.sleep(0.05)
         await refused(silent.allocate(item("b", prompt(9))), STALE, "STALE_SESSION")
-        async with asyncio.timeout(30):
-            while server.manager.num_prefix_nodes:
-                await alive.keep_alive()
-                await asyncio.sleep(0.05)
-        assert (await alive.allocate(item("a", prompt(24)))).results[0].status.code == 0
+        await alive.grant("a", prompt(24))
         await silent.register()
         assert (await silent.keep_alive()).downlink.counts[0].free == 16
-        assert not (await stub.Check(pb.CheckRequest())).violations
-    epochs.close()
 
 
 async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between_the_slices(
@@ -183,7 +109,7 @@ async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between
     """In one tick; had each slice to wait for its own, a large pool would take long."""
     monkeypatch.setattr("kvpool.cache_service.core.manager.SWEEP_SLICE_NODES", 1)
     await worker.allocate(item("a", prompt(60)))
-    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=60))
+    await worker.append(update("a", 60))
     order: list[str] = []
 
     def noted(name: str, do: Callable[..., Any]) -> Callable[..., Any]:

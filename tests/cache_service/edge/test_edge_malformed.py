@@ -21,7 +21,7 @@ from kvpool.protocol.status import MAX_TEXT_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.attacks.spoil import spoil
-from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration, run, tokens
+from tests.cache_service.edge.peer import ROOT, Worker, item, key, prompt, refused, registration, run, tokens, update
 from tests.rich_status import detail, field_of, position_of, reason_of
 
 Stub = cache_pb2_grpc.CacheServiceStub
@@ -39,39 +39,27 @@ async def test_what_a_later_version_brings_is_unimplemented(stub: Stub) -> None:
     assert "got no spec" in found.message
 
 
-@pytest.mark.parametrize(("most", "field"), [(0, "cross_attention.max_encoder_tokens"), (8, "cross_attention")])
-async def test_cross_attention_that_cannot_be_is_named(stub: Stub, most: int, field: str) -> None:
-    """It needs the length of the longest input, and another group for the decoder's own KV."""
-    crossed = registration()
-    crossed.kv_cache_config.groups[0].cross_attention.max_encoder_tokens = most
-    crossed.kv_cache_config.groups[0].cross_attention.SetInParent()
-    found = await refused(stub.Register(crossed), INVALID, "BAD_FIELD")
-    assert field_of(found) == f"kv_cache_config.groups[0].{field}"
-
-
 @pytest.mark.parametrize(
-    ("window", "ring", "field"), [(0, 3, "window_tokens"), (1, 3, "window_tokens"), (8, 2, "ring_blocks")]
+    ("kind", "spec", "field"),
+    [
+        ("cross_attention", {"max_encoder_tokens": 0}, ".max_encoder_tokens"),
+        ("cross_attention", {"max_encoder_tokens": 8}, ""),
+        ("sliding_window", {"window_tokens": 0, "ring_blocks": 3}, ".window_tokens"),
+        ("sliding_window", {"window_tokens": 1, "ring_blocks": 3}, ".window_tokens"),
+        ("sliding_window", {"window_tokens": 8, "ring_blocks": 2}, ".ring_blocks"),
+        ("state", {"grid_tokens": 0, "scratch_blocks": 2}, ".grid_tokens"),
+        ("state", {"grid_tokens": 6, "scratch_blocks": 2}, ".grid_tokens"),
+        ("state", {"grid_tokens": 1 << 21, "scratch_blocks": 2}, ".grid_tokens"),
+        ("state", {"grid_tokens": 8, "scratch_blocks": 0}, ".scratch_blocks"),
+    ],
 )
-async def test_a_window_that_cannot_be_is_named(stub: Stub, window: int, ring: int, field: str) -> None:
-    """In blocks of four tokens the seven before a token are in two blocks, and the token itself is in a third."""
-    windowed = registration()
-    spec = windowed.kv_cache_config.groups[0].sliding_window
-    spec.window_tokens, spec.ring_blocks = window, ring
-    found = await refused(stub.Register(windowed), INVALID, "BAD_FIELD")
-    assert field_of(found) == f"kv_cache_config.groups[0].sliding_window.{field}"
-
-
-@pytest.mark.parametrize(
-    ("grid", "scratch", "field"),
-    [(0, 2, "grid_tokens"), (6, 2, "grid_tokens"), (1 << 21, 2, "grid_tokens"), (8, 0, "scratch_blocks")],
-)
-async def test_a_state_that_cannot_be_is_named(stub: Stub, grid: int, scratch: int, field: str) -> None:
-    """The grid is a multiple of the block size, four tokens, and a sequence has a running state."""
-    recurrent = registration()
-    spec = recurrent.kv_cache_config.groups[0].state
-    spec.grid_tokens, spec.scratch_blocks = grid, scratch
-    found = await refused(stub.Register(recurrent), INVALID, "BAD_FIELD")
-    assert field_of(found) == f"kv_cache_config.groups[0].state.{field}"
+async def test_a_group_that_cannot_be_is_named(stub: Stub, kind: str, spec: dict[str, int], field: str) -> None:
+    """Cross attention needs the length of the longest input, and another group for the decoder's own KV. In blocks of four tokens
+    the seven before a token are in two blocks, and the token itself is in a third. A grid is a multiple of the block size."""
+    request = registration()
+    request.kv_cache_config.groups[0].CopyFrom(common_pb2.KVCacheGroup(**{kind: spec}, bytes_per_block=64))  # type: ignore[arg-type]
+    found = await refused(stub.Register(request), INVALID, "BAD_FIELD")
+    assert field_of(found) == f"kv_cache_config.groups[0].{kind}{field}"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +109,6 @@ async def test_no_blocks_says_when_to_ask_again(worker: Worker) -> None:
     assert detail(found, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 100
 
 
-Spoiler = Callable[[pb.SequenceUpdate], object]
-
-
 @pytest.mark.parametrize(
     ("spoil", "code", "reason"),
     [
@@ -148,18 +133,17 @@ Spoiler = Callable[[pb.SequenceUpdate], object]
         ),
     ],
 )
-async def test_a_wrong_update_changes_nothing(worker: Worker, spoil: Spoiler, code: int, reason: str) -> None:
+async def test_a_wrong_update_changes_nothing(
+    worker: Worker, spoil: Callable[[pb.SequenceUpdate], object], code: int, reason: str
+) -> None:
     await worker.allocate(item("a", prompt(9)))
-    update = pb.SequenceUpdate(key=key("a"), num_computed_tokens=4)
-    spoil(update)
+    spoiled = update("a", 4)
+    spoil(spoiled)
     before = (await worker.keep_alive()).downlink
-    found = refusal_of(await worker.append(update), code, reason)
+    found = refusal_of(await worker.append(spoiled), code, reason)
     assert (await worker.keep_alive()).downlink == before
     if reason in ("GAP", "TOKENS_DIFFER"):
         assert position_of(found) == (9 if reason == "GAP" else 0)
-
-
-_Spoiler = Callable[[pb.ForkItem], object]
 
 
 @pytest.mark.parametrize(
@@ -182,20 +166,15 @@ _Spoiler = Callable[[pb.ForkItem], object]
     ],
 )
 async def test_a_wrong_fork_changes_nothing(
-    server: ManagerServer, stub: Stub, worker: Worker, spoil: _Spoiler, code: int, reason: str
+    server: ManagerServer, worker: Worker, spoil: Callable[[pb.ForkItem], object], code: int, reason: str
 ) -> None:
     """The parent has computed 6 tokens, and so one full block."""
     await worker.allocate(item("a", prompt(9)))
-    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=6))
-    fork = pb.ForkItem(
-        parent=key("a"),
-        num_shared_blocks=1,
-        update=pb.SequenceUpdate(key=key("c"), start=4, tokens=prompt(2, first=4)),
-    )
+    await worker.append(update("a", 6))
+    fork = pb.ForkItem(parent=key("a"), num_shared_blocks=1, update=update("c", start=4, tokens=prompt(2, first=4)))
     spoil(fork)
     before = (await worker.keep_alive()).downlink
-    response = await stub.Fork(pb.ForkRequest(uplink=worker.uplink(), items=[fork]))
-    found = refusal_of(response, code, reason)
+    found = refusal_of(await worker.fork(fork), code, reason)
     assert (await worker.keep_alive()).downlink == before
     assert server.manager.check().violations == []
     if reason == "GAP":
@@ -206,15 +185,14 @@ async def test_free_forgives_what_a_race_can_cause(worker: Worker) -> None:
     """Unknown, freed, superseded, with a gap, with other tokens, naming foreign blocks: all end the same way."""
     for _ in range(2):
         await worker.allocate(item("a", prompt(9)))
-        update = pb.SequenceUpdate(key=key("a"), start=99, tokens=tokens(5), bound=[run(0, [3, 4], [1, 1])])
-        reply = await worker.free(update, update, pb.SequenceUpdate(key=key("never seen")))
+        wrong = update("a", start=99, tokens=tokens(5), bound=[run(0, [3, 4], [1, 1])])
+        reply = await worker.free(wrong, wrong, update("never seen"))
         assert reply.downlink.counts[0].held == 0
 
 
 async def test_free_refuses_a_malformed_call_whole(worker: Worker) -> None:
     await worker.allocate(item("a", prompt(9)))
-    good, bad = pb.SequenceUpdate(key=key("a")), pb.SequenceUpdate(key=key("b"), bound=[run(0, [1], [])])
-    found = await refused(worker.free(good, bad), INVALID, "BAD_FIELD")
+    found = await refused(worker.free(update("a"), update("b", bound=[run(0, [1], [])])), INVALID, "BAD_FIELD")
     assert field_of(found) == "items[1].update.bound[0]"
     assert (await worker.keep_alive()).downlink.counts[0].held == 3
 
@@ -234,31 +212,23 @@ async def test_a_malformed_uplink_refuses_the_call_whole(stub: Stub, worker: Wor
             stub.Free(pb.FreeRequest(uplink=uplink)),
         ):
             assert field_of(await refused(call, INVALID, "BAD_FIELD")) == field
+    empty = stub.Allocate(pb.AllocateRequest(uplink=pb.Uplink()))
+    await refused(empty, grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
 
 
-async def test_an_empty_uplink_is_a_stale_session(stub: Stub) -> None:
-    call = stub.Allocate(pb.AllocateRequest(uplink=pb.Uplink()))
-    await refused(call, grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
-
-
-async def test_a_message_over_the_limit_is_refused_by_the_transport_and_costs_nothing(
-    server: ManagerServer, stub: Stub, worker: Worker
-) -> None:
+async def test_a_message_over_the_limit_is_refused_by_the_transport_and_costs_nothing(worker: Worker) -> None:
     """gRPC answers before us, so without an ErrorInfo: peers check the size before they send."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await worker.allocate(item("a", bytes(MAX_MESSAGE_BYTES)))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert (await worker.allocate(item("a", prompt(9)))).results[0].status.code == 0
+    await worker.grant("a", prompt(9))
 
 
 async def test_questions_that_cannot_be_answered_say_why(stub: Stub, worker: Worker) -> None:
-    root = common_pb2.Root(model_fingerprint=FINGERPRINT)
     for bad in (b"", b"\1\2\3", bytes(4 * ((1 << 20) + 1))):
-        found = await refused(stub.Route(pb.RouteRequest(root=root, tokens=bad)), INVALID, "BAD_FIELD")
+        found = await refused(stub.Route(pb.RouteRequest(root=ROOT, tokens=bad)), INVALID, "BAD_FIELD")
         assert field_of(found) == "tokens"
-    other = registration("v")
-    other.model_fingerprint, other.model_name = "model-b", "small"
-    await stub.Register(other)
+    await stub.Register(registration("v", model_fingerprint="model-b", model_name="small"))
     found = await refused(stub.Route(pb.RouteRequest(tokens=tokens(1))), INVALID, "BAD_FIELD")
     assert "small, tiny" in found.message
     found = await refused(stub.Describe(pb.DescribeRequest(include_blocks=True)), INVALID, "BAD_FIELD")

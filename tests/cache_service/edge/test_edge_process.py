@@ -10,21 +10,29 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.managers import Managers
-from tests.cache_service.edge.peer import Worker, item, prompt, refused, registration
+from tests.cache_service.edge.peer import Worker, prompt, refused, registration
 
 
 async def test_it_serves_stops_at_sigterm_and_comes_back_from_a_kill_with_a_larger_epoch(
     tmp_path: Path, managers: Managers
 ) -> None:
+    """The sessions of a life are none of the next one."""
+    before = pb.RegisterResponse()
     for life, number in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGINT), start=1):
         with managers.serving(tmp_path) as (process, address, line):
             assert line["epoch"] == life
             async with grpc.aio.insecure_channel(address) as channel:
                 worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration())
-                assert (await worker.register()).epoch == life
-                assert (await worker.allocate(item("a", prompt(9)))).results[0].status.code == 0
+                worker.registered = before
+                await refused(worker.allocate(), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
+                worker.request.highest_epoch_seen = before.epoch
+                registered = await worker.register()
+                assert (registered.epoch, registered.session > before.session) == (life, True)
+                await worker.grant("a", prompt(9))
+                before = registered
             process.send_signal(number)
             assert process.wait() == {signal.SIGTERM: 0, signal.SIGKILL: -9, signal.SIGINT: 130}[number]
             events = [json.loads(line)["event"] for line in process.stderr]

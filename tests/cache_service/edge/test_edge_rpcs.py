@@ -10,29 +10,28 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool.cache_service import servicer
-from kvpool.cache_service.server import ManagerServer
+from kvpool.cache_service.server import SERVICE, ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-from tests.cache_service.edge.peer import (
-    FINGERPRINT,
-    Worker,
-    item,
-    key,
-    prompt,
-    refused,
-    registration,
-    run,
-    tokens,
-)
+from tests.cache_service.edge.peer import ROOT, Worker, item, key, prompt, refused, registration, run, tokens, update
+from tests.cache_service.edge.victim import seen
+from tests.rich_status import reason_of
+from tests.scrape import scrape
 
 Stub = cache_pb2_grpc.CacheServiceStub
+FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_register_tells_the_lease_and_stamps_begin_with_the_epoch(server: ManagerServer, worker: Worker) -> None:
-    registered = worker.registered
-    assert (registered.epoch, registered.lease_ms, registered.keep_alive_interval_ms) == (1, 600_000, 100)
+async def test_register_and_heartbeats_report_the_lease_and_describe_the_load(stub: Stub, worker: Worker) -> None:
+    """Stamps begin with the epoch."""
+    registered, answer = worker.registered, await worker.keep_alive()
+    assert (registered.epoch, registered.keep_alive_interval_ms, registered.report_wanted) == (1, 100, False)
     assert registered.session >> 40 == registered.epoch
-    assert not registered.report_wanted
+    assert registered.lease_ms == answer.lease_ms == 600_000
+    assert answer.downlink.counts[0].free == 16
+    described = await seen(stub)
+    assert described.load.num_running == 1
+    assert 590_000 < described.lease_remaining_ms <= 600_000
 
 
 async def test_a_sequence_lives_from_allocate_to_free_and_its_blocks_serve_the_next(worker: Worker) -> None:
@@ -49,17 +48,15 @@ async def test_a_sequence_lives_from_allocate_to_free_and_its_blocks_serve_the_n
     assert (counts.capacity, counts.free, counts.held, counts.reserved) == (16, 11, 3, 2)
 
     bound = run(3, entry.grant.block_ids[:1], entry.grant.generations[:1])
-    update = pb.SequenceUpdate(
-        key=key("a"), start=10, tokens=prompt(3, first=10), num_computed_tokens=13, bound=[bound]
-    )
-    appended = await worker.append(update)
+    stated = update("a", 13, start=10, tokens=prompt(3, first=10), bound=[bound])
+    appended = await worker.append(stated)
     assert (appended.results[0].status.code, appended.results[0].num_sealed_tokens) == (0, 12)
 
-    freed = await worker.free(update)
+    freed = await worker.free(stated)
     (counts,) = freed.downlink.counts
     assert (counts.cached, counts.held) == (3, 0)
 
-    again = (await worker.allocate(item("b", prompt(12)))).results[0].granted
+    again = await worker.grant("b", prompt(12))
     assert again.num_cached_tokens == 8
     assert list(again.tables[0].block_ids[:2]) == list(table.block_ids[:2])
     assert list(again.tables[0].generations[:2]) == list(table.generations[:2])
@@ -74,7 +71,7 @@ async def test_allocate_answers_whom_to_wait_for(worker: Worker) -> None:
 
 async def test_max_cached_tokens_unset_means_all_and_zero_means_none(worker: Worker) -> None:
     await worker.allocate(item("a", prompt(9)))
-    await worker.free(pb.SequenceUpdate(key=key("a"), num_computed_tokens=9))
+    await worker.free(update("a", 9))
     none, some, all_ = item("n", prompt(9)), item("s", prompt(9)), item("l", prompt(9))
     none.max_cached_tokens, some.max_cached_tokens = 0, 7
     found = [result.granted.num_cached_tokens for result in (await worker.allocate(none, some, all_)).results]
@@ -84,30 +81,18 @@ async def test_max_cached_tokens_unset_means_all_and_zero_means_none(worker: Wor
 async def test_append_with_want_blocks_returns_the_entries_the_engine_has_not_named(worker: Worker) -> None:
     """Engines without a reserve ask until they have heard: a repeat answers the same entries."""
     await worker.allocate(item("a", prompt(4), max_new_tokens=12))
-    update = pb.SequenceUpdate(key=key("a"), num_computed_tokens=4)
-    first, again = [(await worker.append(update, want_blocks=3)).results[0].tables for _ in range(2)]
+    first, again = [(await worker.append(update("a", 4), want_blocks=3)).results[0].tables for _ in range(2)]
     assert (first[0].start_index, len(first[0].block_ids)) == (1, 2)
     assert list(first) == list(again)
-    named = pb.SequenceUpdate(key=key("a"), num_computed_tokens=4, bound=first)
-    assert not (await worker.append(named, want_blocks=3)).results[0].tables
-
-
-async def test_keep_alive_carries_the_load_and_describe_shows_it(stub: Stub, worker: Worker) -> None:
-    answer = await worker.keep_alive()
-    assert answer.lease_ms == 600_000
-    assert answer.downlink.counts[0].free == 16
-    (described,) = (await stub.Describe(pb.DescribeRequest())).workers
-    assert described.load.num_running == 1
-    assert 590_000 < described.lease_remaining_ms <= 600_000
+    assert not (await worker.append(update("a", 4, bound=first), want_blocks=3)).results[0].tables
 
 
 async def test_describe_shows_what_was_registered_and_what_happened(stub: Stub, worker: Worker) -> None:
     await worker.allocate(item("a", prompt(9)))
-    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=5))
+    await worker.append(update("a", 5))
     answer = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
     (described,) = answer.workers
-    asked = registration()
-    assert described.kv_cache_config == asked.kv_cache_config
+    assert described.kv_cache_config == registration().kv_cache_config
     assert (described.address, described.model_name, described.max_model_len) == ("127.0.0.1:1", "tiny", 64)
     assert (described.session, described.incarnation, described.num_sequences) == (worker.session, 1, 1)
     assert (described.totals.num_prompt_tokens, described.totals.num_calls) == (9, 2)
@@ -126,7 +111,7 @@ async def test_describe_shows_what_was_registered_and_what_happened(stub: Stub, 
 async def test_describe_shows_the_oldest_sequences_if_asked_for_them(stub: Stub, worker: Worker) -> None:
     """With what the manager knows of each: tokens stated since the grant, hits, computed tokens, blocks. A new round is new."""
     await worker.allocate(item("a", prompt(9)))
-    stated = pb.SequenceUpdate(key=key("a"), start=9, tokens=tokens(100, 101), num_computed_tokens=10)
+    stated = update("a", 10, start=9, tokens=tokens(100, 101))
     assert not (await worker.append(stated)).results[0].status.code
     await worker.allocate(item("b", prompt(13)), item("c", prompt(2, first=50), attempt=3))
 
@@ -143,24 +128,32 @@ async def test_describe_shows_the_oldest_sequences_if_asked_for_them(stub: Stub,
     )
     assert third == pb.SequenceDescription(key=key("c", attempt=3), num_tokens=2, num_blocks=1)
     assert await described(2) == [first, second]
-    await worker.free(pb.SequenceUpdate(key=key("a")))
+    await worker.free(update("a"))
     again = item("a", prompt(9))
     again.key.round = 1
     await worker.allocate(again)
     assert (await described(9))[:2] == [second, third]
 
 
-async def test_describe_shows_a_fenced_sequence_until_it_is_freed(stub: Stub, worker: Worker) -> None:
+async def test_a_larger_attempt_on_another_worker_fences_the_smaller_until_it_is_freed(
+    stub: Stub, worker: Worker
+) -> None:
+    """Its worker is told to stop, and Describe shows it."""
     other = await Worker.begin(stub, registration("v"))
     await worker.allocate(item("a", prompt(9)))
-    await other.allocate(item("a", prompt(9), attempt=2))
+    elsewhere = (await other.allocate(item("a", prompt(9)))).results[0].status
+    assert (elsewhere.code, reason_of(elsewhere)) == (6, "SEQUENCE_ELSEWHERE")
+    await other.grant("a", prompt(9), attempt=2)
+    (entry,) = (await worker.keep_alive()).downlink.entries
+    assert entry.stop == key("a")
+    assert reason_of((await worker.append(update("a"))).results[0].status) == "STALE_ATTEMPT"
 
     async def described() -> dict[str, list[tuple[int, bool]]]:
         workers = (await stub.Describe(pb.DescribeRequest(max_sequences=9))).workers
         return {found.worker_id: [(each.key.attempt, each.fenced) for each in found.sequences] for found in workers}
 
     assert await described() == {"w": [(1, True)], "v": [(2, False)]}
-    await worker.free(pb.SequenceUpdate(key=key("a")))
+    assert (await worker.free(update("a"))).downlink.counts[0].held == 0
     assert await described() == {"w": [], "v": [(2, False)]}
 
 
@@ -185,21 +178,19 @@ async def test_the_sequences_of_an_answer_are_shared_evenly_by_its_workers(
 async def test_route_ranks_the_holder_of_the_prefix_first_and_changes_nothing(stub: Stub, worker: Worker) -> None:
     await Worker.begin(stub, registration("v"))
     await worker.allocate(item("a", prompt(24)))
-    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=24))
-    await worker.free(pb.SequenceUpdate(key=key("a")))
-    before = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
-    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(24))
+    await worker.free(update("a", 24))
+    before = await seen(stub)
+    request = pb.RouteRequest(root=ROOT, tokens=prompt(24))
     answer = await stub.Route(request)
     assert [routed.worker_id for routed in answer.workers] == ["w", "v"]
     assert (answer.workers[0].num_cached_tokens, answer.workers[0].address) == (20, "127.0.0.1:1")
     assert answer.explanation == ""
     request.max_workers = 1
     assert len((await stub.Route(request)).workers) == 1
-    after = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
-    assert list(before.workers[0].blocks) == list(after.workers[0].blocks)
+    assert list((await seen(stub)).blocks) == list(before.blocks)
 
 
-async def test_route_explains_why_nobody_serves(stub: Stub) -> None:
+async def test_route_explains_why_no_worker_serves(stub: Stub) -> None:
     request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint="other"), tokens=tokens(1))
     engine = registration("engine")
     engine.address = ""
@@ -209,42 +200,40 @@ async def test_route_explains_why_nobody_serves(stub: Stub) -> None:
     explanation = (await stub.Route(request)).explanation
     assert "'other'" in explanation
     assert "'tiny' (model-a)" in explanation
-
-
-async def test_route_says_that_a_worker_is_still_reporting(stub: Stub) -> None:
-    await Worker.begin(stub, registration("w", holds_state=True))
-    for fingerprint in (FINGERPRINT, ""):
-        root = common_pb2.Root(model_fingerprint=fingerprint)
+    await Worker.begin(stub, registration(register_no=2, holds_state=True))
+    for root in (ROOT, common_pb2.Root()):
         answer = await stub.Route(pb.RouteRequest(root=root, tokens=tokens(1)))
         assert not answer.workers
         assert "still reporting their blocks: w" in answer.explanation
 
 
-async def test_check_counts_what_it_looked_at(stub: Stub, worker: Worker) -> None:
-    await worker.allocate(item("a", prompt(9)))
+async def test_check_counts_what_it_looked_at_and_names_what_is_broken(
+    server: ManagerServer, stub: Stub, worker: Worker
+) -> None:
+    """The block, the sequence and their owner; and the metrics count audits and violations."""
+    block = (await worker.grant("a", prompt(9))).tables[0].block_ids[1]
     audit = await stub.Check(pb.CheckRequest())
     counts = audit.num_blocks_checked, audit.num_sequences_checked, audit.num_nodes_checked, audit.num_sessions_checked
     assert counts == (16, 1, 2, 1)
-
-
-async def test_check_names_block_sequence_and_owner_of_a_broken_law(
-    server: ManagerServer, stub: Stub, worker: Worker
-) -> None:
-    table = (await worker.allocate(item("a", prompt(9)))).results[0].granted.tables[0]
     pool = server.manager.worker("w").pools[0]
-    pool._ref_count[table.block_ids[1]] += 1
+    pool._ref_count[block] += 1
     found = (await stub.Check(pb.CheckRequest())).violations
-    pool._ref_count[table.block_ids[1]] -= 1
+    pool._ref_count[block] -= 1
     broken = next(violation for violation in found if violation.law == "references")
-    assert (broken.worker_id, broken.session, broken.block_id) == ("w", worker.session, table.block_ids[1])
+    assert (broken.worker_id, broken.session, broken.block_id) == ("w", worker.session, block)
     assert broken.sequence == key("a")
+    assert server.metrics is not None
+    page = await scrape(server.metrics.url)
+    assert page.value("kvpool_manager_audits_total") == 2
+    assert page.value("kvpool_manager_violations_total") == len(found)
 
 
-async def test_deregister_forgets_the_worker_and_is_idempotent(stub: Stub, worker: Worker) -> None:
+async def test_deregister_is_idempotent_and_every_call_after_it_is_refused(stub: Stub, worker: Worker) -> None:
     for _ in range(2):
         await worker.deregister()
     assert not (await stub.Describe(pb.DescribeRequest())).workers
-    await refused(worker.keep_alive(), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
+    for call in (worker.allocate(), worker.append(), worker.free(), worker.keep_alive()):
+        assert "register again" in (await refused(call, FAILED, "STALE_SESSION")).message
 
 
 async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, worker: Worker) -> None:
@@ -252,7 +241,7 @@ async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, w
     other = await Worker.begin(stub, registration("v"))
     for grace_ms in (1500, 9000):
         assert (await stub.Drain(pb.DrainRequest(worker_id="w", grace_ms=grace_ms))).session == worker.session
-    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))
+    request = pb.RouteRequest(root=ROOT, tokens=prompt(4))
     assert [routed.worker_id for routed in (await stub.Route(request)).workers] == ["v"]
     for reply in (await worker.keep_alive(), await worker.allocate()):
         (entry,) = reply.downlink.entries
@@ -261,8 +250,7 @@ async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, w
     assert not (await worker.keep_alive()).downlink.entries
     described = {w.worker_id: w.draining for w in (await stub.Describe(pb.DescribeRequest())).workers}
     assert described == {"w": True, "v": False}
-    # What it has taken on it may finish.
-    assert (await worker.allocate(item("a", prompt(4)))).results[0].status.code == 0
+    await worker.grant("a", prompt(4))  # what it has taken on it may finish
     await stub.Drain(pb.DrainRequest(worker_id="v"))
     (entry,) = (await other.keep_alive()).downlink.entries
     assert not entry.drain.HasField("grace_ms")
@@ -282,13 +270,13 @@ async def test_an_order_to_drain_outlives_the_session_but_not_the_process(stub: 
     worker.request.process_key = b"successor"
     await worker.register()
     assert not (await worker.keep_alive()).downlink.entries
-    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))
+    request = pb.RouteRequest(root=ROOT, tokens=prompt(4))
     assert (await stub.Route(request)).workers
 
 
 async def test_a_worker_that_says_it_drains_is_routed_to_no_more(stub: Stub, worker: Worker) -> None:
     """By its heartbeat; an older heartbeat that arrives late does not take that back, a new session does."""
-    request = pb.RouteRequest(root=common_pb2.Root(model_fingerprint=FINGERPRINT), tokens=prompt(4))
+    request = pb.RouteRequest(root=ROOT, tokens=prompt(4))
     assert (await stub.Route(request)).workers
     for draining in (True, False):
         assert not (await worker.keep_alive(draining=draining)).downlink.entries
@@ -309,23 +297,16 @@ async def test_a_fork_shares_what_its_parent_has_computed(stub: Stub, worker: Wo
     """Also what is stated twice is done once; and the blocks that both have stay when one of them is freed."""
     granted = (await worker.allocate(item("a", prompt(10)), wish=2)).results[0].granted
     (reserve,) = [entry.grant for entry in (await worker.keep_alive()).downlink.entries]
-    await worker.append(pb.SequenceUpdate(key=key("a"), num_computed_tokens=10))
-    update = pb.SequenceUpdate(
-        key=key("c"),
-        start=8,
-        tokens=prompt(3, first=8),
-        num_computed_tokens=8,
-        bound=[run(2, reserve.block_ids[:1], reserve.generations[:1])],
-    )
-    fork = pb.ForkItem(parent=key("a"), num_shared_blocks=2, update=update)
+    await worker.append(update("a", 10))
+    bound = run(2, reserve.block_ids[:1], reserve.generations[:1])
+    forked = update("c", 8, start=8, tokens=prompt(3, first=8), bound=[bound])
     for _ in range(2):
-        response = await stub.Fork(pb.ForkRequest(uplink=worker.uplink(), items=[fork]))
+        response = await worker.fork(pb.ForkItem(parent=key("a"), num_shared_blocks=2, update=forked))
         assert [(result.status.code, result.num_sealed_tokens) for result in response.results] == [(0, 8)]
         counts = response.downlink.counts[0]
         assert (counts.held, counts.shared, counts.reserved) == (4, 2, 2)
-    await worker.free(pb.SequenceUpdate(key=key("a")))
-    described = await stub.Describe(pb.DescribeRequest(worker_id="w", include_blocks=True))
-    owners = {block.block_id: [owner.sequence_id for owner in block.owners] for block in described.workers[0].blocks}
+    await worker.free(update("a"))
+    owners = {block.block_id: [owner.sequence_id for owner in block.owners] for block in (await seen(stub)).blocks}
     table = [*granted.tables[0].block_ids[:2], reserve.block_ids[0]]
     assert [owners[block] for block in table] == [["c"]] * 3
 
@@ -334,10 +315,10 @@ async def test_health_answers_for_the_server_and_the_service_until_it_stops(
     server: ManagerServer, channel: grpc.aio.Channel
 ) -> None:
     health: Any = health_pb2_grpc.HealthStub(channel)
-    for service in ("", "kvpool.v1.CacheService"):
+    for service in ("", SERVICE):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    watch = health.Watch(health_pb2.HealthCheckRequest(service="kvpool.v1.CacheService"))
+    watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     await server.stop()
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -349,4 +330,4 @@ async def test_reflection_lists_the_services(server: ManagerServer, channel: grp
     call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     async for answer in call:
         names = {service.name for service in answer.list_services_response.service}
-        assert names == {"kvpool.v1.CacheService", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}

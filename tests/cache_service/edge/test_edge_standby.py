@@ -56,13 +56,19 @@ async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
                     pass
 
             await refused(follow(), grpc.StatusCode.UNAVAILABLE, "STANDBY")
+            url = str(second.next_line("metrics")["url"])
+            assert (await scrape(url)).value("kvpool_manager_leads") == 0
             first.send_signal(number)
             assert second.next_line("leads")["epoch"] == 2
             while await health(to_second, SERVICE) != SERVING:
                 pass
             assert (await worker.register()).epoch == 2
-        second.send_signal(signal.SIGTERM)
-        assert second.wait() == 0
+            page = await scrape(url)
+            assert (page.value("kvpool_manager_leads"), page.value("kvpool_manager_epoch")) == (1, 2)
+        with managers.listening(*arguments(tmp_path), event="standing by") as (third, _):
+            for process in (third, second):
+                process.send_signal(signal.SIGTERM)
+                assert process.wait() == 0
 
 
 async def test_a_manager_whose_lead_is_over_answers_no_call(tmp_path: Path) -> None:
@@ -91,28 +97,6 @@ async def test_a_manager_whose_lead_is_over_answers_no_call(tmp_path: Path) -> N
         assert server.manager.sessions == before
 
 
-async def test_metrics_say_who_leads(tmp_path: Path, managers: Managers) -> None:
-    with (
-        managers.listening(*arguments(tmp_path), event="standing by") as (first, _),
-        managers.listening(*arguments(tmp_path), event="standing by") as (second, _),
-    ):
-        url = str(second.next_line("metrics")["url"])
-        assert (await scrape(url)).value("kvpool_manager_leads") == 0
-        first.send_signal(signal.SIGKILL)
-        second.next_line("leads")
-        page = await scrape(url)
-        assert page.value("kvpool_manager_leads") == 1
-        assert page.value("kvpool_manager_epoch") == 2
-
-
-def test_a_standby_ends_at_sigterm(tmp_path: Path, managers: Managers) -> None:
-    with managers.listening(*arguments(tmp_path), event="standing by") as (first, _):
-        first.next_line("leads")
-        with managers.listening(*arguments(tmp_path), event="standing by") as (second, _):
-            second.send_signal(signal.SIGTERM)
-            assert second.wait() == 0
-
-
 def test_a_state_that_is_damaged_ends_a_standby_and_says_why(tmp_path: Path, managers: Managers) -> None:
     (tmp_path / "epoch").write_text("nonsense")
     code, said = managers.fails(*arguments(tmp_path))
@@ -120,14 +104,17 @@ def test_a_state_that_is_damaged_ends_a_standby_and_says_why(tmp_path: Path, man
     assert "is damaged" in said
 
 
-@pytest.mark.parametrize("election", ["etcd:1.2.3.4:2379", "kubernetes:", "kubernetes:name", "files"])
-def test_an_election_that_there_is_not_is_refused(tmp_path: Path, managers: Managers, election: str) -> None:
-    code, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--election", election)
-    assert code == 2
-    assert "election" in said
-
-
-def test_kubernetes_outside_a_pod_is_refused(tmp_path: Path, managers: Managers) -> None:
-    code, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--election", "kubernetes:default/kvpool")
-    assert code == 1
-    assert "--kubernetes-api" in said
+@pytest.mark.parametrize(
+    ("election", "code", "says"),
+    [
+        *((election, 2, "election") for election in ("etcd:1.2.3.4:2379", "kubernetes:", "kubernetes:name", "files")),
+        ("kubernetes:default/kvpool", 1, "--kubernetes-api"),
+    ],
+)
+def test_an_election_that_there_is_not_is_refused(
+    tmp_path: Path, managers: Managers, election: str, code: int, says: str
+) -> None:
+    """That of Kubernetes outside a pod."""
+    status, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--election", election)
+    assert status == code
+    assert says in said
