@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,8 @@ from kvpool.cache_service.election.file import FileEpochs
 
 def begin(directory: Path) -> int:
     """One short life of a manager."""
-    store = FileEpochs.open(directory)
-    store.close()
-    return store.epoch
+    with closing(FileEpochs.open(directory)) as store:
+        return store.epoch
 
 
 def test_every_life_has_a_larger_epoch(tmp_path: Path) -> None:
@@ -57,18 +57,16 @@ def test_a_torn_or_foreign_file_is_an_error_and_never_a_smaller_epoch(tmp_path: 
 
 
 async def test_raise_above_is_durable_and_never_lowers(tmp_path: Path) -> None:
-    store = FileEpochs.open(tmp_path)
-    assert [await store.raise_above(epoch) for epoch in (0, 9, 9, 3, 10)] == [1, 10, 10, 10, 11]
-    store.close()
+    with closing(FileEpochs.open(tmp_path)) as store:
+        assert [await store.raise_above(epoch) for epoch in (0, 9, 9, 3, 10)] == [1, 10, 10, 10, 11]
     assert begin(tmp_path) == 12
 
 
 async def test_used_up_epochs_are_an_error_and_never_wrap(tmp_path: Path) -> None:
-    store = FileEpochs.open(tmp_path)
-    assert await store.raise_above(MAX_EPOCH - 1) == MAX_EPOCH
-    with pytest.raises(StateError, match="used up"):
-        await store.raise_above(MAX_EPOCH)
-    store.close()
+    with closing(FileEpochs.open(tmp_path)) as store:
+        assert await store.raise_above(MAX_EPOCH - 1) == MAX_EPOCH
+        with pytest.raises(StateError, match="used up"):
+            await store.raise_above(MAX_EPOCH)
     with pytest.raises(StateError, match="used up"):
         FileEpochs.open(tmp_path)
 

@@ -13,10 +13,10 @@ from kvpool.cache_service import worker_codec
 from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import cache_pb2_grpc, common_pb2
+from kvpool.v1 import cache_pb2_grpc
 from tests.attacks import at_manager
 from tests.cache_service.core.lockstep import snapshot
-from tests.cache_service.edge.peer import Worker, prompt, refused, registration
+from tests.cache_service.edge.peer import ROOT, Worker, prompt, refused, registration, run
 from tests.cache_service.edge.victim import busy, seen, state_of
 from tests.rich_status import detail, field_of
 from tests.scrape import scrape
@@ -51,8 +51,7 @@ async def test_without_its_key_a_session_cannot_be_changed(
 async def test_the_report_of_another_worker_cannot_be_told(server: ManagerServer, stub: Stub) -> None:
     """A stranger that gets in first would say what the worker's blocks hold."""
     worker = await Worker.begin(stub, registration(holds_state=True))
-    run = common_pb2.BlockRun(tier=common_pb2.TIER_DEVICE, block_ids=[1], generations=[1])
-    contents = pb.ContentRun(root=common_pb2.Root(model_fingerprint="model-a"), tokens=prompt(4), blocks=[run])
+    contents = pb.ContentRun(root=ROOT, tokens=prompt(4), blocks=[run(0, [1], [1])])
     for number in (1, LARGEST):
         uplink = pb.Uplink(session=worker.session, call_no=number)
         lie = pb.ReportRequest(uplink=uplink, part=0, last=True, contents=[contents])
@@ -62,21 +61,17 @@ async def test_the_report_of_another_worker_cannot_be_told(server: ManagerServer
 
 
 async def test_a_session_that_has_ended_is_stale_whatever_the_key(stub: Stub, worker: Worker) -> None:
-    """A worker that was fenced registers again; and Deregister is idempotent."""
+    """A worker that was fenced registers again, under another key; and Deregister is idempotent."""
     earlier, old_key = worker.session, worker.session_key
-    await worker.register()
+    keys = {(await worker.register()).session_key for _ in range(50)}
+    assert len(keys | {old_key}) == 51
+    assert {len(each) for each in keys} == {SESSION_KEY_BYTES} == {16}
     for session_key in (old_key, worker.session_key, b""):
         request = pb.KeepAliveRequest(session=earlier, session_key=session_key)
         await refused(stub.KeepAlive(request), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
         await stub.Deregister(pb.DeregisterRequest(session=earlier, session_key=session_key))
     request = pb.KeepAliveRequest(session=worker.session, session_key=old_key)
     await refused(stub.KeepAlive(request), DENIED, "WRONG_KEY")
-
-
-async def test_every_session_has_a_key_of_its_own(stub: Stub, worker: Worker) -> None:
-    keys = {(await worker.register()).session_key for _ in range(50)}
-    assert len(keys) == 50
-    assert {len(one) for one in keys} == {SESSION_KEY_BYTES} == {16}
 
 
 async def test_a_key_is_never_shown(server: ManagerServer, stub: Stub) -> None:

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import ManagerServer
-from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cache_service.watching import contents
-from kvpool.client import Client, ContentsView, ManagerAway
+from kvpool.client import Client, ContentsView
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.core.contents_follower import held_by
-from tests.cache_service.edge.peer import Worker, item, key, prompt
+from tests.cache_service.edge.peer import Worker, item, prompt, update
 from tests.until import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
@@ -41,17 +39,13 @@ def held_at(manager: CacheManager) -> dict[int, set[tuple[int, tuple[bytes, ...]
     return {session: {(salt, tokens) for salt, (_, _, tokens) in held[session, group]} for session, group in held}
 
 
-async def next_update(updates: AsyncGenerator[WatchUpdate, None]) -> WatchUpdate:
-    async with asyncio.timeout(20):
-        return await anext(updates)
-
-
 async def until_equal(updates: AsyncGenerator[WatchUpdate, None], view: ContentsView, manager: CacheManager) -> None:
     """Apply messages until the view has what look-ups find."""
     while not view.is_complete or held_in(view) != held_at(manager):
-        update = await next_update(updates)
-        if isinstance(update, pb.Contents):
-            view.apply(update)
+        async with asyncio.timeout(20):
+            received = await anext(updates)
+        if isinstance(received, pb.Contents):
+            view.apply(received)
 
 
 async def read(call: Any) -> pb.Contents:
@@ -63,10 +57,21 @@ async def read(call: Any) -> pb.Contents:
     return contents
 
 
+async def whole(call: Any) -> ContentsView:
+    """The state that comes first."""
+    message = await read(call)
+    assert message.whole_begins
+    view = ContentsView()
+    view.apply(message)
+    while not view.is_complete:
+        view.apply(await read(call))
+    return view
+
+
 async def compute(worker: Worker, name: str, text: bytes) -> None:
     """A sequence comes, is computed and goes: its blocks stay as cache."""
     await worker.allocate(item(name, text))
-    await worker.free(pb.SequenceUpdate(key=key(name), num_computed_tokens=len(text) // 4))
+    await worker.free(update(name, len(text) // 4))
 
 
 @pytest.fixture
@@ -98,9 +103,7 @@ async def test_a_follower_that_comes_back_gets_only_what_it_has_missed(
 ) -> None:
     await compute(worker, "a", prompt(10))
     first = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions()))
-    view = ContentsView()
-    while not view.is_complete:
-        view.apply(await read(first))
+    view = await whole(first)
     first.cancel()
     await compute(worker, "b", prompt(10, first=9))
     again = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions(epoch=view.epoch, after=view.number)))
@@ -119,41 +122,7 @@ async def test_one_that_names_what_is_not_known_gets_the_whole_state(
 ) -> None:
     await compute(worker, "a", prompt(10))
     call = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions(epoch=epoch, after=1 << 60)))
-    message = await read(call)
-    assert message.whole_begins
-    view = ContentsView()
-    view.apply(message)
-    while not view.is_complete:
-        view.apply(await read(call))
-    assert held_in(view) == held_at(server.manager)
-
-
-async def test_a_new_manager_lists_what_its_workers_report(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The client goes on by itself, and its view is that of the new manager."""
-    folder = tmp_path_factory.mktemp("state")
-    view = ContentsView()
-    with contextlib.closing(FileEpochs.open(folder)) as epochs:
-        server = ManagerServer(ManagerSettings(port=0, state_dir=folder), epochs)
-        await server.start()
-        port = server.port
-        client = Client(f"127.0.0.1:{port}")
-        updates = client.watch(pictures=False, contents=True)
-        await until_equal(updates, view, server.manager)
-        await server.stop()
-        assert isinstance(await _until_away(updates), ManagerAway)
-    with contextlib.closing(FileEpochs.open(folder)) as epochs:
-        async with ManagerServer(ManagerSettings(port=port, state_dir=folder), epochs) as server:
-            view.is_complete = False
-            await until_equal(updates, view, server.manager)
-            assert view.epoch == server.manager.epoch
-    await updates.aclose()
-    await client.close()
-
-
-async def _until_away(updates: AsyncGenerator[WatchUpdate, None]) -> WatchUpdate:
-    while not isinstance(update := await next_update(updates), ManagerAway):
-        pass
-    return update
+    assert held_in(await whole(call)) == held_at(server.manager)
 
 
 async def test_a_follower_too_slow_for_the_ring_gets_the_whole_state_anew(
@@ -162,17 +131,13 @@ async def test_a_follower_too_slow_for_the_ring_gets_the_whole_state_anew(
     server._servicer.watching._contents._max_events = 4
     await compute(worker, "a", prompt(10))
     call = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions()))
-    view = ContentsView()
-    while not view.is_complete:
-        view.apply(await read(call))
+    view = await whole(call)
     call.cancel()
     for index in range(4):
         await compute(worker, f"more-{index}", prompt(10, first=100 + index))
     call = stub.Watch(pb.WatchRequest(contents=pb.ContentsOptions(epoch=view.epoch, after=view.number)))
-    message = await read(call)
-    assert message.whole_begins
-    view.apply(message)
-    while not view.is_complete or held_in(view) != held_at(server.manager):
+    view = await whole(call)
+    while held_in(view) != held_at(server.manager):
         view.apply(await read(call))
 
 
@@ -182,9 +147,7 @@ async def test_nothing_is_kept_when_nobody_follows(server: ManagerServer, stub: 
     await read(call)
     assert server.manager.contents is not None
     call.cancel()
-    async with asyncio.timeout(20):
-        while feed.num_followers:
-            await asyncio.sleep(0.01)
+    await until(lambda: not feed.num_followers)
     assert feed._ending is not None
     feed._end()
     assert server.manager.contents is None

@@ -10,15 +10,26 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
-from kvpool.client import Client, InvalidRequest, ManagerAway, NotFound, PictureView, SyncClient, WorkerView
+from kvpool.client import (
+    Client,
+    ContentsView,
+    InvalidRequest,
+    ManagerAway,
+    NotFound,
+    PictureView,
+    SyncClient,
+    WorkerView,
+)
 from kvpool.client import watch as watch_module
 from kvpool.client.watch import WatchUpdate
 from kvpool.v1 import cache_pb2 as pb
-from kvpool.v1 import cache_pb2_grpc, common_pb2
-from tests.cache_service.edge.peer import FINGERPRINT, Worker, item, key, prompt, refused, registration
+from kvpool.v1 import cache_pb2_grpc
+from tests.cache_service.edge.conftest import running
+from tests.cache_service.edge.peer import ROOT, Worker, item, prompt, refused, registration, update
+from tests.cluster.cluster import free_port
+from tests.until import until
 
 Stub = cache_pb2_grpc.CacheServiceStub
 
@@ -35,19 +46,25 @@ async def read(call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]
 async def next_complete(updates: AsyncGenerator[WatchUpdate, None], view: PictureView) -> None:
     """Apply messages up to the end of the next picture."""
     async with asyncio.timeout(20):
-        async for update in updates:
-            if isinstance(update, pb.Picture) and view.apply(update):
+        async for received in updates:
+            if isinstance(received, pb.Picture) and view.apply(received):
                 return
 
 
-async def until(
+async def until_seen(
     updates: AsyncGenerator[WatchUpdate, None], view: PictureView, is_so: Callable[[PictureView], bool]
 ) -> None:
     """Apply pictures until the view is as wanted."""
-    while True:
+    await next_complete(updates, view)
+    while not is_so(view):
         await next_complete(updates, view)
-        if is_so(view):
-            return
+
+
+async def until_away(updates: AsyncGenerator[WatchUpdate, None]) -> ManagerAway:
+    async with asyncio.timeout(20):
+        while not isinstance(received := await anext(updates), ManagerAway):
+            pass
+    return received
 
 
 async def assert_equals_describe(stub: Stub, view: WorkerView) -> None:
@@ -73,16 +90,16 @@ async def test_a_view_put_together_from_changes_equals_describe(
             await next_complete(updates, view)
             await assert_equals_describe(stub, view.workers[worker.session])
             await worker.allocate(item("a", prompt(10)), wish=2)
-            await until(updates, view, lambda view: bool(view.workers[worker.session].sequences))
+            await until_seen(updates, view, lambda view: bool(view.workers[worker.session].sequences))
             await assert_equals_describe(stub, view.workers[worker.session])
             assert view.workers[worker.session].description.num_sequences == 1
-            await worker.free(pb.SequenceUpdate(key=key("a"), num_computed_tokens=10))
-            await until(updates, view, lambda view: not view.workers[worker.session].sequences)
+            await worker.free(update("a", 10))
+            await until_seen(updates, view, lambda view: not view.workers[worker.session].sequences)
             await assert_equals_describe(stub, view.workers[worker.session])
             assert max(view.workers[worker.session].pools[0].last_used) <= view.number
             second = await Worker.begin(stub, registration("second"))
             await worker.deregister()
-            await until(updates, view, lambda view: view.workers.keys() == {second.session})
+            await until_seen(updates, view, lambda view: view.workers.keys() == {second.session})
 
 
 async def test_the_blocking_client_watches_too(server: ManagerServer, worker: Worker) -> None:
@@ -92,8 +109,8 @@ async def test_the_blocking_client_watches_too(server: ManagerServer, worker: Wo
             SyncClient(f"127.0.0.1:{server.port}") as client,
             contextlib.closing(client.watch(interval=0.1)) as updates,
         ):
-            for update in updates:
-                if isinstance(update, pb.Picture) and view.apply(update) and view.number > 1:
+            for received in updates:
+                if isinstance(received, pb.Picture) and view.apply(received) and view.number > 1:
                     break
         return view
 
@@ -150,32 +167,15 @@ async def test_nothing_is_kept_once_the_last_viewer_has_left(server: ManagerServ
     (session,) = server.manager.sessions
     assert session.pools[0].changes is not None
     call.cancel()
-    async with asyncio.timeout(20):
-        while len(server._servicer.watching.places):
-            await asyncio.sleep(0.01)
+    await until(lambda: not len(server._servicer.watching.places))
     assert session.pools[0].changes is None
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "manager-pictures" and not task.cancelling()]
 
 
-@pytest.mark.parametrize(
-    ("request_", "reason"),
-    [
-        (pb.WatchRequest(), "BAD_FIELD"),
-        (pb.WatchRequest(picture=pb.PictureOptions(interval_ms=99)), "BAD_FIELD"),
-        (pb.WatchRequest(picture=pb.PictureOptions(interval_ms=10_001)), "BAD_FIELD"),
-        (pb.WatchRequest(picture=pb.PictureOptions(worker_id="w" * 129)), "BAD_FIELD"),
-    ],
-)
-async def test_bad_options_are_refused(stub: Stub, request_: pb.WatchRequest, reason: str) -> None:
-    await refused(stub.Watch(request_).read(), grpc.StatusCode.INVALID_ARGUMENT, reason)
-
-
-async def test_more_streams_than_the_limit_are_refused(server: ManagerServer, stub: Stub) -> None:
-    server._servicer.watching.places.max_places = 1
-    first = stub.Watch(ALL)
-    await first.read()
-    await refused(stub.Watch(ALL).read(), grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
-    first.cancel()
+@pytest.mark.parametrize("options", [None, {"interval_ms": 99}, {"interval_ms": 10_001}, {"worker_id": "w" * 129}])
+async def test_bad_options_are_refused(stub: Stub, options: dict[str, Any] | None) -> None:
+    request = pb.WatchRequest(picture=None if options is None else pb.PictureOptions(**options))
+    await refused(stub.Watch(request).read(), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")
 
 
 async def test_a_manager_that_stops_ends_the_stream_with_unavailable(server: ManagerServer, stub: Stub) -> None:
@@ -196,40 +196,31 @@ async def test_a_stream_ends_with_the_age_of_a_connection(server: ManagerServer,
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_a_view_comes_through_a_restart_of_the_manager(settings: ManagerSettings) -> None:
-    view = PictureView()
-    epochs = FileEpochs.open(settings.state_folder)
-    server = ManagerServer(settings, epochs)
-    await server.start()
-    again = settings.model_copy(update={"port": server.port, "metrics_port": None})
+async def test_views_come_through_a_restart_of_the_manager(settings: ManagerSettings) -> None:
+    """The client goes on by itself, with pictures and with contents."""
+    settings = settings.model_copy(update={"port": free_port()})
+    view, contents = PictureView(), ContentsView()
     async with (
-        Client(f"127.0.0.1:{server.port}") as client,
-        contextlib.aclosing(client.watch(interval=0.1, blocks=True)) as updates,
+        Client(f"127.0.0.1:{settings.port}") as client,
+        contextlib.aclosing(client.watch(interval=0.1, blocks=True, contents=True)) as updates,
+        asyncio.timeout(60),
     ):
-        await next_complete(updates, view)
-        epoch = view.epoch
-        await server.stop(notice_seconds=0)
-        epochs.close()
-        async with asyncio.timeout(20):
-            assert [update async for update in _until_away(updates)]
-        epochs = FileEpochs.open(settings.state_folder)
-        async with ManagerServer(again, epochs):
-            await until(updates, view, lambda view: view.epoch > epoch)
-        epochs.close()
-
-
-async def _until_away(updates: AsyncGenerator[WatchUpdate, None]) -> AsyncGenerator[ManagerAway, None]:
-    async for update in updates:
-        if isinstance(update, ManagerAway):
-            yield update
-            return
+        for epoch in (1, 2):
+            async with running(settings):
+                contents.is_complete = False
+                while not (view.epoch == contents.epoch == epoch and contents.is_complete):
+                    received = await anext(updates)
+                    if isinstance(received, pb.Picture):
+                        view.apply(received)
+                    elif isinstance(received, pb.Contents):
+                        contents.apply(received)
+            await until_away(updates)
 
 
 async def test_one_block_is_described_with_its_prefix_and_its_owners(server: ManagerServer, worker: Worker) -> None:
     """A sealed block, shared by two; a block that is being filled; a free one; and one that does not exist."""
-    granted = (await worker.allocate(item("a", prompt(10)))).results[0].granted
-    table = list(granted.tables[0].block_ids)
-    await worker.append(pb.SequenceUpdate(key=key("a"), start=10, num_computed_tokens=8))
+    table = list((await worker.grant("a", prompt(10))).tables[0].block_ids)
+    await worker.append(update("a", 8, start=10))
     await worker.allocate(item("b", prompt(9)))
     async with Client(f"127.0.0.1:{server.port}") as client:
         sealed = await client.describe_block("w", table[1])
@@ -238,7 +229,7 @@ async def test_one_block_is_described_with_its_prefix_and_its_owners(server: Man
         assert (sealed.tokens, list(sealed.prefix_block_ids)) == (prompt(8), table[:2])
         owns = [own for own in sealed.owner_block_ids if own != table[2]]
         assert len(owns) == len(sealed.owner_block_ids) - 1 == 1, "the third blocks of both"
-        assert sealed.root == common_pb2.Root(model_fingerprint=FINGERPRINT)
+        assert sealed.root == ROOT
         filling = await client.describe_block("w", table[2])
         assert (filling.block.sealed, filling.block.table_index, filling.tokens) == (False, 2, prompt(10))
         assert (list(filling.prefix_block_ids), list(filling.owner_block_ids)) == (table, [])
@@ -274,7 +265,6 @@ async def test_a_manager_that_says_nothing_is_noticed_and_asked_again(
         asyncio.timeout(20),
     ):
         await next_complete(updates, view)
-        (away,) = [update async for update in _until_away(updates)]
-        assert away.error.reason == "SILENT"
+        assert (await until_away(updates)).error.reason == "SILENT"
         await next_complete(updates, view)
         assert len(calls) == 2

@@ -9,7 +9,7 @@ from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.core.lockstep import snapshot
-from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, tokens
+from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, prompt, tokens, update
 
 
 async def seen(stub: cache_pb2_grpc.CacheServiceStub, worker_id: str = "w") -> pb.WorkerDescription:
@@ -34,9 +34,7 @@ def state_of(server: ManagerServer) -> Any:
 async def goes_on(worker: Worker) -> None:
     """A busy one hears what it has not heard, its block is sealed under its own tokens, and serves the next sequence."""
     worker.downlink_ack = (await worker.keep_alive()).downlink.entries[-1].number
-    update = pb.SequenceUpdate(key=key("a"), start=2 * BLOCK_SIZE, tokens=tokens(7), num_computed_tokens=2 * BLOCK_SIZE)
-    appended = await worker.append(update)
+    appended = await worker.append(update("a", 2 * BLOCK_SIZE, start=2 * BLOCK_SIZE, tokens=tokens(7)))
     assert appended.results[0].num_sealed_tokens == 2 * BLOCK_SIZE
-    await worker.free(pb.SequenceUpdate(key=key("a")))
-    again = await worker.allocate(item("b", prompt(2 * BLOCK_SIZE) + tokens(7)))
-    assert again.results[0].granted.num_cached_tokens == 2 * BLOCK_SIZE
+    await worker.free(update("a"))
+    assert (await worker.grant("b", prompt(2 * BLOCK_SIZE) + tokens(7))).num_cached_tokens == 2 * BLOCK_SIZE

@@ -31,6 +31,10 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+async def lose(_: httpx.Request) -> None:
+    raise Lost
+
+
 class Process:
     """One process that stands by, leads and ends."""
 
@@ -148,7 +152,7 @@ async def test_a_holder_that_cannot_renew_ends_before_its_lease_does(api: ApiSer
         if status == "silent":
             raise httpx.ReadTimeout("timed out", request=request)
         if status == "lost":
-            raise Lost
+            await lose(request)
         api.token = "another"
 
     async with processes(api, 1.0) as (first,):
@@ -171,13 +175,10 @@ async def test_a_renewal_counts_from_when_it_was_sent(api: ApiServer) -> None:
             written_at = now()
             await asyncio.sleep(0.15 * DURATION)
 
-    async def fail(_: httpx.Request) -> None:
-        raise Lost
-
     async with processes(api, 1.0) as (first,):
         api.after = answer_late
         await asyncio.sleep(DURATION)
-        api.before = fail
+        api.before = lose
         await first.task
         assert 0 < now() - written_at <= SHARE_TO_USE * DURATION
 
@@ -213,14 +214,14 @@ async def test_a_renewal_whose_answer_is_lost_is_written_again(api: ApiServer) -
     """That it was applied is seen in the Lease; but not when: only the second one counts."""
     num_lost = 0
 
-    async def lose(request: httpx.Request) -> None:
+    async def lose_three(request: httpx.Request) -> None:
         nonlocal num_lost
         if request.method == "PUT" and num_lost < 3:
             num_lost += 1
-            raise Lost
+            await lose(request)
 
     async with processes(api) as (first, second):
-        api.after = lose
+        api.after = lose_three
         await asyncio.sleep(4 * DURATION)
         assert num_lost == 3
         assert first.ended is None
@@ -281,11 +282,8 @@ async def test_an_epoch_is_not_raised_after_a_release(api: ApiServer) -> None:
 
 
 async def test_an_epoch_that_cannot_be_written_is_not_used(api: ApiServer) -> None:
-    async def fail(_: httpx.Request) -> None:
-        raise Lost
-
     async with processes(api, 1.0) as (first,):
-        api.before = fail
+        api.before = lose
         with pytest.raises(StateError, match="epoch 8 cannot be written to lease default/manager"):
             await first.store.raise_above(7)
         assert first.store.epoch == 1
@@ -293,10 +291,6 @@ async def test_an_epoch_that_cannot_be_written_is_not_used(api: ApiServer) -> No
 
 async def test_an_epoch_that_was_written_is_not_taken_back_by_a_renewal(api: ApiServer) -> None:
     """Its answer was lost, and what the Lease is now could not be read: the next renewal finds the larger epoch there."""
-
-    async def lose(_: httpx.Request) -> None:
-        raise Lost
-
     async with processes(api, 1.0) as (first,):
         answer, api.after = api.after, lose
         with pytest.raises(StateError, match="epoch 8 cannot be written"):
