@@ -201,6 +201,15 @@ class Connection:
                 await self.send(frame(Kind.PING, Flag.ACK, 0, found.payload))
         return found
 
+    async def answered(self, streams: set[int]) -> list[Frame]:
+        """The HEADERS with which each of these streams is answered. AssertionError if the connection ends before."""
+        answers: list[Frame] = []
+        while {answer.stream for answer in answers} != streams:
+            found = await self.read()
+            assert found is not None
+            answers += [found] if found.kind == Kind.HEADERS else []
+        return answers
+
     async def open_window(self, size: int, stream: int) -> None:
         """Let the peer send `size` more bytes of DATA on the stream."""
         await self.send(window_update(size, stream))

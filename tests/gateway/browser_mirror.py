@@ -23,7 +23,6 @@ class BrowserMirror:
         self.workers: dict[str, dict[str, Any]] = {}
 
     def take(self, event: bytes) -> None:
-        """One event as it comes over the wire."""
         if event.startswith(b":"):
             return
         head, data = event.decode().removesuffix("\n\n").split("\n")

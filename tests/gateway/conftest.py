@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -50,9 +49,11 @@ def ids_of(choice: Any) -> list[int]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
-    """Shared by a module's tests, which leave nothing held."""
+    """Shared by a module's tests, which leave nothing held. A tiny model for long texts, of one token per character."""
     folder = tmp_path_factory.mktemp("front")
-    make_chat_model(folder / "model")
+    make_endless_model(folder / "model", tokenizer=True)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (folder / "model" / "chat_template.jinja").write_text(template)
     async with in_process_cluster(folder / "model", folder, num_blocks=1025, max_num_seqs=64) as cluster:
         address = f"127.0.0.1:{cluster.manager.port}"
         async with (
@@ -62,10 +63,3 @@ async def front(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front
         ):
             (model,) = (await openai.models.list()).data
             yield Front(cluster, gateway, openai, http, model.id)
-
-
-def make_chat_model(folder: Path) -> None:
-    """A tiny model for long texts, of one token per character, with a chat template."""
-    make_endless_model(folder, tokenizer=True)
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    (folder / "chat_template.jinja").write_text(template)

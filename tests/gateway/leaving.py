@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import socket
 import statistics
 import struct
@@ -29,6 +28,7 @@ from rich.progress import MofNCompleteColumn
 from tests.cluster.cluster import GATEWAY, HOST, Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
+from tests.gateway.serving import completion
 from tests.soak.watch import Growth, Holding, growth
 from tests.telling import Tell, tell_result, told
 
@@ -40,8 +40,6 @@ _NO_LINGERING: Final = struct.pack("ii", 1, 0)
 
 @dataclass
 class Left:
-    """What came of it."""
-
     seconds: list[float] = field(default_factory=list)
     """From the leaving of each until nothing was held."""
     violations: list[str] = field(default_factory=list)
@@ -54,20 +52,18 @@ class Left:
 
 async def leave(port: int, number: int) -> None:
     """One reader, which has gone at the end."""
-    body = json.dumps(
-        {
-            "prompt": f"reader {number % 7} of a long answer",
-            "max_tokens": 900,
-            "n": 1 + number % 3,
-            "ignore_eos": True,
-            "stream": number % 5 != 4,  # else the whole answer is waited for
-        }
-    ).encode()
+    waits = number % 5 == 4  # for the whole answer, not for events
+    asked = completion(
+        prompt=f"reader {number % 7} of a long answer",
+        max_tokens=900,
+        n=1 + number % 3,
+        ignore_eos=True,
+        stream=not waits,
+    )
     reader, writer = await asyncio.open_connection(HOST, port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer.write(asked)
     await writer.drain()
-    if number % 5 == 4:
+    if waits:
         await asyncio.sleep(0.02 * (number % 4))
     else:
         for _ in range(3 * (number % 4)):
@@ -117,7 +113,6 @@ async def leaving(num_readers: int, folder: Path, tell: Tell) -> Left:
 
 
 def show(left: Left, console: Console) -> None:
-    """For people."""
     middle, longest = (f"{1000 * seconds:.0f} ms" for seconds in (statistics.median(left.seconds), max(left.seconds)))
     console.print(f"{len(left.seconds):,} readers left; nothing was held after {middle} (median), {longest} (longest)")
     for one in left.growth:
@@ -126,12 +121,7 @@ def show(left: Left, console: Console) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.gateway.leaving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readers", type=int, default=1000, help="(default 1000)")
     chosen = parser.parse_args()
     with (

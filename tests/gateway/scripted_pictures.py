@@ -27,11 +27,9 @@ class ScriptedPictures:
             self._next.put_nowait(picture)
 
     def lose(self) -> None:
-        """The manager goes away."""
         self._next.put_nowait(ManagerAway(Unavailable("the manager is away")))
 
     async def open(self) -> AsyncGenerator[WatchUpdate, None]:
-        """A stream."""
         self.num_opened += 1
         self.num_open += 1
         try:

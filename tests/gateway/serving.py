@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,6 +38,17 @@ async def calling(manager: str = NOBODY, **settings: Any) -> AsyncIterator[httpx
     """A caller of a gateway with these settings."""
     async with serving(manager, **settings) as server, http_client(server.url) as client:
         yield client
+
+
+def head(line: str, *fields: str) -> bytes:
+    """The head of a request of HTTP/1.1, whose line is given without its version."""
+    return "\r\n".join([f"{line} HTTP/1.1", "Host: localhost", *fields, "", ""]).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    """A whole request for a completion."""
+    body = json.dumps(fields).encode()
+    return head("POST /v1/completions", f"Content-Length: {len(body)}") + body
 
 
 async def exchange(port: int, raw: bytes, seconds: float = 20) -> bytes:

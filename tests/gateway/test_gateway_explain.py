@@ -16,7 +16,6 @@ from tests.gateway.serving import calling
 
 @asynccontextmanager
 async def page() -> AsyncIterator[tuple[FakeManager, httpx.AsyncClient]]:
-    """A gateway in front of a cluster of one worker."""
     async with fake_cluster(FakeWorker("w")) as manager, calling(manager.address) as browser:
         manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
         manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
@@ -42,24 +41,13 @@ async def test_token_ids_and_chats_are_taken(body: dict[str, Any]) -> None:
         assert (await browser.post("/api/explain", json=body)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"", 400),
-        (b"[]", 400),
-        (b"{", 400),
-        (b"\xff", 400),
-        (b"{}", 400),
-        (b'{"prompt": [-1]}', 400),
-        (b'{"prompt": [4000000]}', 400),
-        (b'{"prompt": "a", "more": 1}', 400),
-        (b'{"prompt": "a", "messages": []}', 400),
-        (b'{"messages": [{}]}', 400),
-        (b'{"prompt": "the", "model": "huge"}', 404),
-    ],
-)
-async def test_what_is_wrong_is_refused_with_a_message(body: bytes, status: int) -> None:
+async def test_what_is_wrong_is_refused_with_a_message() -> None:
+    wrong = (
+        *(b"", b"[]", b"{", b"\xff", b"{}", b'{"prompt": [-1]}', b'{"prompt": [4000000]}', b'{"messages": [{}]}'),
+        *(b'{"prompt": "a", "more": 1}', b'{"prompt": "a", "messages": []}', b'{"prompt": "the", "model": "huge"}'),
+    )
     async with page() as (_, browser):
-        answer = await browser.post("/api/explain", content=body)
-        assert answer.status_code == status
-        assert answer.json()["error"]["message"]
+        for body in wrong:
+            answer = await browser.post("/api/explain", content=body)
+            assert answer.status_code == (404 if b"huge" in body else 400), body
+            assert answer.json()["error"]["message"]

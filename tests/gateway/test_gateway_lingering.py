@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import uvicorn
@@ -18,32 +18,27 @@ from kvpool.gateway.app import connection_limits
 from kvpool.gateway.connection import ENDLESS_PATHS, MAX_HEAD_BYTES, BoundedConnection, ConnectionLimits, bounded
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.address import listen
-from tests.gateway.serving import exchange, http_client, serving
+from tests.gateway.serving import exchange, head, http_client, serving
 from tests.until import until
 
-HEAD = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
-HALF_A_HEAD = (HEAD % b"/").removesuffix(b"\r\n")
+HALF_A_HEAD = head("GET /").removesuffix(b"\r\n")
 LINE = b"X: " + b"x" * 995 + b"\r\n"
 NUM_TOO_MANY = MAX_HEAD_BYTES // len(LINE) + 1
 
 
 async def silent(scope: Scope, receive: Receive, send: Send) -> None:
-    """Waits for the end of its caller."""
     assert scope["type"] == "http"
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def endless(scope: Scope, receive: Receive, send: Send) -> None:
-    """Begins an answer, which its caller ends."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"begun", "more_body": True})
     await silent(scope, receive, send)
 
 
 class Served(NamedTuple):
-    """A server of such answers."""
-
     server: uvicorn.Server
     port: int
     limits: ConnectionLimits
@@ -64,15 +59,8 @@ async def bounded_server(app: ASGIApp, grace: int = 0, **settings: float) -> Asy
     """A server of the application, with the gateway's connections."""
     limits = connection_limits(GatewaySettings(**settings))  # type: ignore[arg-type]
     listener = listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        app,
-        http=bounded(limits),
-        loop="none",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        timeout_graceful_shutdown=grace,
-    )
+    options: dict[str, Any] = {"loop": "none", "ws": "none", "lifespan": "off", "log_config": None}
+    config = uvicorn.Config(app, http=bounded(limits), timeout_graceful_shutdown=grace, **options)
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve([listener]))
     try:
@@ -94,7 +82,7 @@ async def test_a_head_that_comes_in_many_pieces_is_bounded_as_a_whole() -> None:
 
 async def test_a_head_that_comes_while_the_request_before_is_served_is_bounded_too() -> None:
     async with bounded_server(silent) as served, served.caller() as (reader, _, connection):
-        connection.data_received(HEAD % b"/")
+        connection.data_received(head("GET /"))
         await asyncio.sleep(0)
         connection.data_received(HALF_A_HEAD + LINE * NUM_TOO_MANY)
         assert served.limits.ended["head"] == 1
@@ -104,7 +92,7 @@ async def test_a_head_that_comes_while_the_request_before_is_served_is_bounded_t
 async def test_a_head_sent_during_an_answer_is_bounded() -> None:
     """The connection ends: an answer has begun, so no other can be given."""
     async with bounded_server(endless) as served, served.caller() as (reader, writer, _):
-        writer.write(HEAD % b"/")
+        writer.write(head("GET /"))
         await reader.readuntil(b"begun")
         writer.write(HALF_A_HEAD + LINE * NUM_TOO_MANY)
         async with asyncio.timeout(20):
@@ -114,13 +102,12 @@ async def test_a_head_sent_during_an_answer_is_bounded() -> None:
 
 async def test_a_body_is_no_part_of_the_head_that_it_comes_with() -> None:
     async with bounded_server(silent) as served, served.caller() as (_, _, connection):
-        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (2 * MAX_HEAD_BYTES)
-        connection.data_received(head + b"x" * (2 * MAX_HEAD_BYTES))
+        size = 2 * MAX_HEAD_BYTES
+        connection.data_received(head("POST /", f"Content-Length: {size}") + b"x" * size)
         assert served.limits.ended["head"] == 0
 
 
 async def test_a_connection_that_was_turned_away_gives_back_no_place() -> None:
-    """It had none."""
     async with bounded_server(silent, max_connections=1) as served, served.caller():
         assert (await exchange(served.port, b"")).startswith(b"HTTP/1.1 503 ")
         await until(lambda: served.limits.num_refused == 0)
@@ -147,22 +134,22 @@ async def test_who_sends_a_body_that_is_too_large_reads_why(declared: bool) -> N
 async def test_a_caller_that_leaves_in_its_body_is_no_failure_of_the_gateway() -> None:
     async with serving() as server, http_client(server.url) as client:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(head("POST /tokenize", "Content-Length: 100") + b"{")
         await writer.drain()
         writer.close()
-        counted: list[str] = []
+        page = ""
         async with asyncio.timeout(20):
-            while not counted:
-                page = (await client.get("/metrics")).text.splitlines()
-                counted = [line for line in page if 'route="/tokenize"' in line]
-        assert counted == ['kvpool_gateway_requests_total{route="/tokenize",status="0"} 1.0']
+            while 'route="/tokenize"' not in page:
+                page = (await client.get("/metrics")).text
+        assert 'kvpool_gateway_requests_total{route="/tokenize",status="0"} 1.0\n' in page
+        assert page.count('route="/tokenize"') == 1
 
 
 async def test_a_connection_whose_body_came_after_its_answer_is_idle() -> None:
     """And is closed as any other that is idle."""
     async with serving(api_key=["a-key-of-this-test"], idle_seconds=0.3) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{")
+        writer.write(head("POST /tokenize", "Content-Length: 2") + b"{")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 401")
         writer.write(b"}")
         async with asyncio.timeout(20):
@@ -189,7 +176,7 @@ async def test_an_open_page_does_not_hold_up_the_end_of_the_gateway(path: str) -
     """Other answers have the whole grace."""
     async with bounded_server(endless, grace=600) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(HEAD % path.encode())
+        writer.write(head(f"GET {path}"))
         await reader.readuntil(b"begun")
         began = monotonic()
     assert monotonic() - began < 300

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, cast
 
 import openai
@@ -10,7 +11,10 @@ import pytest
 
 from kvpool.client import GenerateOptions
 from kvpool.gateway.openai.logprobs import shown
+from kvpool.process.address import listen
+from tests.cluster.polling import eventually
 from tests.gateway.conftest import Front, ids_of
+from tests.gateway.serving import completion, http_client, serving
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -249,3 +253,36 @@ async def test_readers_that_leave_hold_nothing(front: Front) -> None:
     while await load():
         await asyncio.sleep(0.01)
     assert (await front.cluster.client.check()).violations == []
+
+
+def listen_with_small_buffers(host: str, port: int, backlog: int) -> socket.socket:
+    """What is sent and not taken fills them soon: some megabytes have to be computed otherwise."""
+    listening = listen(host, port, backlog=backlog)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of each connection too
+    return listening
+
+
+async def test_a_reader_that_stays_and_takes_nothing_loses_its_answers(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket's buffers are full; another one, who reads, gets all."""
+    monkeypatch.setattr("kvpool.gateway.server.listen", listen_with_small_buffers)
+    async with (
+        serving(f"127.0.0.1:{front.cluster.manager.port}", reader_seconds=0.3) as gateway,
+        http_client(gateway.url) as client,
+    ):
+        loop = asyncio.get_running_loop()
+        with socket.socket() as sleeper:
+            sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sleeper.setblocking(False)
+            await loop.sock_connect(sleeper, ("127.0.0.1", gateway.port))
+            asked = completion(prompt="abc", max_tokens=400, n=8, ignore_eos=True, logprobs=20, stream=True)
+            await loop.sock_sendall(sleeper, asked)
+
+            async def is_ended() -> bool:
+                return 'connections_ended_total{limit="reader"} 1.0' in (await client.get("/metrics")).text
+
+            assert len((await front.cluster.complete("abc", max_tokens=8)).token_ids) == 8
+            await eventually(is_ended, "the reader's connection is closed")
+            await front.cluster.until_idle()
+            assert (await client.get("/load")).json() == {"server_load": 0}

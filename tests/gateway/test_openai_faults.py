@@ -29,14 +29,11 @@ NUM_BEFORE = 10
 
 @dataclass(frozen=True)
 class Served(TwoWorkers):
-    """Two workers, a gateway, and the undisturbed answer."""
-
     openai: AsyncOpenAI
     url: str
     expected: list[int]
 
     async def stream(self) -> AsyncIterator[int]:
-        """The ids of one answer, as they come."""
         answer: Any = await self.openai.completions.create(
             model="", prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, stream=True,
             extra_body={"model": None, "ignore_eos": True, "return_token_ids": True},
@@ -64,7 +61,6 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 
 async def holder(served: Served) -> str:
-    """The worker that has the sequence."""
     async with served.cluster.client() as client:
         found = [worker.worker_id for worker in (await client.describe()).workers if worker.num_sequences]
     (name,) = found

@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from kvpool.gateway.pages.files import page_files
+from scripts.stories import committed, stories
 from tests.gateway.serving import calling
 
 
 @pytest.fixture
 async def page() -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway without a cluster."""
     async with calling() as client:
         yield client
 
@@ -50,6 +50,19 @@ async def test_no_path_leads_out_of_the_page(page: httpx.AsyncClient, path: str)
     assert answer.json()["error"]["message"]
 
 
+def test_the_stories_are_what_the_core_tells() -> None:
+    assert committed() == stories(), "run `make docs` and commit"
+
+
+async def test_each_story_is_listed_and_served(page: httpx.AsyncClient) -> None:
+    listed = (await page.get("/static/stories/index.json")).json()
+    assert {f"{story['name']}.json" for story in listed} | {"index.json"} == stories().keys()
+    assert [story["name"] for story in listed[:2]] == ["pool", "sharing"]
+    for story in listed:
+        served = (await page.get(f"/static/stories/{story['name']}.json")).json()
+        assert (served["name"], served["summary"]) == (story["name"], story["summary"])
+
+
 def test_every_module_and_style_that_is_named_is_there() -> None:
     """Imports are relative, everything else is below /static; nothing comes from elsewhere."""
     known = page_files()
@@ -77,14 +90,14 @@ def test_every_module_and_style_that_is_named_is_there() -> None:
     ("path", "param"),
     [
         ("/api/prefixes?limit=201", "limit"),
-        ("/api/prefixes?node=²", "node"),
+        *((f"/api/prefixes?node={node}", "node") for node in ("²", "x", "-1", "9" * 30)),
+        *((f"/api/requests?number={number}", "number") for number in ("", "0x1", "-1", "1" * 16)),
         ("/api/block?block_id=1", "worker_id"),
         ("/api/block?worker_id=w&block_id=-1", "block_id"),
         ("/api/block?worker_id=w&block_id=0", "block_id"),
     ],
 )
 async def test_a_wrong_parameter_is_named(page: httpx.AsyncClient, path: str, param: str) -> None:
-    """400."""
     answer = await page.get(path)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

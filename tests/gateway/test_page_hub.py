@@ -17,7 +17,6 @@ from tests.until import until
 
 
 def viewing(hub: Hub) -> aclosing[AsyncGenerator[bytes, None]]:
-    """One more browser, until it leaves."""
     return aclosing(hub.events())
 
 
@@ -32,7 +31,6 @@ def hub(source: ScriptedPictures) -> Hub:
 
 
 async def take_until(events: AsyncGenerator[bytes, None], mirror: BrowserMirror, number: int) -> None:
-    """Take events until that picture has come."""
     while not mirror.numbers or mirror.numbers[-1] != number:
         mirror.take(await anext(events))
 
@@ -57,7 +55,6 @@ async def test_all_browsers_share_one_stream_which_ends_with_the_last_of_them(
 
 
 async def test_a_slow_browser_gets_a_later_picture_and_no_queue(source: ScriptedPictures, hub: Hub) -> None:
-    """It takes two pictures while another one takes a hundred."""
     quick, slow = BrowserMirror(), BrowserMirror()
     source.send(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
     async with viewing(hub) as quick_events, viewing(hub) as slow_events:
@@ -103,20 +100,15 @@ async def test_a_browser_that_leaves_in_the_middle_leaves_nothing(source: Script
     await until(lambda: source.num_open == hub.num_viewers == 0)
 
 
-class OldManager:
-    """A client whose manager does not know Watch."""
+async def test_a_manager_without_watch_is_reported_too() -> None:
+    """The page says why it shows nothing."""
 
-    async def watch(self) -> AsyncGenerator[cache_pb2.Picture, None]:
-        """Fails as the real one does."""
+    async def watch() -> AsyncGenerator[cache_pb2.Picture, None]:
         raise Unimplemented("this manager has no Watch")
         yield cache_pb2.Picture()
 
-
-async def test_a_manager_without_watch_is_reported_too() -> None:
-    """The page says why it shows nothing."""
-    hub = Hub(OldManager().watch, retry_seconds=0)
     mirror = BrowserMirror()
-    async with viewing(hub) as events:
+    async with viewing(Hub(watch, retry_seconds=0)) as events:
         while "away" not in mirror.manager:
             mirror.take(await anext(events))
     assert mirror.numbers == []

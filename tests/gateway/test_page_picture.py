@@ -64,14 +64,12 @@ class Truth:
 
 
 def of_one_worker() -> ClusterPicture:
-    """A picture of one worker with one cached block."""
     picture = ClusterPicture()
     assert picture.apply(one_worker(1, {1: (2, 0, 0, 0)}, whole=True))
     return picture
 
 
 def changes(picture: ClusterPicture, since: int = 0) -> Any:
-    """What a browser is sent that has that version."""
     return json.loads(picture.changes(since))
 
 
@@ -127,10 +125,6 @@ def test_more_ends_than_are_remembered_give_everything_anew(monkeypatch: pytest.
     picture.apply(truth.picture([(1, {}, set(), False)], whole=False))
     mirror.take(event_text("picture", picture.changes(seen)))
     assert (mirror.wholes, mirror.workers["1"]["sequences"]) == (2, {})
-
-
-def _changes(picture: ClusterPicture, since: int) -> Any:
-    return json.loads(picture.changes(since))
 
 
 def test_one_that_has_the_last_picture_is_sent_nothing_of_it_again() -> None:

@@ -6,14 +6,11 @@ import asyncio
 import struct
 from collections.abc import AsyncGenerator
 
-import pytest
-
 from kvpool.client import ContentsView
 from kvpool.client.watch import WatchUpdate
 from kvpool.gateway.pages.prefix_follower import Prefixes
 from kvpool.gateway.pages.prefix_tree import MAX_CHAIN_BLOCKS, entries_after
 from kvpool.v1 import cache_pb2 as pb
-from tests.gateway.serving import calling
 
 
 def stored(node: int, parent: int, session: int = 1) -> pb.ContentEvent:
@@ -112,9 +109,3 @@ async def test_the_contents_are_followed_only_while_somebody_looks() -> None:
     assert len((await prefixes.look()).nodes) == 1
     await prefixes.close()
     assert (begun, ended) == (2, 2)
-
-
-@pytest.mark.parametrize("query", ["node=x", "node=-1", "limit=100000", "node=" + "9" * 30])
-async def test_what_is_no_number_is_refused(query: str) -> None:
-    async with calling() as client:
-        assert (await client.get(f"/api/prefixes?{query}")).status_code == 400

@@ -23,17 +23,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def listed(front: Front, **query: Any) -> Any:
-    """What the page is given."""
     return (await front.http.get("/api/requests", params=query)).json()
 
 
 async def last_of(front: Front) -> Any:
-    """The newest one."""
     return (await listed(front))["requests"][-1]
 
 
 async def chat(front: Front, text: str, **options: Any) -> Any:
-    """One chat, with the header of its answer."""
     return await front.openai.chat.completions.with_raw_response.create(
         model=front.model, messages=[{"role": "user", "content": text}], temperature=0, **options
     )
@@ -107,13 +104,7 @@ async def test_as_many_as_were_asked_for_are_kept(front: Front) -> None:
             assert (missing.status_code, "--kept-requests" in missing.text) == (404, True)
 
 
-@pytest.mark.parametrize("number", ["", "0x1", "-1", "1" * 16])
-async def test_a_number_that_is_none_is_refused(front: Front, number: str) -> None:
-    assert (await front.http.get("/api/requests", params={"number": number})).status_code == 400
-
-
 async def next_requests(events: AsyncGenerator[bytes, None]) -> Any:
-    """The next event about them."""
     while not (event := await anext(events)).startswith(b"event: requests\n"):
         pass
     return json.loads(event.split(b"data: ", 1)[1])

@@ -39,8 +39,6 @@ class Told(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """The answer to Register."""
-
     session: int
     report_wanted: bool
 
@@ -84,7 +82,6 @@ class Operation:
 
 
 def failure(status: status_pb2.Status) -> Refused:
-    """The reason, and the position if there is one, of a rich status."""
     details = read_details(status)
     return Refused(details.reason, details.number("position"))
 

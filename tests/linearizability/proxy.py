@@ -33,8 +33,6 @@ class Weather(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a peer hears of one copy."""
-
     response: bytes = b""
     code: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""

@@ -32,7 +32,6 @@ class Specification:
         return copied
 
     def digest(self) -> bytes:
-        """Equal for equal states."""
         pools = {
             session.number: [
                 (pool.free_list, pool.demoted, pool.sealed, pool.reserve_wish, sorted(pool.reserved))

@@ -65,7 +65,6 @@ async def recorded(tmp_path: Path) -> tuple[list[Operation], Specification]:
 
 
 def with_answers(history: list[Operation], answers: dict[int, Any]) -> list[Operation]:
-    """The history with other answers to some of its calls."""
     return [dataclasses.replace(op, answer=answers[op.number]) if op.number in answers else op for op in history]
 
 
@@ -78,25 +77,6 @@ def told(history: list[Operation], method: str) -> list[Operation]:
 def assert_rejected(verdict: Verdict) -> None:
     assert verdict.order is None
     assert "would have been answered differently" in verdict.explanation
-
-
-async def test_swapped_answers_are_rejected(recorded: tuple[list[Operation], Specification]) -> None:
-    """Each grant is somebody's own: two that change places fit into no order."""
-    history, start = recorded
-    granted = [op for op in told(history, "Allocate") if any(isinstance(one, Granted) for one in op.answer.outcomes)]  # type: ignore[union-attr]
-    first, second = granted[0], next(op for op in granted if op.answer != granted[0].answer)
-    assert_rejected(check(with_answers(history, {first.number: second.answer, second.number: first.answer}), start))
-
-
-@pytest.mark.parametrize("method", ["KeepAlive", "Allocate", "Route"])
-async def test_an_answer_out_of_another_time_is_rejected(
-    recorded: tuple[list[Operation], Specification], method: str
-) -> None:
-    """A call that is answered as it would be later on; and one that is answered as it would have been before."""
-    history, start = recorded
-    early, late = others_in_between(history, method)
-    assert_rejected(check(with_answers(history, {early.number: late.answer}), start))
-    assert_rejected(check(with_answers(history, {late.number: early.answer}), start))
 
 
 def others_in_between(history: list[Operation], method: str) -> tuple[Operation, Operation]:
@@ -116,28 +96,28 @@ def others_in_between(history: list[Operation], method: str) -> tuple[Operation,
     )
 
 
-async def test_the_effect_of_a_stale_call_is_rejected(recorded: tuple[list[Operation], Specification]) -> None:
-    """A call that was executed, but is said to have been refused as stale."""
+async def test_a_history_that_is_wrong_is_rejected(recorded: tuple[list[Operation], Specification]) -> None:
+    """Each grant is of one sequence: two that change places fit into no order. An executed call cannot have been stale. The effects
+    of a call that is left out are seen in others' answers. A call is answered as of its own time, and after it was executed."""
     history, start = recorded
-    executed = told(history, "Allocate")[0]
-    assert_rejected(check(with_answers(history, {executed.number: Refused("STALE_CALL")}), start))
-
-
-async def test_a_call_left_out_is_missed(recorded: tuple[list[Operation], Specification]) -> None:
-    """Its effects are seen in the answers of others."""
-    history, start = recorded
-    granted = told(history, "Allocate")[0]
-    assert_rejected(check([op for op in history if op is not granted], start))
-
-
-async def test_a_call_may_not_be_placed_outside_its_time(recorded: tuple[list[Operation], Specification]) -> None:
-    """Answered before it was executed: rejected. Answered after that and sent before: one order is left, and found."""
-    history, start = recorded
-    late = told(history, "Allocate")[-1]
-    too_early = dataclasses.replace(late, sent=-2, answered=-1)
-    assert_rejected(check([too_early if op is late else op for op in history], start))
-    long = dataclasses.replace(late, sent=-2)
-    assert check([long if op is late else op for op in history], start).order is not None
+    first, *_, last = told(history, "Allocate")
+    granted = [op for op in told(history, "Allocate") if any(isinstance(one, Granted) for one in op.answer.outcomes)]  # type: ignore[union-attr]
+    one, other = granted[0], next(op for op in granted if op.answer != granted[0].answer)
+    too_early = dataclasses.replace(last, sent=-2, answered=-1)
+    wrong = [
+        with_answers(history, {one.number: other.answer, other.number: one.answer}),
+        with_answers(history, {first.number: Refused("STALE_CALL")}),
+        [op for op in history if op is not first],
+        [too_early if op is last else op for op in history],
+    ]
+    for method in ("KeepAlive", "Allocate", "Route"):
+        early, late = others_in_between(history, method)
+        wrong.append(with_answers(history, {early.number: late.answer}))
+        wrong.append(with_answers(history, {late.number: early.answer}))
+    for spoiled in wrong:
+        assert_rejected(check(spoiled, start))
+    long = dataclasses.replace(last, sent=-2)
+    assert check([long if op is last else op for op in history], start).order is not None
 
 
 async def test_a_lost_answer_may_mean_both(recorded: tuple[list[Operation], Specification]) -> None:
@@ -155,6 +135,5 @@ async def test_a_lost_answer_may_mean_both(recorded: tuple[list[Operation], Spec
 
 
 def overlaps(history: list[Operation]) -> int:
-    """Pairs of calls that were under way at the same time."""
     ordered = sorted(history, key=lambda op: op.sent)
     return sum(later.sent < earlier.answered for index, earlier in enumerate(ordered) for later in ordered[index + 1 :])

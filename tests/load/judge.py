@@ -27,7 +27,6 @@ class Delivered:
         return len(self.workers) > 1
 
     def add(self, chunk: Chunk) -> None:
-        """Take in the next chunk."""
         if chunk.start_index != len(self.tokens):
             self.misplaced.append(f"a chunk for token {chunk.start_index} after {len(self.tokens)} tokens")
         self.tokens += chunk.token_ids
@@ -41,7 +40,6 @@ End = Completion | KvpoolError | None
 
 
 def outcome(call: Call, end: End) -> str:
-    """The end in words."""
     if end is None:
         return "left by its reader"
     if isinstance(end, Completion):

@@ -45,7 +45,6 @@ class Stage:
         self.num_running -= 1
 
     async def end(self, sending: asyncio.Task[None]) -> None:
-        """End all conversations, and wait until the sender has."""
         for end in self.ends.values():
             end.set()
         await sending
@@ -89,7 +88,6 @@ async def test_the_times_of_an_open_loop_do_not_depend_on_answers(pattern: Patte
 
 
 async def test_an_open_loop_respects_its_bound_and_counts_the_waiting() -> None:
-    """With two places and constant arrivals every second, the third begins when a place is free, and was due before."""
     stage, loop = Stage(), OpenLoop(1.0, Pattern.CONSTANT, max_in_flight=2)
     sending = stage.send(loop, 4)
     await until(lambda: stage.now == 2.0, pause=0)  # the third is due

@@ -38,12 +38,10 @@ def made(
 
 
 def prompts(conversations: list[Conversation]) -> list[tuple[int, ...]]:
-    """The first prompts."""
     return [conversation.turns[0].new_tokens for conversation in conversations]
 
 
 def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Length of the common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -27,8 +27,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Reference:
-    """A request and its right answer."""
-
     request: Request
     token_ids: tuple[int, ...]
     """As many as the request's `max_tokens`."""
@@ -38,8 +36,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class Call:
-    """A request as one stream makes it."""
-
     reference: Reference
     max_tokens: int
     """At most the request's."""

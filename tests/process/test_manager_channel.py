@@ -179,6 +179,8 @@ def test_a_file_lists_addresses_or_none(tmp_path: Path, content: str, listed: tu
     assert manager_addresses(f"file:{file}") == ()
     file.write_text(content)
     assert manager_addresses(f"file:{file}") == listed
+    if listed:
+        assert manager_addresses(content.replace("\n", ",").rstrip(",")) == listed
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,3 @@ def test_what_is_no_list_of_addresses_is_refused(text: str) -> None:
         require_managers(text)
     with pytest.raises(ValueError, match="needed the path"):
         require_managers("file:")
-
-
-def test_a_list_may_have_spaces() -> None:
-    assert manager_addresses("a:1, [::1]:2") == ("a:1", "[::1]:2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,8 +17,6 @@ from kvpool.worker_service.settings import WorkerSettings
 
 
 class Oven(ProcessSettings):
-    """An oven."""
-
     model_config = SettingsConfigDict(env_prefix="OVEN_", cli_prog_name="oven")
     table: ClassVar[str] = "oven"
     shared_variables: ClassVar[Mapping[str, str]] = {"place": "KITCHEN"}
@@ -85,21 +83,18 @@ def test_a_file_is_named_by_the_flag_then_by_the_own_variable_of_the_process_the
     assert Oven().max_degrees == 200
 
 
-@pytest.mark.parametrize("place", ["flag", "variable", "file"])
-def test_an_error_names_the_place_of_the_value(place: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments: Sequence[str] = ()
-    if place == "flag":
-        arguments, named = ["--max-degrees", "301"], "--max-degrees"
-    elif place == "variable":
-        monkeypatch.setenv("OVEN_MAX_DEGREES", "301")
-        named = "OVEN_MAX_DEGREES"
-    else:
-        file.write_text("[oven]\nmax_degrees = 301\n")
-        arguments, named = ["--config", str(file)], f"max_degrees in [oven] of {file}"
-    message = problem(*arguments)
-    assert message.startswith(f"{named}: ")
-    assert "less than or equal to 300" in message
-    assert "301" in message.removeprefix(named)
+def test_an_error_names_the_place_of_the_value(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("[oven]\nmax_degrees = 301\n")
+    said = {
+        "--max-degrees": problem("--max-degrees", "301"),
+        f"max_degrees in [oven] of {file}": problem("--config", str(file)),
+    }
+    monkeypatch.setenv("OVEN_MAX_DEGREES", "301")
+    said["OVEN_MAX_DEGREES"] = problem()
+    for named, message in said.items():
+        assert message.startswith(f"{named}: ")
+        assert "less than or equal to 300" in message
+        assert "301" in message.removeprefix(named)
 
 
 def test_every_wrong_setting_is_named_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +249,5 @@ def test_a_worker_needs_an_address_that_others_can_dial(arguments: list[str], sa
     ],
 )
 def test_settings_of_a_worker_that_do_not_fit_together_are_refused(given: Mapping[str, object], says: str) -> None:
-    """With those that are to be changed."""
     with pytest.raises(ValueError, match=re.escape(says)):
         WorkerSettings(model="m", **given)  # type: ignore[arg-type]

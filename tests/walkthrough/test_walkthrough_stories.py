@@ -1,6 +1,6 @@
 """Each step of a story shows its calls and keeps every law, and what its sentences count is counted.
 
-What each story says and shows, step by step, is compared in tests/gateway/test_page_stories.py: the page serves it as files.
+What each story says and shows, step by step, is compared in tests/gateway/test_page_files.py: the page serves it as files.
 """
 
 from __future__ import annotations

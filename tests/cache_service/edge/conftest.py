@@ -15,16 +15,14 @@ from kvpool.cache_service.settings import ManagerSettings
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.managers import Managers
+from tests.cache_service.edge.managers import Manager, Managers
 from tests.cache_service.edge.peer import Worker, registration
 
 
 @pytest.fixture(scope="session")
 def managers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Managers]:
-    """Starts managers as processes."""
-    managers = Managers(tmp_path_factory.mktemp("managers"))
-    yield managers
-    managers.stop()
+    yield Managers(tmp_path_factory.mktemp("managers"))
+    Manager.fork_server.stop()
 
 
 @pytest.fixture
@@ -71,5 +69,4 @@ async def stub(channel: grpc.aio.Channel) -> AsyncIterator[cache_pb2_grpc.CacheS
 
 @pytest.fixture
 async def worker(stub: cache_pb2_grpc.CacheServiceStub) -> Worker:
-    """A registered worker of 16 blocks."""
     return await Worker.begin(stub, registration())

@@ -44,7 +44,6 @@ class Life:
         return str(info.reason)
 
     async def epoch_after(self, worker_id: str, seen: int) -> int | str:
-        """What a stranger is answered that has seen that epoch."""
         answer = await self.register(worker_id, seen=seen)
         return answer if isinstance(answer, str) else answer.epoch
 

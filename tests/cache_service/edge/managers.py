@@ -3,103 +3,85 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import Any, Final
 
-from tests.cluster.fork_server import MANAGER_MODULE, ForkedProcess, ForkServer
+from tests.cluster.fork_server import MANAGER_MODULE, ForkServer
+from tests.cluster.process import Process, environment_with
 
-Line = dict[str, object]
-_COMMAND: Final = (sys.executable, "-m", MANAGER_MODULE)
-_END_SECONDS: Final = 60.0
+Line = dict[str, Any]
+_SECONDS: Final = 60.0
 
 
-class Manager:
-    """A process and its log."""
+class Manager(Process):
+    """A process whose log is JSON; its methods block."""
 
-    def __init__(self, process: ForkedProcess | subprocess.Popen[str], stderr: IO[str]) -> None:
-        self._process = process
-        self.stderr = stderr
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send_signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+    fork_server = ForkServer(environment_with({}), modules=(MANAGER_MODULE,))
+    _num_read = 0
 
     def wait(self) -> int:
         """Its exit status, once it has ended."""
-        return self._process.wait(_END_SECONDS)
+        return self._process.wait(_SECONDS)
 
-    def next_line(self, event: str) -> Line:
-        """The next line of the log that says this."""
-        for text in self.stderr:
-            line: Line = json.loads(text)
-            if line["event"] == event:
-                return line
-        raise AssertionError(f"it has ended without {event!r}")
+    def lines(self) -> list[Line]:
+        """What it has logged and was not read."""
+        texts = self.log.splitlines(keepends=True)[self._num_read :]
+        return [json.loads(text) for text in texts if text.endswith("\n")]
+
+    def next_line(self, event: str = "") -> Line:
+        """The next line of the log, or the next that says this."""
+        deadline = time.monotonic() + _SECONDS
+        while True:
+            may_log = self.status is None and time.monotonic() < deadline
+            for line in self.lines():
+                self._num_read += 1
+                if event in ("", line["event"]):
+                    return line
+            assert may_log, f"no {event!r} in:\n{self.log}"
+            time.sleep(0.002)
 
 
 class Managers:
-    """Starts managers with the variables of this process, and stops what forks them at the end. Blocks; for one thread."""
+    """Starts managers with the variables of this process, each with a log in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._num_started = 0
-        self._server = ForkServer(os.environ, modules=(MANAGER_MODULE,))
-
-    def stop(self) -> None:
-        self._server.stop()
 
     @contextmanager
     def listening(
         self, *arguments: str, variables: Mapping[str, str] | None = None, event: str = "listening"
     ) -> Iterator[tuple[Manager, Line]]:
         """A manager and its line that it listens, or stands by. Killed at the end if it still runs."""
-        with self._started(("--log-format", "json", *arguments), variables) as manager:
-            line = json.loads(manager.stderr.readline())
+        manager = self._start("--log-format", "json", *arguments, variables=variables)
+        try:
+            line = manager.next_line()
             assert line["event"] == event
             yield manager, line
+        finally:
+            manager.kill()
 
     @contextmanager
     def serving(self, state_dir: Path) -> Iterator[tuple[Manager, str, Line]]:
         """A manager on any free port: itself, its address, its line."""
         with self.listening("--port", "0", "--state-dir", str(state_dir)) as (manager, line):
-            yield manager, str(line["address"]), line
+            yield manager, line["address"], line
 
     def fails(self, *arguments: str, variables: Mapping[str, str] | None = None) -> tuple[int, str]:
-        """Exit status and stderr of a manager that cannot start."""
-        with self._started(arguments, variables) as manager:
-            said = manager.stderr.read()
+        """Exit status and log of a manager that cannot start."""
+        manager = self._start(*arguments, variables=variables)
+        try:
             status = manager.wait()
-        assert "Traceback" not in said
-        return status, said
+        finally:
+            manager.kill()
+        assert "Traceback" not in manager.log
+        return status, manager.log
 
-    @contextmanager
-    def _started(self, arguments: Sequence[str], variables: Mapping[str, str] | None) -> Iterator[Manager]:
-        """Variables: besides those of this process; then it is not forked."""
-        process: ForkedProcess | subprocess.Popen[str]
-        if variables is None:
-            self._num_started += 1
-            pipe = self._folder / f"{self._num_started}.pipe"
-            os.mkfifo(pipe)
-            process = self._server.start(MANAGER_MODULE, arguments, pipe)
-            stderr: IO[str] = pipe.open()  # once the process has opened it too
-        else:
-            process = subprocess.Popen(
-                [*_COMMAND, *arguments], stderr=subprocess.PIPE, text=True, env={**os.environ, **variables}
-            )
-            assert process.stderr is not None
-            stderr = process.stderr
-        with stderr:
-            try:
-                yield Manager(process, stderr)
-            finally:
-                process.send_signal(signal.SIGKILL)
-                process.wait(_END_SECONDS)
+    def _start(self, *arguments: str, variables: Mapping[str, str] | None) -> Manager:
+        self._num_started += 1
+        log = self._folder / f"{self._num_started}.log"
+        log.touch()
+        return Manager("manager", ["-m", MANAGER_MODULE, *arguments], log, variables or {})

@@ -30,7 +30,6 @@ def prompt(num_tokens: int, first: int = 0) -> bytes:
 
 
 def key(sequence_id: str, attempt: int = 1, round: int = 0) -> common_pb2.SequenceKey:
-    """A sequence's key."""
     return common_pb2.SequenceKey(sequence_id=sequence_id, attempt=attempt, round=round)
 
 
@@ -98,7 +97,6 @@ class Worker:
 
     @classmethod
     async def begin(cls, stub: cache_pb2_grpc.CacheServiceStub, request: pb.RegisterRequest) -> Self:
-        """A worker that is registered."""
         worker = cls(stub, request)
         await worker.register()
         return worker
@@ -112,7 +110,6 @@ class Worker:
         return self.registered.session_key
 
     async def register(self) -> pb.RegisterResponse:
-        """Register once more, as a worker does that begins anew."""
         self.registered = await self.stub.Register(self.request, timeout=self.seconds)
         self.request.register_no += 1
         self.request.highest_epoch_seen = self.registered.epoch
@@ -121,7 +118,6 @@ class Worker:
         return self.registered
 
     def uplink(self, wish: int | None = None, returned: Iterable[common_pb2.BlockRun] = ()) -> pb.Uplink:
-        """The uplink of the next call."""
         self.call_no += 1
         wishes = [] if wish is None else [pb.ReserveWish(tier=common_pb2.TIER_DEVICE, num_blocks=wish)]
         return pb.Uplink(

@@ -13,7 +13,6 @@ from kvpool.cache_service.election.file import FileEpochs
 
 
 def begin(directory: Path) -> int:
-    """One short life of a manager."""
     with closing(FileEpochs.open(directory)) as store:
         return store.epoch
 

@@ -28,14 +28,12 @@ Stub = cache_pb2_grpc.CacheServiceStub
 
 
 async def explained(stub: Stub, prompt_tokens: bytes, worker_id: str = "w", root: common_pb2.Root = ROOT) -> Any:
-    """What one worker would serve."""
     request = pb.ExplainRequest(root=root, tokens=prompt_tokens, worker_id=worker_id)
     (found,) = (await stub.Explain(request)).workers
     return found
 
 
 async def serve(worker: Worker, name: str, prompt_tokens: bytes, root: common_pb2.Root = ROOT) -> int:
-    """A whole request; returns its cached tokens."""
     wanted = item(name, prompt_tokens)
     wanted.root.CopyFrom(root)
     (result,) = (await worker.allocate(wanted)).results

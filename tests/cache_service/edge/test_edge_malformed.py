@@ -95,7 +95,6 @@ async def test_a_malformed_item_spoils_only_itself(worker: Worker, field: str, v
 def refusal_of(
     response: pb.AllocateResponse | pb.AppendResponse | pb.ForkResponse, code: int, reason: str
 ) -> status_pb2.Status:
-    """The status of a one-item batch."""
     (result,) = response.results
     assert (result.status.code, reason_of(result.status)) == (code, reason), result.status
     assert result.status.message

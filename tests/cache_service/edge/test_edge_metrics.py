@@ -28,7 +28,6 @@ async def look(server: ManagerServer) -> Scrape:
 
 
 def blocks(page: Scrape) -> dict[str, float]:
-    """Of the one worker, by state."""
     return page.labelled("kvpool_manager_blocks", "state")
 
 
@@ -175,7 +174,7 @@ async def test_a_process_has_a_page_only_if_it_is_asked_to_and_on_loopback(
     with managers.listening(*arguments) as (process, _):
         assert num_listening_sockets(process.pid) == 1
     with managers.listening(*arguments, "--metrics-port", "0") as (process, _):
-        url = str(process.next_line("metrics")["url"])
+        url = process.next_line("metrics")["url"]
         assert num_listening_sockets(process.pid) == 2
         assert url.startswith("http://127.0.0.1:")
         assert "metrics beyond loopback" not in process.log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from pathlib import Path
@@ -33,9 +32,9 @@ async def test_it_serves_stops_at_sigterm_and_comes_back_from_a_kill_with_a_larg
                 assert (registered.epoch, registered.session > before.session) == (life, True)
                 await worker.grant("a", prompt(9))
                 before = registered
-            process.send_signal(number)
+            process.send(number)
             assert process.wait() == {signal.SIGTERM: 0, signal.SIGKILL: -9, signal.SIGINT: 130}[number]
-            events = [json.loads(line)["event"] for line in process.stderr]
+            events = [line["event"] for line in process.lines()]
             assert events == ["worker registered"] + ([] if number == signal.SIGKILL else ["stopped"])
 
 
@@ -50,7 +49,7 @@ async def test_it_stops_while_a_worker_goes_on_calling(tmp_path: Path, managers:
     with managers.serving(tmp_path) as (process, address, _):
         async with grpc.aio.insecure_channel(address) as channel:
             worker = await Worker.begin(cache_pb2_grpc.CacheServiceStub(channel), registration())
-            process.send_signal(signal.SIGTERM)
+            process.send(signal.SIGTERM)
             found = await refused(call_for_ever(worker), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
             assert "shutting down" in found.message
         assert process.wait() == 0

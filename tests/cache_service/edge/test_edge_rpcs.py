@@ -23,7 +23,6 @@ FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_register_and_heartbeats_report_the_lease_and_describe_the_load(stub: Stub, worker: Worker) -> None:
-    """Stamps begin with the epoch."""
     registered, answer = worker.registered, await worker.keep_alive()
     assert (registered.epoch, registered.keep_alive_interval_ms, registered.report_wanted) == (1, 100, False)
     assert registered.session >> 40 == registered.epoch

@@ -41,8 +41,8 @@ async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
     ):
         assert first.next_line("leads")["epoch"] == 1
         async with (
-            grpc.aio.insecure_channel(str(first_line["address"])) as to_first,
-            grpc.aio.insecure_channel(str(second_line["address"])) as to_second,
+            grpc.aio.insecure_channel(first_line["address"]) as to_first,
+            grpc.aio.insecure_channel(second_line["address"]) as to_second,
         ):
             assert await health(to_first, SERVICE) == SERVING
             assert (await health(to_second, ""), await health(to_second, SERVICE)) == (SERVING, NOT_SERVING)
@@ -56,9 +56,9 @@ async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
                     pass
 
             await refused(follow(), grpc.StatusCode.UNAVAILABLE, "STANDBY")
-            url = str(second.next_line("metrics")["url"])
+            url = second.next_line("metrics")["url"]
             assert (await scrape(url)).value("kvpool_manager_leads") == 0
-            first.send_signal(number)
+            first.send(number)
             assert second.next_line("leads")["epoch"] == 2
             while await health(to_second, SERVICE) != SERVING:
                 pass
@@ -67,7 +67,7 @@ async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
             assert (page.value("kvpool_manager_leads"), page.value("kvpool_manager_epoch")) == (1, 2)
         with managers.listening(*arguments(tmp_path), event="standing by") as (third, _):
             for process in (third, second):
-                process.send_signal(signal.SIGTERM)
+                process.send(signal.SIGTERM)
                 assert process.wait() == 0
 
 

@@ -40,7 +40,6 @@ def held_at(manager: CacheManager) -> dict[int, set[tuple[int, tuple[bytes, ...]
 
 
 async def until_equal(updates: AsyncGenerator[WatchUpdate, None], view: ContentsView, manager: CacheManager) -> None:
-    """Apply messages until the view has what look-ups find."""
     while not view.is_complete or held_in(view) != held_at(manager):
         async with asyncio.timeout(20):
             received = await anext(updates)
@@ -49,7 +48,6 @@ async def until_equal(updates: AsyncGenerator[WatchUpdate, None], view: Contents
 
 
 async def read(call: Any) -> pb.Contents:
-    """The next message that has contents."""
     async with asyncio.timeout(20):
         while not (message := await call.read()).HasField("contents"):
             pass

@@ -37,14 +37,12 @@ ALL = pb.WatchRequest(picture=pb.PictureOptions(interval_ms=100, include_blocks=
 
 
 async def read(call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]) -> pb.Picture:
-    """The next message of a stream of pictures."""
     message = await call.read()
     assert isinstance(message, pb.WatchResponse)
     return message.picture
 
 
 async def next_complete(updates: AsyncGenerator[WatchUpdate, None], view: PictureView) -> None:
-    """Apply messages up to the end of the next picture."""
     async with asyncio.timeout(20):
         async for received in updates:
             if isinstance(received, pb.Picture) and view.apply(received):
@@ -54,7 +52,6 @@ async def next_complete(updates: AsyncGenerator[WatchUpdate, None], view: Pictur
 async def until_seen(
     updates: AsyncGenerator[WatchUpdate, None], view: PictureView, is_so: Callable[[PictureView], bool]
 ) -> None:
-    """Apply pictures until the view is as wanted."""
     await next_complete(updates, view)
     while not is_so(view):
         await next_complete(updates, view)
@@ -68,7 +65,6 @@ async def until_away(updates: AsyncGenerator[WatchUpdate, None]) -> ManagerAway:
 
 
 async def assert_equals_describe(stub: Stub, view: WorkerView) -> None:
-    """Blocks and sequences of the view are those that Describe lists."""
     request = pb.DescribeRequest(worker_id=view.description.worker_id, include_blocks=True, max_sequences=1000)
     (worker,) = (await stub.Describe(request)).workers
     pool = view.pools[0]

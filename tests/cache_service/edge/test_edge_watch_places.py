@@ -26,8 +26,6 @@ ALL = pb.WatchRequest(picture=pb.PictureOptions(interval_ms=100, include_blocks=
 
 
 class Room:
-    """Places, and who has lost one."""
-
     def __init__(self, max_places: int) -> None:
         self.places = Places(max_places)
         self.lost: list[str] = []
@@ -42,7 +40,6 @@ class Room:
         return place
 
     def is_refused(self, peer: str, now: float) -> float:
-        """Seconds that the refusal says to wait."""
         with pytest.raises(Refusal) as caught:
             self.take(peer, now)
         assert caught.value.reason is Reason.TOO_MANY_WATCHERS
@@ -125,7 +122,6 @@ def test_the_host_of_a_peer_is_its_address_without_the_port(peer: str, host: str
 async def watcher(
     server: ManagerServer, name: str
 ) -> AsyncIterator[grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse]]:
-    """A stream over a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.primary_user_agent", name)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
         yield cache_pb2_grpc.CacheServiceStub(channel).Watch(ALL)

@@ -54,7 +54,6 @@ class ApiServer(httpx.AsyncBaseTransport):
         self._changed = asyncio.Event()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Execute one request."""
         try:
             await self.before(request)
             answer = self._execute(request)
@@ -103,7 +102,6 @@ class ApiServer(httpx.AsyncBaseTransport):
         return stored
 
     def delete(self, name: str) -> None:
-        """Somebody deletes a Lease."""
         self.version += 1
         self._notify("DELETED", self.leases.pop(name))
 

@@ -11,7 +11,6 @@ from tests.cache_service.election.virtual_time import VirtualLoop
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None:
-    """The loop of a test in this folder."""
     return (
         {"virtual": VirtualLoop} if item.path.name == "test_kubernetes_lease.py" else {"real": asyncio.new_event_loop}
     )

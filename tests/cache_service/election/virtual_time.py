@@ -24,12 +24,9 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at 1,000 s."""
-
     def __init__(self) -> None:
         self.now = 1000.0
         super().__init__(_Jump(self))
 
     def time(self) -> float:
-        """Virtual seconds."""
         return self.now
