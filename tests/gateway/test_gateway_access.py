@@ -15,12 +15,15 @@ OTHER = "another-key-of-it"
 
 
 async def test_without_a_key_only_health_version_and_the_form_answer() -> None:
-    """A page is asked for the key, and its files and data are refused before."""
+    """A page is asked for the key, and its files and data are refused before. The form comes with an origin: under no-referrer a
+    browser sends null, and over http there is nothing else that it sends."""
     async with calling(api_key=[KEY]) as client:
         assert (await client.get("/version")).status_code == 200
         assert (await client.get("/health")).status_code == 503, "there is no manager"
         assert "API key" in (await client.get("/login")).text
-        assert (await client.get("/static/login.css")).status_code == 200
+        for path in ("/login", "/static/login.css"):
+            form = await client.get(path)
+            assert (form.status_code, form.headers["referrer-policy"]) == (200, "same-origin")
         for path in ("/load", "/metrics", "/server_info", "/v1/models", "/nothing", "/static/main.js", "/api/watch"):
             refused = await client.get(path)
             assert refused.status_code == 401
@@ -144,13 +147,6 @@ async def test_a_browsers_own_word_decides_over_a_write_and_else_its_origin(
         headers |= {} if site is None else {"Sec-Fetch-Site": site}
         answer = await client.post("/tokenize", content=b"{", headers=headers)
         assert answer.status_code == (400 if is_own else 403), "400: it reached the route"
-
-
-async def test_the_pages_own_forms_come_with_an_origin() -> None:
-    """Under no-referrer a browser sends null, and over http there is nothing else that it sends."""
-    async with calling(api_key=[KEY]) as client:
-        for path in ("/login", "/static/login.css"):
-            assert (await client.get(path)).headers["referrer-policy"] == "same-origin"
 
 
 @pytest.mark.parametrize("has_key", [True, False])

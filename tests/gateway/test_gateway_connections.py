@@ -44,16 +44,12 @@ async def test_a_head_that_does_not_come_is_not_waited_for() -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("a request's head")
 
 
-async def test_half_a_body_is_not_waited_for() -> None:
-    async with serving(body_seconds=0.3) as server:
-        assert status_of(await exchange(server.port, head("POST /tokenize", "Content-Length: 100") + b"{")) == 408
-
-
-async def test_an_idle_connection_is_closed_and_a_line_end_is_no_request() -> None:
-    async with serving(idle_seconds=0.2, head_seconds=0.3) as server:
+async def test_an_idle_connection_is_closed_and_half_a_body_and_a_line_end_are_not_waited_for() -> None:
+    async with serving(idle_seconds=0.2, head_seconds=0.3, body_seconds=0.3) as server:
         assert await exchange(server.port, b"") == b""
         assert status_of(await exchange(server.port, WHOLE)) == 200
-        assert status_of(await exchange(server.port, b"\r\n")) == 408
+        for half in (b"\r\n", head("POST /tokenize", "Content-Length: 100") + b"{"):
+            assert status_of(await exchange(server.port, half)) == 408
 
 
 @pytest.mark.parametrize(

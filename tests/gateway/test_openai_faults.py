@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +33,19 @@ class Served(TwoWorkers):
     url: str
     expected: list[int]
 
-    async def stream(self) -> AsyncIterator[int]:
+    async def stream(self, interrupt: Callable[[], Awaitable[None]]) -> list[int]:
+        """The ids of one answer, which is interrupted after the first ones."""
+        ids: list[int] = []
         answer: Any = await self.openai.completions.create(
             model="", prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, stream=True,
             extra_body={"model": None, "ignore_eos": True, "return_token_ids": True},
         )  # fmt: skip
         async for chunk in answer:
-            for token_id in chunk.choices[0].to_dict()["token_ids"]:
-                yield token_id
+            is_before = len(ids) < NUM_BEFORE
+            ids += chunk.choices[0].to_dict()["token_ids"]
+            if is_before and len(ids) >= NUM_BEFORE:
+                await interrupt()
+        return ids
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -60,22 +65,17 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
                 yield Served(cluster, openai, gateway.url, list(own.token_ids))
 
 
-async def holder(served: Served) -> str:
-    async with served.cluster.client() as client:
-        found = [worker.worker_id for worker in (await client.describe()).workers if worker.num_sequences]
-    (name,) = found
-    return name
-
-
 async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
+    killed = ""
+
+    async def kill_its_holder() -> None:
+        nonlocal killed
+        async with served.cluster.client() as client:
+            (killed,) = [worker.worker_id for worker in (await client.describe()).workers if worker.num_sequences]
+        served.cluster.kill(killed)
+
     async with served.lent():
-        ids: list[int] = []
-        async for token_id in served.stream():
-            ids.append(token_id)
-            if len(ids) == NUM_BEFORE:
-                killed = await holder(served)
-                served.cluster.kill(killed)
-        assert ids == served.expected
+        assert await served.stream(kill_its_holder) == served.expected
         async with http_client(served.url) as client:
             *_, last = (await client.get("/api/requests")).json()["requests"]
     (other,) = set(WORKERS) - {killed}
@@ -87,14 +87,12 @@ async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
 
 
 async def test_a_manager_that_is_killed_and_comes_back_ends_no_answer(served: Served) -> None:
+    async def kill_the_manager() -> None:
+        served.cluster.kill(MANAGER)
+        await served.cluster.start_manager()
+
     async with served.lent():
-        ids: list[int] = []
-        async for token_id in served.stream():
-            ids.append(token_id)
-            if len(ids) == NUM_BEFORE:
-                served.cluster.kill(MANAGER)
-                await served.cluster.start_manager()
-        assert ids == served.expected
+        assert await served.stream(kill_the_manager) == served.expected
 
 
 async def test_without_a_worker_requests_are_503_and_health_says_why(served: Served) -> None:

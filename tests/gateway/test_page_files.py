@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from importlib.resources import files
+from typing import Any
 
 import httpx
 import pytest
 
 from kvpool.gateway.pages.files import page_files
+from kvpool.v1 import cache_pb2
 from scripts.stories import committed, stories
+from tests.client.fakes import FakeManager, FakeWorker, fake_cluster
 from tests.gateway.serving import calling
 
 
@@ -113,3 +116,48 @@ async def test_a_drain_that_names_no_worker_is_refused(page: httpx.AsyncClient, 
 async def test_a_block_that_cannot_be_asked_for_is_an_answer_too(page: httpx.AsyncClient) -> None:
     """No manager answers."""
     assert (await page.get("/api/block?worker_id=w&block_id=1")).status_code in (503, 504)
+
+
+# -- POST /api/explain, over a real client and a manager that answers what the test wants
+
+
+Explaining = tuple[FakeManager, httpx.AsyncClient]
+
+
+@pytest.fixture
+async def explaining() -> AsyncIterator[Explaining]:
+    async with fake_cluster(FakeWorker("w")) as manager, calling(manager.address) as browser:
+        manager.explanation = cache_pb2.ExplainResponse(num_workers=1)
+        manager.explanation.workers.add(worker_id="w", miss=cache_pb2.Miss(cause=cache_pb2.MISS_CAUSE_NEVER_SEEN))
+        yield manager, browser
+
+
+async def test_a_prompt_is_explained_in_json_and_in_words(explaining: Explaining) -> None:
+    manager, browser = explaining
+    answer = await browser.post("/api/explain", json={"prompt": "the cat", "cache_salt": "s"})
+    assert answer.status_code == 200
+    found = answer.json()
+    assert found["workers"][0]["miss"]["cause"] == "never_seen"
+    assert found["sentences"] == [
+        "w would serve 0 of 3 tokens from its cache: the block from token 0 on was never seen."
+    ]
+    assert "token_ids" not in found
+    assert manager.explains[0].root.tenant_salt == "s"
+
+
+@pytest.mark.parametrize("body", [{"prompt": [1, 5]}, {"messages": [{"role": "user", "content": "the"}]}])
+async def test_token_ids_and_chats_are_taken(explaining: Explaining, body: dict[str, Any]) -> None:
+    _, browser = explaining
+    assert (await browser.post("/api/explain", json=body)).status_code == 200
+
+
+async def test_what_is_wrong_is_refused_with_a_message(explaining: Explaining) -> None:
+    wrong = (
+        *(b"", b"[]", b"{", b"\xff", b"{}", b'{"prompt": [-1]}', b'{"prompt": [4000000]}', b'{"messages": [{}]}'),
+        *(b'{"prompt": "a", "more": 1}', b'{"prompt": "a", "messages": []}', b'{"prompt": "the", "model": "huge"}'),
+    )
+    _, browser = explaining
+    for body in wrong:
+        answer = await browser.post("/api/explain", content=body)
+        assert answer.status_code == (404 if b"huge" in body else 400), body
+        assert answer.json()["error"]["message"]

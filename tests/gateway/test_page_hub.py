@@ -11,8 +11,7 @@ import pytest
 from kvpool.client import Unimplemented
 from kvpool.gateway.pages.hub import Hub, PageViewer
 from kvpool.v1 import cache_pb2
-from tests.gateway.browser_mirror import BrowserMirror
-from tests.gateway.scripted_pictures import ScriptedPictures, one_worker
+from tests.gateway.scripted_pictures import BrowserMirror, ScriptedPictures, one_worker
 from tests.until import until
 
 

@@ -13,8 +13,7 @@ from kvpool.client import ProtocolError, picture_view
 from kvpool.gateway.pages.cluster_picture import ClusterPicture
 from kvpool.gateway.pages.hub import event_text
 from kvpool.v1 import cache_pb2, common_pb2
-from tests.gateway.browser_mirror import BrowserMirror
-from tests.gateway.scripted_pictures import Block, blocks_picture, one_worker
+from tests.gateway.scripted_pictures import Block, BrowserMirror, blocks_picture, one_worker
 
 FREE = (cache_pb2.BLOCK_STATE_FREE, 0, 0, 0)
 """What no picture names."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,18 +111,10 @@ async def next_requests(events: AsyncGenerator[bytes, None]) -> Any:
     return json.loads(event.split(b"data: ", 1)[1])
 
 
-class FakeStream:
-    """What a record needs of a stream that has not begun."""
-
-    model = None
-    explanation = None
-
-    def sequence_id_of(self, index: int) -> str:
-        return f"s.{index}"
-
-
 def begin(log: RequestLog) -> Any:
-    return log.begin("r", 0, FakeStream(), 0)  # type: ignore[arg-type]
+    """The record of an answer whose stream has not begun."""
+    stream: Any = SimpleNamespace(model=None, explanation=None, sequence_id_of="s.{}".format)
+    return log.begin("r", 0, stream, 0)
 
 
 async def test_a_browser_gets_all_first_and_then_what_changes() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cache_service.core.messages import Appended, Granted
+from kvpool.cache_service.core.messages import Appended, Granted, Wait
 from kvpool.v1 import cache_pb2
 from tests.linearizability.checker import Verdict, check
 from tests.linearizability.history import NEVER, Done, Operation, Refused, Routed, Told, Unknown
@@ -29,7 +29,7 @@ async def test_a_recorded_history_has_an_order(tmp_path: Path, seed: int) -> Non
 
 
 async def test_histories_hold_what_is_worth_checking(tmp_path: Path) -> None:
-    """Hits, waits, fences, stale calls and lost answers occur; else the test above would be an empty one."""
+    """Hits, waits, entries that are asked for, fences, stale calls, lost answers: else the test above would be an empty one."""
     history: list[Operation] = []
     refused: set[str] = set()
     for seed in range(20):  # what a history holds depends on the machine too; three are nearly always enough
@@ -41,7 +41,9 @@ async def test_histories_hold_what_is_worth_checking(tmp_path: Path) -> None:
     outcomes = [one for op in history if isinstance(op.answer, Told) for one in op.answer.outcomes]
     reasons = {one.reason for one in outcomes if isinstance(one, Refused)}
     assert any(isinstance(one, Granted) and one.num_cached_tokens for one in outcomes)
+    assert any(isinstance(one, Wait) and one.position for one in outcomes)
     assert any(isinstance(one, Appended) and one.num_sealed_tokens for one in outcomes)
+    assert any(isinstance(one, Appended) and one.new_entries for one in outcomes)
     assert {"STALE_CALL", "STALE_SESSION"} <= refused
     assert {"STALE_ATTEMPT", "NO_BLOCKS"} <= reasons
     assert any(isinstance(op.answer, Routed) and any(cached for _, cached, _ in op.answer.workers) for op in history)
@@ -64,8 +66,8 @@ async def recorded(tmp_path: Path) -> tuple[list[Operation], Specification]:
     return in_a_row, start
 
 
-def with_answers(history: list[Operation], answers: dict[int, Any]) -> list[Operation]:
-    return [dataclasses.replace(op, answer=answers[op.number]) if op.number in answers else op for op in history]
+def changed(history: list[Operation], op: Operation, **fields: Any) -> list[Operation]:
+    return [dataclasses.replace(each, **fields) if each is op else each for each in history]
 
 
 def told(history: list[Operation], method: str) -> list[Operation]:
@@ -103,29 +105,25 @@ async def test_a_history_that_is_wrong_is_rejected(recorded: tuple[list[Operatio
     first, *_, last = told(history, "Allocate")
     granted = [op for op in told(history, "Allocate") if any(isinstance(one, Granted) for one in op.answer.outcomes)]  # type: ignore[union-attr]
     one, other = granted[0], next(op for op in granted if op.answer != granted[0].answer)
-    too_early = dataclasses.replace(last, sent=-2, answered=-1)
     wrong = [
-        with_answers(history, {one.number: other.answer, other.number: one.answer}),
-        with_answers(history, {first.number: Refused("STALE_CALL")}),
+        changed(changed(history, one, answer=other.answer), other, answer=one.answer),
+        changed(history, first, answer=Refused("STALE_CALL")),
         [op for op in history if op is not first],
-        [too_early if op is last else op for op in history],
+        changed(history, last, sent=-2, answered=-1),
     ]
     for method in ("KeepAlive", "Allocate", "Route"):
         early, late = others_in_between(history, method)
-        wrong.append(with_answers(history, {early.number: late.answer}))
-        wrong.append(with_answers(history, {late.number: early.answer}))
+        wrong += [changed(history, early, answer=late.answer), changed(history, late, answer=early.answer)]
     for spoiled in wrong:
         assert_rejected(check(spoiled, start))
-    long = dataclasses.replace(last, sent=-2)
-    assert check([long if op is last else op for op in history], start).order is not None
+    assert check(changed(history, last, sent=-2), start).order is not None
 
 
 async def test_a_lost_answer_may_mean_both(recorded: tuple[list[Operation], Specification]) -> None:
     """A call without an answer is placed where its effects are seen, and nowhere if that would change everything."""
     history, start = recorded
     executed = told(history, "Allocate")[0]
-    forgotten = dataclasses.replace(executed, answer=Unknown(), answered=NEVER)
-    assert check([forgotten if op is executed else op for op in history], start).order is not None
+    assert check(changed(history, executed, answer=Unknown(), answered=NEVER), start).order is not None
     request = cache_pb2.DeregisterRequest(session=executed.request.uplink.session)
     at = executed.sent
     lost = Operation(len(history), "Deregister", request, at, NEVER, Unknown())

@@ -11,16 +11,15 @@ import contextlib
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 
-from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
-from tests.cache_service.edge.peer import FINGERPRINT, key, registration, run
+from tests.cache_service.edge import peer
+from tests.cache_service.edge.conftest import running
+from tests.cache_service.edge.peer import ROOT, key, registration, run
 from tests.linearizability.history import Operation
 from tests.linearizability.proxy import Proxy, Weather
 from tests.linearizability.specification import Specification
@@ -44,18 +43,13 @@ class Known:
     num_computed: int
 
 
-class Worker:
+class Worker(peer.Worker):
     """One worker, for which several tasks speak."""
 
     def __init__(self, name: str, stub: cache_pb2_grpc.CacheServiceStub, seed: int) -> None:
-        self.name = name
-        self.stub = stub
+        super().__init__(stub, registration(name, num_blocks=NUM_BLOCKS, register_no=0))
+        self.request.kv_cache_config.block_size = BLOCK_SIZE
         self.random = random.Random(seed)
-        self.session = 0
-        self.session_key = b""
-        self.register_no = 0
-        self.call_no = 0
-        self.applied = 0
         self.sequences: dict[tuple[str, int], Known] = {}
         self.reserve: list[tuple[int, int]] = []
         self._registering = asyncio.Lock()
@@ -68,7 +62,7 @@ class Worker:
                 await self._say()
             except grpc.aio.AioRpcError as error:
                 if "STALE_SESSION" in repr(error.trailing_metadata()) and self.session == session:
-                    self.session = 0
+                    self.registered = cache_pb2.RegisterResponse()
 
     async def _say(self) -> None:
         dice = self.random.random()
@@ -77,10 +71,12 @@ class Worker:
                 if not self.session or dice < 0.005:
                     await self._register()
         elif dice < 0.01:
-            session, self.session = self.session, 0
-            await self.stub.Deregister(cache_pb2.DeregisterRequest(session=session, session_key=self.session_key))
+            request = cache_pb2.DeregisterRequest(session=self.session, session_key=self.session_key)
+            self.registered = cache_pb2.RegisterResponse()
+            await self.stub.Deregister(request)
         elif dice < 0.15:
-            await self._keep_alive()
+            session = self.session
+            self._take(session, (await self.keep_alive()).downlink)
         elif dice < 0.40 or not self.sequences:
             await self._allocate()
         elif dice < 0.75:
@@ -91,48 +87,33 @@ class Worker:
     # -- sessions
 
     async def _register(self) -> None:
-        self.register_no += 1
-        request = registration(self.name, num_blocks=NUM_BLOCKS, register_no=self.register_no)
-        request.kv_cache_config.block_size = BLOCK_SIZE
-        response = await self.stub.Register(request)
+        self.request.register_no += 1
+        response = await self.stub.Register(self.request)
         if response.session > self.session:
-            self.session, self.session_key = response.session, response.session_key
-            self.call_no = self.applied = 0
+            self.registered = response
+            self.call_no = self.downlink_ack = 0
             self.sequences, self.reserve = {}, []
-
-    async def _keep_alive(self) -> None:
-        session = self.session
-        response = await self.stub.KeepAlive(
-            cache_pb2.KeepAliveRequest(session=session, session_key=self.session_key, downlink_ack=self.applied)
-        )
-        self._take(session, response.downlink)
 
     def _take(self, session: int, downlink: cache_pb2.Downlink) -> None:
         if session != self.session:
             return
         for entry in downlink.entries:
-            if entry.number > self.applied:
-                self.applied = entry.number
+            if entry.number > self.downlink_ack:
+                self.downlink_ack = entry.number
                 self.reserve += zip(entry.grant.block_ids, entry.grant.generations, strict=True)
                 self.sequences.pop((entry.stop.sequence_id, entry.stop.attempt), None)
 
     # -- sequences
 
     def _uplink(self) -> cache_pb2.Uplink:
-        if self.random.random() < 0.9:
-            self.call_no += 1
-        uplink = cache_pb2.Uplink(
-            session=self.session,
-            session_key=self.session_key,
-            call_no=max(1, self.call_no),
-            downlink_ack=self.applied,
-        )
-        if self.random.random() < 0.5:
-            uplink.reserve_wishes.add(tier=common_pb2.TIER_DEVICE, num_blocks=self.random.randrange(3))
+        if self.call_no and self.random.random() < 0.1:
+            self.call_no -= 1  # the last call's number once more
+        wish = self.random.randrange(3) if self.random.random() < 0.5 else None
+        returned = []
         if self.reserve and self.random.random() < 0.2:
             block, generation = self.reserve.pop()
-            uplink.returned.append(run(0, [block], [generation]))
-        return uplink
+            returned.append(run(0, [block], [generation]))
+        return self.uplink(wish, returned)
 
     async def _allocate(self) -> None:
         request = cache_pb2.AllocateRequest(uplink=self._uplink())
@@ -144,11 +125,13 @@ class Worker:
                 tokens[-1] = 9
             prompts.append(tokens)
             is_shared = self.random.random() < 0.25
-            name = self.random.choice(SHARED_IDS) if is_shared else f"{self.name}{self.random.randrange(4)}"
+            name = (
+                self.random.choice(SHARED_IDS) if is_shared else f"{self.request.worker_id}{self.random.randrange(4)}"
+            )
             attempt = self.random.choice((1, 1, 2, 3)) if is_shared else 1
             request.items.add(
                 key=key(name, attempt, self.random.choice((0, 0, 0, 0, 0, 1))),
-                root=common_pb2.Root(model_fingerprint=FINGERPRINT),
+                root=ROOT,
                 tokens=pack_tokens(tokens),
                 max_new_tokens=self.random.randrange(1, 4),
                 no_wait=self.random.random() < 0.5,
@@ -201,8 +184,7 @@ class Worker:
 async def ask_for_routes(stub: cache_pb2_grpc.CacheServiceStub, count: int, seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(count):
-        request: Any = cache_pb2.RouteRequest(tokens=pack_tokens([1, 2, 3, 4, 5, 6, 7][: dice.randrange(1, 8)]))
-        request.root.model_fingerprint = FINGERPRINT
+        request = cache_pb2.RouteRequest(root=ROOT, tokens=pack_tokens([1, 2, 3, 4, 5, 6, 7][: dice.randrange(1, 8)]))
         with contextlib.suppress(grpc.aio.AioRpcError):  # the answer was lost
             await stub.Route(request)
 
@@ -214,20 +196,14 @@ async def record(
 
     `num_calls`: by each speaker and each of two clients.
     """
-    settings = ManagerSettings(port=0, state_dir=state_folder, lease_seconds=600, keep_alive_seconds=1)
-    epochs = FileEpochs.open(settings.state_folder)
-    try:
-        async with ManagerServer(settings, epochs) as server:
-            start = Specification(server.manager.last_generation, server.manager._last_session)
-            proxy = Proxy(server.port, weather or Weather(), seed)
-            async with proxy, grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel:
-                stub = cache_pb2_grpc.CacheServiceStub(channel)
-                workers = [Worker(f"w{index}", stub, seed * 100 + index) for index in range(NUM_WORKERS)]
-                await asyncio.gather(
-                    *(worker.speak(num_calls) for worker in workers for _ in range(NUM_SPEAKERS)),
-                    *(ask_for_routes(stub, num_calls, seed * 100 + 50 + index) for index in range(2)),
-                )
-            assert server.manager.check().violations == []
-            return proxy.history, start
-    finally:
-        epochs.close()
+    async with running(ManagerSettings(port=0, state_dir=state_folder, lease_seconds=600)) as server:
+        start = Specification(server.manager.last_generation, server.manager._last_session)
+        proxy = Proxy(server.port, weather or Weather(), seed)
+        async with proxy, grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel:
+            stub = cache_pb2_grpc.CacheServiceStub(channel)
+            workers = [Worker(f"w{index}", stub, seed * 100 + index) for index in range(NUM_WORKERS)]
+            await asyncio.gather(
+                *(worker.speak(num_calls) for worker in workers for _ in range(NUM_SPEAKERS)),
+                *(ask_for_routes(stub, num_calls, seed * 100 + 50 + index) for index in range(2)),
+            )
+    return proxy.history, start

@@ -27,14 +27,8 @@ VOCABULARY = range(10, 50_000)
 def made(
     workload: LoadWorkload, count: int = 8, *, seed: int | str = 1, max_model_len: int = 8192, **sizes: int
 ) -> list[Conversation]:
-    return make_workload(
-        workload,
-        replace(DEFAULT_SIZES[workload], **sizes),
-        count,
-        vocabulary=VOCABULARY,
-        max_model_len=max_model_len,
-        seed=seed,
-    )
+    asked = replace(DEFAULT_SIZES[workload], **sizes)
+    return make_workload(workload, asked, count, vocabulary=VOCABULARY, max_model_len=max_model_len, seed=seed)
 
 
 def prompts(conversations: list[Conversation]) -> list[tuple[int, ...]]:

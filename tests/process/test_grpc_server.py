@@ -126,8 +126,8 @@ async def test_a_bad_path_costs_nothing(served: Served) -> None:
     call = await served.begin_counting(2)
     async with await http2.Connection.open(served.port) as connection:
         async with asyncio.timeout(20):
-            for frame in await connection.answered({await connection.request(BAD_PATH) for _ in range(20)}):
-                assert frame.flags & http2.Flag.END_STREAM
+            for refused in await connection.answered({await connection.request(BAD_PATH) for _ in range(20)}):
+                assert refused.flags & http2.Flag.END_STREAM
             good = await connection.request(b"/test/Echo", b"here")
             while (frame := await connection.read()) is not None and frame.kind != http2.Kind.DATA:
                 pass

@@ -173,7 +173,7 @@ async def test_a_method_that_nobody_serves_leaves_nothing_behind(served: Served)
 
 async def test_a_reader_that_leaves_ends_its_servicer(served: Served) -> None:
     """Also while a message waits for it: no window, so the first one does."""
-    no_window = {http2.Setting.INITIAL_WINDOW_SIZE: 0}
+    no_window: dict[int, int] = {http2.Setting.INITIAL_WINDOW_SIZE: 0}
     async with await http2.Connection.open(served.port, no_window) as connection:
         await connection.request(b"/test/Stream", StringValue(value="x").SerializeToString())
         while (frame := await connection.read()) is not None and frame.kind != http2.Kind.HEADERS:

@@ -230,24 +230,18 @@ def test_a_worker_needs_an_address_that_others_can_dial(arguments: list[str], sa
         load_settings(WorkerSettings, arguments)
 
 
+_NATIVE = "--quantize int8 is for the native step: leave "
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            {"quantize": "int8", "runtime": "torch"},
-            "--quantize int8 is for the native step: leave --runtime torch out, or --quantize",
-        ),
-        (
-            {"quantize": "int8", "attention_backend": "torch"},
-            "--quantize int8 is for the native step: leave --attention-backend, which is for torch, out, or --quantize",
-        ),
-        (
-            {"max_num_batched_tokens": 7, "max_num_seqs": 8},
-            "--max-num-batched-tokens (7) must be at least --max-num-seqs (8)",
-        ),
+        ({"runtime": "torch"}, f"{_NATIVE}--runtime torch out, or --quantize"),
+        ({"attention_backend": "torch"}, f"{_NATIVE}--attention-backend, which is for torch, out, or --quantize"),
+        ({"max_num_batched_tokens": 7}, "--max-num-batched-tokens (7) must be at least --max-num-seqs (8)"),
         ({"block_size": 24}, "--block-size must be a power of two, got 24: use 16 or 32"),
     ],
 )
 def test_settings_of_a_worker_that_do_not_fit_together_are_refused(given: Mapping[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        WorkerSettings(model="m", **given)  # type: ignore[arg-type]
+        WorkerSettings(model="m", quantize="int8", max_num_seqs=8, **given)  # type: ignore[arg-type]

@@ -28,8 +28,7 @@ class Life:
 
     async def register(self, worker_id: str, *, seen: int = 0, last: int = 0, no: int = 1) -> pb.RegisterResponse | str:
         """The answer, or the reason of the refusal."""
-        request = registration(worker_id, register_no=no)
-        request.highest_epoch_seen, request.last_session, request.holds_state = seen, last, True
+        request = registration(worker_id, register_no=no, highest_epoch_seen=seen, last_session=last, holds_state=True)
         context = Context()
         response = await self.servicer.Register(request, context)  # type: ignore[arg-type]
         if context.failure is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from pathlib import Path
 
@@ -19,18 +18,6 @@ def begin(directory: Path) -> int:
 
 def test_every_life_has_a_larger_epoch(tmp_path: Path) -> None:
     assert [begin(tmp_path / "a" / "b") for _ in range(3)] == [1, 2, 3]
-
-
-def test_a_second_manager_is_told_who_holds_the_directory(tmp_path: Path) -> None:
-    store = FileEpochs.open(tmp_path)
-    with pytest.raises(StateError) as caught:
-        FileEpochs.open(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-    assert f"pid {os.getpid()}" in str(caught.value)
-    assert "--state-dir" in str(caught.value)
-    store.close()
-    store.close()
-    assert begin(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
@@ -82,7 +69,8 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 async def test_an_epoch_is_not_raised_in_a_directory_that_was_given_back(tmp_path: Path) -> None:
     """The next manager may have begun a larger one there."""
     store = FileEpochs.open(tmp_path)
-    store.close()
+    for _ in range(2):
+        store.close()
     assert begin(tmp_path) == 2
     with pytest.raises(StateError, match="was given back"):
         await store.raise_above(1)

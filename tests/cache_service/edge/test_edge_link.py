@@ -18,7 +18,6 @@ from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cache_service.worker_codec import decode_registration
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
-from tests.cache_service.edge.conftest import running
 from tests.cache_service.edge.peer import Worker, item, prompt, refused, registration, run, update
 
 Stub = cache_pb2_grpc.CacheServiceStub
@@ -78,31 +77,6 @@ async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothin
 # -- leases
 
 
-@pytest.fixture
-def short_leases(settings: ManagerSettings) -> ManagerSettings:
-    return settings.model_copy(update={"lease_seconds": 0.5})
-
-
-async def test_a_silent_worker_is_fenced_and_one_that_renews_lives_on(short_leases: ManagerSettings) -> None:
-    """After the lease a silent worker's blocks are gone from the tree and it may register again; the other noticed nothing."""
-    async with (
-        running(short_leases) as server,
-        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
-        asyncio.timeout(60),
-    ):
-        stub = cache_pb2_grpc.CacheServiceStub(channel)
-        silent, alive = [await Worker.begin(stub, registration(name)) for name in ("silent", "alive")]
-        await silent.allocate(item("a", prompt(24)))
-        await silent.append(update("a", 20))
-        while len(server.manager.sessions) == 2 or server.manager.num_prefix_nodes:
-            await alive.keep_alive()
-            await asyncio.sleep(0.05)
-        await refused(silent.allocate(item("b", prompt(9))), STALE, "STALE_SESSION")
-        await alive.grant("a", prompt(24))
-        await silent.register()
-        assert (await silent.keep_alive()).downlink.counts[0].free == 16
-
-
 async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between_the_slices(
     server: ManagerServer, stub: Stub, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,13 +107,13 @@ async def test_a_large_fenced_pool_is_swept_at_once_and_calls_are_served_between
 
 
 async def test_leases_end_although_sessions_are_begun_and_ended_without_end(
-    short_leases: ManagerSettings, monkeypatch: pytest.MonkeyPatch
+    settings: ManagerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With many groups, several between two slices of the sweep, so that it never catches up."""
     monkeypatch.setattr("kvpool.cache_service.core.manager.SWEEP_SLICE_NODES", 1)
     now = 100.0
-    epochs = FileEpochs.open(short_leases.state_folder)
-    server = ManagerServer(short_leases, epochs, clock=lambda: now)
+    epochs = FileEpochs.open(settings.state_folder)
+    server = ManagerServer(settings.model_copy(update={"lease_seconds": 0.5}), epochs, clock=lambda: now)
     introduction = decode_registration(registration("again"))
     introduction = introduction._replace(layout=introduction.layout._replace(groups=introduction.layout.groups * 16))
     server.manager.register(decode_registration(registration("dead")), now)

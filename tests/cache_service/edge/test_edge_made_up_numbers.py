@@ -16,10 +16,11 @@ from tests.cache_service.edge.peer import registration
 from tests.simulation.rpc import Context
 
 LARGEST = (1 << 64) - 1
+Begin = Callable[..., Life]
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
+def begin(tmp_path: Path) -> Iterator[Begin]:
     """Begins a life; `epoch`: the one of its state file, 0 for none. The life before ends."""
     lives: list[Life] = []
 
@@ -40,7 +41,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
 # -- incarnations
 
 
-async def test_a_worker_that_was_away_returns_after_the_largest_incarnation(begin: Callable[..., Life]) -> None:
+async def test_a_worker_that_was_away_returns_after_the_largest_incarnation(begin: Begin) -> None:
     """The made-up one gets a session, since nobody else has one, and does not renew it: two leases later all is as before."""
     life = begin()
     made_up = registration("w", incarnation=LARGEST)
@@ -60,7 +61,7 @@ async def test_a_worker_that_was_away_returns_after_the_largest_incarnation(begi
 # -- epochs
 
 
-async def test_describe_says_how_long_workers_of_the_life_before_may_come_back(begin: Callable[..., Life]) -> None:
+async def test_describe_says_how_long_workers_of_the_life_before_may_come_back(begin: Begin) -> None:
     """A lease from the start of a life that follows another, and from when a raised epoch has ended all sessions."""
     assert await begin().former_lease_ms() == 0
     life = begin(7)
@@ -73,7 +74,7 @@ async def test_describe_says_how_long_workers_of_the_life_before_may_come_back(b
     assert await life.former_lease_ms() == 6000
 
 
-async def test_an_epoch_that_describe_shows_raises_ours_once_in_a_life(begin: Callable[..., Life]) -> None:
+async def test_an_epoch_that_describe_shows_raises_ours_once_in_a_life(begin: Begin) -> None:
     """Without a session of ours, over and over; what a worker that is ours holds is lost once at most, if at all."""
     life = begin(7)
     told = [await life.epoch_after(f"made up {index}", life.manager.epoch) for index in range(60)]
@@ -86,9 +87,7 @@ async def test_an_epoch_that_describe_shows_raises_ours_once_in_a_life(begin: Ca
     assert honest.session in {session.number for session in life.manager.sessions}
 
 
-async def test_without_a_state_file_the_epoch_is_raised_once_a_lease_and_by_a_bounded_sum(
-    begin: Callable[..., Life],
-) -> None:
+async def test_without_a_state_file_the_epoch_is_raised_once_a_lease_and_by_a_bounded_sum(begin: Begin) -> None:
     """Workers may come with several epochs then; the longest series of claims is worth 2**16 epochs."""
     life = begin()
     assert await life.epoch_after("a", 41) == 42
@@ -106,7 +105,7 @@ async def test_without_a_state_file_the_epoch_is_raised_once_a_lease_and_by_a_bo
     "ours", [0, 1, 7, 1 << 16, 1 << 20, MAX_FOREIGN_EPOCH - 2, MAX_FOREIGN_EPOCH + 5, MAX_EPOCH - 2]
 )
 @pytest.mark.parametrize("claim", [(1 << 23) - 1, 1 << 23, MAX_EPOCH - 1, MAX_EPOCH])
-async def test_no_message_uses_up_the_epochs(begin: Callable[..., Life], ours: int, claim: int) -> None:
+async def test_no_message_uses_up_the_epochs(begin: Begin, ours: int, claim: int) -> None:
     """Not in one life, nor in many: the upper half of them is raised into by restarts only."""
     life = begin(ours)
     for _ in range(3):
@@ -124,9 +123,7 @@ async def test_no_message_uses_up_the_epochs(begin: Callable[..., Life], ours: i
 
 @pytest.mark.parametrize("ours", [0, 1, 9, 1 << 18, MAX_FOREIGN_EPOCH, MAX_EPOCH - 2])
 @pytest.mark.parametrize("seen", [2, 10, 1 << 16, (1 << 18) + 2, MAX_FOREIGN_EPOCH + 1, MAX_EPOCH - 1, MAX_EPOCH])
-async def test_an_honest_worker_is_taken_whatever_epoch_it_has_seen(
-    begin: Callable[..., Life], ours: int, seen: int
-) -> None:
+async def test_an_honest_worker_is_taken_whatever_epoch_it_has_seen(begin: Begin, ours: int, seen: int) -> None:
     """The state file was lost (0), or is an old copy, or all is well: it is either served under a larger epoch, or told to drop its
     blocks and served when it has."""
     life = begin(ours)
@@ -141,7 +138,7 @@ async def test_an_honest_worker_is_taken_whatever_epoch_it_has_seen(
     assert answer.epoch == life.manager.epoch == life.on_disk
 
 
-async def test_a_register_that_is_refused_raises_no_epoch(begin: Callable[..., Life]) -> None:
+async def test_a_register_that_is_refused_raises_no_epoch(begin: Begin) -> None:
     """An overtaken one, or one with a bad field."""
     life = begin(7)
     assert not isinstance(await life.register("w", no=5), str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import grpc
@@ -181,12 +180,3 @@ async def test_a_process_has_a_page_only_if_it_is_asked_to_and_on_loopback(
         page = await scrape(url)
     assert page.value("process_resident_memory_bytes") > 1 << 20
     assert page.value("kvpool_manager_epoch") == 2
-
-
-def test_a_process_says_it_when_the_metrics_port_is_taken(tmp_path: Path, managers: Managers) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        status, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--metrics-port", port)
-    assert status == 1
-    assert f"127.0.0.1:{port}: " in said
-    assert "--metrics-port" in said

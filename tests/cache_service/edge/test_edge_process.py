@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 
 import grpc
@@ -13,6 +12,7 @@ from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.managers import Managers
 from tests.cache_service.edge.peer import Worker, prompt, refused, registration
+from tests.cluster.cluster import free_port
 
 
 async def test_it_serves_stops_at_sigterm_and_comes_back_from_a_kill_with_a_larger_epoch(
@@ -60,10 +60,15 @@ def test_two_managers_on_one_state_directory_or_port_are_told_apart(tmp_path: Pa
         code, said = managers.fails("--port", "0", "--state-dir", str(tmp_path / "a"))
         assert (code, said.count("\n")) == (1, 1)
         assert f"{tmp_path / 'a'} is held by another manager (pid {process.pid})" in said
+        assert "--state-dir" in said
         port = address.rpartition(":")[2]
         code, said = managers.fails("--port", port, "--state-dir", str(tmp_path / "b"))
         assert (code, said.count("\n")) == (1, 1)
         assert f"port {port}: it is in use" in said
+        code, said = managers.fails("--port", "0", "--metrics-port", port, "--state-dir", str(tmp_path / "b"))
+        assert code == 1
+        assert f"127.0.0.1:{port}: " in said
+        assert "--metrics-port" in said
 
 
 @pytest.mark.parametrize(
@@ -92,9 +97,7 @@ def test_what_cannot_start_says_why_in_one_line(
 def test_variables_set_what_flags_do_not_and_the_clients_variable_is_none_of_them(
     tmp_path: Path, managers: Managers
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = {
         "KVPOOL_MANAGER": "somewhere.else:1",
         "KVPOOL_MANAGER_PORT": str(port),

@@ -61,13 +61,6 @@ async def test_a_sequence_lives_from_allocate_to_free_and_its_blocks_serve_the_n
     assert list(again.tables[0].generations[:2]) == list(table.generations[:2])
 
 
-async def test_allocate_answers_whom_to_wait_for(worker: Worker) -> None:
-    await worker.allocate(item("leader", prompt(9)))
-    (result,) = (await worker.allocate(item("follower", prompt(12), no_wait=False))).results
-    assert (result.status.code, result.WhichOneof("outcome")) == (0, "wait")
-    assert (result.wait.leader, result.wait.position) == (key("leader"), 8)
-
-
 async def test_max_cached_tokens_unset_means_all_and_zero_means_none(worker: Worker) -> None:
     await worker.allocate(item("a", prompt(9)))
     await worker.free(update("a", 9))
@@ -75,15 +68,6 @@ async def test_max_cached_tokens_unset_means_all_and_zero_means_none(worker: Wor
     none.max_cached_tokens, some.max_cached_tokens = 0, 7
     found = [result.granted.num_cached_tokens for result in (await worker.allocate(none, some, all_)).results]
     assert found == [0, 4, 8]
-
-
-async def test_append_with_want_blocks_returns_the_entries_the_engine_has_not_named(worker: Worker) -> None:
-    """Engines without a reserve ask until they have heard: a repeat answers the same entries."""
-    await worker.allocate(item("a", prompt(4), max_new_tokens=12))
-    first, again = [(await worker.append(update("a", 4), want_blocks=3)).results[0].tables for _ in range(2)]
-    assert (first[0].start_index, len(first[0].block_ids)) == (1, 2)
-    assert list(first) == list(again)
-    assert not (await worker.append(update("a", 4, bound=first), want_blocks=3)).results[0].tables
 
 
 async def test_describe_shows_what_was_registered_and_what_happened(stub: Stub, worker: Worker) -> None:

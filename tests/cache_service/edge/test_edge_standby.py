@@ -50,12 +50,7 @@ async def test_it_refuses_every_call_until_the_leader_has_ended_and_leads_then(
             worker = Worker(stub, registration())
             found = await refused(worker.register(), grpc.StatusCode.UNAVAILABLE, "STANDBY")
             assert "name the addresses of all managers" in found.message
-
-            async def follow() -> None:
-                async for _ in stub.Watch(pb.WatchRequest()):
-                    pass
-
-            await refused(follow(), grpc.StatusCode.UNAVAILABLE, "STANDBY")
+            await refused(stub.Watch(pb.WatchRequest()).read(), grpc.StatusCode.UNAVAILABLE, "STANDBY")
             url = second.next_line("metrics")["url"]
             assert (await scrape(url)).value("kvpool_manager_leads") == 0
             first.send(number)

@@ -114,18 +114,6 @@ async def test_the_blocking_client_watches_too(server: ManagerServer, worker: Wo
     assert view.workers.keys() == {worker.session}
 
 
-async def test_what_has_not_changed_is_not_sent_again(stub: Stub, worker: Worker) -> None:
-    await worker.allocate(item("a", prompt(10)))
-    call = stub.Watch(ALL)
-    first = await read(call)
-    assert (first.whole, first.complete, len(first.workers)) == (True, True, 1)
-    second = await read(call)
-    assert (second.whole, second.complete) == (False, True)
-    assert not second.workers
-    assert not second.HasField("cluster")
-    call.cancel()
-
-
 async def test_salts_are_numbers_and_never_text(stub: Stub, worker: Worker) -> None:
     secret = item("a", prompt(10))
     secret.root.tenant_salt = "the tenant's secret"
@@ -157,9 +145,17 @@ async def test_a_picture_that_was_not_read_is_never_sent(stub: Stub, worker: Wor
     await source.aclose()
 
 
-async def test_nothing_is_kept_once_the_last_viewer_has_left(server: ManagerServer, stub: Stub, worker: Worker) -> None:
+async def test_what_has_not_changed_is_not_sent_again_and_nothing_is_kept_once_the_last_viewer_has_left(
+    server: ManagerServer, stub: Stub, worker: Worker
+) -> None:
+    await worker.allocate(item("a", prompt(10)))
     call = stub.Watch(ALL)
-    await call.read()
+    first = await read(call)
+    assert (first.whole, first.complete, len(first.workers)) == (True, True, 1)
+    second = await read(call)
+    assert (second.whole, second.complete) == (False, True)
+    assert not second.workers
+    assert not second.HasField("cluster")
     (session,) = server.manager.sessions
     assert session.pools[0].changes is not None
     call.cancel()
