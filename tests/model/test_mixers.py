@@ -144,25 +144,8 @@ def test_pieces_are_single_tokens_together_and_each_chunk_by_itself() -> None:
     assert step.snapshots.last_rows.tolist() == [4, 3]
 
 
-def test_decodes_as_one_batch_equal_each_alone() -> None:
-    model = model_of("qwen3_next")
-    (mixer,) = find_mixers(model, CPU)
-    hidden = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        call = MixerCall(mixer, MixerForward.of(mixer), (), {"hidden_states": hidden})
-        before = [call.run(MixerPiece.of_one(first, first + 3), None)[1] for first in (0, 3, 6)]
-        together = [torch.cat(states) for states in zip(*before, strict=True)]
-        output, after = call.run(MixerPiece(torch.tensor([9, 10, 11]), 3, 1), together)
-        for number, states in enumerate(before):
-            alone, own = call.run(MixerPiece.of_one(9 + number, 10 + number), states)
-            assert torch.allclose(output[number], alone[0], atol=1e-6)
-            for state, expected in zip(after, own, strict=True):
-                assert torch.allclose(state[number], expected[0], atol=1e-6)
-
-
 @pytest.mark.parametrize("architecture", ["jamba", "mamba"])
 def test_a_scan_from_a_state_equals_token_by_token(architecture: str) -> None:
-    """Also of more tokens than are added at once, and for several sequences."""
     model = model_of(architecture)
     mixer = find_mixers(model, CPU)[0]
     assert mixer.forgets
@@ -231,7 +214,6 @@ def mixes_the_batch(self: Any, hidden_states: torch.Tensor, cache_params: Any = 
 def test_a_mixer_that_goes_its_own_way_is_refused(
     mistake: Callable[..., torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: a scan that forgets is taken for one that goes on, because the probe does not trust the first finding."""
     model = model_of("jamba")
     if mistake is None:
         check(model)

@@ -15,7 +15,7 @@ from kvpool.worker_service.model.guard.tiny_replica import build_replica
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.recognition import describe
 from kvpool.worker_service.native.cpu.selection import load_step
-from kvpool.worker_service.native.description import Activation, ModelDescription
+from kvpool.worker_service.native.description import ModelDescription
 from scripts.models.subjects import default_config
 from tests.tiny_models import COMMON
 
@@ -118,31 +118,6 @@ def test_a_table_is_kept_once_for_all_layers_that_rotate_by_it() -> None:
     tables = [layer.attention.rotary.cos for layer in layers if layer.attention.rotary is not None]
     assert tables[0] is tables[2] is not tables[1] is tables[3]
     assert not torch.equal(tables[0], tables[1])
-
-
-def test_arrangements() -> None:
-    """Which norm is where, and what is added when, as the models' papers have it."""
-    neox = described(tiny("gpt_neox", num_key_value_heads=4)).layers[0]
-    assert neox.is_parallel
-    assert neox.before_mlp is not None
-    assert isinstance(neox.attention.query.outputs, torch.Tensor)  # [head][q, k, v][head size]
-    assert neox.attention.query.outputs[:32:16].tolist() == [0, 48]
-    cohere = described(tiny("cohere")).layers[0]
-    assert cohere.is_parallel
-    assert cohere.before_mlp is not None
-    assert cohere.before_attention is not None
-    assert cohere.attention.rotary is not None
-    assert torch.equal(cohere.before_mlp.weight, cohere.before_attention.weight)  # type: ignore[arg-type]
-    assert cohere.attention.rotary.is_interleaved
-    olmo2 = described(tiny("olmo2")).layers[0]
-    assert (olmo2.before_attention, olmo2.before_mlp, olmo2.is_parallel) == (None, None, False)
-    assert olmo2.after_attention is not None
-    assert olmo2.attention.norms.are_whole
-    hunyuan = described(tiny("hunyuan_v1_dense")).layers[0]
-    assert hunyuan.attention.norms.follow_rotation
-    nemotron = described(tiny("nemotron")).layers[0]
-    assert (nemotron.mlp.gate, nemotron.mlp.activation) == (None, Activation.relu_squared)
-    assert described(tiny("biogpt")).position_offset == 2
 
 
 def on_gates(model: Any, hook: Callable[..., Any]) -> None:
