@@ -110,12 +110,6 @@ def test_new_kv_is_written_to_its_slots_and_nowhere_else() -> None:
     assert not scene.layer.k_cache[0].any()
 
 
-def test_the_oracle_would_see_a_wrong_window() -> None:
-    scene = Scene(MIXED, Shape(), 8)
-    result = scene.paged(AttentionCall(0.3, window=8), NEVER)
-    assert not torch.allclose(result, scene.oracle(AttentionCall(0.3, window=9)), atol=1e-3)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("v_dim", [8, 5])
 def test_all_ways_to_attend_agree(masked: bool, v_dim: int) -> None:

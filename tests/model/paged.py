@@ -207,7 +207,7 @@ class PagedModel:
                 for index, request in enumerate(requests)
                 if index * stagger <= step_no and len(request.sampled) < request.num_new
             ]
-            parts = [self._next_part(request, chunk) for request in running]
+            parts = [self.next_part(request, chunk) for request in running]
             for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
                 request.computed += len(part.token_ids)
                 assert result.bad_logits is None, "a slot that nobody has written was read"
@@ -223,7 +223,8 @@ class PagedModel:
         pairs = zip(layers, tables, strict=True)
         return [cache[table].clone() for layer, table in pairs for cache in (layer.k_cache, layer.v_cache)]
 
-    def _next_part(self, request: Request, chunk: int) -> SequencePart:
+    def next_part(self, request: Request, chunk: int = NEVER) -> SequencePart:
+        """Its next tokens, at most `chunk`."""
         start, known = request.computed, [*request.prompt, *request.token_ids]
         end = min(
             [start + min(chunk, request.chunk), len(known), *(place for place in request.snapshots if place > start)]

@@ -20,7 +20,7 @@ from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.settings import DTypeName, MemorySettings, RuntimeName
+from kvpool.worker_service.model.settings import DTypeName, RuntimeName
 from kvpool.worker_service.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
 from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER, PagedModel, Request, load, quiet
 from tests.model.ring_cache import Form, RingCache
@@ -28,25 +28,11 @@ from tests.model.truth.dense import LONG
 from tests.model.truth.encoders import make as make_with_encoder
 from tests.model.truth.states import ARCHITECTURES, SHARED, States, make, states_of
 from tests.model.truth.subject import NUM_NEW, Models
-from tests.model.truth.windows import BACKENDS, TEXT, make_gemma3, make_gemma3n, save_model
 from tests.model.truth.windows import LONG as LENGTH
+from tests.model.truth.windows import TEXT, make_gemma3, make_gemma3n
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, make_tiny_model
 
 # -- layers with a window have blocks of their own, which leave with the window
-
-
-@pytest.mark.parametrize("architecture", BACKENDS)
-def test_the_groups_are_those_of_the_layers(architecture: str, tmp_path: Path) -> None:
-    save_model(architecture, tmp_path)
-    layers = load(tmp_path).runtime.layers
-    groups = groups_of(layers)
-    kept = [layer for layer in layers if layer.source is None]
-    assert list(groups) == ([WINDOW] if all(layer.needs.window for layer in kept) else [None, WINDOW])
-    for window, members in groups.items():
-        assert all(layers[index].needs.window == window for index in members)
-    assert sorted(index for members in groups.values() for index in members) == [
-        index for index, layer in enumerate(layers) if layer.source is None
-    ]
 
 
 class Bits(NamedTuple):
@@ -111,16 +97,6 @@ def test_native_threads_share_a_long_window(tmp_path: Path) -> None:
         cache.forbid_the_null_block()
         assert torch.equal(cache.logits(TEXT, [300, 396, 397, 398], [TEXT[:290]]), expected)
         cache.runner.close()
-
-
-def test_a_plan_by_window_gives_each_group_its_blocks(tmp_path: Path) -> None:
-    loaded = load(make_gemma3(tmp_path, WINDOW))
-    settings = MemorySettings(block_size=16, num_blocks=50)
-    plan = loaded.plan(settings).kv_cache
-    assert [(group.window, group.num_blocks) for group in plan.groups] == [(None, 50), (WINDOW, 50)]
-    # Two layers of five have full attention.
-    each = kv_bytes_per_token(loaded.runtime.layers, loaded.runtime.dtype) // 5
-    assert [group.bytes_per_token for group in plan.groups] == [2 * each, 3 * each]
 
 
 def test_layers_that_read_the_kv_of_others_are_found_by_what_they_are_called_with(tmp_path: Path) -> None:
@@ -208,32 +184,17 @@ def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_
 
 
 def test_a_state_that_is_not_finite_is_reported(subject: States) -> None:
-    paged, tiny = PagedModel(subject.loaded), subject.tiny
-    good, bad = (paged.request(prompt, 4) for prompt in tiny.prompts[:2])
-    tables = len(paged.runner.kv_cache.plan.groups)
-    parts = [
-        SequencePart(list(request.prompt), 0, (request.table,) * tables, GREEDY, state=StateBlocks(0, request.running))
-        for request in (good, bad)
-    ]
-    results = paged.runner.execute(Step(parts))
+    paged = PagedModel(subject.loaded)
+    both = good, bad = [paged.request(prompt, 1) for prompt in subject.tiny.prompts[:2]]
+    paged.run(both)
     assert paged.runner.kv_cache.states is not None
     for tensor in paged.runner.kv_cache.states:
         tensor[bad.running] = float("nan")
-    parts = [
-        SequencePart(
-            [result.token.token_id],
-            len(request.prompt),
-            (request.table,) * tables,
-            GREEDY,
-            state=StateBlocks(request.running, request.running, paged.state_block()),
-        )
-        for request, result in zip((good, bad), results, strict=True)
-        if result.token is not None
-    ]
-    first, second = paged.runner.execute(Step(parts))
+    bad.snapshots[len(bad.prompt) + 1] = paged.state_block()
+    first, second = paged.runner.execute(Step([paged.next_part(request) for request in both]))
     assert first.bad_logits is None
     assert first.token is not None
-    assert first.token.token_id == subject.truths[0].tokens[1]
+    assert [good.token_ids[0], first.token.token_id] == subject.truths[0].tokens[:2]
     assert second.bad_logits is not None
 
 

@@ -262,11 +262,6 @@ def test_an_encoder_that_changes_with_its_inputs_is_refused() -> None:
     check_replica(config, 4096)
 
 
-def test_attention_in_code_of_its_own_is_refused_by_the_config() -> None:
-    with pytest.raises(UnsupportedModel, match="its own code"):
-        check_config(default_seq2seq_config("led"), 1024)
-
-
 def test_a_step_leaves_the_attention_of_the_encoder_as_it_was(tmp_path: Path) -> None:
     """Encoder and decoder of BART have one config: the encoder's own attention must not become the decoder's."""
     loaded = load(make("bart", tmp_path))

@@ -52,12 +52,6 @@ def test_the_workload_keeps_to_the_limits_of_the_worker(
     assert TimedWorkload.within(*limits) == expected
 
 
-def test_a_workload_is_a_prefill_for_each_request_and_decodes_for_all_together() -> None:
-    assert StepSeconds(prefill=0.5, decode=0.02).total(TimedWorkload(8, 512, 128)) == pytest.approx(
-        8 * 0.5 + 128 * 0.02
-    )
-
-
 @pytest.mark.parametrize("runtime", [pytest.param("native", marks=pytest.mark.native), "torch"])
 @pytest.mark.parametrize(("block_size", "prompt_tokens"), [(4, 32), (16, 27), (16, 1)])
 def test_the_fastest_run_of_each_step_counts(

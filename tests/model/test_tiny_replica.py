@@ -23,7 +23,6 @@ from kvpool.worker_service.model.guard.tiny_replica import (
 from kvpool.worker_service.model.length import fix_longrope
 from kvpool.worker_service.model.load import LoadedModel
 from scripts.models.published import published_config
-from scripts.models.subjects import default_config
 from tests.model.paged import NEVER, PagedModel, load
 from tests.tiny_models import Oracle
 
@@ -128,14 +127,6 @@ def test_a_replica_has_every_kind_of_layer_that_other_fields_make(seed: int) -> 
     assert small.num_hidden_layers <= 2 * len(kinds(large)) if seed % 2 else True
 
 
-def test_positions_counted_from_the_beginning_of_the_row_are_found_below_the_length_where_they_matter() -> None:
-    """llama4 scales queries beyond position 8,191, and counts in the packed row: shorter texts are not safe either."""
-    chunked = config("llama4_text", attention_chunk_size=8192, floor_scale=8192)
-    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV") as refused:
-        check_replica(chunked, 4096)
-    assert "--max-model-len" not in str(refused.value)
-
-
 def test_a_length_is_named_if_it_makes_the_model_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that the model keeps to itself is no window for texts that fit into it."""
     from transformers.models.mistral import modeling_mistral
@@ -215,15 +206,6 @@ def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
         assert greedy(brief, short_text, short_text[:5])[0] == short_truth
     assert greedy(endless, short_text)[0] != short_truth
     assert any(f"at most {ORIGINAL} tokens, equal to those of transformers" in line for line in lines), lines
-
-
-def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_replica() -> None:
-    """Phi-3.5-MoE scales its rotations by the length of the row: refused before weights are read, with the length that works."""
-    moe = default_config("phimoe+longrope")
-    fix_longrope(moe, 8192)
-    with pytest.raises(UnsupportedModel, match=r"computes other logits[^G]*Give --max-model-len 4096 or less"):
-        check_replica(moe, 8192)
-    check_replica(moe, 4096)
 
 
 def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:
