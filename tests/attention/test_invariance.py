@@ -119,7 +119,6 @@ def test_the_largest_partition_that_holds_is_taken(needs: LayerNeeds, cuts: Cuts
 
 
 def test_one_layer_that_needs_a_shorter_partition_decides_for_all() -> None:
-    """The cuts of this BLAS depend on the width of a row."""
 
     class TwoWays(FakeBlas):  # type: ignore[no-untyped-call]
         def _product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
+from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.mixer import state_bytes
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
@@ -25,7 +27,16 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
-from kvpool.worker_service.step import EncoderBlocks, SampledToken, SamplingParams, SequencePart, StateBlocks, Step
+from kvpool.worker_service.native.cpu.weights import PackedModel
+from kvpool.worker_service.step import (
+    EncoderBlocks,
+    PartResult,
+    SampledToken,
+    SamplingParams,
+    SequencePart,
+    StateBlocks,
+    Step,
+)
 
 BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 64
@@ -86,6 +97,53 @@ def load(folder: Path | str, say: Callable[[str], None] = quiet, **settings: Any
     }
     torch.set_num_threads(NUM_THREADS)
     return load_model(ModelSettings(str(folder), **{**defaults, **settings}), say)
+
+
+def next_token(loaded: LoadedModel, tokens: Sequence[int]) -> int:
+    """The likeliest one after a few tokens, by a runner that is closed again."""
+    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
+    try:
+        (result,) = runner.execute(Step([SequencePart(list(tokens), 0, ([1, 2],), GREEDY)]))
+    finally:
+        runner.close()
+    assert result.token is not None
+    return result.token.token_id
+
+
+def recorded_steps(monkeypatch: pytest.MonkeyPatch, max_num_tokens: int = NEVER) -> list[Step]:
+    """The steps from now on, which run as ever. Those of more tokens run out of memory."""
+    steps, execute = list[Step](), ModelRunner.execute
+
+    def recording(runner: ModelRunner, step: Step) -> list[PartResult]:
+        steps.append(step)
+        if sum(len(part.token_ids) for part in step.parts) > max_num_tokens:
+            raise torch.OutOfMemoryError("there is no more")
+        return execute(runner, step)
+
+    monkeypatch.setattr(ModelRunner, "execute", recording)
+    return steps
+
+
+def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Those whose weights are loaded from now on. Of those before, none may have any weights by then, natively or in modules."""
+    load_weights, found = runtimes.RuntimeLoader._load_weights, list[weakref.ref[Any]]()
+    packed: list[weakref.ref[PackedModel]] = []
+    pack = PackedModel.__init__
+
+    def packing(model: PackedModel, *rest: Any) -> None:
+        packed.append(weakref.ref(model))
+        pack(model, *rest)
+
+    def loading(*arguments: Any) -> Any:
+        assert not any(reference() for reference in packed), "a packed model is in memory"
+        assert not any(reference() for reference in found), "a model of torch is in memory"
+        model = load_weights(*arguments)
+        found.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(PackedModel, "__init__", packing)
+    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
+    return found
 
 
 @dataclass

@@ -158,7 +158,6 @@ def test_the_two_lists_of_longrope_are_taken_over(tmp_path: Path) -> None:
 
 
 def test_the_windows_of_gemma_3_rotate_by_a_base_of_their_own_and_come_by_a_period(tmp_path: Path) -> None:
-    """The last layer of each period has full attention."""
     rope = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         "full_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -83,7 +83,6 @@ def test_a_row_may_be_longer_than_the_longest_text() -> None:
 
 
 def test_the_table_costs_no_whole_pass() -> None:
-    """The row of the longest text ends where its positions are known."""
     model = Model()
     find_position_tables(dict(model.named_modules()), model, TEXTS, LONGEST)
     assert model.num_mixed == len(TEXTS)

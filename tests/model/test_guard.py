@@ -166,7 +166,6 @@ def test_a_single_row_that_differs_is_seen(model: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("told", [WINDOW - 1, WINDOW, WINDOW + 1])
 def test_a_window_that_is_one_off_is_seen(model: Any, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model tells attention a window, and has one in its own mask."""
 
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         if self.config._attn_implementation == ATTENTION_NAME:

@@ -164,7 +164,6 @@ def test_who_is_computed_again_after_a_preemption_equals_generate(subject: State
 
 
 def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_state(subject: States) -> None:
-    """And only the last piece is kept as a snapshot."""
     prompt = list(subject.tiny.prompts[LONG])
     rows = PromptRows(0, prompt[1:], num_top=1)
     found = []
@@ -243,7 +242,6 @@ def test_a_model_without_attention_needs_no_backend_that_runs_here(tmp_path: Pat
 
 @NEEDS_PACKING
 def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
-    """If the worker promises it, which it tries at load."""
     subject = make_with_encoder("umt5", tmp_path)
     backend = subject.loaded.attention_backend("torch", BLOCK_SIZE, lambda _: None)
     promise = subject.loaded.try_batch_invariance(backend).facts.batch_invariance

@@ -71,7 +71,6 @@ def test_groups_are_full_attention_first_then_windows_from_the_largest() -> None
 
 
 def test_a_plan_of_several_groups() -> None:
-    """The sum is exact, and the log has a line for each group."""
     made = KVCachePlan(16, (GroupPlan(0, None, 101, 96), GroupPlan(1, 40, 31, 480)))
     assert made.total_bytes == 16 * (101 * 96 + 31 * 480)
     assert made.bytes_per_token == 576

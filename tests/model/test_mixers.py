@@ -77,7 +77,6 @@ def test_a_single_token_has_the_time_step_of_several(
 
 
 def test_after_the_search_nothing_is_left_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither when it fails."""
     model = model_of("lfm2")
     before = hooks_of(model)
     find_mixers(model, CPU)
@@ -124,7 +123,6 @@ def test_a_bound_module_is_given_back_as_it_was() -> None:
 
 
 def test_pieces_are_single_tokens_together_and_each_chunk_by_itself() -> None:
-    """In the order in which states are written; snapshots know the token that they are after."""
     blocks = [StateBlocks(1, 1), StateBlocks(0, 2, 8), StateBlocks(3, 4, 9), StateBlocks(0, 5), StateBlocks(6, 7)]
     step = lay_out([0, 1, 4, 5, 6], [1, 3, 1, 1, 2], blocks, CPU)
     kinds = [(piece.num_sequences, piece.num_tokens) for piece in step.pieces]

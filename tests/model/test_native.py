@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
@@ -29,11 +28,10 @@ from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, QuantizationName
 from kvpool.worker_service.native.cpu import selection
-from kvpool.worker_service.native.cpu.weights import PackedModel
 from kvpool.worker_service.step import SequencePart, Step
 from scripts.models.subjects import default_config
 from scripts.models.trial import save
-from tests.model.paged import GREEDY, load
+from tests.model.paged import GREEDY, load, loaded_models, next_token
 from tests.model.truth.dense import NATIVE_ARCHITECTURES
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
 
@@ -77,44 +75,26 @@ def test_auto_says_why_a_model_is_not_native_and_serves_it(tmp_path: Path) -> No
     served_by_torch(make_tiny_model("gpt_oss", tmp_path).path, "it has attention sinks")
 
 
-def token_after(loaded: LoadedModel) -> int:
-    """After a few tokens."""
-    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
-    (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, ([1],), GREEDY)]))
-    assert result.token is not None
-    return result.token.token_id
-
-
 def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are gone from the modules by then."""
     monkeypatch.setattr(check, "_TOLERANCE", {torch.float32: 1e-4, torch.bfloat16: 0.0})
-    token_after(served_by_torch(llama, "its logits differ", dtype="bfloat16"))
+    next_token(served_by_torch(llama, "its logits differ", dtype="bfloat16"), TEXT[:5])
 
 
 @pytest.mark.parametrize("num_calls", [1, 2], ids=["its replica", "itself"])
 def test_a_model_that_surprises_is_served_by_torch(
     num_calls: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is packed, and after: its modules are empty by then."""
-    packed: list[weakref.ref[PackedModel]] = []
-    held: list[int] = []
-    load_weights = runtimes.RuntimeLoader._load_weights
+    models, num_checked = loaded_models(monkeypatch), itertools.count(1)
 
-    def surprised(runtime: NativeRuntime, *rest: Any) -> None:
-        packed.append(weakref.ref(runtime.packed))
-        if len(packed) == num_calls:
+    def surprised(*arguments: Any) -> None:
+        if next(num_checked) == num_calls:
             raise KeyError("inv_freq")
-        check.check(runtime, *rest)
-
-    def loading(*arguments: Any) -> Any:
-        held.append(sum(one() is not None for one in packed))
-        return load_weights(*arguments)
+        check.check(*arguments)
 
     monkeypatch.setattr(native_load, "check", surprised)
-    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
-    loaded = served_by_torch(llama, "KeyError: 'inv_freq'")
-    assert held == [0] * num_calls  # one model in memory at a time
-    token_after(loaded)
+    next_token(served_by_torch(llama, "KeyError: 'inv_freq'"), TEXT[:5])
+    assert len(models) == num_calls
 
 
 def test_the_text_model_of_a_composite_one_runs_natively(tmp_path: Path) -> None:
@@ -194,7 +174,6 @@ def test_int8_is_refused_where_the_native_step_cannot_run(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_a_row_without_numbers_ends_its_request_alone(llama: Path, quantize: QuantizationName) -> None:
-    """NaN passes through the native step, and reaches no other request."""
     runner = load(llama, runtime="native", quantize=quantize).runner(KVCachePlan.one_group(8, 16, 1))
     good = SequencePart(TEXT[:9], 0, ([1],), GREEDY)
     (expected,) = runner.execute(Step([good]))

@@ -42,7 +42,6 @@ def test_a_bad_part_is_refused_before_anything_is_written(loaded: LoadedModel) -
 
 
 def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> None:
-    """A prompt of n tokens is followed by the token at position n, also when its last tokens come in a chunk."""
     runner, sampling = PagedModel(loaded).runner, SamplingParams(temperature=2.0, seed=5)
     for length in range(2, 12):
         prompt = list(range(length))
@@ -156,7 +155,6 @@ def test_rows_are_selected_before_the_head_and_what_comes_behind_it_is_done() ->
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_row_tells_whether_it_is_numbers_also_those_not_selected(bad: float, dtype: torch.dtype) -> None:
-    """The largest numbers of the dtype are numbers."""
     hidden = torch.randn(1, 5, 4).to(dtype)
     hidden[0, 0] = 60_000
     hidden[0, 3, 2] = bad

@@ -181,7 +181,6 @@ def test_greedy_rows_cost_one_search_of_the_logits_also_next_to_a_row_with_optio
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    """Options choose the token; its log-probability is the model's."""
     logits = random_logits(3)
     logprobs = torch.log_softmax(logits, -1)
 
@@ -251,7 +250,6 @@ def test_a_bad_row_is_told_of_and_its_neighbours_do_not_notice(bad: list[float],
 def test_options_that_leave_nothing_to_draw_are_told_of(
     logits: list[float], adjustment: Row, largest: float, temperature: float, top_p: float
 ) -> None:
-    """The row beside it is adjusted too, and gets its token."""
     params = replace(adjustment.params, temperature=temperature, top_p=top_p, num_logprobs=1)
     row = replace(adjustment, params=params, position=9)
     neighbour = Row(SamplingParams(temperature, top_p=top_p, presence_penalty=1.0, seed=4), generated=[1], position=9)

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.native.comparison import Choice, ChoiceFile
 from kvpool.worker_service.model.native.timing import StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import RuntimeName
-from kvpool.worker_service.step import PartResult, Step
-from tests.model.paged import load
+from tests.model.paged import load, recorded_steps
 from tests.tiny_models import make_tiny_model
 
 
@@ -67,22 +65,8 @@ def test_the_fastest_run_of_each_step_counts(
         assert found == StepSeconds(prefill=3, decode=2)
         assert clock.is_used_up
     prefill, decode = [(0, prompt_tokens)], 3 * [(prompt_tokens, 1)]
-    assert steps == 2 * [*2 * [prefill], *5 * [decode]]
-
-
-def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """(start, number of tokens) of the parts of all steps from now on, which run as ever and have finite logits."""
-    steps: list[list[tuple[int, int]]] = []
-    execute = ModelRunner.execute
-
-    def recording(runner: ModelRunner, step: Step) -> list[PartResult]:
-        steps.append([(part.start, len(part.token_ids)) for part in step.parts])
-        results = execute(runner, step)
-        assert all(result.token is not None for result in results)
-        return results
-
-    monkeypatch.setattr(ModelRunner, "execute", recording)
-    return steps
+    computed = [[(part.start, len(part.token_ids)) for part in step.parts] for step in steps]
+    assert computed == 2 * [*2 * [prefill], *5 * [decode]]
 
 
 # -- the file

@@ -143,9 +143,6 @@ class SharingSubject(Subject):
     """A model of whose KV texts share what lasts: full blocks, a snapshot, the encoder's output."""
 
     @abstractmethod
-    def hit(self) -> Hit:
-        """Texts that begin with what an earlier one has left. Attention reads a prefix once for all that share it."""
-
-    @abstractmethod
-    def spoil(self) -> tuple[SampledToken, SampledToken]:
-        """The first token of a text, and the one that the same prompt gets when what it hits was changed before."""
+    def hit(self, spoils: bool = False) -> Hit:
+        """Texts that begin with what an earlier one has left. Attention reads a prefix once for all that share it. `spoils`: what
+        they hit is changed before."""
