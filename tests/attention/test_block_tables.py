@@ -229,37 +229,31 @@ def test_groups_with_a_window_share_no_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("groups", "parts", "message"),
     [
-        ([Part([], 0, ([1],))], "0 tokens"),
-        ([Part([1], -1, ([1],))], "position -1"),
-        ([Part([1] * 5, 0, ([1],))], "needs 2 blocks of 4 tokens, its table has 1"),
-        ([Part([1], 0, ([0],))], "outside 1 … 199"),
-        ([Part([1], 0, ([200],))], "outside 1 … 199"),
-        ([Part([1], 4, ([-3, 2],))], "outside 1 … 199"),
-        ([Part([1], 4, ([1, 2],)), Part([1], 4, ([3, 2],))], "same slot"),
+        (ONE, [Part([], 0, ([1],))], "0 tokens"),
+        (ONE, [Part([1], -1, ([1],))], "position -1"),
+        (ONE, [Part([1] * 5, 0, ([1],))], "needs 2 blocks of 4 tokens, its table has 1"),
+        (ONE, [Part([1], 0, ([0],))], "outside 1 … 199"),
+        (ONE, [Part([1], 0, ([200],))], "outside 1 … 199"),
+        (ONE, [Part([1], 4, ([-3, 2],))], "outside 1 … 199"),
+        (ONE, [Part([1], 4, ([1, 2],)), Part([1], 4, ([3, 2],))], "same slot"),
+        (RING, decodes([1, 2, 3, 4], start=13), "part 0 has 1 block tables, the model has 2 groups"),
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [1, 2, 3, 4], [1]))], "part 0 has 3 block tables"),
+        (RING, [Part([1], 13, ([0, 2, 3, 4], [1, 2, 3, 4]))], "outside 1 … 19: "),  # full attention keeps all
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [0, 0, 0, 4]))], "outside 1 … 19: "),  # within the window of position 13
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [0, 0, 3, 20]))], "outside 1 … 19: "),
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [0, 0, 3]))], "needs 4 blocks of 4 tokens, its table has 3"),
+        (
+            RING,
+            [Part([1], 13, ([1, 2, 3, 4], [1, 2, 3, 4])), Part([1], 13, ([5, 6, 7, 8], [5, 6, 7, 4]))],
+            "same slot",
+        ),
     ],
 )
-def test_refuses(parts: list[Part], message: str) -> None:
+def test_refuses(groups: tuple[BlockGroup, ...], parts: list[Part], message: str) -> None:
     with pytest.raises(PackingError, match=message):
-        pack(parts, SIZE, ONE, CPU)
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ([([1, 2, 3, 4],)], "part 0 has 1 block tables, the model has 2 groups"),
-        ([([1, 2, 3, 4], [1, 2, 3, 4], [1])], "part 0 has 3 block tables"),
-        ([([0, 2, 3, 4], [1, 2, 3, 4])], "outside 1 … 19: "),  # full attention keeps all
-        ([([1, 2, 3, 4], [0, 0, 0, 4])], "outside 1 … 19: "),  # within the window of position 13
-        ([([1, 2, 3, 4], [0, 0, 3, 20])], "outside 1 … 19: "),
-        ([([1, 2, 3, 4], [0, 0, 3])], "needs 4 blocks of 4 tokens, its table has 3"),
-        ([([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 6, 7, 8], [5, 6, 7, 4])], "same slot"),
-    ],
-)
-def test_refuses_in_each_group(tables: list[tuple[list[int], ...]], message: str) -> None:
-    with pytest.raises(PackingError, match=message):
-        pack([Part([1], 13, each) for each in tables], SIZE, RING, CPU)
+        pack(parts, SIZE, groups, CPU)
 
 
 @pytest.mark.parametrize("lays_out_again", [False, True])

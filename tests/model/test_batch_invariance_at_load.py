@@ -54,26 +54,22 @@ def rows(loaded: LoadedModel, chunk: int) -> torch.Tensor:
 
 
 @NEEDS_PACKING
-def test_a_model_keeps_its_bits_on_a_cpu_that_cuts_elsewhere(loaded: LoadedModel) -> None:
-    """The whole model over the products of another CPU."""
-    with FakeBlas(in_halves(128)) as blas:
+@pytest.mark.parametrize(
+    ("blas", "partition", "reason"),
+    [(FakeBlas(in_halves(128)), 128, "partitions of 128 keys"), (FakeBlas(fixed(64), odd_rows), 0, "a fixed order")],
+    ids=["cuts elsewhere", "no partition holds"],
+)
+def test_a_model_keeps_its_bits_on_another_cpu(
+    blas: FakeBlas, partition: int, reason: str, loaded: LoadedModel
+) -> None:
+    with blas:
         said = found(loaded)
-        assert said.attention_partition == 128
-        assert blas.num_products
         at_once = rows(loaded, NUM_TOKENS)
         assert torch.equal(rows(loaded, 70), at_once)
         assert torch.equal(rows(loaded, 33), at_once)
-    assert said.promised
-    assert "partitions of 128 keys" in said.reason
-
-
-@NEEDS_PACKING
-def test_a_model_keeps_its_bits_where_no_partition_holds(loaded: LoadedModel) -> None:
-    with FakeBlas(fixed(64), odd_rows):
-        said = found(loaded)
-        assert torch.equal(rows(loaded, 33), rows(loaded, NUM_TOKENS))
-    assert said.promised
-    assert "a fixed order" in said.reason
+    assert blas.num_products
+    assert (said.promised, said.attention_partition) == (True, partition)
+    assert reason in said.reason
 
 
 def without_packed_products(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

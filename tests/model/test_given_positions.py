@@ -86,8 +86,3 @@ def test_the_table_costs_no_whole_pass() -> None:
     model = Model()
     find_position_tables(dict(model.named_modules()), model, TEXTS, LONGEST)
     assert model.num_mixed == len(TEXTS)
-
-
-def test_a_model_without_positions_has_no_tables() -> None:
-    model = Model()
-    assert find_position_tables({"mix": model.mix, "words": model.words}, model, TEXTS, LONGEST) == []

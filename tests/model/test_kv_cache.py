@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from kvpool.worker_service.attention.layer import LayerNeeds
 from kvpool.worker_service.model.forward.kv_cache import KVCache
-from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
+from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.layers import AttentionLayer, groups_of, sights
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 
@@ -82,6 +83,9 @@ def test_a_plan_of_several_groups() -> None:
         "group 0 (full attention): 151.50 KiB, 100 blocks of 1.50 KiB",
         "group 1 (window 40): 232.50 KiB, 30 blocks of 7.50 KiB",
     ]
+    with_states = replace(made, states=StatesPlan(33, 8 << 20))
+    assert with_states.total_bytes == made.total_bytes + 33 * (8 << 20)
+    assert with_states.describe(1000).splitlines()[-1] == "group 2 (states): 264.00 MiB, 32 blocks of 8.00 MiB"
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvpool.worker_service import server
 from kvpool.worker_service.engine.prompt import EncoderSettings
-from kvpool.worker_service.model.device import enter_device
 from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
 from kvpool.worker_service.model.facts import read_encoder_settings
 from kvpool.worker_service.model.forward import packed_linear
@@ -58,11 +57,6 @@ async def test_the_thread_that_loads_and_runs_the_model_enters_its_device_first(
     assert events == (torch.device("cuda", 1), "load")
     assert len(set(names)) == 1
     assert names[0].startswith("model")
-
-
-def test_a_cpu_is_no_device_to_enter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("there is none"))
-    enter_device(torch.device("cpu"))
 
 
 # -- weights in host memory

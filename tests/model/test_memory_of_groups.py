@@ -218,16 +218,6 @@ def test_what_does_not_fit_says_what_would() -> None:
         plan_memory(OF_STATES, replace(FOR_EIGHT, kv_cache_memory=MIB), FULL)
 
 
-def test_the_log_has_a_line_for_each_group() -> None:
-    plan = KVCachePlan.one_group(101, 16, PER_TOKEN, StatesPlan(33, STATE))
-    assert plan.total_bytes == 101 * 16 * PER_TOKEN + 33 * STATE
-    assert plan.describe(1600).splitlines() == [
-        "KV cache: 282.94 MiB in 2 groups, blocks of 16 tokens; at 1,600 tokens per sequence 1.00 at once",
-        "group 0 (full attention): 18.94 MiB, 100 blocks of 192.00 KiB",
-        "group 1 (states): 264.00 MiB, 32 blocks of 8.00 MiB",
-    ]
-
-
 # -- outputs of an encoder
 
 

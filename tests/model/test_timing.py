@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,13 @@ from tests.model.paged import load, recorded_steps
 from tests.tiny_models import make_tiny_model
 
 
-class ScriptedClock:
-    """Every run between two readings takes the next of these seconds."""
-
-    def __init__(self, seconds: Sequence[float]) -> None:
-        self._seconds = list(seconds)
-        self._now, self._runs = 100.0, False
-
-    def __call__(self) -> float:
-        if self._runs:
-            self._now += self._seconds.pop(0)
-        self._runs = not self._runs
-        return self._now
-
-    @property
-    def is_used_up(self) -> bool:
-        return not self._seconds
+def clock_of(seconds: Sequence[float]) -> Iterator[float]:
+    """Readings: every run between two of them takes the next of these seconds."""
+    now = 100.0
+    for each in seconds:
+        yield now
+        now += each
+        yield now
 
 
 @pytest.mark.parametrize(
@@ -59,11 +50,11 @@ def test_the_fastest_run_of_each_step_counts(
     loaded = load(make_tiny_model("llama", tmp_path).path, dtype="bfloat16", runtime=runtime)
     steps = recorded_steps(monkeypatch)
     for _ in range(2):  # the model is free again after the first time
-        clock = ScriptedClock([9, 3, 8, 7, 2, 6, 5])
+        clock = clock_of([9, 3, 8, 7, 2, 6, 5])
         workload = TimedWorkload(3, prompt_tokens, 8)
-        found = measure_runtime(loaded.runtime, block_size, workload, clock)
+        found = measure_runtime(loaded.runtime, block_size, workload, clock.__next__)
         assert found == StepSeconds(prefill=3, decode=2)
-        assert clock.is_used_up
+        assert next(clock, None) is None
     prefill, decode = [(0, prompt_tokens)], 3 * [(prompt_tokens, 1)]
     computed = [[(part.start, len(part.token_ids)) for part in step.parts] for step in steps]
     assert computed == 2 * [*2 * [prefill], *5 * [decode]]
