@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +170,12 @@ class Request:
     encoder: EncoderBlocks | None = None
     """Of an encoder-decoder model, whose `prompt` is the decoder's and begins with its start token."""
 
+    def encoder_now(self) -> EncoderBlocks | None:
+        """For the next part: the first one brings the encoder's input."""
+        if self.encoder is None or self.computed == self.start:
+            return self.encoder
+        return self.encoder._replace(token_ids=())
+
     @property
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.sampled]
@@ -178,7 +185,40 @@ class Request:
         return [token.logprobs.logprob for token in self.sampled if token.logprobs is not None]
 
 
-class PagedModel:
+class RequestLoop(ABC):
+    """Runs requests over a cache, as an engine would."""
+
+    runner: ModelRunner
+
+    @abstractmethod
+    def next_part(self, request: Any, chunk: int = NEVER) -> SequencePart:
+        """The request's next tokens, at most `chunk`."""
+
+    def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
+        """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger.
+
+        A request that has generated tokens already is computed again from its start, as after a preemption.
+        """
+        for request in requests:
+            request.computed = request.start
+        step_no = 0
+        while any(len(request.sampled) < request.num_new for request in requests):
+            running = [
+                request
+                for index, request in enumerate(requests)
+                if index * stagger <= step_no and len(request.sampled) < request.num_new
+            ]
+            parts = [self.next_part(request, chunk) for request in running]
+            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
+                request.computed += len(part.token_ids)
+                assert result.bad_logits is None, "a slot that nobody has written was read"
+                assert (result.token is None) == (part.sampling is None)
+                if result.token is not None:
+                    request.sampled.append(result.token)
+            step_no += 1
+
+
+class PagedModel(RequestLoop):
     """A loaded model with a cache whose unwritten slots and states are NaN and whose blocks come in random order."""
 
     def __init__(
@@ -215,7 +255,7 @@ class PagedModel:
         plan = KVCachePlan.one_group(
             num_blocks, block_size, num_bytes, states, attends=bool(loaded.runtime.layers), cross=cross
         )
-        self.runner: ModelRunner = loaded.runner(plan, backend)
+        self.runner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))
 
     def request(
@@ -251,29 +291,6 @@ class PagedModel:
         """A block of states that nobody uses."""
         return self._free_states.pop()
 
-    def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
-        """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger.
-
-        A request that has generated tokens already is computed again from its start, as after a preemption.
-        """
-        for request in requests:
-            request.computed = request.start
-        step_no = 0
-        while any(len(request.sampled) < request.num_new for request in requests):
-            running = [
-                request
-                for index, request in enumerate(requests)
-                if index * stagger <= step_no and len(request.sampled) < request.num_new
-            ]
-            parts = [self.next_part(request, chunk) for request in running]
-            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
-                request.computed += len(part.token_ids)
-                assert result.bad_logits is None, "a slot that nobody has written was read"
-                assert (result.token is None) == (part.sampling is None)
-                if result.token is not None:
-                    request.sampled.append(result.token)
-            step_no += 1
-
     def block_bytes(self, blocks: Sequence[int], encoder: EncoderBlocks | None = None) -> list[torch.Tensor]:
         """A copy of all layers' KV of the blocks, and of those with the encoder's output."""
         layers = self.runner.kv_cache.layers
@@ -282,7 +299,6 @@ class PagedModel:
         return [cache[table].clone() for layer, table in pairs for cache in (layer.k_cache, layer.v_cache)]
 
     def next_part(self, request: Request, chunk: int = NEVER) -> SequencePart:
-        """Its next tokens, at most `chunk`."""
         start, known = request.computed, [*request.prompt, *request.token_ids]
         end = min(
             [start + min(chunk, request.chunk), len(known), *(place for place in request.snapshots if place > start)]
@@ -293,7 +309,4 @@ class PagedModel:
         if request.running:
             source = request.source if start == request.start else request.running
             state = StateBlocks(source, request.running, request.snapshots.get(end, 0))
-        encoder = request.encoder
-        if encoder is not None and start > request.start:
-            encoder = encoder._replace(token_ids=())
-        return SequencePart(known[start:end], start, tables, sampling, state=state, encoder=encoder)
+        return SequencePart(known[start:end], start, tables, sampling, state=state, encoder=request.encoder_now())

@@ -56,7 +56,7 @@ def rows(loaded: LoadedModel, chunk: int) -> torch.Tensor:
 @NEEDS_PACKING
 @pytest.mark.parametrize(
     ("blas", "partition", "reason"),
-    [(FakeBlas(in_halves(128)), 128, "partitions of 128 keys"), (FakeBlas(fixed(64), odd_rows), 0, "a fixed order")],
+    [(FakeBlas(in_halves(128)), 128, "partitions of 128 keys"), (FakeBlas(fixed(64), odd_rows), 256, "a fixed order")],
     ids=["cuts elsewhere", "no partition holds"],
 )
 def test_a_model_keeps_its_bits_on_another_cpu(

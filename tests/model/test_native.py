@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -186,32 +186,6 @@ def test_a_row_without_numbers_ends_its_request_alone(llama: Path, quantize: Qua
     assert found[1] == expected
 
 
-class Run(NamedTuple):
-    """A way to compute TEXT."""
-
-    num_threads: int
-    block_size: int
-    cuts: list[int]
-    """Between chunks."""
-    neighbours: list[int]
-    """Lengths of the texts in the same steps."""
-    num_sharers: int
-    """Texts with the same leading blocks, in the last step."""
-    seed: int
-    """Of the order of parts and of block ids."""
-
-
-_runs = st.builds(
-    Run,
-    num_threads=st.sampled_from([1, 2, 3]),
-    block_size=st.sampled_from([4, 16, 32]),
-    cuts=st.sets(st.integers(1, LENGTH - 4), max_size=5).map(sorted),
-    neighbours=st.lists(st.integers(1, 40), max_size=4),
-    num_sharers=st.integers(0, 4),
-    seed=st.integers(0, 1 << 16),
-)
-
-
 class Subject:
     """A model whose bits are tried."""
 
@@ -219,23 +193,25 @@ class Subject:
         loaded = load(path, dtype=dtype, runtime="native", quantize=quantize)
         assert isinstance(loaded.runtime, NativeRuntime)
         self.loaded, self.runtime = loaded, loaded.runtime
-        runner, tables = self.runner(Run(1, 16, [], [], 0, 0), 1)
+        runner, tables = self.runner(num_threads=1, block_size=16, num_tables=1, seed=0)
         self.truth = runner.logits([SequencePart(TEXT, 0, (tables[0],), None)])
         runner.close()
 
-    def runner(self, run: Run, num_tables: int) -> tuple[ModelRunner, list[list[int]]]:
+    def runner(
+        self, num_threads: int, block_size: int, num_tables: int, seed: int
+    ) -> tuple[ModelRunner, list[list[int]]]:
         """Over a cache that is NaN, with tables of scattered blocks for texts of LENGTH."""
-        each = -(-LENGTH // run.block_size)
+        each = -(-LENGTH // block_size)
         cache = KVCache(
-            KVCachePlan.one_group(1 + num_tables * each, run.block_size, 1),
+            KVCachePlan.one_group(1 + num_tables * each, block_size, 1),
             self.loaded.runtime.layers,
             self.loaded.runtime.dtype,
             CPU,
         )
         cache.fill(float("nan"))
         blocks = list(range(1, 1 + num_tables * each))
-        random.Random(run.seed).shuffle(blocks)
-        runtime = dataclasses.replace(self.runtime, num_threads=run.num_threads)
+        random.Random(seed).shuffle(blocks)
+        runtime = dataclasses.replace(self.runtime, num_threads=num_threads)
         return ModelRunner(runtime, cache, None), [blocks[i * each : (i + 1) * each] for i in range(num_tables)]
 
     def same(self, rows: torch.Tensor, first: int) -> bool:
@@ -262,29 +238,44 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(run=Run(num_threads=2, block_size=16, cuts=[300], neighbours=[9], num_sharers=4, seed=1))
-@given(run=_runs)
-def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> None:
+@example(num_threads=2, block_size=16, cuts=[300], neighbours=[9], num_sharers=4, seed=1)
+@given(
+    num_threads=st.sampled_from([1, 2, 3]),
+    block_size=st.sampled_from([4, 16, 32]),
+    cuts=st.sets(st.integers(1, LENGTH - 4), max_size=5).map(sorted),  # between chunks
+    neighbours=st.lists(st.integers(1, 40), max_size=4),  # lengths of the texts in the same steps
+    num_sharers=st.integers(0, 4),  # texts with the same leading blocks, in the last step
+    seed=st.integers(0, 1 << 16),  # of the order of parts and of block ids
+)
+def test_a_text_has_the_same_bits_in_every_step(
+    subject: Subject,
+    num_threads: int,
+    block_size: int,
+    cuts: list[int],
+    neighbours: list[int],
+    num_sharers: int,
+    seed: int,
+) -> None:
     """In chunks, packed in any order with others, decoded, shared, over any blocks, by any number of threads."""
-    numbers = random.Random(run.seed)
-    runner, tables = subject.runner(run, 2 + len(run.neighbours) + run.num_sharers)
+    numbers = random.Random(seed)
+    runner, tables = subject.runner(num_threads, block_size, 2 + len(neighbours) + num_sharers, seed)
     own, others = tables[0], tables[1:]
     try:
-        ends = [*run.cuts, LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH]
+        ends = [*cuts, LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH]
         for first, end in zip([0, *ends], ends, strict=False):
             parts = [SequencePart(TEXT[first:end], first, (own,), None)]
-            for length, table in zip(run.neighbours, others, strict=False):
+            for length, table in zip(neighbours, others, strict=False):
                 parts.append(SequencePart(numbers.choices(range(VOCAB_SIZE), k=length), 0, (table,), None))
             numbers.shuffle(parts)
             rows = torch.split(runner.logits(parts), [len(part.token_ids) for part in parts])
             place = next(index for index, part in enumerate(parts) if part.block_tables[0] is own)
             assert subject.same(rows[place], first)
-        num_shared = (LENGTH - 1) // run.block_size
-        start = num_shared * run.block_size
+        num_shared = (LENGTH - 1) // block_size
+        start = num_shared * block_size
         # Of different lengths: who reads behind what is shared through the table of another one finds NaN.
         sharers = [
             SequencePart(TEXT[start : start + 1 + index % 3], start, ([*own[:num_shared], *table[num_shared:]],), None)
-            for index, table in enumerate(others[len(run.neighbours) :])
+            for index, table in enumerate(others[len(neighbours) :])
         ]
         if sharers:
             for logits in torch.split(runner.logits(sharers), [len(part.token_ids) for part in sharers]):

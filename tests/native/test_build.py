@@ -318,27 +318,25 @@ def test_the_step_for_amx_asks_linux_itself() -> None:
 # -- what /proc/cpuinfo says of matrix units
 
 
-X86 = "processor\t: {n}\nflags\t\t: fpu avx2 avx512f avx512_bf16 {more}\n\n"
-ARM = "processor\t: {n}\nFeatures\t: fp asimd {more}\n\n"
+X86, ARM = "flags\t\t: fpu avx2 avx512f avx512_bf16", "Features\t: fp asimd"
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "expected"),
+    ("cpus", "expected"),
     [
-        (X86, ["amx_bf16 amx_tile", "amx_bf16 amx_tile"], "amx_bf16"),
-        (X86, ["amx_int8 amx_tile", "amx_int8 amx_tile"], None),
-        (X86, ["amx_bf16", ""], None),
-        (ARM, ["i8mm bf16"], "bf16"),
-        (ARM, ["i8mm"], None),
+        pytest.param([f"{X86} amx_bf16 amx_tile"] * 2, "amx_bf16", id="AMX"),
+        pytest.param([f"{X86} amx_int8 amx_tile"] * 2, None, id="AMX for integers"),
+        pytest.param([f"{X86} amx_bf16", X86], None, id="AMX in one of two kinds of CPU"),
+        pytest.param([f"{ARM} i8mm bf16"], "bf16", id="Arm with BFMMLA"),
+        pytest.param([f"{ARM} i8mm"], None, id="Arm without"),
     ],
-    ids=["AMX", "AMX for integers", "AMX in one of two kinds of CPU", "Arm with BFMMLA", "Arm without"],
 )
 def test_a_matrix_unit_for_bfloat16(
-    text: str, more: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpus: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vectors alone, such as avx512_bf16, are none; and there is none for float32."""
     file = tmp_path / "cpuinfo"
-    file.write_text("".join(text.format(n=n, more=flags) for n, flags in enumerate(more)))
+    file.write_text("".join(f"processor\t: {number}\n{line}\n\n" for number, line in enumerate(cpus)))
     monkeypatch.setattr(cpu_info, "CPU_INFO", file)
     assert cpu_info.matrix_unit("bfloat16") == expected
     assert cpu_info.matrix_unit("float32") is None
