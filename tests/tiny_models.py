@@ -1,7 +1,4 @@
-"""Tiny random models of many architectures, able to fail a truth test: large weights, short windows, clear winners.
-
-`python -m tests.tiny_models` searches the seeds anew and prints the table.
-"""
+"""Tiny random models of many architectures, able to fail a truth test: large weights, short windows, clear winners."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ EOS_TOKEN_ID = 256
 MAX_MODEL_LEN = 512
 WINDOW = 8
 NUM_NEW_TOKENS = 16
-"""The seeds are good for so many greedy tokens behind each of the model's prompts."""
+"""The seeds are good for so many greedy tokens after each of the model's prompts."""
 MIN_MARGIN = 1e-3
 """Between the oracle's two best logits at every step."""
 
@@ -108,34 +105,10 @@ _WITH_STATES: dict[str, dict[str, Any]] = {
     },
     "mamba": {"state_size": 8} | _NO_ATTENTION,
 }
-STATE_ARCHITECTURES = tuple(_WITH_STATES)
 # Standard deviation of the weights where 0.2 gives texts that repeat one token.
 _STD = {"gpt2": 0.4, "opt": 0.5, "gpt_neox": 0.5}
-_MIN_DISTINCT_TOKENS = 6
-
-SEEDS: dict[str, int] = {
-    "llama": 0,
-    "qwen2": 1,
-    "qwen3": 0,
-    "gpt2": 0,
-    "phi3": 0,
-    "mixtral": 1,
-    "gemma2": 0,
-    "olmo2": 3,
-    "opt": 0,
-    "gpt_neox": 1,
-    "granite": 0,
-    "mistral": 0,
-    "gpt_oss": 1,
-    "deepseek_v3": 0,
-    "lfm2": 1,
-    "qwen3_next": 0,
-    "mamba2": 0,
-    "jamba": 0,
-    "falcon_h1": 1,
-    "bamba": 1,
-    "mamba": 0,
-}
+# The first with which the greedy texts after all prompts are clear and vary, where it is not 0.
+_SEEDS = {"qwen2": 1, "mixtral": 1, "olmo2": 3, "gpt_neox": 1, "gpt_oss": 1, "lfm2": 1, "falcon_h1": 1, "bamba": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +218,7 @@ def make_tiny_model(
 ) -> TinyModel:
     """Save the model as safetensors into the folder (made if missing), with a tokenizer of one token per ASCII character
     if asked for. Without eos_token_id no token ends a text."""
-    build_model(architecture, SEEDS[architecture], eos_token_id).save_pretrained(folder)
+    build_model(architecture, _SEEDS.get(architecture, 0), eos_token_id).save_pretrained(folder)
     if tokenizer:
         _save_tokenizer(folder)
     return TinyModel(architecture, folder, prompts(), NUM_NEW_TOKENS)
@@ -279,20 +252,6 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator | None, std:
             parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
 
 
-def find_seed(architecture: str, tries: int = 200) -> int:
-    """The first seed whose greedy continuations of all prompts are clear and vary."""
-    for seed in range(tries):
-        oracle = Oracle(build_model(architecture, seed))
-        if all(_is_clear(oracle, prompt) for prompt in prompts()):
-            return seed
-    raise AssertionError(f"no seed below {tries} makes {architecture} clear")
-
-
-def _is_clear(oracle: Oracle, prompt: tuple[int, ...]) -> bool:
-    tokens, _ = oracle.logits(prompt, NUM_NEW_TOKENS)
-    return len(set(tokens)) >= _MIN_DISTINCT_TOKENS and oracle.margin(prompt, NUM_NEW_TOKENS) >= 2 * MIN_MARGIN
-
-
 def _save_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
@@ -309,8 +268,3 @@ def _save_tokenizer(folder: Path) -> None:
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-
-
-if __name__ == "__main__":
-    for name in (*ARCHITECTURES, *STATE_ARCHITECTURES):
-        print(f'    "{name}": {find_seed(name)},', flush=True)

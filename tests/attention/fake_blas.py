@@ -47,11 +47,6 @@ def rest_first(length: int) -> Cuts:
     return cuts
 
 
-def never(row: int, num_rows: int, num_columns: int) -> bool:
-    """All rows add alike."""
-    return False
-
-
 def odd_rows(row: int, num_rows: int, num_columns: int) -> bool:
     """The place of a row decides."""
     return row % 2 == 1
@@ -65,7 +60,7 @@ def odd_rows_of_odd_widths(row: int, num_rows: int, num_columns: int) -> bool:
 class FakeBlas(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, matrix products add as `cuts` and `turned` say; the fused attention kernel is made of such products."""
 
-    def __init__(self, cuts: Cuts, turned: Turned = never) -> None:
+    def __init__(self, cuts: Cuts, turned: Turned = lambda *_: False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cuts, self._turned = cuts, turned
         self.num_products = 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.worker_service.attention.interface import UnsupportedAttention, attention_forward, bind, unbind
+from kvpool.worker_service.attention.interface import UnsupportedAttention, attention_forward, bind
 from kvpool.worker_service.attention.layer import AttentionCall
 
 
@@ -62,11 +62,3 @@ def test_what_is_not_understood_raises(kwargs: dict[str, Any]) -> None:
 def test_an_unbound_module_raises() -> None:
     with pytest.raises(UnsupportedAttention, match="not bound"):
         attend(None)
-
-
-def test_unbind_lets_go() -> None:
-    module = torch.nn.Identity()
-    bind(module, Notes())
-    unbind(module)
-    unbind(module)
-    assert not any(name.startswith("kvpool") for name in vars(module))

@@ -118,45 +118,39 @@ def test_decodes_of_the_same_sequences_keep_their_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("table", "parts"),
     [
-        "order", "one less", "one more", "another list", "another block", "two tokens", "two blocks more", "no block more",
-        "back", "wider",
+        pytest.param([1, 2, 11], [(1, 7, 1), (0, 7, 1)], id="order"),
+        pytest.param([1, 2, 11], [(0, 7, 1)], id="one less"),
+        pytest.param([1, 2, 11], [(0, 7, 1), (1, 7, 1), (2, 7, 1)], id="one more"),
+        pytest.param([1, 2, 11], [(3, 7, 1), (1, 7, 1)], id="another list"),
+        pytest.param([9, 2, 11], [(0, 7, 1), (1, 7, 1)], id="another block"),
+        pytest.param([1, 2, 11], [(0, 7, 2), (1, 7, 1)], id="two tokens"),
+        pytest.param([1, 2, 11, 13], [(0, 12, 1), (1, 7, 1)], id="two blocks more"),
+        pytest.param([1, 2, 11], [(0, 3, 1), (1, 7, 1)], id="back"),
     ],
-)  # fmt: skip
-def test_no_other_step_keeps_the_layout(change: str) -> None:
-    packer = Packer(SIZE, ONE, CPU, StepSizes(4, 16, 3))
-    one, other, third = [1, 2, 11], [3, 4, 12], [7, 8]
-    layout = packer.pack(decodes(one, other, start=6)).layout
-    parts = decodes(one, other, start=7)
-    if change == "order":
-        parts = parts[::-1]
-    elif change == "one less":
-        parts = parts[:1]
-    elif change == "one more":
-        parts += decodes(third, start=7)
-    elif change == "another list":
-        parts[0] = Part([7], 7, (list(one),))
-    elif change == "another block":
-        one[0] = 9
-    elif change == "two tokens":
-        parts[0] = Part([7, 8], 7, (one,))
-    elif change == "two blocks more":
-        one.append(13)
-        parts[0] = Part([7], 12, (one,))
-    elif change == "no block more":
-        with pytest.raises(PackingError, match="its table has 3"):
-            packer.pack([Part([7], 12, (one,)), parts[1]])
-        return
-    elif change == "back":
-        parts[0] = Part([7], 3, (one,))
-    else:  # the block tables have no room for a fourth block
-        layout = packer.pack([Part([7], 11, (one,))]).layout
-        one.append(13)
-        parts = [Part([7], 12, (one,))]
-    packing = packer.pack(parts)
+)
+def test_no_other_step_keeps_the_layout(table: list[int], parts: list[tuple[int, int, int]]) -> None:
+    """table: what that of the first sequence has become. parts: index of the table, start, number of tokens."""
+    packer = Packer(SIZE, ONE, CPU, StepSizes(4, 16, 4))
+    tables = [[1, 2, 11], [3, 4, 12], [7, 8], [1, 2, 11]]
+    layout = packer.pack(decodes(*tables[:2], start=6)).layout
+    tables[0][:] = table
+    changed = [Part([7] * count, start, (tables[index],)) for index, start, count in parts]
+    packing = packer.pack(changed)
     assert packing.layout is not layout
-    check(packing, parts)
+    check(packing, changed)
+
+
+def test_a_block_more_must_be_there_and_have_room_in_the_block_tables() -> None:
+    packer, table = Packer(SIZE, ONE, CPU, StepSizes(4, 16, 3)), [1, 2, 11]
+    layout = packer.pack(decodes(table, start=11)).layout
+    with pytest.raises(PackingError, match="its table has 3"):
+        packer.pack(decodes(table, start=12))
+    table.append(13)
+    packing = packer.pack(decodes(table, start=12))
+    assert packing.layout is not layout
+    check(packing, decodes(table, start=12))
 
 
 def ring(*, holes: bool) -> tuple[Packer, list[int], list[int], Callable[[int], Packing]]:
@@ -212,7 +206,6 @@ def test_going_back_to_an_earlier_token_checks_and_reads_what_that_one_sees(lays
 
 
 def test_buffers_are_used_again() -> None:
-    """Steps that are no larger than the packer was made for lie in the same memory."""
     packer = Packer(SIZE, ONE, CPU, StepSizes(2, 16, 4))
     packings = [packer.pack([Part(list(range(length)), 0, ([1, 2, 3],))]) for length in (10, 1, 12, 1)]
     for alike in (packings[::2], packings[1::2]):
@@ -236,37 +229,31 @@ def test_groups_with_a_window_share_no_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("groups", "parts", "message"),
     [
-        ([Part([], 0, ([1],))], "0 tokens"),
-        ([Part([1], -1, ([1],))], "position -1"),
-        ([Part([1] * 5, 0, ([1],))], "needs 2 blocks of 4 tokens, its table has 1"),
-        ([Part([1], 0, ([0],))], "outside 1 … 199"),
-        ([Part([1], 0, ([200],))], "outside 1 … 199"),
-        ([Part([1], 4, ([-3, 2],))], "outside 1 … 199"),
-        ([Part([1], 4, ([1, 2],)), Part([1], 4, ([3, 2],))], "same slot"),
+        (ONE, [Part([], 0, ([1],))], "0 tokens"),
+        (ONE, [Part([1], -1, ([1],))], "position -1"),
+        (ONE, [Part([1] * 5, 0, ([1],))], "needs 2 blocks of 4 tokens, its table has 1"),
+        (ONE, [Part([1], 0, ([0],))], "outside 1 … 199"),
+        (ONE, [Part([1], 0, ([200],))], "outside 1 … 199"),
+        (ONE, [Part([1], 4, ([-3, 2],))], "outside 1 … 199"),
+        (ONE, [Part([1], 4, ([1, 2],)), Part([1], 4, ([3, 2],))], "same slot"),
+        (RING, decodes([1, 2, 3, 4], start=13), "part 0 has 1 block tables, the model has 2 groups"),
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [1, 2, 3, 4], [1]))], "part 0 has 3 block tables"),
+        (RING, [Part([1], 13, ([0, 2, 3, 4], [1, 2, 3, 4]))], "outside 1 … 19: "),  # full attention keeps all
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [0, 0, 0, 4]))], "outside 1 … 19: "),  # within the window of position 13
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [0, 0, 3, 20]))], "outside 1 … 19: "),
+        (RING, [Part([1], 13, ([1, 2, 3, 4], [0, 0, 3]))], "needs 4 blocks of 4 tokens, its table has 3"),
+        (
+            RING,
+            [Part([1], 13, ([1, 2, 3, 4], [1, 2, 3, 4])), Part([1], 13, ([5, 6, 7, 8], [5, 6, 7, 4]))],
+            "same slot",
+        ),
     ],
 )
-def test_refuses(parts: list[Part], message: str) -> None:
+def test_refuses(groups: tuple[BlockGroup, ...], parts: list[Part], message: str) -> None:
     with pytest.raises(PackingError, match=message):
-        pack(parts, SIZE, ONE, CPU)
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ([([1, 2, 3, 4],)], "part 0 has 1 block tables, the model has 2 groups"),
-        ([([1, 2, 3, 4], [1, 2, 3, 4], [1])], "part 0 has 3 block tables"),
-        ([([0, 2, 3, 4], [1, 2, 3, 4])], "outside 1 … 19: "),  # full attention keeps all
-        ([([1, 2, 3, 4], [0, 0, 0, 4])], "outside 1 … 19: "),  # within the window of position 13
-        ([([1, 2, 3, 4], [0, 0, 3, 20])], "outside 1 … 19: "),
-        ([([1, 2, 3, 4], [0, 0, 3])], "needs 4 blocks of 4 tokens, its table has 3"),
-        ([([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 6, 7, 8], [5, 6, 7, 4])], "same slot"),
-    ],
-)
-def test_refuses_in_each_group(tables: list[tuple[list[int], ...]], message: str) -> None:
-    with pytest.raises(PackingError, match=message):
-        pack([Part([1], 13, each) for each in tables], SIZE, RING, CPU)
+        pack(parts, SIZE, groups, CPU)
 
 
 @pytest.mark.parametrize("lays_out_again", [False, True])

@@ -96,9 +96,6 @@ def is_invariant(needs: LayerNeeds, shapes: PlanShapes) -> bool:
     return all(torch.equal(text.rows(shapes, chunks, neighbour), at_once) for chunks, neighbour in ways)
 
 
-EACH_PATH = pytest.mark.parametrize("needs", [NEEDS, CAPPED], ids=["fused", "plain"])
-
-
 @pytest.mark.parametrize(
     ("needs", "cuts", "partition"),
     [
@@ -121,15 +118,7 @@ def test_the_largest_partition_that_holds_is_taken(needs: LayerNeeds, cuts: Cuts
         assert is_invariant(needs, finding.shapes)
 
 
-@EACH_PATH
-def test_a_partition_that_does_not_hold_is_seen_to_differ(needs: LayerNeeds) -> None:
-    """So the check of the test before can fail."""
-    with FakeBlas(in_halves(192)):
-        assert not is_invariant(needs, fixed_shapes(256))
-
-
 def test_one_layer_that_needs_a_shorter_partition_decides_for_all() -> None:
-    """The cuts of this BLAS depend on the width of a row."""
 
     class TwoWays(FakeBlas):  # type: ignore[no-untyped-call]
         def _product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,6 @@ WRONG: dict[str, AttentionBackend] = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_backends_are_refused(name: str, dtype: torch.dtype) -> None:
-    """Also in the narrow format, where more is rounding."""
     with pytest.raises(SelfTestFailed):
         self_test(WRONG[name], ALL, dtype)
 

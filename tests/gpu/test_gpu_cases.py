@@ -105,12 +105,6 @@ def test_the_deadline_ends_what_runs_and_names_what_was_not_begun(children: Chil
         os.kill(rows[0].figures["process"], 0)
 
 
-def test_without_any_time_nothing_is_begun_and_nothing_is_good(children: Children) -> None:
-    report = run(children, case(sample_cases.passes, 1), case(sample_cases.passes, 2), seconds=0)
-    assert [row.outcome for row in report.rows] == [Outcome.NO_TIME] * 2
-    assert not report.is_good
-
-
 def test_rows_fail_one_by_one_until_the_device_is_lost(children: Children) -> None:
     report = run(children, case(sample_cases.has_failing_rows), case(sample_cases.passes, 1))
     assert outcomes(report) == {"first": Outcome.FAILED, "second": Outcome.PASSED, "pass 1": Outcome.PASSED}

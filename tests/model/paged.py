@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.selection import CANDIDATES, make_torch
 from kvpool.worker_service.attention.torch_backend import TorchAttention
 from kvpool.worker_service.attention.torch_plan import PlanShapes
+from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.mixer import state_bytes
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
@@ -25,7 +28,16 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.settings import ModelSettings, RuntimeName
-from kvpool.worker_service.step import EncoderBlocks, SampledToken, SamplingParams, SequencePart, StateBlocks, Step
+from kvpool.worker_service.native.cpu.weights import PackedModel
+from kvpool.worker_service.step import (
+    EncoderBlocks,
+    PartResult,
+    SampledToken,
+    SamplingParams,
+    SequencePart,
+    StateBlocks,
+    Step,
+)
 
 BLOCK_SIZE = 4
 _NUM_STATE_BLOCKS = 64
@@ -88,6 +100,53 @@ def load(folder: Path | str, say: Callable[[str], None] = quiet, **settings: Any
     return load_model(ModelSettings(str(folder), **{**defaults, **settings}), say)
 
 
+def next_token(loaded: LoadedModel, tokens: Sequence[int]) -> int:
+    """The likeliest one after a few tokens, by a runner that is closed again."""
+    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
+    try:
+        (result,) = runner.execute(Step([SequencePart(list(tokens), 0, ([1, 2],), GREEDY)]))
+    finally:
+        runner.close()
+    assert result.token is not None
+    return result.token.token_id
+
+
+def recorded_steps(monkeypatch: pytest.MonkeyPatch, max_num_tokens: int = NEVER) -> list[Step]:
+    """The steps from now on, which run as ever. Those of more tokens run out of memory."""
+    steps, execute = list[Step](), ModelRunner.execute
+
+    def recording(runner: ModelRunner, step: Step) -> list[PartResult]:
+        steps.append(step)
+        if sum(len(part.token_ids) for part in step.parts) > max_num_tokens:
+            raise torch.OutOfMemoryError("there is no more")
+        return execute(runner, step)
+
+    monkeypatch.setattr(ModelRunner, "execute", recording)
+    return steps
+
+
+def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Those whose weights are loaded from now on. Of those before, none may have any weights by then, natively or in modules."""
+    load_weights, found = runtimes.RuntimeLoader._load_weights, list[weakref.ref[Any]]()
+    packed: list[weakref.ref[PackedModel]] = []
+    pack = PackedModel.__init__
+
+    def packing(model: PackedModel, *rest: Any) -> None:
+        packed.append(weakref.ref(model))
+        pack(model, *rest)
+
+    def loading(*arguments: Any) -> Any:
+        assert not any(reference() for reference in packed), "a packed model is in memory"
+        assert not any(reference() for reference in found), "a model of torch is in memory"
+        model = load_weights(*arguments)
+        found.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(PackedModel, "__init__", packing)
+    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
+    return found
+
+
 @dataclass
 class Request:
     """One sequence to be run, and what came of it."""
@@ -111,6 +170,12 @@ class Request:
     encoder: EncoderBlocks | None = None
     """Of an encoder-decoder model, whose `prompt` is the decoder's and begins with its start token."""
 
+    def encoder_now(self) -> EncoderBlocks | None:
+        """For the next part: the first one brings the encoder's input."""
+        if self.encoder is None or self.computed == self.start:
+            return self.encoder
+        return self.encoder._replace(token_ids=())
+
     @property
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.sampled]
@@ -120,7 +185,40 @@ class Request:
         return [token.logprobs.logprob for token in self.sampled if token.logprobs is not None]
 
 
-class PagedModel:
+class RequestLoop(ABC):
+    """Runs requests over a cache, as an engine would."""
+
+    runner: ModelRunner
+
+    @abstractmethod
+    def next_part(self, request: Any, chunk: int = NEVER) -> SequencePart:
+        """The request's next tokens, at most `chunk`."""
+
+    def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
+        """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger.
+
+        A request that has generated tokens already is computed again from its start, as after a preemption.
+        """
+        for request in requests:
+            request.computed = request.start
+        step_no = 0
+        while any(len(request.sampled) < request.num_new for request in requests):
+            running = [
+                request
+                for index, request in enumerate(requests)
+                if index * stagger <= step_no and len(request.sampled) < request.num_new
+            ]
+            parts = [self.next_part(request, chunk) for request in running]
+            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
+                request.computed += len(part.token_ids)
+                assert result.bad_logits is None, "a slot that nobody has written was read"
+                assert (result.token is None) == (part.sampling is None)
+                if result.token is not None:
+                    request.sampled.append(result.token)
+            step_no += 1
+
+
+class PagedModel(RequestLoop):
     """A loaded model with a cache whose unwritten slots and states are NaN and whose blocks come in random order."""
 
     def __init__(
@@ -157,7 +255,7 @@ class PagedModel:
         plan = KVCachePlan.one_group(
             num_blocks, block_size, num_bytes, states, attends=bool(loaded.runtime.layers), cross=cross
         )
-        self.runner: ModelRunner = loaded.runner(plan, backend)
+        self.runner = loaded.runner(plan, backend)
         self.runner.kv_cache.fill(float("nan"))
 
     def request(
@@ -193,29 +291,6 @@ class PagedModel:
         """A block of states that nobody uses."""
         return self._free_states.pop()
 
-    def run(self, requests: Sequence[Request], chunk: int = NEVER, stagger: int = 0) -> None:
-        """Run all requests to their end: prompts in chunks of at most `chunk`, request i joining at step i · stagger.
-
-        A request that has generated tokens already is computed again from its start, as after a preemption.
-        """
-        for request in requests:
-            request.computed = request.start
-        step_no = 0
-        while any(len(request.sampled) < request.num_new for request in requests):
-            running = [
-                request
-                for index, request in enumerate(requests)
-                if index * stagger <= step_no and len(request.sampled) < request.num_new
-            ]
-            parts = [self._next_part(request, chunk) for request in running]
-            for request, part, result in zip(running, parts, self.runner.execute(Step(parts)), strict=True):
-                request.computed += len(part.token_ids)
-                assert result.bad_logits is None, "a slot that nobody has written was read"
-                assert (result.token is None) == (part.sampling is None)
-                if result.token is not None:
-                    request.sampled.append(result.token)
-            step_no += 1
-
     def block_bytes(self, blocks: Sequence[int], encoder: EncoderBlocks | None = None) -> list[torch.Tensor]:
         """A copy of all layers' KV of the blocks, and of those with the encoder's output."""
         layers = self.runner.kv_cache.layers
@@ -223,7 +298,7 @@ class PagedModel:
         pairs = zip(layers, tables, strict=True)
         return [cache[table].clone() for layer, table in pairs for cache in (layer.k_cache, layer.v_cache)]
 
-    def _next_part(self, request: Request, chunk: int) -> SequencePart:
+    def next_part(self, request: Request, chunk: int = NEVER) -> SequencePart:
         start, known = request.computed, [*request.prompt, *request.token_ids]
         end = min(
             [start + min(chunk, request.chunk), len(known), *(place for place in request.snapshots if place > start)]
@@ -234,7 +309,4 @@ class PagedModel:
         if request.running:
             source = request.source if start == request.start else request.running
             state = StateBlocks(source, request.running, request.snapshots.get(end, 0))
-        encoder = request.encoder
-        if encoder is not None and start > request.start:
-            encoder = encoder._replace(token_ids=())
-        return SequencePart(known[start:end], start, tables, sampling, state=state, encoder=encoder)
+        return SequencePart(known[start:end], start, tables, sampling, state=state, encoder=request.encoder_now())

@@ -11,11 +11,11 @@ from itertools import cycle
 import torch
 
 from kvpool.worker_service.attention.layer import AttentionBackend
-from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
+from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import group_needs
-from kvpool.worker_service.step import SampledToken, SequencePart, Step
-from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER
+from kvpool.worker_service.step import SampledToken, SequencePart
+from tests.model.paged import BLOCK_SIZE, GREEDY, NEVER, Request, RequestLoop
 from tests.model.truth.subject import Way
 
 NAN = float("nan")
@@ -30,29 +30,23 @@ class Form(Enum):
     """The block that was there, which by now is NaN, or holds later tokens of this sequence or another one."""
 
 
-@dataclass(eq=False)
-class Text:
-    """A sequence, and its block tables by group."""
+@dataclass
+class Text(Request):
+    """One with a block table for each group."""
 
-    tokens: list[int]
-    """Of the prompt, and generated ones."""
-    tables: tuple[list[int], ...]
-    num_gone: list[int]
+    tables: tuple[list[int], ...] = ()
+    num_gone: list[int] = field(default_factory=list)
     """Leading entries of each table whose blocks have left the window."""
-    form: Form
-    chunk: int = NEVER
-    """Tokens of its prompt that a step of generate() computes, at most."""
-    computed: int = 0
+    form: Form = Form.HOLES
     spare: dict[int, int] = field(default_factory=dict)
     """By group: a block that has left, and that its next tokens get. Others go to any text."""
     used: set[tuple[int, int]] = field(default_factory=set)
     """(Group, block) of all that the tables ever had."""
     num_turned: int = 0
     """Blocks that came back at a later place of the same table."""
-    sampled: list[SampledToken] = field(default_factory=list)
 
 
-class RingCache:
+class RingCache(RequestLoop):
     """A model over groups of layers. Every slot that no text owns is NaN."""
 
     def __init__(
@@ -72,11 +66,14 @@ class RingCache:
         if by_window:
             groups = group_needs(loaded.runtime.layers, loaded.runtime.dtype)
         groups = [replace(group, num_blocks=num_blocks + 3 * group.index) for group in groups]
-        self.plan = KVCachePlan(block_size, tuple(groups))
+        encoder = loaded.facts.encoder
+        cross = None if encoder is None else CrossPlan(num_blocks, 0, encoder.max_tokens)
+        self.plan = KVCachePlan(block_size, tuple(groups), cross=cross)
         self.runner = loaded.runner(self.plan, backend)
         self._kv: list[list[torch.Tensor]] = [[] for _ in self.plan.groups]
         for layer in self.runner.kv_cache.layers:
-            self._kv[layer.group] += layer.k_cache, layer.v_cache
+            if not layer.is_cross:
+                self._kv[layer.group] += layer.k_cache, layer.v_cache
         self.runner.kv_cache.fill(NAN)
         self._free = [list(range(1, group.num_blocks)) for group in self.plan.groups]
         for number, free in enumerate(self._free):
@@ -88,24 +85,25 @@ class RingCache:
             for cache in caches:
                 cache[0] = NAN
 
-    def text(self, tokens: Sequence[int], form: Form | None = None, chunk: int = NEVER) -> Text:
+    def text(self, prompt: Sequence[int], num_new: int = 0, form: Form | None = None) -> Text:
         """form: None: the cache's."""
         tables: tuple[list[int], ...] = tuple([] for _ in self.plan.groups)
-        return Text(list(tokens), tables, [0] * len(self.plan.groups), form or self.form, chunk)
+        return Text(prompt, [], num_new, computed=0, tables=tables, num_gone=[0] * len(tables), form=form or self.form)
 
-    def part(self, text: Text, length: int, *, samples: bool = False) -> SequencePart:
-        """The next tokens of a text. Its blocks before their window are gone from now on."""
-        start, end = text.computed, text.computed + length
-        for group, table in zip(self.plan.groups, text.tables, strict=True):
+    def next_part(self, request: Text, chunk: int = NEVER) -> SequencePart:
+        """Its blocks before their window are gone from now on."""
+        start, known = request.computed, [*request.prompt, *request.token_ids]
+        end = min(start + min(chunk, request.chunk), len(known))
+        for group, table in zip(self.plan.groups, request.tables, strict=True):
             first = 0 if group.window is None else max(0, start + 1 - group.window) // self._size
-            self._let_go(text, group.index, min(first, len(table)))
+            self._let_go(request, group.index, min(first, len(table)))
             while len(table) * self._size < end:
-                block = text.spare.pop(group.index, 0) or self._free[group.index].pop()
-                text.num_turned += (group.index, block) in text.used
-                text.used.add((group.index, block))
+                block = request.spare.pop(group.index, 0) or self._free[group.index].pop()
+                request.num_turned += (group.index, block) in request.used
+                request.used.add((group.index, block))
                 table.append(block)
-        text.computed = end
-        return SequencePart(text.tokens[start:end], start, text.tables, GREEDY if samples else None)
+        sampling = GREEDY if end == len(known) else None
+        return SequencePart(known[start:end], start, request.tables, sampling, encoder=request.encoder_now())
 
     def _let_go(self, text: Text, group: int, first: int) -> None:
         """The blocks of the entries before `first` become NaN, and free."""
@@ -122,25 +120,12 @@ class RingCache:
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new: int, way: Way) -> list[list[SampledToken]]:
         """Greedy tokens after the prompts of a way. Texts take the forms of tables in turn."""
-        runs = way.runs([self.text(*each) for each in zip(prompts, cycle(Form), strict=False)])
+        runs = way.runs([self.text(prompt, num_new, form) for prompt, form in zip(prompts, cycle(Form), strict=False)])
         for together in runs:
-            self._generate(together, num_new)
+            self.run(together)
         texts = [text for together in runs for text in together]
         self.num_turned = sum(text.num_turned for text in texts)
         return [text.sampled for text in texts]
-
-    def _generate(self, texts: Sequence[Text], num_new: int) -> None:
-        ends = [len(text.tokens) + num_new for text in texts]
-        while running := [text for text, end in zip(texts, ends, strict=True) if len(text.tokens) < end]:
-            parts = []
-            for text in running:
-                length = min(text.chunk, len(text.tokens) - text.computed)
-                parts.append(self.part(text, length, samples=text.computed + length == len(text.tokens)))
-            for text, result in zip(running, self.runner.execute(Step(parts)), strict=True):
-                assert result.bad_logits is None, "a slot without a token was read"
-                if result.token is not None:
-                    text.tokens.append(result.token.token_id)
-                    text.sampled.append(result.token)
 
     def logits(self, tokens: Sequence[int], cuts: Sequence[int], others: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """[T, vocab_size] of a text, computed in chunks that end at the cuts and its end, each in a step with as many tokens of the
@@ -148,13 +133,12 @@ class RingCache:
         own, rest, rows = self.text(tokens), [self.text(other) for other in others], []
         for end in [*cuts, len(tokens)]:
             length = end - own.computed
-            parts = [
-                self.part(other, min(length, len(other.tokens) - other.computed))
-                for other in rest
-                if other.computed < len(other.tokens)
-            ]
-            before = sum(len(part.token_ids) for part in parts[::2])
-            parts = [*parts[::2], self.part(own, length), *parts[1::2]]
+            running = [other for other in rest if other.computed < len(other.prompt)]
+            texts = [*running[::2], own, *running[1::2]]
+            parts = [self.next_part(text, length) for text in texts]
+            for text, part in zip(texts, parts, strict=True):
+                text.computed += len(part.token_ids)
+            before = sum(len(part.token_ids) for part in parts[: len(running[::2])])
             rows.append(self.runner.logits(parts)[before : before + length])
         self.num_turned = own.num_turned
         return torch.cat(rows)

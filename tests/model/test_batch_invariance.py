@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle, repeat
 
 import pytest
 import torch
 
 from kvpool.worker_service.model.load import LoadedModel
-from kvpool.worker_service.step import SequencePart
-from tests.model.paged import BLOCK_SIZE, NEEDS_PACKING, NEVER, PagedModel, load, quiet
+from tests.model.paged import BLOCK_SIZE, NEEDS_PACKING, NEVER, PagedModel, Request, load, quiet
 from tests.tiny_models import VOCAB_SIZE, make_tiny_model
 
 pytestmark = NEEDS_PACKING
@@ -36,26 +36,16 @@ def texts() -> list[list[int]]:
 TEXTS = texts()
 
 
-@dataclass
-class Run:
-    """A text on its way through a model."""
-
-    text: Sequence[int]
-    table: list[int]
-    computed: int = 0
-
-    def part(self, length: int) -> SequencePart:
-        return SequencePart(list(self.text[self.computed : self.computed + length]), self.computed, (self.table,), None)
-
-
-def compute(paged: PagedModel, runs: Sequence[Run], chunks: Iterator[int]) -> list[torch.Tensor]:
+def compute(paged: PagedModel, runs: Sequence[Request], chunks: Iterator[int]) -> list[torch.Tensor]:
     """The logits [T, vocab_size] of what is left of each text, the texts in chunks of the next length each, all that are not at
     their end together in a step, the order of which changes from step to step."""
     logits: list[list[torch.Tensor]] = [[] for _ in runs]
     numbers = random.Random(1)
-    while waiting := [index for index, run in enumerate(runs) if run.computed < len(run.text)]:
+    for run in runs:
+        run.computed = max(run.computed, run.start)
+    while waiting := [index for index, run in enumerate(runs) if run.computed < len(run.prompt)]:
         numbers.shuffle(waiting)
-        parts = [runs[index].part(next(chunks)) for index in waiting]
+        parts = [paged.next_part(runs[index], next(chunks)) for index in waiting]
         lengths = [len(part.token_ids) for part in parts]
         for index, rows in zip(waiting, torch.split(paged.runner.logits(parts), lengths), strict=True):
             logits[index].append(rows)
@@ -69,19 +59,9 @@ def one_segment(paged: PagedModel) -> int:
     return paged.partition
 
 
-def chunks_of(*lengths: int) -> Iterator[int]:
-    while True:
-        yield from lengths
-
-
 def alone(paged: PagedModel, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The logits of each text by itself, at once."""
-    return [logits for text in texts for logits in compute(paged, [fresh(paged, text)], chunks_of(NEVER))]
-
-
-def fresh(paged: PagedModel, text: Sequence[int], shared: Sequence[int] = ()) -> Run:
-    request = paged.request(text, 0, shared)
-    return Run(text, request.table, request.start)
+    return [logits for text in texts for logits in compute(paged, [paged.request(text, 0)], repeat(NEVER))]
 
 
 @dataclass
@@ -119,32 +99,29 @@ def assert_same_bits(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_neighbours_order_offset_and_chunks_change_no_bit(subject: Subject) -> None:
     paged = subject.paged()
-    together = compute(paged, [fresh(paged, text) for text in TEXTS], chunks_of(1, 40, 3, 16, 17, 100, 2))
+    together = compute(paged, [paged.request(text, 0) for text in TEXTS], cycle([1, 40, 3, 16, 17, 100, 2]))
     for ours, expected in zip(together, subject.alone, strict=True):
         assert_same_bits(ours, expected)
 
 
 def test_a_row_decoded_alone_has_the_bits_of_prefill(subject: Subject) -> None:
-    """Token by token, across the border of a segment of keys."""
     paged = subject.paged()
     border = one_segment(paged)
-    run = fresh(paged, TEXTS[0][: border + 2])
-    run.computed = border - 2
-    first = compute(paged, [Run(run.text[: run.computed], run.table)], chunks_of(NEVER))
-    ours = compute(paged, [run], chunks_of(1))
-    assert_same_bits(torch.cat([*first, *ours]), subject.alone[0][: len(run.text)])
+    run = paged.request(TEXTS[0][: border + 2], 0)
+    (ours,) = compute(paged, [run], chain([border - 2], repeat(1)))
+    assert_same_bits(ours, subject.alone[0][: border + 2])
 
 
 @pytest.mark.parametrize(("min_shared_tokens", "chunk"), [(NEVER, NEVER), (1, 1)], ids=["gathered", "attended_once"])
 def test_a_cached_prefix_changes_no_bit(subject: Subject, min_shared_tokens: int, chunk: int) -> None:
     """Whether it is computed or found, read for each sharer or once for all of them, which then decode."""
     paged = subject.paged(min_shared_tokens)
-    first = fresh(paged, TEXTS[0])
-    compute(paged, [first], chunks_of(50))
+    first = paged.request(TEXTS[0], 0)
+    compute(paged, [first], repeat(50))
     shared = first.table[: SHARED // BLOCK_SIZE]
-    sharers = [fresh(paged, TEXTS[-1], shared), fresh(paged, TEXTS[0], shared), fresh(paged, TEXTS[2])]
+    sharers = [paged.request(TEXTS[-1], 0, shared), paged.request(TEXTS[0], 0, shared), paged.request(TEXTS[2], 0)]
     expected = (subject.alone[-1][SHARED:], subject.alone[0][SHARED:], subject.alone[2])
-    for ours, truth in zip(compute(paged, sharers, chunks_of(chunk)), expected, strict=True):
+    for ours, truth in zip(compute(paged, sharers, repeat(chunk)), expected, strict=True):
         assert_same_bits(ours, truth)
 
 
@@ -155,7 +132,7 @@ def test_two_threads_change_no_bit(subject: Subject) -> None:
     try:
         by_itself = alone(subject.paged(), TEXTS)
         paged = subject.paged()
-        together = compute(paged, [fresh(paged, text) for text in TEXTS], chunks_of(NEVER))
+        together = compute(paged, [paged.request(text, 0) for text in TEXTS], repeat(NEVER))
     finally:
         torch.set_num_threads(threads)
     for ours, expected in zip(together, by_itself, strict=True):
@@ -172,11 +149,11 @@ def test_smollm2_has_the_same_bits_alone_packed_in_chunks_and_behind_a_shared_pr
     long, short = ([numbers.randrange(loaded.facts.vocab_size) for _ in range(n)] for n in (shared_tokens + 12, 5))
     by_itself = alone(PagedModel(loaded, NUM_BLOCKS), [long, short])
     paged = PagedModel(loaded, NUM_BLOCKS, min_shared_tokens=1)
-    runs = [fresh(paged, long), fresh(paged, short)]
-    first = compute(paged, runs, chunks_of(64, 100))  # gathered
+    runs = [paged.request(long, 0), paged.request(short, 0)]
+    first = compute(paged, runs, cycle([64, 100]))  # gathered
     shared = runs[0].table[: shared_tokens // BLOCK_SIZE]
-    sharers = [fresh(paged, long, shared) for _ in range(2)]
-    found = compute(paged, sharers, chunks_of(1, 7, 3))  # attended once, in other chunks each
+    sharers = [paged.request(long, 0, shared) for _ in range(2)]
+    found = compute(paged, sharers, cycle([1, 7, 3]))  # attended once, in other chunks each
     expected = [*by_itself, by_itself[0][shared_tokens:], by_itself[0][shared_tokens:]]
     for ours, truth in zip([*first, *found], expected, strict=True):
         assert_same_bits(ours, truth)

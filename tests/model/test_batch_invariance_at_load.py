@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,16 @@ from kvpool.worker_service.model.forward import packed_linear
 from kvpool.worker_service.model.forward.modules import modules_of
 from kvpool.worker_service.model.guard import batch_invariance
 from kvpool.worker_service.model.load import LoadedModel
-from kvpool.worker_service.model.settings import RuntimeName
 from kvpool.worker_service.server import log_batch_invariance
-from kvpool.worker_service.step import SequencePart
 from tests.attention.fake_blas import FakeBlas, fixed, in_halves, odd_rows
 from tests.cluster.in_process import in_process_cluster
-from tests.model.paged import NEEDS_PACKING, NEVER, PagedModel, load, quiet
+from tests.model.paged import NEEDS_PACKING, load, quiet
+from tests.model.ring_cache import RingCache
 from tests.tiny_models import make_tiny_model
 
 NUM_TOKENS = 140
 """More than a partition of keys."""
+TEXT = [(7 * index) % 50 + 3 for index in range(NUM_TOKENS)]
 
 
 @pytest.fixture
@@ -48,48 +50,33 @@ def found(loaded: LoadedModel) -> worker_pb2.BatchInvariance:
 
 def rows(loaded: LoadedModel, chunk: int) -> torch.Tensor:
     """The logits of a text in chunks, with the backend that a worker takes."""
-    paged = PagedModel(loaded, 256, NEVER)
-    text = [(7 * index) % 50 + 3 for index in range(NUM_TOKENS)]
-    table = paged.request(text, 0).table
-    chunks = [SequencePart(text[first : first + chunk], first, (table,), None) for first in range(0, NUM_TOKENS, chunk)]
-    return torch.cat([paged.runner.logits([part]) for part in chunks])
+    return RingCache(loaded, by_window=False).logits(TEXT, range(chunk, NUM_TOKENS, chunk))
 
 
 @NEEDS_PACKING
-def test_a_model_keeps_its_bits_on_a_cpu_that_cuts_elsewhere(loaded: LoadedModel) -> None:
-    """The whole model over the products of another CPU."""
-    with FakeBlas(in_halves(128)) as blas:
+@pytest.mark.parametrize(
+    ("blas", "partition", "reason"),
+    [(FakeBlas(in_halves(128)), 128, "partitions of 128 keys"), (FakeBlas(fixed(64), odd_rows), 256, "a fixed order")],
+    ids=["cuts elsewhere", "no partition holds"],
+)
+def test_a_model_keeps_its_bits_on_another_cpu(
+    blas: FakeBlas, partition: int, reason: str, loaded: LoadedModel
+) -> None:
+    with blas:
         said = found(loaded)
-        assert said.attention_partition == 128
-        assert blas.num_products
         at_once = rows(loaded, NUM_TOKENS)
         assert torch.equal(rows(loaded, 70), at_once)
         assert torch.equal(rows(loaded, 33), at_once)
-    assert said.promised
-    assert "partitions of 128 keys" in said.reason
+    assert blas.num_products
+    assert (said.promised, said.attention_partition) == (True, partition)
+    assert reason in said.reason
 
 
-@NEEDS_PACKING
-def test_a_model_keeps_its_bits_where_no_partition_holds(loaded: LoadedModel) -> None:
-    with FakeBlas(fixed(64), odd_rows):
-        said = found(loaded)
-        assert torch.equal(rows(loaded, 33), rows(loaded, NUM_TOKENS))
-    assert said.promised
-    assert "a fixed order" in said.reason
-
-
-def test_without_packed_products_nothing_is_promised(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_packed_products(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_invariance, "packing_works", lambda _: False)
-    said = found(loaded)
-    assert not said.promised
-    assert "oneDNN" in said.reason
-    assert "may get another text" in said.reason
 
 
-@NEEDS_PACKING
-def test_a_linear_layer_whose_rows_depend_on_their_place_is_named(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_varying_products(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     apply = packed_linear._apply
 
     def varying(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -98,14 +85,10 @@ def test_a_linear_layer_whose_rows_depend_on_their_place_is_named(
         return result
 
     monkeypatch.setattr(packed_linear, "_apply", varying)
-    said = found(loaded)
-    assert not said.promised
-    assert "model.layers.0.self_attn.q_proj" in said.reason
 
 
-@NEEDS_PACKING
-def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> None:
-    """An operation that no replacement is known for, here of the last norm."""
+def with_a_varying_norm(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an operation that no replacement is known for: only the whole model shows it."""
     norm = modules_of(loaded.runtime).model.norm
     forward = norm.forward
 
@@ -114,29 +97,46 @@ def test_what_only_the_whole_model_shows_is_seen_too(loaded: LoadedModel) -> Non
         result[:, -1] *= 1 + 2**-20
         return result
 
-    norm.forward = varying
+    monkeypatch.setattr(norm, "forward", varying)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_packed_products, "oneDNN .* may get another text"),
+        pytest.param(with_varying_products, r"model\.layers\.0\.self_attn\.q_proj", marks=NEEDS_PACKING),
+        pytest.param(with_a_varying_norm, "rows of logits", marks=NEEDS_PACKING),
+    ],
+)
+def test_where_rows_depend_on_others_nothing_is_promised(
+    change: Callable[[LoadedModel, pytest.MonkeyPatch], None],
+    reason: str,
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change(loaded, monkeypatch)
     said = found(loaded)
     assert not said.promised
-    assert "rows of logits" in said.reason
+    assert re.search(reason, said.reason)
 
 
-def of_bfloat16(folder: Path, runtime: RuntimeName) -> worker_pb2.BatchInvariance:
-    path = make_tiny_model("qwen3", folder).path
-    return found(load(path, dtype="bfloat16", runtime=runtime))
-
-
-@pytest.mark.native
-def test_natively_it_is_promised_in_bfloat16_too(tmp_path: Path) -> None:
-    said = of_bfloat16(tmp_path, "native")
-    assert said.promised
-    assert said.attention_partition == 256
-
-
-def test_with_torch_nothing_is_promised_in_bfloat16(tmp_path: Path) -> None:
-    said = of_bfloat16(tmp_path, "torch")
-    assert not said.promised
-    assert said.attention_partition == 0
-    assert "bfloat16" in said.reason
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "runtime", "partition", "reason"),
+    [
+        pytest.param("qwen3", "bfloat16", "native", 256, None, marks=pytest.mark.native),
+        ("qwen3", "bfloat16", "torch", 0, "bfloat16"),
+        # Also for short convolutions, in which a short text shows no difference.
+        ("lfm2", "float32", "torch", None, "recurrent layers sum in an order that depends on how a text is cut"),
+    ],
+)
+def test_some_models_have_no_promise(
+    architecture: str, dtype: str, runtime: str, partition: int | None, reason: str | None, tmp_path: Path
+) -> None:
+    """Natively it is given in bfloat16 too."""
+    said = found(load(make_tiny_model(architecture, tmp_path).path, dtype=dtype, runtime=runtime))
+    assert said.promised == (reason is None)
+    assert partition in (said.attention_partition, None)
+    assert (reason or "") in said.reason
 
 
 def test_the_model_can_be_served_after_it_was_tried(loaded: LoadedModel) -> None:
@@ -166,11 +166,3 @@ async def test_the_log_says_it_and_a_client_learns_it_from_get_model(tmp_path: P
         (entry,) = logs
         assert entry["log_level"] == level
         assert "as it was found" in entry["event"]
-
-
-def test_nothing_is_promised_where_layers_are_recurrent(tmp_path: Path) -> None:
-    """Also for short convolutions, in which a short text shows no difference."""
-    loaded = load(make_tiny_model("lfm2", tmp_path).path)
-    found = loaded.try_batch_invariance(loaded.attention_backend("torch", 4, lambda _: None)).facts.batch_invariance
-    assert not found.promised
-    assert "recurrent layers sum in an order that depends on how a text is cut" in found.reason

@@ -82,14 +82,6 @@ def assert_equal(model: PreTrainedModel, other: PreTrainedModel, tolerance: floa
         torch.testing.assert_close(model(tokens).logits, other(tokens).logits, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
-def test_a_file_is_the_model_that_it_was_written_from(architecture: str, tmp_path: Path) -> None:
-    kind, fields, keys = KINDS[architecture]
-    model = make(kind, **fields)
-    write_gguf(tmp_path / "m.gguf", model, architecture, keys)
-    assert_equal(model, converted(tmp_path / "m.gguf"))
-
-
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
 def test_any_tensor_that_a_file_lacks_is_named_and_nothing_is_kept(architecture: str, tmp_path: Path) -> None:
     """Of an expert's two merged matrices transformers would fill the missing one with zeros."""
@@ -107,27 +99,53 @@ def test_any_tensor_that_a_file_lacks_is_named_and_nothing_is_kept(architecture:
 
 
 ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "linear": ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-    "a factor without a type": ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-    "the key of old files": ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "linear": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "a factor without a type": ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "the key of old files": ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "yarn": (
         {
-            "scaling.type": "yarn",
-            "scaling.factor": 4.0,
-            "scaling.original_context_length": 128,
-            "scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128,
+            "rope.scaling.yarn_beta_fast": 16.0,
         },
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0},
     ),
-    "none": ({"scaling.type": "none", "scaling.factor": 4.0, "scaling.finetuned": False}, {"rope_type": "default"}),
+    "none": (
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "rope.scaling.finetuned": False},
+        {"rope_type": "default"},
+    ),
 }
 
 
-@pytest.mark.parametrize("rope", ROPES)
-def test_scaled_rope_is_taken_over(rope: str, tmp_path: Path) -> None:
-    keys, parameters = ROPES[rope]
-    model = make("llama", rope_parameters={"rope_theta": 10000.0, **parameters})
-    write_gguf(tmp_path / "m.gguf", model, "llama", {f"rope.{key}": value for key, value in keys.items()})
+NEEDLESS_KEYS = {
+    "llama.attention.causal": True,
+    "llama.attention.sliding_window": MAX_MODEL_LEN,
+    "llama.expert_count": 0,
+    "llama.logit_scale": 1.0,
+    "llama.pooling_type": 0,
+    "llama.tensor_data_layout": "Meta AI original pth",
+    "llama.rope.freq_base": None,
+    "llama.attention.key_length": None,
+    "general.quantized_by": "somebody",
+    "split.no": 0,
+    "split.count": 1,
+}
+"""They change nothing, so they are no reason to refuse a file."""
+FILES = {architecture: (architecture, *kind) for architecture, kind in KINDS.items()}
+FILES |= {
+    f"llama, rope: {name}": ("llama", "llama", {"rope_parameters": {"rope_theta": 10000.0, **parameters}}, keys)
+    for name, (keys, parameters) in ROPES.items()
+}
+FILES["llama, needless keys"] = ("llama", "llama", {}, NEEDLESS_KEYS)
+
+
+@pytest.mark.parametrize(("architecture", "kind", "fields", "keys"), FILES.values(), ids=FILES)
+def test_a_file_is_the_model_that_it_was_written_from(
+    architecture: str, kind: str, fields: dict[str, Any], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make(kind, **fields)
+    write_gguf(tmp_path / "m.gguf", model, architecture, keys)
     assert_equal(model, converted(tmp_path / "m.gguf"))
 
 
@@ -158,7 +176,6 @@ def test_the_two_lists_of_longrope_are_taken_over(tmp_path: Path) -> None:
 
 
 def test_the_windows_of_gemma_3_rotate_by_a_base_of_their_own_and_come_by_a_period(tmp_path: Path) -> None:
-    """The last layer of each period has full attention."""
     rope = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -216,25 +233,6 @@ def test_a_key_that_changes_the_computation_is_refused_by_its_name(key: str, val
     write_gguf(tmp_path / "m.gguf", make("llama"), "llama", {key: value})
     with pytest.raises(ModelError, match=rf"m\.gguf has {key} = .*Give the model as safetensors"):
         read_config(tmp_path, "m.gguf")
-
-
-def test_keys_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
-    keys = {
-        "llama.attention.causal": True,
-        "llama.attention.sliding_window": MAX_MODEL_LEN,
-        "llama.expert_count": 0,
-        "llama.logit_scale": 1.0,
-        "llama.pooling_type": 0,
-        "llama.tensor_data_layout": "Meta AI original pth",
-        "llama.rope.freq_base": None,
-        "llama.attention.key_length": None,
-        "general.quantized_by": "somebody",
-        "split.no": 0,
-        "split.count": 1,
-    }
-    model = make("llama")
-    write_gguf(tmp_path / "m.gguf", model, "llama", keys)
-    assert_equal(model, converted(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize(

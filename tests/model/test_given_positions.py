@@ -83,12 +83,6 @@ def test_a_row_may_be_longer_than_the_longest_text() -> None:
 
 
 def test_the_table_costs_no_whole_pass() -> None:
-    """The row of the longest text ends where its positions are known."""
     model = Model()
     find_position_tables(dict(model.named_modules()), model, TEXTS, LONGEST)
     assert model.num_mixed == len(TEXTS)
-
-
-def test_a_model_without_positions_has_no_tables() -> None:
-    model = Model()
-    assert find_position_tables({"mix": model.mix, "words": model.words}, model, TEXTS, LONGEST) == []

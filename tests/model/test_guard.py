@@ -51,22 +51,6 @@ def test_rope_by_longest_is_served_where_no_sequence_can_be_that_long() -> None:
     check_config(config("llama", rope_parameters=rope("dynamic", original_max_position_embeddings=32)), 32)
 
 
-def test_the_probe_sees_a_model_that_goes_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotary positions replaced by 0, 1, 2, … of the packed row."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    forward = LlamaRotaryEmbedding.forward
-
-    def from_zero(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return forward(self, x, torch.arange(position_ids.shape[1])[None])
-
-    build_model("llama", 0).save_pretrained(tmp_path)
-    load(tmp_path)
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", from_zero)
-    with pytest.raises(UnsupportedModel, match="computes other logits over paged KV"):
-        load(tmp_path)
-
-
 def layers(*windows: int | None) -> list[AttentionLayer]:
     return [
         AttentionLayer(f"layer{i}", torch.nn.Identity(), LayerNeeds(2, 2, 8, 8, window=window))
@@ -182,7 +166,6 @@ def test_a_single_row_that_differs_is_seen(model: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("told", [WINDOW - 1, WINDOW, WINDOW + 1])
 def test_a_window_that_is_one_off_is_seen(model: Any, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model tells attention a window, and has one in its own mask."""
 
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         if self.config._attn_implementation == ATTENTION_NAME:

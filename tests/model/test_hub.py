@@ -101,7 +101,6 @@ def machine(server: HubServer, tmp_path: Path, run_script: RunScript) -> Machine
 
 
 def test_what_is_a_hub_id() -> None:
-    """A model's name shows a revision other than main."""
     assert (HubId("org/name", "main").name, HubId("org/name", "v1").name) == ("org/name", "org/name@v1")
     assert parse_hub_id("org/name") == ("org/name", "main")
     assert parse_hub_id("org/na.me-1B") == ("org/na.me-1B", "main")

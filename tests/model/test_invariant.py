@@ -94,7 +94,6 @@ def replaced(module: torch.nn.Module) -> list[str]:
 
 
 def test_modules_are_found_by_what_they_call_themselves() -> None:
-    """And then compute the same, whatever is beside a row."""
     tested, inputs = model(), torch.randn(70, 8)
     before = tested(inputs)
     with replacing(tested, torch.float32, CPU):

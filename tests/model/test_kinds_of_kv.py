@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,59 +12,36 @@ from transformers import AutoConfig
 
 from kvpool.worker_service.attention.layout import PackingError
 from kvpool.worker_service.attention.torch_backend import TorchAttention
-from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan
-from kvpool.worker_service.model.forward.layers import groups_of
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
-from kvpool.worker_service.model.settings import DTypeName, MemorySettings, RuntimeName
+from kvpool.worker_service.model.settings import DTypeName, RuntimeName
 from kvpool.worker_service.step import EncoderBlocks, PromptRows, SequencePart, StateBlocks, Step
-from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER, PagedModel, Request, load, quiet
+from tests.model.paged import BLOCK_SIZE, GREEDY, NEEDS_PACKING, NEVER, PagedModel, load, quiet
 from tests.model.ring_cache import Form, RingCache
 from tests.model.truth.dense import LONG
 from tests.model.truth.encoders import make as make_with_encoder
 from tests.model.truth.states import ARCHITECTURES, SHARED, States, make, states_of
 from tests.model.truth.subject import NUM_NEW, Models
-from tests.model.truth.windows import BACKENDS, TEXT, make_gemma3, make_gemma3n, save_model
 from tests.model.truth.windows import LONG as LENGTH
+from tests.model.truth.windows import TEXT, make_gemma3, make_gemma3n
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, WINDOW, make_tiny_model
 
 # -- layers with a window have blocks of their own, which leave with the window
 
 
-@pytest.mark.parametrize("architecture", BACKENDS)
-def test_the_groups_are_those_of_the_layers(architecture: str, tmp_path: Path) -> None:
-    save_model(architecture, tmp_path)
-    layers = load(tmp_path).runtime.layers
-    groups = groups_of(layers)
-    kept = [layer for layer in layers if layer.source is None]
-    assert list(groups) == ([WINDOW] if all(layer.needs.window for layer in kept) else [None, WINDOW])
-    for window, members in groups.items():
-        assert all(layers[index].needs.window == window for index in members)
-    assert sorted(index for members in groups.values() for index in members) == [
-        index for index, layer in enumerate(layers) if layer.source is None
-    ]
-
-
-class Bits(NamedTuple):
-    """How a text is computed again."""
-
-    form: Form
-    block_size: int
-    cuts: list[int]
-    others: list[list[int]]
-
-
-def ways() -> Iterator[Bits]:
-    """In chunks and decodes, alone and with others, with blocks of fewer keys than a vector, and of more."""
-    dice = random.Random(9)
-    decodes, chunks = [1, 2, 3, 300, *range(350, 356)], sorted(dice.sample(range(1, LENGTH), 7))
-    others = [dice.choices(range(VOCAB_SIZE), k=length) for length in (300, 60)]
-    yield Bits(Form.HOLES, 4, decodes, others)
-    yield Bits(Form.STALE, 4, chunks, [])
-    yield Bits(Form.HOLES, 32, chunks, others)
-    yield Bits(Form.STALE, 16, decodes, [])
+_dice = random.Random(9)
+DECODES, CHUNKS = [1, 2, 3, 300, *range(350, 356)], sorted(_dice.sample(range(1, LENGTH), 7))
+OTHERS = [_dice.choices(range(VOCAB_SIZE), k=length) for length in (300, 60)]
+WAYS: list[tuple[Form, int, list[int], list[list[int]]]] = [
+    (Form.HOLES, 4, DECODES, OTHERS),
+    (Form.STALE, 4, CHUNKS, []),
+    (Form.HOLES, 32, CHUNKS, OTHERS),
+    (Form.STALE, 16, DECODES, []),
+]
+"""To compute a text again: the form of its tables; their blocks, with fewer keys than a vector, and with more; where its chunks and
+decodes end; the texts next to it."""
 
 
 @pytest.mark.parametrize(
@@ -88,14 +63,14 @@ def test_a_text_has_the_same_bits_with_and_without_the_blocks_before_its_window(
     whole.runner.close()
     assert expected.isfinite().all()
     num_turned = 0
-    for way in ways():
-        cache = RingCache(loaded, way.form, num_blocks=1200 // way.block_size + 400, block_size=way.block_size)
+    for form, block_size, cuts, others in WAYS:
+        cache = RingCache(loaded, form, num_blocks=1200 // block_size + 400, block_size=block_size)
         if runtime == "native":
             cache.forbid_the_null_block()
-        found = cache.logits(TEXT, way.cuts, way.others)
+        found = cache.logits(TEXT, cuts, others)
         cache.runner.close()
         num_turned += cache.num_turned
-        assert torch.equal(found, expected), way
+        assert torch.equal(found, expected), (form, block_size)
     assert num_turned > 4, "no ring turned"
 
 
@@ -104,23 +79,13 @@ def test_native_threads_share_a_long_window(tmp_path: Path) -> None:
     """Few decodes are split into partitions among threads, and those before the window are left out."""
     loaded = load(make_gemma3(tmp_path, 100), runtime="native")
     assert isinstance(loaded.runtime, NativeRuntime)
-    several = dataclasses.replace(loaded, runtime=dataclasses.replace(loaded.runtime, num_threads=3))
+    several = replace(loaded, runtime=replace(loaded.runtime, num_threads=3))
     expected = RingCache(loaded, by_window=False).logits(TEXT, [])
     for form in Form:
         cache = RingCache(several, form)
         cache.forbid_the_null_block()
         assert torch.equal(cache.logits(TEXT, [300, 396, 397, 398], [TEXT[:290]]), expected)
         cache.runner.close()
-
-
-def test_a_plan_by_window_gives_each_group_its_blocks(tmp_path: Path) -> None:
-    loaded = load(make_gemma3(tmp_path, WINDOW))
-    settings = MemorySettings(block_size=16, num_blocks=50)
-    plan = loaded.plan(settings).kv_cache
-    assert [(group.window, group.num_blocks) for group in plan.groups] == [(None, 50), (WINDOW, 50)]
-    # Two layers of five have full attention.
-    each = kv_bytes_per_token(loaded.runtime.layers, loaded.runtime.dtype) // 5
-    assert [group.bytes_per_token for group in plan.groups] == [2 * each, 3 * each]
 
 
 def test_layers_that_read_the_kv_of_others_are_found_by_what_they_are_called_with(tmp_path: Path) -> None:
@@ -188,7 +153,6 @@ def test_who_is_computed_again_after_a_preemption_equals_generate(subject: State
 
 
 def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_state(subject: States) -> None:
-    """And only the last piece is kept as a snapshot."""
     prompt = list(subject.tiny.prompts[LONG])
     rows = PromptRows(0, prompt[1:], num_top=1)
     found = []
@@ -196,11 +160,8 @@ def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_
         paged = PagedModel(subject.loaded)
         runner = paged.runner
         runner._max_prompt_rows = max_prompt_rows
-        table = paged.request(prompt, 0).table
-        part = SequencePart(
-            prompt, 0, (table,) * len(runner.kv_cache.plan.groups), GREEDY, prompt_rows=rows, state=StateBlocks(0, 1, 2)
-        )
-        (result,) = runner.execute(Step([part]))
+        part = paged.next_part(replace(paged.request(prompt, 0), computed=0))
+        (result,) = runner.execute(Step([part._replace(prompt_rows=rows, state=StateBlocks(0, 1, 2))]))
         assert result.token is not None
         assert all(map(torch.equal, states_of(paged, 1), states_of(paged, 2)))
         found.append([result.token.token_id, *(logprobs.logprob for logprobs in result.prompt_logprobs)])
@@ -208,32 +169,17 @@ def test_log_probabilities_of_a_prompt_in_several_passes_go_on_from_the_running_
 
 
 def test_a_state_that_is_not_finite_is_reported(subject: States) -> None:
-    paged, tiny = PagedModel(subject.loaded), subject.tiny
-    good, bad = (paged.request(prompt, 4) for prompt in tiny.prompts[:2])
-    tables = len(paged.runner.kv_cache.plan.groups)
-    parts = [
-        SequencePart(list(request.prompt), 0, (request.table,) * tables, GREEDY, state=StateBlocks(0, request.running))
-        for request in (good, bad)
-    ]
-    results = paged.runner.execute(Step(parts))
+    paged = PagedModel(subject.loaded)
+    both = good, bad = [paged.request(prompt, 1) for prompt in subject.tiny.prompts[:2]]
+    paged.run(both)
     assert paged.runner.kv_cache.states is not None
     for tensor in paged.runner.kv_cache.states:
         tensor[bad.running] = float("nan")
-    parts = [
-        SequencePart(
-            [result.token.token_id],
-            len(request.prompt),
-            (request.table,) * tables,
-            GREEDY,
-            state=StateBlocks(request.running, request.running, paged.state_block()),
-        )
-        for request, result in zip((good, bad), results, strict=True)
-        if result.token is not None
-    ]
-    first, second = paged.runner.execute(Step(parts))
+    bad.snapshots[len(bad.prompt) + 1] = paged.state_block()
+    first, second = paged.runner.execute(Step([paged.next_part(request) for request in both]))
     assert first.bad_logits is None
     assert first.token is not None
-    assert first.token.token_id == subject.truths[0].tokens[1]
+    assert [good.token_ids[0], first.token.token_id] == subject.truths[0].tokens[:2]
     assert second.bad_logits is not None
 
 
@@ -282,7 +228,6 @@ def test_a_model_without_attention_needs_no_backend_that_runs_here(tmp_path: Pat
 
 @NEEDS_PACKING
 def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
-    """If the worker promises it, which it tries at load."""
     subject = make_with_encoder("umt5", tmp_path)
     backend = subject.loaded.attention_backend("torch", BLOCK_SIZE, lambda _: None)
     promise = subject.loaded.try_batch_invariance(backend).facts.batch_invariance
@@ -301,26 +246,11 @@ def test_bits_are_the_same_alone_and_packed(tmp_path: Path) -> None:
 def test_windows_have_blocks_of_their_own_and_the_cross_group_comes_last(tmp_path: Path) -> None:
     """T5Gemma over its real groups: full attention, a window, the encoder's output."""
     subject = make_with_encoder("t5gemma", tmp_path)
-    windows = list(groups_of(subject.loaded.runtime.layers))
-    assert windows == [None, 8]
-    groups = tuple(GroupPlan(index, window, 40, 0) for index, window in enumerate(windows))
-    plan = KVCachePlan(BLOCK_SIZE, groups, cross=CrossPlan(40, 0, 64))
-    runner = subject.loaded.runner(plan, TorchAttention(torch.float32, NEVER))
-    assert {layer.group for layer in runner.kv_cache.layers if layer.is_cross} == {2}
-    runner.kv_cache.fill(float("nan"))
+    cache = RingCache(subject.loaded, num_blocks=40, backend=TorchAttention(torch.float32, NEVER))
+    assert [group.window for group in cache.plan.groups] == [None, 8]
+    assert {layer.group for layer in cache.runner.kv_cache.layers if layer.is_cross} == {2}
     given, prompt = subject.inputs[2], subject.prompts[1]
-    encoder = EncoderBlocks(list(range(30, 30 - 11, -1)), len(given), given)
-    full, window = list(range(1, 13)), list(range(21, 33))
-    request = Request(prompt, full, NUM_NEW, computed=0)
-    while len(request.sampled) < NUM_NEW:
-        known, done = [*prompt, *request.token_ids], request.computed
-        # What has left the window is gone.
-        gone = max(0, done + 1 - 8) // BLOCK_SIZE
-        tables = (full, [0] * gone + window[gone:])
-        part = SequencePart(known[done : done + 5], done, tables, None, encoder=encoder)
-        request.computed += len(part.token_ids)
-        (result,) = runner.execute(Step([part._replace(sampling=GREEDY if request.computed == len(known) else None)]))
-        encoder = encoder._replace(token_ids=())
-        if result.token is not None:
-            request.sampled.append(result.token)
-    subject.answer(given, prompt).check(request.sampled, subject.tolerance)
+    text = cache.text(prompt, NUM_NEW)
+    text.encoder = EncoderBlocks(list(range(30, 30 - 11, -1)), len(given), given)
+    cache.run([text], chunk=5)
+    subject.answer(given, prompt).check(text.sampled, subject.tolerance)

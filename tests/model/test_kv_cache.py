@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from kvpool.worker_service.attention.layer import LayerNeeds
 from kvpool.worker_service.model.forward.kv_cache import KVCache
-from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan
+from kvpool.worker_service.model.forward.kv_plan import GroupPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.layers import AttentionLayer, groups_of, sights
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 
@@ -71,7 +72,6 @@ def test_groups_are_full_attention_first_then_windows_from_the_largest() -> None
 
 
 def test_a_plan_of_several_groups() -> None:
-    """The sum is exact, and the log has a line for each group."""
     made = KVCachePlan(16, (GroupPlan(0, None, 101, 96), GroupPlan(1, 40, 31, 480)))
     assert made.total_bytes == 16 * (101 * 96 + 31 * 480)
     assert made.bytes_per_token == 576
@@ -83,6 +83,9 @@ def test_a_plan_of_several_groups() -> None:
         "group 0 (full attention): 151.50 KiB, 100 blocks of 1.50 KiB",
         "group 1 (window 40): 232.50 KiB, 30 blocks of 7.50 KiB",
     ]
+    with_states = replace(made, states=StatesPlan(33, 8 << 20))
+    assert with_states.total_bytes == made.total_bytes + 33 * (8 << 20)
+    assert with_states.describe(1000).splitlines()[-1] == "group 2 (states): 264.00 MiB, 32 blocks of 8.00 MiB"
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

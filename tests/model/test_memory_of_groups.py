@@ -14,7 +14,7 @@ from kvpool.worker_service.cache.groups.window import ring_blocks, span
 from kvpool.worker_service.model.errors import KVCacheTooLarge, ModelError
 from kvpool.worker_service.model.forward.kv_plan import CrossPlan, GroupPlan, KVCachePlan, StatesPlan
 from kvpool.worker_service.model.length import choose_max_encoder_tokens, choose_max_model_len
-from kvpool.worker_service.model.memory.facts import cross_needs, group_needs, kv_bytes_per_token
+from kvpool.worker_service.model.memory.facts import cross_needs
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.plan import MemoryBudget, MemoryFacts, plan_memory
 from kvpool.worker_service.model.memory.profile import MaximumBatches
@@ -218,16 +218,6 @@ def test_what_does_not_fit_says_what_would() -> None:
         plan_memory(OF_STATES, replace(FOR_EIGHT, kv_cache_memory=MIB), FULL)
 
 
-def test_the_log_has_a_line_for_each_group() -> None:
-    plan = KVCachePlan.one_group(101, 16, PER_TOKEN, StatesPlan(33, STATE))
-    assert plan.total_bytes == 101 * 16 * PER_TOKEN + 33 * STATE
-    assert plan.describe(1600).splitlines() == [
-        "KV cache: 282.94 MiB in 2 groups, blocks of 16 tokens; at 1,600 tokens per sequence 1.00 at once",
-        "group 0 (full attention): 18.94 MiB, 100 blocks of 192.00 KiB",
-        "group 1 (states): 264.00 MiB, 32 blocks of 8.00 MiB",
-    ]
-
-
 # -- outputs of an encoder
 
 
@@ -281,24 +271,6 @@ def test_the_budget_lists_the_group_and_where_its_size_comes_from() -> None:
     assert line.why.endswith("for 8 inputs of 500 tokens")
     assert "group 1 (encoder's outputs)" in budget.kv_cache.describe(100)
     assert "--cross-blocks" in "".join(map(str, plan_with_encoder(kv_cache_memory=GIB, cross_blocks=77).lines()))
-
-
-@pytest.mark.parametrize("kind", ["t5", "t5gemma"])
-def test_a_model_without_weights_needs_what_the_loaded_one_needs(kind: str, tmp_path: Path) -> None:
-    loaded = make_subject(kind, tmp_path).loaded
-    assert loaded.facts.encoder is not None
-    limit = loaded.facts.encoder.max_tokens
-    meta_model = build_meta_model(loaded.runtime.config, limit)
-    assert cross_needs(meta_model.layers, torch.float32, limit) == cross_needs(
-        loaded.runtime.layers, torch.float32, limit
-    )
-    assert group_needs(meta_model.layers, torch.float32) == group_needs(loaded.runtime.layers, torch.float32)
-    assert meta_model.activation_bytes(torch.float32, 64, 8) > 0
-    kv_cache = loaded.plan(MemorySettings(16, num_blocks=40)).kv_cache
-    cache = loaded.runner(kv_cache).kv_cache
-    allocated = sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in cache.layers)
-    assert allocated == kv_cache.total_bytes
-    assert kv_bytes_per_token(loaded.runtime.layers, torch.float32) == kv_cache.bytes_per_token
 
 
 def test_a_longer_encoder_needs_more_activations() -> None:

@@ -77,7 +77,6 @@ def test_a_single_token_has_the_time_step_of_several(
 
 
 def test_after_the_search_nothing_is_left_on_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither when it fails."""
     model = model_of("lfm2")
     before = hooks_of(model)
     find_mixers(model, CPU)
@@ -124,7 +123,6 @@ def test_a_bound_module_is_given_back_as_it_was() -> None:
 
 
 def test_pieces_are_single_tokens_together_and_each_chunk_by_itself() -> None:
-    """In the order in which states are written; snapshots know the token that they are after."""
     blocks = [StateBlocks(1, 1), StateBlocks(0, 2, 8), StateBlocks(3, 4, 9), StateBlocks(0, 5), StateBlocks(6, 7)]
     step = lay_out([0, 1, 4, 5, 6], [1, 3, 1, 1, 2], blocks, CPU)
     kinds = [(piece.num_sequences, piece.num_tokens) for piece in step.pieces]
@@ -144,25 +142,8 @@ def test_pieces_are_single_tokens_together_and_each_chunk_by_itself() -> None:
     assert step.snapshots.last_rows.tolist() == [4, 3]
 
 
-def test_decodes_as_one_batch_equal_each_alone() -> None:
-    model = model_of("qwen3_next")
-    (mixer,) = find_mixers(model, CPU)
-    hidden = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        call = MixerCall(mixer, MixerForward.of(mixer), (), {"hidden_states": hidden})
-        before = [call.run(MixerPiece.of_one(first, first + 3), None)[1] for first in (0, 3, 6)]
-        together = [torch.cat(states) for states in zip(*before, strict=True)]
-        output, after = call.run(MixerPiece(torch.tensor([9, 10, 11]), 3, 1), together)
-        for number, states in enumerate(before):
-            alone, own = call.run(MixerPiece.of_one(9 + number, 10 + number), states)
-            assert torch.allclose(output[number], alone[0], atol=1e-6)
-            for state, expected in zip(after, own, strict=True):
-                assert torch.allclose(state[number], expected[0], atol=1e-6)
-
-
 @pytest.mark.parametrize("architecture", ["jamba", "mamba"])
 def test_a_scan_from_a_state_equals_token_by_token(architecture: str) -> None:
-    """Also of more tokens than are added at once, and for several sequences."""
     model = model_of(architecture)
     mixer = find_mixers(model, CPU)[0]
     assert mixer.forgets
@@ -231,7 +212,6 @@ def mixes_the_batch(self: Any, hidden_states: torch.Tensor, cache_params: Any = 
 def test_a_mixer_that_goes_its_own_way_is_refused(
     mistake: Callable[..., torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: a scan that forgets is taken for one that goes on, because the probe does not trust the first finding."""
     model = model_of("jamba")
     if mistake is None:
         check(model)

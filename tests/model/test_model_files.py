@@ -60,6 +60,7 @@ BREAKS: dict[str, Break] = {
     "a pointer": lambda file: file.write_bytes(POINTER),
     "empty": lambda file: file.write_bytes(b""),
     "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"more"),
     "a folder": as_folder,
     "a dangling link": dangling,
     "other bytes": lambda file: file.write_bytes(b"\xff\xfe\x00" * 40),
@@ -69,12 +70,12 @@ BREAKS: dict[str, Break] = {
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("name", [*SMALL, WEIGHTS])
 def test_a_broken_file_is_named(name: str, how: str, folder: Path) -> None:
-    """Of a small one `kvpool up` hears before it starts workers. An empty or shorter template is a template."""
+    """Of a small one `kvpool up` hears before it starts workers. Any text is a template."""
     BREAKS[how](folder / name)
     if name.endswith("config.json"):
         with pytest.raises(ModelError, match=name):
             find_candidate(ModelSettings(str(folder), device="cpu"), quiet)
-    if name == "chat_template.jinja" and how in ("empty", "cut"):
+    if name == "chat_template.jinja" and how in ("empty", "cut", "longer"):
         load(folder)
         return
     with pytest.raises(ModelError) as refusal:
@@ -123,7 +124,6 @@ def test_a_config_with_something_else_where_a_number_belongs_is_one_sentence_or_
     ids=str,
 )
 def test_a_field_of_another_kind_is_named(fields: dict[str, Any], says: str, folder: Path) -> None:
-    """Of generation_config.json, and the template in tokenizer_config.json."""
     (folder / "chat_template.jinja").unlink()
     name = "tokenizer_config.json" if "chat_template" in fields else "generation_config.json"
     edit_json(folder / name, **fields)
@@ -144,22 +144,6 @@ def test_an_index_that_leads_nowhere_is_named(content: dict[str, Any], says: str
     (folder / WEIGHTS).rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match=says):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [
-        (lambda whole: whole[:-100], "is cut short: by its header it has"),
-        (lambda whole: whole + b"more", "is damaged: by"),
-    ],
-    ids=["less", "more"],
-)
-def test_weights_of_another_length_than_their_header_says_are_named(
-    edit: Callable[[bytes], bytes], says: str, folder: Path
-) -> None:
-    (folder / WEIGHTS).write_bytes(edit((folder / WEIGHTS).read_bytes()))
-    with pytest.raises(ModelError, match=rf"model\.safetensors {says}"):
         load(folder)
 
 

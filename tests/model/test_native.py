@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
@@ -29,11 +28,10 @@ from kvpool.worker_service.model.native import check
 from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.settings import DTypeName, QuantizationName
 from kvpool.worker_service.native.cpu import selection
-from kvpool.worker_service.native.cpu.weights import PackedModel
 from kvpool.worker_service.step import SequencePart, Step
 from scripts.models.subjects import default_config
 from scripts.models.trial import save
-from tests.model.paged import GREEDY, load
+from tests.model.paged import GREEDY, load, loaded_models, next_token
 from tests.model.truth.dense import NATIVE_ARCHITECTURES
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_tiny_model
 
@@ -77,44 +75,26 @@ def test_auto_says_why_a_model_is_not_native_and_serves_it(tmp_path: Path) -> No
     served_by_torch(make_tiny_model("gpt_oss", tmp_path).path, "it has attention sinks")
 
 
-def token_after(loaded: LoadedModel) -> int:
-    """After a few tokens."""
-    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
-    (result,) = runner.execute(Step([SequencePart(TEXT[:5], 0, ([1],), GREEDY)]))
-    assert result.token is not None
-    return result.token.token_id
-
-
 def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are gone from the modules by then."""
     monkeypatch.setattr(check, "_TOLERANCE", {torch.float32: 1e-4, torch.bfloat16: 0.0})
-    token_after(served_by_torch(llama, "its logits differ", dtype="bfloat16"))
+    next_token(served_by_torch(llama, "its logits differ", dtype="bfloat16"), TEXT[:5])
 
 
 @pytest.mark.parametrize("num_calls", [1, 2], ids=["its replica", "itself"])
 def test_a_model_that_surprises_is_served_by_torch(
     num_calls: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is packed, and after: its modules are empty by then."""
-    packed: list[weakref.ref[PackedModel]] = []
-    held: list[int] = []
-    load_weights = runtimes.RuntimeLoader._load_weights
+    models, num_checked = loaded_models(monkeypatch), itertools.count(1)
 
-    def surprised(runtime: NativeRuntime, *rest: Any) -> None:
-        packed.append(weakref.ref(runtime.packed))
-        if len(packed) == num_calls:
+    def surprised(*arguments: Any) -> None:
+        if next(num_checked) == num_calls:
             raise KeyError("inv_freq")
-        check.check(runtime, *rest)
-
-    def loading(*arguments: Any) -> Any:
-        held.append(sum(one() is not None for one in packed))
-        return load_weights(*arguments)
+        check.check(*arguments)
 
     monkeypatch.setattr(native_load, "check", surprised)
-    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
-    loaded = served_by_torch(llama, "KeyError: 'inv_freq'")
-    assert held == [0] * num_calls  # one model in memory at a time
-    token_after(loaded)
+    next_token(served_by_torch(llama, "KeyError: 'inv_freq'"), TEXT[:5])
+    assert len(models) == num_calls
 
 
 def test_the_text_model_of_a_composite_one_runs_natively(tmp_path: Path) -> None:
@@ -194,7 +174,6 @@ def test_int8_is_refused_where_the_native_step_cannot_run(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_a_row_without_numbers_ends_its_request_alone(llama: Path, quantize: QuantizationName) -> None:
-    """NaN passes through the native step, and reaches no other request."""
     runner = load(llama, runtime="native", quantize=quantize).runner(KVCachePlan.one_group(8, 16, 1))
     good = SequencePart(TEXT[:9], 0, ([1],), GREEDY)
     (expected,) = runner.execute(Step([good]))
@@ -207,32 +186,6 @@ def test_a_row_without_numbers_ends_its_request_alone(llama: Path, quantize: Qua
     assert found[1] == expected
 
 
-class Run(NamedTuple):
-    """A way to compute TEXT."""
-
-    num_threads: int
-    block_size: int
-    cuts: list[int]
-    """Between chunks."""
-    neighbours: list[int]
-    """Lengths of the texts in the same steps."""
-    num_sharers: int
-    """Texts with the same leading blocks, in the last step."""
-    seed: int
-    """Of the order of parts and of block ids."""
-
-
-_runs = st.builds(
-    Run,
-    num_threads=st.sampled_from([1, 2, 3]),
-    block_size=st.sampled_from([4, 16, 32]),
-    cuts=st.sets(st.integers(1, LENGTH - 4), max_size=5).map(sorted),
-    neighbours=st.lists(st.integers(1, 40), max_size=4),
-    num_sharers=st.integers(0, 4),
-    seed=st.integers(0, 1 << 16),
-)
-
-
 class Subject:
     """A model whose bits are tried."""
 
@@ -240,23 +193,25 @@ class Subject:
         loaded = load(path, dtype=dtype, runtime="native", quantize=quantize)
         assert isinstance(loaded.runtime, NativeRuntime)
         self.loaded, self.runtime = loaded, loaded.runtime
-        runner, tables = self.runner(Run(1, 16, [], [], 0, 0), 1)
+        runner, tables = self.runner(num_threads=1, block_size=16, num_tables=1, seed=0)
         self.truth = runner.logits([SequencePart(TEXT, 0, (tables[0],), None)])
         runner.close()
 
-    def runner(self, run: Run, num_tables: int) -> tuple[ModelRunner, list[list[int]]]:
+    def runner(
+        self, num_threads: int, block_size: int, num_tables: int, seed: int
+    ) -> tuple[ModelRunner, list[list[int]]]:
         """Over a cache that is NaN, with tables of scattered blocks for texts of LENGTH."""
-        each = -(-LENGTH // run.block_size)
+        each = -(-LENGTH // block_size)
         cache = KVCache(
-            KVCachePlan.one_group(1 + num_tables * each, run.block_size, 1),
+            KVCachePlan.one_group(1 + num_tables * each, block_size, 1),
             self.loaded.runtime.layers,
             self.loaded.runtime.dtype,
             CPU,
         )
         cache.fill(float("nan"))
         blocks = list(range(1, 1 + num_tables * each))
-        random.Random(run.seed).shuffle(blocks)
-        runtime = dataclasses.replace(self.runtime, num_threads=run.num_threads)
+        random.Random(seed).shuffle(blocks)
+        runtime = dataclasses.replace(self.runtime, num_threads=num_threads)
         return ModelRunner(runtime, cache, None), [blocks[i * each : (i + 1) * each] for i in range(num_tables)]
 
     def same(self, rows: torch.Tensor, first: int) -> bool:
@@ -283,29 +238,44 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(run=Run(num_threads=2, block_size=16, cuts=[300], neighbours=[9], num_sharers=4, seed=1))
-@given(run=_runs)
-def test_a_text_has_the_same_bits_in_every_step(subject: Subject, run: Run) -> None:
+@example(num_threads=2, block_size=16, cuts=[300], neighbours=[9], num_sharers=4, seed=1)
+@given(
+    num_threads=st.sampled_from([1, 2, 3]),
+    block_size=st.sampled_from([4, 16, 32]),
+    cuts=st.sets(st.integers(1, LENGTH - 4), max_size=5).map(sorted),  # between chunks
+    neighbours=st.lists(st.integers(1, 40), max_size=4),  # lengths of the texts in the same steps
+    num_sharers=st.integers(0, 4),  # texts with the same leading blocks, in the last step
+    seed=st.integers(0, 1 << 16),  # of the order of parts and of block ids
+)
+def test_a_text_has_the_same_bits_in_every_step(
+    subject: Subject,
+    num_threads: int,
+    block_size: int,
+    cuts: list[int],
+    neighbours: list[int],
+    num_sharers: int,
+    seed: int,
+) -> None:
     """In chunks, packed in any order with others, decoded, shared, over any blocks, by any number of threads."""
-    numbers = random.Random(run.seed)
-    runner, tables = subject.runner(run, 2 + len(run.neighbours) + run.num_sharers)
+    numbers = random.Random(seed)
+    runner, tables = subject.runner(num_threads, block_size, 2 + len(neighbours) + num_sharers, seed)
     own, others = tables[0], tables[1:]
     try:
-        ends = [*run.cuts, LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH]
+        ends = [*cuts, LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH]
         for first, end in zip([0, *ends], ends, strict=False):
             parts = [SequencePart(TEXT[first:end], first, (own,), None)]
-            for length, table in zip(run.neighbours, others, strict=False):
+            for length, table in zip(neighbours, others, strict=False):
                 parts.append(SequencePart(numbers.choices(range(VOCAB_SIZE), k=length), 0, (table,), None))
             numbers.shuffle(parts)
             rows = torch.split(runner.logits(parts), [len(part.token_ids) for part in parts])
             place = next(index for index, part in enumerate(parts) if part.block_tables[0] is own)
             assert subject.same(rows[place], first)
-        num_shared = (LENGTH - 1) // run.block_size
-        start = num_shared * run.block_size
+        num_shared = (LENGTH - 1) // block_size
+        start = num_shared * block_size
         # Of different lengths: who reads behind what is shared through the table of another one finds NaN.
         sharers = [
             SequencePart(TEXT[start : start + 1 + index % 3], start, ([*own[:num_shared], *table[num_shared:]],), None)
-            for index, table in enumerate(others[len(run.neighbours) :])
+            for index, table in enumerate(others[len(neighbours) :])
         ]
         if sharers:
             for logits in torch.split(runner.logits(sharers), [len(part.token_ids) for part in sharers]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,29 +10,15 @@ from transformers import AutoConfig
 
 from kvpool.worker_service.model.errors import ModelError, UnsupportedModel
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
-from kvpool.worker_service.model.forward.modules import modules_of, tensor_bytes
-from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.load import LoadedModel
-from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
 from kvpool.worker_service.model.memory.meta_model import build_meta_model
 from kvpool.worker_service.model.memory.profile import CUDAMeter, MaximumBatches, largest_that_fits, measure_batch
 from kvpool.worker_service.model.settings import MemorySettings
 from kvpool.worker_service.step import SequencePart, Step
-from tests.model.paged import load
+from tests.model.paged import load, recorded_steps
 from tests.tiny_models import MAX_MODEL_LEN, build_model, make_tiny_model
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "deepseek_v3"])
-def test_weights_and_kv_are_those_of_the_loaded_model(architecture: str, tmp_path: Path) -> None:
-    loaded = load(make_tiny_model(architecture, tmp_path).path)
-    meta_model = build_meta_model(AutoConfig.from_pretrained(tmp_path))
-    assert meta_model.weight_bytes(torch.float32, CPU) == tensor_bytes(modules_of(loaded.runtime))
-    assert [layer.needs for layer in meta_model.layers] == [layer.needs for layer in loaded.runtime.layers]
-    assert kv_bytes_per_token(meta_model.layers, torch.float32) == kv_bytes_per_token(
-        loaded.runtime.layers, torch.float32
-    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "gemma2", "gpt_oss", "deepseek_v3"])
@@ -79,19 +64,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path)
 
 
-class Watched(ModelRunner):
-    """Keeps the steps that it is given. Runs out of memory above `max_num_tokens` tokens."""
-
-    steps: list[Step]
-    max_num_tokens: int
-
-    def execute(self, step: Step):  # type: ignore[no-untyped-def]
-        self.steps.append(step)
-        if sum(len(part.token_ids) for part in step.parts) > self.max_num_tokens:
-            raise torch.OutOfMemoryError("there is no more")
-        return super().execute(step)
-
-
 class FakeMeter(CUDAMeter):
     """Says that the newest step needed 1,000 bytes per token, and of a step of decodes 3 bytes per token read."""
 
@@ -115,19 +87,6 @@ class FakeMeter(CUDAMeter):
 
     def release(self) -> None:
         self.num_released += 1
-
-
-def watched(loaded: LoadedModel, max_num_tokens: int) -> tuple[Callable[[KVCachePlan], ModelRunner], list[Step]]:
-    steps: list[Step] = []
-
-    def make(plan: KVCachePlan) -> ModelRunner:
-        runner = loaded.runner(plan)
-        runner.__class__ = Watched
-        assert isinstance(runner, Watched)
-        runner.steps, runner.max_num_tokens = steps, max_num_tokens
-        return runner
-
-    return make, steps
 
 
 def written(part: SequencePart, block_size: int) -> list[int]:
@@ -161,11 +120,13 @@ def test_a_maximum_batch_is_as_large_as_the_engine_makes_them(
         assert max(own) < batches.num_blocks
 
 
-def test_what_was_measured_becomes_bytes_per_batch_and_per_token_read(loaded: LoadedModel) -> None:
-    make, steps = watched(loaded, 1 << 30)
+def test_what_was_measured_becomes_bytes_per_batch_and_per_token_read(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = recorded_steps(monkeypatch)
     meter = FakeMeter(steps)
     settings = MemorySettings(16, max_num_seqs=4, max_num_batched_tokens=200)
-    needs = measure_batch(make, meter, settings, MAX_MODEL_LEN, bytes_per_token=1)
+    needs = measure_batch(loaded.runner, meter, settings, MAX_MODEL_LEN, bytes_per_token=1)
     assert needs == (200_000, 3)
     assert meter.num_released
     assert [len(step.parts) for step in steps] == [4, 1, 1, 4, 4]
@@ -175,12 +136,13 @@ def test_what_was_measured_becomes_bytes_per_batch_and_per_token_read(loaded: Lo
 
 
 @pytest.mark.parametrize("fitting", [150, 3])
-def test_a_batch_that_does_not_fit_names_one_that_does(loaded: LoadedModel, fitting: int) -> None:
-    """Where not even the decodes fit it asks for fewer sequences."""
-    make, steps = watched(loaded, fitting)
+def test_a_batch_that_does_not_fit_names_one_that_does(
+    loaded: LoadedModel, fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = recorded_steps(monkeypatch, fitting)
     settings = MemorySettings(16, max_num_seqs=4, max_num_batched_tokens=500)
     with pytest.raises(ModelError, match=r"500 tokens and 4 sequences does not fit|smaller --max-num-seqs") as caught:
-        measure_batch(make, FakeMeter(steps), settings, MAX_MODEL_LEN, bytes_per_token=1)
+        measure_batch(loaded.runner, FakeMeter(steps), settings, MAX_MODEL_LEN, bytes_per_token=1)
     if fitting > 4:
         named = int(str(caught.value).split("--max-num-batched-tokens ")[1].split()[0])
         assert fitting - 64 <= named <= fitting

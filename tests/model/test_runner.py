@@ -28,15 +28,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(make_tiny_model("llama", tmp_path_factory.mktemp("llama")).path)
 
 
-def test_parts_without_sampling_get_nothing(loaded: LoadedModel) -> None:
-    runner = PagedModel(loaded).runner
-    assert runner.execute(Step([])) == []
-    assert runner.execute(Step([SequencePart([1, 2], 0, ([1],), None)])) == [PartResult(None, [])]
-    first, second = runner.execute(Step([SequencePart([3], 2, ([1],), None), SequencePart([5], 0, ([2],), GREEDY)]))
-    assert first.token is None
-    assert second.token is not None
-
-
 def test_a_bad_part_is_refused_before_anything_is_written(loaded: LoadedModel) -> None:
     paged = PagedModel(loaded, num_blocks=8)
     good = SequencePart([1, 2, 3], 0, ([1],), GREEDY)
@@ -50,28 +41,7 @@ def test_a_bad_part_is_refused_before_anything_is_written(loaded: LoadedModel) -
     assert all(block.isnan().all() for block in paged.block_bytes(range(1, 8)))
 
 
-def test_the_null_block_is_never_written(loaded: LoadedModel) -> None:
-    paged = PagedModel(loaded)
-    paged.run([paged.request(range(1, 12), 5), paged.request([3], 9)], chunk=4)
-    assert not any(block.any() for block in paged.block_bytes([0]))
-
-
-def test_random_sampling_does_not_depend_on_the_batch(loaded: LoadedModel) -> None:
-    """The same seed gives the same text alone, beside others, and in chunks; another seed gives another."""
-    sampling = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, seed=5)
-    paged = PagedModel(loaded)
-    alone = paged.request(range(20), 12, sampling=sampling)
-    paged.run([alone])
-    beside = [paged.request(range(20), 12, sampling=sampling), paged.request(range(7), 12), paged.request([9] * 30, 12)]
-    paged.run(beside, chunk=7, stagger=1)
-    assert beside[0].token_ids == alone.token_ids
-    other = paged.request(range(20), 12, sampling=SamplingParams(temperature=1.0, seed=6))
-    paged.run([other])
-    assert other.token_ids != alone.token_ids
-
-
 def test_the_draw_is_by_the_position_of_the_new_token(loaded: LoadedModel) -> None:
-    """A prompt of n tokens is followed by the token at position n, also when its last tokens come in a chunk."""
     runner, sampling = PagedModel(loaded).runner, SamplingParams(temperature=2.0, seed=5)
     for length in range(2, 12):
         prompt = list(range(length))
@@ -169,7 +139,6 @@ class ScalingModel(torch.nn.Module):
 
 
 def test_rows_are_selected_before_the_head_and_what_comes_behind_it_is_done() -> None:
-    """Others that run the model, before or after, get all rows."""
     model, hidden = ScalingModel(), torch.randn(1, 5, 4)
     everything = model(hidden).logits
     selector = RowSelector(model)
@@ -186,7 +155,6 @@ def test_rows_are_selected_before_the_head_and_what_comes_behind_it_is_done() ->
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_row_tells_whether_it_is_numbers_also_those_not_selected(bad: float, dtype: torch.dtype) -> None:
-    """The largest numbers of the dtype are numbers."""
     hidden = torch.randn(1, 5, 4).to(dtype)
     hidden[0, 0] = 60_000
     hidden[0, 3, 2] = bad

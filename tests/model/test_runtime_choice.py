@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from kvpool.worker_service.model import runtimes
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.forward.contract import Runtime
-from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
 from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel, load_model
@@ -24,15 +22,14 @@ from kvpool.worker_service.model.native import load as native_load
 from kvpool.worker_service.model.native.timing import Measure, StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native.cpu import cpu_info
-from kvpool.worker_service.native.cpu.weights import PackedModel
-from kvpool.worker_service.step import SequencePart, Step
-from tests.model.paged import GREEDY
+from tests.model.paged import loaded_models, next_token
 from tests.tiny_models import build_model, make_tiny_model
 
 pytestmark = pytest.mark.native
 
 WORKLOAD = TimedWorkload(8, 409, 102)
 """Within the 512 tokens of a tiny model."""
+PROMPT = range(20)
 SLOW = StepSeconds(prefill=0.4, decode=0.01)
 FAST_PREFILL = StepSeconds(prefill=0.1, decode=0.02)
 MIDDLE = StepSeconds(prefill=0.2, decode=0.01)
@@ -131,53 +128,19 @@ def have_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_faster_runtime_serves_and_a_restart_makes_the_same_choice(
     native: StepSeconds, kind: type[Runtime], shown: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are timed once, natively first. A load never holds two models."""
     models = loaded_models(monkeypatch)
     first = worker.chooses(kind, Stopwatch(native, FAST_PREFILL), "native", "torch")
     (file,) = worker.kept
     assert worker.line(shown) == f"{shown}timed now, kept in {file}"
     assert worker.line("runtime: this CPU has amx_bf16, which torch uses and the native step does not")
     assert len(models) == (3 if kind is NativeRuntime else 2)
-    answer = token(first)
+    answer = next_token(first, PROMPT)
     del first
     models.clear()
     again = worker.restart(kind)
     assert worker.line(shown) == f"{shown}kept in {file}"
     assert len(models) == 1
-    assert token(again) == answer
-
-
-def loaded_models(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """Those whose weights are loaded from now on. Of those before, none may have any weights by then, natively or in modules."""
-    load_weights, found = runtimes.RuntimeLoader._load_weights, list[weakref.ref[Any]]()
-    packed: list[weakref.ref[PackedModel]] = []
-    pack = PackedModel.__init__
-
-    def packing(model: PackedModel, *rest: Any) -> None:
-        packed.append(weakref.ref(model))
-        pack(model, *rest)
-
-    def loading(*arguments: Any) -> Any:
-        assert not any(reference() for reference in packed), "a packed model is in memory"
-        assert not any(reference() for reference in found), "a model of torch is in memory"
-        model = load_weights(*arguments)
-        found.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(PackedModel, "__init__", packing)
-    monkeypatch.setattr(runtimes.RuntimeLoader, "_load_weights", loading)
-    return found
-
-
-def token(loaded: LoadedModel) -> int:
-    """After a prompt, by a runner that is closed again."""
-    runner = loaded.runner(KVCachePlan.one_group(3, 16, 1))
-    try:
-        (result,) = runner.execute(Step([SequencePart(list(range(20)), 0, ([1, 2],), GREEDY)]))
-    finally:
-        runner.close()
-    assert result.token is not None
-    return result.token.token_id
+    assert next_token(again, PROMPT) == answer
 
 
 @pytest.mark.parametrize("changes", [{"num_threads": 2}, {"max_num_seqs": 8, "model": "another"}], ids=str)
@@ -235,7 +198,7 @@ def test_a_runtime_that_cannot_be_timed_leaves_the_native_one(
 
     loaded = worker.start(measure)
     assert isinstance(loaded.runtime, NativeRuntime)
-    token(loaded)
+    next_token(loaded, PROMPT)
     assert worker.line(f"runtime: native; {fails} could not be timed: RuntimeError: could not create a primitive")
     assert worker.kept == []
     assert len(models) == (1 if fails == "native" else 3)
@@ -282,4 +245,4 @@ def test_a_real_choice_is_kept(worker: Worker) -> None:
     first = worker.start(measure_runtime)
     assert len(worker.kept) == 1
     assert [line for line in worker.lines if "timed now, kept in" in line]
-    assert token(worker.restart(type(first.runtime))) == token(first)
+    assert next_token(worker.restart(type(first.runtime)), PROMPT) == next_token(first, PROMPT)

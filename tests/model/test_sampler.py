@@ -181,24 +181,21 @@ def test_greedy_rows_cost_one_search_of_the_logits_also_next_to_a_row_with_optio
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    """Options choose the token; its log-probability is the model's."""
     logits = random_logits(3)
-    logprobs = torch.log_softmax(logits, -1)
-
-    def row(count: int | None) -> Row:
-        params = SamplingParams(2.0, top_k=3, seed=9, num_logprobs=count, presence_penalty=2.0, logit_bias={7: 100.0})
-        return Row(params, [1, 2], [3, 3], banned_ids=[5])
-
-    sampled = good(logits, [row(count).draw() for count in (None, 0, 4)])
+    expected = torch.log_softmax(logits, -1)
+    params = SamplingParams(2.0, top_k=3, seed=9, presence_penalty=2.0, logit_bias={7: 100.0})
+    rows = [Row(replace(params, num_logprobs=count), [1, 2], [3, 3], banned_ids=[5]) for count in (None, 0, 4)]
+    sampled = good(logits, [row.draw() for row in rows])
     assert [token.token_id for token in sampled] == [7, 7, 7]
-    assert sampled[0].logprobs is None
-    assert sampled[1].logprobs is not None
-    assert sampled[1].logprobs.logprob == pytest.approx(float(logprobs[1, 7]))
-    assert sampled[1].logprobs.top == []
-    assert sampled[2].logprobs is not None
-    best = torch.sort(logprobs[2], descending=True, stable=True)
-    assert [token for token, _ in sampled[2].logprobs.top] == best.indices[:4].tolist()
-    assert [value for _, value in sampled[2].logprobs.top] == pytest.approx(best.values[:4].tolist())
+    without, alone, with_top = (token.logprobs for token in sampled)
+    assert without is None
+    assert alone is not None
+    assert alone.logprob == pytest.approx(float(expected[1, 7]))
+    assert alone.top == []
+    assert with_top is not None
+    best = torch.sort(expected[2], descending=True, stable=True)
+    assert [token for token, _ in with_top.top] == best.indices[:4].tolist()
+    assert [value for _, value in with_top.top] == pytest.approx(best.values[:4].tolist())
 
 
 def test_more_logprobs_than_tokens_are_all_tokens_with_ties_by_id() -> None:
@@ -251,7 +248,6 @@ def test_a_bad_row_is_told_of_and_its_neighbours_do_not_notice(bad: list[float],
 def test_options_that_leave_nothing_to_draw_are_told_of(
     logits: list[float], adjustment: Row, largest: float, temperature: float, top_p: float
 ) -> None:
-    """The row beside it is adjusted too, and gets its token."""
     params = replace(adjustment.params, temperature=temperature, top_p=top_p, num_logprobs=1)
     row = replace(adjustment, params=params, position=9)
     neighbour = Row(SamplingParams(temperature, top_p=top_p, presence_penalty=1.0, seed=4), generated=[1], position=9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvpool.worker_service.model.sampling.adjustment import Draw, adjust
+from kvpool.worker_service.model.sampling.adjustment import adjust
 from kvpool.worker_service.model.sampling.ranking import best, best_on_device, most_likely
 from kvpool.worker_service.model.sampling.truncation import TruncationLimits, truncate, weigh
 from kvpool.worker_service.step import SamplingParams
@@ -86,11 +85,6 @@ def test_ids_that_the_head_does_not_have_are_passed_over() -> None:
     logits = torch.zeros(2, 3)
     adjust(logits, [Row(params, [0], [9, 1], banned_ids=[3, 2]).draw()] * 2)
     assert logits.tolist() == [[0.0, -1.0, float("-inf")]] * 2
-
-
-def test_penalties_without_the_tokens_are_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="tokens of the sequence"):
-        adjust(torch.zeros(1, 3), [Draw(SamplingParams(presence_penalty=1.0), 0)])
 
 
 @given(

@@ -53,7 +53,6 @@ def candidates(result: PartResult) -> BeamCandidates:
 
 
 def test_a_fork_goes_on_as_if_it_had_computed_its_text_itself(loaded: LoadedModel) -> None:
-    """Full blocks are shared, the tail is copied before its parent writes on into it, in the same step."""
     paged = PagedModel(loaded)
     alone(paged, PROMPT, PROMPT_BLOCKS)
     parent = SequencePart([20], len(PROMPT), (PROMPT_BLOCKS,), GREEDY)

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.native.comparison import Choice, ChoiceFile
 from kvpool.worker_service.model.native.timing import StepSeconds, TimedWorkload, measure_runtime
 from kvpool.worker_service.model.settings import RuntimeName
-from kvpool.worker_service.step import PartResult, Step
-from tests.model.paged import load
+from tests.model.paged import load, recorded_steps
 from tests.tiny_models import make_tiny_model
 
 
-class ScriptedClock:
-    """Every run between two readings takes the next of these seconds."""
-
-    def __init__(self, seconds: Sequence[float]) -> None:
-        self._seconds = list(seconds)
-        self._now, self._runs = 100.0, False
-
-    def __call__(self) -> float:
-        if self._runs:
-            self._now += self._seconds.pop(0)
-        self._runs = not self._runs
-        return self._now
-
-    @property
-    def is_used_up(self) -> bool:
-        return not self._seconds
+def clock_of(seconds: Sequence[float]) -> Iterator[float]:
+    """Readings: every run between two of them takes the next of these seconds."""
+    now = 100.0
+    for each in seconds:
+        yield now
+        now += each
+        yield now
 
 
 @pytest.mark.parametrize(
@@ -52,12 +41,6 @@ def test_the_workload_keeps_to_the_limits_of_the_worker(
     assert TimedWorkload.within(*limits) == expected
 
 
-def test_a_workload_is_a_prefill_for_each_request_and_decodes_for_all_together() -> None:
-    assert StepSeconds(prefill=0.5, decode=0.02).total(TimedWorkload(8, 512, 128)) == pytest.approx(
-        8 * 0.5 + 128 * 0.02
-    )
-
-
 @pytest.mark.parametrize("runtime", [pytest.param("native", marks=pytest.mark.native), "torch"])
 @pytest.mark.parametrize(("block_size", "prompt_tokens"), [(4, 32), (16, 27), (16, 1)])
 def test_the_fastest_run_of_each_step_counts(
@@ -67,28 +50,14 @@ def test_the_fastest_run_of_each_step_counts(
     loaded = load(make_tiny_model("llama", tmp_path).path, dtype="bfloat16", runtime=runtime)
     steps = recorded_steps(monkeypatch)
     for _ in range(2):  # the model is free again after the first time
-        clock = ScriptedClock([9, 3, 8, 7, 2, 6, 5])
+        clock = clock_of([9, 3, 8, 7, 2, 6, 5])
         workload = TimedWorkload(3, prompt_tokens, 8)
-        found = measure_runtime(loaded.runtime, block_size, workload, clock)
+        found = measure_runtime(loaded.runtime, block_size, workload, clock.__next__)
         assert found == StepSeconds(prefill=3, decode=2)
-        assert clock.is_used_up
+        assert next(clock, None) is None
     prefill, decode = [(0, prompt_tokens)], 3 * [(prompt_tokens, 1)]
-    assert steps == 2 * [*2 * [prefill], *5 * [decode]]
-
-
-def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """(start, number of tokens) of the parts of all steps from now on, which run as ever and have finite logits."""
-    steps: list[list[tuple[int, int]]] = []
-    execute = ModelRunner.execute
-
-    def recording(runner: ModelRunner, step: Step) -> list[PartResult]:
-        steps.append([(part.start, len(part.token_ids)) for part in step.parts])
-        results = execute(runner, step)
-        assert all(result.token is not None for result in results)
-        return results
-
-    monkeypatch.setattr(ModelRunner, "execute", recording)
-    return steps
+    computed = [[(part.start, len(part.token_ids)) for part in step.parts] for step in steps]
+    assert computed == 2 * [*2 * [prefill], *5 * [decode]]
 
 
 # -- the file

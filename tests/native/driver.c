@@ -10,7 +10,6 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "driver_model.h"
@@ -385,8 +384,6 @@ static void check_models_in_succession(void) {
     }
 }
 
-static void report(const char *what) { printf("%s: after %.1f s of CPU\n", what, clock() / (double)CLOCKS_PER_SEC); }
-
 static int succeeded(int num_shapes) {
     struct kvpool_build build;
     kvpool_describe_build(&build);
@@ -403,12 +400,9 @@ int main(int argc, char **argv) {
     fit_windows();
     int num_shapes = is_for_threads ? 1 : NUM_SHAPES;
     check_row_counts();
-    report("numbers of rows");
     for (int i = 0; i < num_shapes; i += is_for_products ? 3 : 1) check_bits(&shapes[i]);
-    report("bits");
     if (is_for_products) {
         check_nan(&shapes[0]);
-        report("NaN");
         return succeeded(2);
     }
     if (!is_for_threads) {
@@ -417,17 +411,12 @@ int main(int argc, char **argv) {
         struct shape int8 = shapes[NUM_SHAPES - 1];
         int8.embedding_is_packed = 0; /* one whose NaN is of one token's input, and of no output's weight */
         check_nan(&int8);
-        report("NaN");
         check_many_sequences();
-        report("many sequences");
         check_long_context();
-        report("a long context");
     }
 #ifdef KVPOOL_TEST_DELAY
     check_late_members(&shapes[0]);
-    report("late members");
 #endif
     check_models_in_succession();
-    report("models in succession");
     return succeeded(num_shapes);
 }

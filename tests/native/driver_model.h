@@ -65,14 +65,23 @@ static uint64_t random_bits(void) {
 }
 
 static int64_t random_below(int64_t n) { return random_bits() % n; }
+
+static void shuffle(int64_t *values, int64_t count) {
+    for (int64_t i = count - 1; i > 0; i--) {
+        int64_t j = random_below(i + 1), value = values[i];
+        values[i] = values[j];
+        values[j] = value;
+    }
+}
+
 static float random_float(void) { return (random_below(1 << 20) + 0.5f) / (1 << 19) - 1; }
 
-/* Memory that lives as long as the model. */
+/* Zeros that live as long as the model. */
 static void *own(struct tiny *tiny, int64_t bytes) {
     void *memory = aligned_alloc(64, (bytes + 64) / 64 * 64);
     CHECK(memory, "no memory for %lld bytes", (long long)bytes);
     tiny->owned = realloc(tiny->owned, (tiny->num_owned + 1) * sizeof *tiny->owned);
-    return tiny->owned[tiny->num_owned++] = memory;
+    return tiny->owned[tiny->num_owned++] = memset(memory, 0, bytes);
 }
 
 static number *random_numbers(struct tiny *tiny, int64_t count, float scale) {
@@ -110,9 +119,7 @@ static uint8_t *byte_rows(struct tiny *tiny, const struct plain_linear *plain, f
 static struct kvpool_linear packed_bytes(struct tiny *tiny, const struct plain_linear *plain) {
     int64_t padded = (plain->n + W - 1) / W * W;
     float *scales = own(tiny, padded * sizeof *scales);
-    memset(scales, 0, padded * sizeof *scales);
     uint8_t *weight = own(tiny, padded * plain->k);
-    memset(weight, 0, padded * plain->k);
     kvpool_pack(weight, byte_rows(tiny, plain, scales), 0, plain->n, plain->k / 4);
     return (struct kvpool_linear){.weight = weight, .scales = scales, .bias = plain->bias, .n = plain->n, .k = plain->k};
 }
@@ -121,7 +128,6 @@ static struct kvpool_linear packed(struct tiny *tiny, const struct plain_linear 
     if (tiny->shape->is_quantized) return packed_bytes(tiny, plain);
     int64_t padded = (plain->n + W - 1) / W * W;
     number *weight = own(tiny, padded * plain->k * sizeof *weight);
-    memset(weight, 0, padded * plain->k * sizeof *weight);
     kvpool_pack(weight, plain->weight, 0, plain->n, plain->k / P);
     return (struct kvpool_linear){.weight = weight, .bias = plain->bias, .n = plain->n, .k = plain->k};
 }

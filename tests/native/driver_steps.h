@@ -61,12 +61,9 @@ static int32_t *tables_of(const struct batch *batch, int64_t group) { return bat
 static void lay_out_group(struct batch *batch, int64_t group, int shares) {
     int32_t *tables = tables_of(batch, group);
     int64_t num_blocks = batch->tiny->num_blocks, used = 0;
-    int32_t *free_blocks = malloc(num_blocks * sizeof *free_blocks);
-    for (int64_t i = 0; i < num_blocks; i++) {
-        int64_t j = random_below(i + 1);
-        free_blocks[i] = free_blocks[j];
-        free_blocks[j] = i;
-    }
+    int64_t *free_blocks = malloc(num_blocks * sizeof *free_blocks);
+    for (int64_t i = 0; i < num_blocks; i++) free_blocks[i] = i;
+    shuffle(free_blocks, num_blocks);
     for (int64_t s = 0; s < batch->count; s++) {
         struct sequence *sequence = &batch->sequences[s];
         int64_t shared = shares ? sequence->same_tokens / batch->tiny->shape->block_size : 0;
@@ -130,14 +127,11 @@ static void run_step(struct kvpool_model *model, struct batch *batch, const int6
             if (sequence->is_wanted[t]) rows[num_rows++] = at;
         }
     }
-    int64_t num_different = num_rows;
-    if (num_rows < num_tokens) /* in any order, and some twice */
-        for (int64_t i = 0; i < num_different; i++) {
-            int64_t j = random_below(i + 1), row = rows[i];
-            rows[i] = rows[j];
-            rows[j] = row;
-            if (i % 4 == 0) rows[num_rows++] = row;
-        }
+    if (num_rows < num_tokens) { /* in any order, and some twice */
+        int64_t num_different = num_rows;
+        shuffle(rows, num_different);
+        for (int64_t i = 0; i < num_different; i += 4) rows[num_rows++] = rows[i];
+    }
     for (int64_t i = 0; i < num_parts && shares; i++) {
         int64_t first = num_members, shared = INT64_MAX, leader = batch->sequences[parts[i]].leader;
         for (int64_t j = i; j < num_parts; j++) {
@@ -200,11 +194,7 @@ static void run_schedule(struct kvpool_model *model, struct batch *batch, const 
         }
         if (num_left == 0) break;
         CHECK(num_parts, "schedule %s waits for nothing", schedule->name);
-        for (int64_t i = num_parts - 1; i > 0 && schedule->is_permuted; i--) {
-            int64_t j = random_below(i + 1), part = parts[i];
-            parts[i] = parts[j];
-            parts[j] = part;
-        }
+        if (schedule->is_permuted) shuffle(parts, num_parts);
         for (int64_t i = 0; i < num_parts; i++) {
             struct sequence *sequence = &batch->sequences[parts[i]];
             int64_t left = sequence->length - sequence->done, most = left < schedule->longest_chunk ? left : schedule->longest_chunk;

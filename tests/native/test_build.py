@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xxhash import _xxhash  # type: ignore[attr-defined]
@@ -201,67 +202,50 @@ def folder(real_file: Path, set_flags: SetFlags, tmp_path: Path, monkeypatch: py
     return path
 
 
-@pytest.fixture
-def lines() -> list[str]:
-    """Of progress."""
-    return []
-
-
-def refusal(lines: list[str]) -> str:
-    with pytest.raises(NoNativeStep) as raised:
-        load_step("float32", lines.append)
-    assert lines == []
-    return str(raised.value)
-
-
-@pytest.mark.native
-def test_the_fastest_is_loaded_and_the_log_names_it(folder: Path, lines: list[str]) -> None:
-    library = load_step("float32", lines.append)
-    assert library.path == folder / "fast-float32.so"
-    assert library.describe().endswith(", float32, built for fast")
-    assert lines == []
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("cpus", [["simd"], ["simd wide", "other simd"]])
-def test_only_instructions_that_every_cpu_has_are_used(
-    cpus: list[str], folder: Path, set_flags: SetFlags, lines: list[str]
-) -> None:
-    """The threads of a step run on all of them. A file for other CPUs is not even opened: it is no library."""
-    set_flags(*cpus)
-    (folder / "fast-float32.so").write_text("no library")
-    assert load_step("float32", lines.append).origin == "built for slow"
-    assert lines == []
+def loaded() -> list[str]:
+    """The lines of progress, and what is loaded, or why nothing is."""
+    lines: list[str] = []
+    try:
+        lines.append(load_step("float32", lines.append).origin)
+    except NoNativeStep as refusal:
+        lines.append(str(refusal))
+    return lines
 
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    ("flags", "refused", "origin", "said"),
+    ("cpus", "changes", "expected"),
     [
-        ("simd amx_tile", None, "built for tiles", []),
+        (["simd wide"], {}, ["built for fast"]),
+        (["simd"], {}, ["built for slow"]),
+        (["simd wide", "other simd"], {}, ["built for slow"]),  # the threads of a step run on all of them
+        (["simd amx_tile"], {"tile_refusal": lambda: None}, ["built for tiles"]),
+        # Linux, or a container, may keep from a process what the CPU has.
         (
-            "simd amx_tile",
-            "Operation not permitted",
-            "built for slow",
-            ["Linux does not give AMX's tile registers to this process: Operation not permitted"],
+            ["simd amx_tile"],
+            {"tile_refusal": lambda: "not permitted"},
+            ["Linux does not give AMX's tile registers to this process: not permitted", "built for slow"],
         ),
+        (["other"], {}, ["The native step needs a CPU with simd, which this one lacks."]),
+        (["simd"], {"TARGETS": (FOREIGN,)}, [f"There is no native step for {MACHINE}."]),
     ],
+    ids=str,
 )
-def test_tile_registers_are_used_where_linux_gives_them(
-    flags: str,
-    refused: str | None,
-    origin: str,
-    said: list[str],
+def test_the_fastest_that_every_cpu_can_run_is_loaded(
+    cpus: list[str],
+    changes: dict[str, Any],
+    expected: list[str],
     folder: Path,
     set_flags: SetFlags,
-    lines: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Linux, or a container, may keep from a process what the CPU has."""
-    set_flags(flags)
-    monkeypatch.setattr(selection, "tile_refusal", lambda: refused)
-    assert load_step("float32", lines.append).origin == origin
-    assert lines == said
+    """A file for other CPUs is not even opened: it is no library."""
+    set_flags(*cpus)
+    for name, value in changes.items():
+        monkeypatch.setattr(selection, name, value)
+    if expected != ["built for fast"]:
+        (folder / "fast-float32.so").write_text("no library")
+    assert loaded() == expected
 
 
 @pytest.mark.skipif(MACHINE != "x86_64", reason="a system call of x86-64")
@@ -273,44 +257,17 @@ def test_linux_is_asked_for_the_tile_registers() -> None:
 
 
 @pytest.mark.native
-def test_a_faster_one_that_was_not_built_is_named(folder: Path, lines: list[str]) -> None:
-    """The compiler did not know the CPU."""
+def test_what_was_not_built_is_named_with_what_to_do(folder: Path) -> None:
+    assert load_step("float32", print).describe().endswith(", float32, built for fast")
     (folder / "fast-float32.so").unlink()
-    assert load_step("float32", lines.append).origin == "built for slow"
-    assert lines == [f"The native step for fast was not built, the one for slow is slower: {DO}"]
-
-
-@pytest.mark.native
-def test_without_any_build_one_line_says_what_to_do(folder: Path, lines: list[str]) -> None:
+    assert loaded() == [f"The native step for fast was not built, the one for slow is slower: {DO}", "built for slow"]
     shutil.rmtree(folder)
-    assert refusal(lines) == f"The native step was not built: {DO}"
-
-
-@pytest.mark.native
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
-        ((FOREIGN,), f"There is no native step for {MACHINE}."),
-        ((FAST, SLOW), "The native step needs a CPU with simd, which this one lacks."),
-    ],
-    ids=["machine", "CPU"],
-)
-def test_a_machine_or_cpu_without_a_target_is_named(
-    targets: tuple[BuildTarget, ...],
-    expected: str,
-    folder: Path,
-    set_flags: SetFlags,
-    lines: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    set_flags("other")
-    monkeypatch.setattr(selection, "TARGETS", targets)
-    assert refusal(lines) == expected
+    assert loaded() == [f"The native step was not built: {DO}"]
 
 
 @pytest.mark.native
 def test_a_build_older_than_its_source_is_not_loaded(
-    folder: Path, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkout whose C was changed since. An installation has no source to compare with."""
     sources = tmp_path / "csrc"
@@ -318,21 +275,20 @@ def test_a_build_older_than_its_source_is_not_loaded(
     monkeypatch.setattr(selection, "SOURCES", sources)
     (sources / "plan.h").touch()
     os.utime(sources / "plan.h", (1, 1))
-    assert load_step("float32", lines.append).origin == "built for fast"
+    assert loaded() == ["built for fast"]
     (sources / "step.c").touch()
     os.utime(folder / "fast-float32.so", (2, 2))
-    assert refusal(lines) == f"The native step was built before its source was changed: {DO}"
+    assert loaded() == [f"The native step was built before its source was changed: {DO}"]
 
 
 @pytest.mark.native
-def test_what_is_no_step_is_not_loaded(folder: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_step_is_not_loaded(folder: Path) -> None:
     file = folder / "fast-float32.so"
-    file.unlink()  # this process may have it loaded
     file.write_text("no library")
-    assert refusal(lines).startswith(f"The native step cannot be loaded ({file}: ")
+    assert loaded()[0].startswith(f"The native step cannot be loaded ({file}: ")
     file.unlink()
     shutil.copy(_xxhash.__file__, file)
-    assert refusal(lines).startswith(f"The native step cannot be loaded ({file} lacks a function: ")
+    assert loaded()[0].startswith(f"The native step cannot be loaded ({file} lacks a function: ")
 
 
 def test_of_two_targets_the_one_that_needs_more_comes_first() -> None:
@@ -362,27 +318,25 @@ def test_the_step_for_amx_asks_linux_itself() -> None:
 # -- what /proc/cpuinfo says of matrix units
 
 
-X86 = "processor\t: {n}\nflags\t\t: fpu avx2 avx512f avx512_bf16 {more}\n\n"
-ARM = "processor\t: {n}\nFeatures\t: fp asimd {more}\n\n"
+X86, ARM = "flags\t\t: fpu avx2 avx512f avx512_bf16", "Features\t: fp asimd"
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "expected"),
+    ("cpus", "expected"),
     [
-        (X86, ["amx_bf16 amx_tile", "amx_bf16 amx_tile"], "amx_bf16"),
-        (X86, ["amx_int8 amx_tile", "amx_int8 amx_tile"], None),
-        (X86, ["amx_bf16", ""], None),
-        (ARM, ["i8mm bf16"], "bf16"),
-        (ARM, ["i8mm"], None),
+        pytest.param([f"{X86} amx_bf16 amx_tile"] * 2, "amx_bf16", id="AMX"),
+        pytest.param([f"{X86} amx_int8 amx_tile"] * 2, None, id="AMX for integers"),
+        pytest.param([f"{X86} amx_bf16", X86], None, id="AMX in one of two kinds of CPU"),
+        pytest.param([f"{ARM} i8mm bf16"], "bf16", id="Arm with BFMMLA"),
+        pytest.param([f"{ARM} i8mm"], None, id="Arm without"),
     ],
-    ids=["AMX", "AMX for integers", "AMX in one of two kinds of CPU", "Arm with BFMMLA", "Arm without"],
 )
 def test_a_matrix_unit_for_bfloat16(
-    text: str, more: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpus: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vectors alone, such as avx512_bf16, are none; and there is none for float32."""
     file = tmp_path / "cpuinfo"
-    file.write_text("".join(text.format(n=n, more=flags) for n, flags in enumerate(more)))
+    file.write_text("".join(f"processor\t: {number}\n{line}\n\n" for number, line in enumerate(cpus)))
     monkeypatch.setattr(cpu_info, "CPU_INFO", file)
     assert cpu_info.matrix_unit("bfloat16") == expected
     assert cpu_info.matrix_unit("float32") is None

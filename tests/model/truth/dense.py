@@ -77,7 +77,7 @@ class Dense(Paged):
         backend = self.loaded.attention_backend(self.place.backend, BLOCK_SIZE, lambda _: None)  # type: ignore[arg-type]
         return PagedModel(self.loaded, backend=backend)
 
-    def hit(self) -> Hit:
+    def hit(self, spoils: bool = False) -> Hit:
         """The same prompt again, of which all but the last token is cached; the prompt that shares 20 tokens; a stranger."""
         paged = self.paged(min_shared_tokens=1, shapes=SHORT_SEGMENTS)
         prompts, num_new = self.tiny.prompts, self.tiny.num_new_tokens
@@ -85,6 +85,9 @@ class Dense(Paged):
         paged.run([first])
         sealed = first.table[: len(prompts[LONG]) // BLOCK_SIZE]
         before = paged.block_bytes(sealed)
+        if spoils:  # the last block, which is inside every window of the first token computed
+            for layer in paged.runner.kv_cache.layers:
+                layer.v_cache[sealed[-1]] += 3.0
         sharers = [
             paged.request(prompts[LONG], num_new, shared=sealed),
             paged.request(prompts[LONG], num_new, shared=sealed[:3]),
@@ -94,19 +97,6 @@ class Dense(Paged):
         paged.run(sharers, chunk=7, stagger=1)
         truths = [self.truths[index] for index in (LONG, LONG, LONG + 1, 0)]
         return Hit([each.sampled for each in sharers], truths, before, paged.block_bytes(sealed))
-
-    def spoil(self) -> tuple[SampledToken, SampledToken]:
-        """The last full block changes, which is inside every window of the first token computed."""
-        paged = self.paged()
-        prompt = self.tiny.prompts[LONG]
-        first = paged.request(prompt, 1)
-        paged.run([first])
-        sealed = first.table[: len(prompt) // BLOCK_SIZE]
-        for layer in paged.runner.kv_cache.layers:
-            layer.v_cache[sealed[-1]] += 3.0
-        sharer = paged.request(prompt, 1, shared=sealed)
-        paged.run([sharer])
-        return first.sampled[0], sharer.sampled[0]
 
 
 def subjects() -> Iterator[Any]:

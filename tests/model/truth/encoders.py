@@ -88,7 +88,7 @@ class Encoders(SharingSubject):
             paged.run(together)
         return [request.sampled for together in runs for request in together]
 
-    def hit(self) -> Hit:
+    def hit(self, spoils: bool = False) -> Hit:
         """Texts over one input that share the beginning, also with a bias by distance, which differs between them."""
         paged = PagedModel(self.loaded, min_shared_tokens=1, shapes=SHORT_SEGMENTS)
         prompt = [self.start, *tokens(23, 5)]
@@ -98,23 +98,14 @@ class Encoders(SharingSubject):
         paged.run([first])
         sealed, computed = first.table[: len(prompt) // BLOCK_SIZE - 1], encoder._replace(token_ids=())
         before = paged.block_bytes(sealed, encoder)
+        if spoils:
+            for layer in paged.runner.kv_cache.layers:
+                if layer.is_cross:
+                    layer.v_cache[encoder.table] += 3.0
         requests = [paged.request(each, NUM_NEW, sealed, encoder=computed) for each in prompts]
         paged.run(requests, chunk=3)
         truths = [self.answer(self.inputs[3], each) for each in prompts]
         return Hit([each.sampled for each in requests], truths, before, paged.block_bytes(sealed, encoder))
-
-    def spoil(self) -> tuple[SampledToken, SampledToken]:
-        """A block of the encoder's output changes."""
-        paged = PagedModel(self.loaded)
-        encoder = paged.encoder(self.inputs[1])
-        first = paged.request(self.prompts[1], 1, encoder=encoder)
-        paged.run([first])
-        for layer in paged.runner.kv_cache.layers:
-            if layer.is_cross:
-                layer.v_cache[encoder.table[-1]] += 3.0
-        second = paged.request(self.prompts[1], 1, encoder=encoder._replace(token_ids=()))
-        paged.run([second])
-        return first.sampled[0], second.sampled[0]
 
 
 def make(kind: str, folder: Path) -> Encoders:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvpool.worker_service.model.forward.modules import ModulesRuntime
-from kvpool.worker_service.step import SampledToken
 from tests.model.paged import BLOCK_SIZE, SHORT_SEGMENTS, PagedModel
 from tests.model.truth.dense import LONG, Paged, tiny_model
 from tests.model.truth.subject import Hit, Models
@@ -33,7 +32,7 @@ def states_of(paged: PagedModel, block: int) -> list[torch.Tensor]:
 class States(Paged):
     """One whose texts go on from a snapshot."""
 
-    def hit(self) -> Hit:
+    def hit(self, spoils: bool = False) -> Hit:
         """Two at once, one of them with another end."""
         paged = self.paged(min_shared_tokens=1, shapes=SHORT_SEGMENTS)
         prompts, num_new = self.tiny.prompts, self.tiny.num_new_tokens
@@ -41,22 +40,13 @@ class States(Paged):
         snapshot = first.snapshots[SHARED] = paged.state_block()
         paged.run([first], chunk=16)
         before, shared = states_of(paged, snapshot), first.table[: SHARED // BLOCK_SIZE]
+        if spoils:
+            for tensor in paged.runner.kv_cache.states or ():
+                tensor[snapshot] = tensor[snapshot].flip(0) + 100.0
         sharers = [paged.request(prompts[index], num_new, shared, source=snapshot) for index in (LONG, LONG + 1)]
         paged.run(sharers, chunk=7, stagger=1)
         truths = self.truths[LONG : LONG + 2]
         return Hit([each.sampled for each in sharers], truths, before, states_of(paged, snapshot))
-
-    def spoil(self) -> tuple[SampledToken, SampledToken]:
-        paged, prompt = self.paged(), self.tiny.prompts[LONG]
-        first = paged.request(prompt, 1)
-        snapshot = first.snapshots[SHARED] = paged.state_block()
-        paged.run([first])
-        assert paged.runner.kv_cache.states is not None
-        for tensor in paged.runner.kv_cache.states:
-            tensor[snapshot] = tensor[snapshot].flip(0) + 100.0
-        sharer = paged.request(prompt, 1, first.table[: SHARED // BLOCK_SIZE], source=snapshot)
-        paged.run([sharer])
-        return first.sampled[0], sharer.sampled[0]
 
 
 def make(architecture: str, is_serial: bool, models: Models) -> States:

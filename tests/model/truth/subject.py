@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import pytest
 import torch
 
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.step import SampledToken
-from tests.model.paged import load
+from tests.model.paged import Request, load
 from tests.tiny_models import MIN_MARGIN, Oracle
 
 LOGPROB_TOLERANCE = 1e-4
@@ -21,13 +21,7 @@ NUM_NEW = 6
 """Tokens behind each prompt: blocks are begun and filled."""
 
 
-class _Text(Protocol):
-    """A request of either kind of model."""
-
-    chunk: int
-
-
-Request = TypeVar("Request", bound=_Text)
+RequestT = TypeVar("RequestT", bound=Request)
 
 
 class Truth(NamedTuple):
@@ -98,7 +92,7 @@ class Way(NamedTuple):
     texts: Sequence[int] | None = None
     """Indices of the prompts, each of which runs after the one before has ended. None: all of them, together."""
 
-    def runs(self, all_texts: Sequence[Request]) -> list[list[Request]]:
+    def runs(self, all_texts: Sequence[RequestT]) -> list[list[RequestT]]:
         """The texts that run together, in turn; their chunks are set."""
         chosen = [all_texts[index] for index in self.texts] if self.texts is not None else list(all_texts)
         for text, chunk in zip(chosen, cycle(self.chunks), strict=False):
@@ -143,9 +137,6 @@ class SharingSubject(Subject):
     """A model of whose KV texts share what lasts: full blocks, a snapshot, the encoder's output."""
 
     @abstractmethod
-    def hit(self) -> Hit:
-        """Texts that begin with what an earlier one has left. Attention reads a prefix once for all that share it."""
-
-    @abstractmethod
-    def spoil(self) -> tuple[SampledToken, SampledToken]:
-        """The first token of a text, and the one that the same prompt gets when what it hits was changed before."""
+    def hit(self, spoils: bool = False) -> Hit:
+        """Texts that begin with what an earlier one has left. Attention reads a prefix once for all that share it. `spoils`: what
+        they hit is changed before."""
