@@ -21,7 +21,7 @@ from tests.simulation.bus import Bus
 from tests.simulation.channel import Channel, LeaderChannel
 from tests.simulation.client_process import TIMEOUT_SECONDS, ClientProcess, RequestPlan
 from tests.simulation.disk import Disk
-from tests.simulation.faults import FAULTS
+from tests.simulation.faults import FAULTS, NotNow
 from tests.simulation.kernel import Kernel
 from tests.simulation.laws import Laws
 from tests.simulation.lease_server import LeaseServer
@@ -457,10 +457,12 @@ class World(Tally):
     def _do_fault(self, name: str, faults: Any) -> None:
         self.kernel.trace("FAULT", name)
         for _ in range(20):
-            if FAULTS[name](self, faults):
+            try:
+                FAULTS[name](self, faults)
                 break
-            name = faults.choice(list(FAULTS))
-            self.kernel.trace("FAULT", f"not possible now; {name} instead")
+            except NotNow:
+                name = faults.choice(list(FAULTS))
+                self.kernel.trace("FAULT", f"not possible now; {name} instead")
         self.faults[name] += 1
         self.kernel.note(name)
         self.laws.all()
