@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from tests.hostile.arena import Arena
+
+PATIENCE: Final = 15.0
+"""Seconds until the cluster must be as before, where no lease has to end first."""
+OnDone = Callable[[int], None]
+"""Told how much of an attack is done."""
 
 
 @dataclass
@@ -17,6 +23,16 @@ class Outcome:
 
     said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def count(self, counter: Counter[str]) -> None:
+        """Say how often what came."""
+        self.said += [f"{count:,} {what}" for what, count in counter.most_common()]
+
+    async def judge_next_to(self, arena: Arena, what: str, num_refused: int = 0) -> None:
+        """While `what` is there the cluster must take new connections and serve."""
+        if num_refused:
+            self.problems.append(f"of {what} {num_refused} were not accepted")
+        self.problems += [f"next to {what}: {one}" for one in await arena.problems(PATIENCE)]
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,3 @@ async def test_the_headers_written_by_hand_are_those_that_a_server_reads(judge: 
             if frame.stream == 1 and frame.flags & http2.Flag.END_STREAM:
                 break
     assert kinds == [http2.Kind.HEADERS, http2.Kind.DATA, http2.Kind.HEADERS]
-
-
-async def test_the_campaign_is_the_size_that_is_promised() -> None:
-    settings = Settings()
-    assert (settings.num_messages, settings.num_malformed, settings.num_idle) == (20_000, 5_000, 2_000)
-    assert (settings.num_malformed_http, settings.num_idle_http) == (3_000, 1_000)
-    assert (settings.num_rounds, settings.limit_seconds) == (2, 2.0)
