@@ -1,4 +1,4 @@
-"""The command that finds what each test file alone kills and alone covers."""
+"""What `--left-out` knows of a mutant and of a test file: which lines the one changes, and which the other executes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import left_out, tree
-from tests.mutants.left_out import Notes, Recorded
-from tests.mutants.patch import Hunk, Mutant
+from tests.mutants.patch import Hunk
 
 CODE = """\
 def first(
@@ -43,58 +42,6 @@ NUMBER = 1
 def test_a_change_is_in_whole_statements(before: str, after: str, lines: set[int]) -> None:
     """Python notes the lines at which parts of a statement begin, which are seldom those that a mutant changes."""
     assert left_out.changed_lines(Hunk("client/gate.py", before, after), CODE) == lines
-
-
-def _mutant(name: str, *tests: str) -> Mutant:
-    return Mutant(name, "", "", "", "", tests, ())
-
-
-def _recorded(seconds: float, *numbers: int, trouble: str = "") -> Recorded:
-    return Recorded(seconds, trouble, frozenset(("client/gate.py", number) for number in numbers))
-
-
-def test_a_mutant_is_run_where_a_changed_line_is_executed_and_first_where_it_is_expected_to_die() -> None:
-    recorded = {
-        "slow.py": _recorded(9.0, 1, 2),
-        "fast.py": _recorded(1.0, 2),
-        "other.py": _recorded(0.1, 3),
-        "named.py": _recorded(99.0, 2),
-        "fails.py": _recorded(0.1, 2, trouble="fails.py::test"),
-    }
-    mutant = _mutant("m", "named.py::test")
-    assert left_out.order(mutant, {("client/gate.py", 2)}, recorded) == ["named.py", "fast.py", "slow.py"]
-    assert left_out.order(mutant, set(), recorded) == ["named.py"]  # of code in C no lines are recorded
-
-
-def test_what_two_files_do_neither_does_alone() -> None:
-    recorded = {"a.py": _recorded(1.0, 1, 2), "b.py": _recorded(1.0, 2, 3, 4), "c.py": _recorded(1.0, 2)}
-    runs = {
-        ("one", "a.py"): "a.py::test",
-        ("one", "b.py"): "",
-        ("two", "a.py"): "a.py::test",
-        ("two", "b.py"): "b.py::test",
-    }
-    rows = left_out.alone(recorded, runs, [_mutant("one"), _mutant("two")])
-    assert [(one.file, one.kills, one.num_lines) for one in rows] == [
-        ("c.py", [], 0),
-        ("b.py", [], 2),
-        ("a.py", ["one"], 1),
-    ]
-
-
-def test_a_run_that_was_cut_off_is_continued(tmp_path: Path) -> None:
-    notes = Notes(tmp_path)
-    assert notes.recorded("tests/a.py") is None
-    assert notes.runs() == {}
-    recorded = _recorded(1.5, 1, 2)
-    notes.record("tests/a.py", recorded)
-    notes.ran("one", "tests/a.py", "tests/a.py::test")
-    with (tmp_path / "runs.jsonl").open("a") as runs:
-        runs.write('\n["two", "tes')
-    again = Notes(tmp_path)
-    again.ran("two", "tests/a.py", "")
-    assert again.recorded("tests/a.py") == recorded
-    assert again.runs() == {("one", "tests/a.py"): "tests/a.py::test", ("two", "tests/a.py"): ""}
 
 
 PROGRAM = """
