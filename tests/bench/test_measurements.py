@@ -13,7 +13,7 @@ from bench.floors import Cost, ModelSizes
 from bench.machine_speed import MachineSpeed, measure_speed
 from bench.manager_scale import LEAST_BLOCKS, MEASUREMENTS
 from bench.neighbours import STEPS_PER_TURN, NextTo, busy_programs, measure_turns
-from bench.report import Ratio, Series, command_line, report_as
+from bench.report import Series, command_line, report_as
 from bench.steps import BLOCK_SIZE, step
 from kvpool.load.arrivals import ClosedLoop
 from kvpool.load.plan import CacheCase, LoadPlan
@@ -104,12 +104,6 @@ def test_a_series_shows_median_least_and_most() -> None:
     series = Series("ours", [1.5, 0.5, 3.0])
     assert series.spread == "1.50 s (500 ms to 3.00 s)"
     assert str(series) == "1.50 s (500 ms to 3.00 s, 3 runs)"
-
-
-def test_a_ratio_is_the_median_of_the_pairs() -> None:
-    ratio = Ratio(Series("ours", [1.0, 2.0, 4.0]), Series("peer", [4.0, 4.0, 4.0]))
-    assert ratio.as_json() == {"median": 2.0, "least": 1.0, "most": 4.0}
-    assert str(ratio) == "2.00x (1.00x to 4.00x)"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from the rest and compared with it by the audit (the tree's nodes, the index of 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -116,6 +116,10 @@ def _peer(index: int, peer: Peer) -> Form:
     link = state.link
     numbers.registers.append((index, peer.incarnation, peer.register_no))
     numbered = {id(sequence): number for number, sequence in enumerate(_all_sequences(engine))}
+
+    def numbers_of(some: Iterable[CacheSequence]) -> list[int]:
+        return [numbered[id(sequence)] for sequence in some]
+
     linked: Hashable = None
     if link is not None:
         numbers.sessions.append(link.session)
@@ -146,10 +150,10 @@ def _peer(index: int, peer: Peer) -> Form:
             tuple(map(bool, peer.waits.values())),
             linked,
             sequences,
-            [numbered[id(sequence)] for sequence in state.sequences.values()],
-            [numbered[id(sequence)] for sequence in state.ending],
-            [numbered[id(sequence)] for sequence in state.parked],
-            [numbered[id(sequence)] for sequence in state.forks],
+            numbers_of(state.sequences.values()),
+            numbers_of(state.ending),
+            numbers_of(state.parked),
+            numbers_of(state.forks),
             [
                 (numbered[id(copying.source)], numbered[id(copying.fork)], [tuple(copy) for copy in copying.copies])
                 for copying in (*state.copies_due, *state.copies_made)
@@ -157,8 +161,8 @@ def _peer(index: int, peer: Peer) -> Form:
             len(state.copies_due),
             state.forks_found_no_room,
             [(tuple(copied.copy), copied.slots, copied.fork.state.value) for copied in engine.copies],
-            [numbered[id(sequence)] for sequence in engine.waiting],
-            [numbered[id(sequence)] for sequence in engine.running],
+            numbers_of(engine.waiting),
+            numbers_of(engine.running),
             [
                 (
                     numbered[id(part.sequence)],

@@ -124,20 +124,18 @@ class Peer:
         """The call of each kind that is waited for; 0: none."""
 
 
+@dataclass
 class Asked:
     """Where the client is with one of its requests."""
 
-    def __init__(
-        self, attempt: int = 0, worker: int = 0, delivered: tuple[int, ...] = (), is_over: bool = False
-    ) -> None:
-        self.attempt = attempt
-        self.worker = worker
-        self.delivered = list(delivered)
-        self.is_over = is_over
-        """All its tokens are delivered, or the client has gone away."""
+    attempt: int = 0
+    worker: int = 0
+    delivered: tuple[int, ...] = ()
+    is_over: bool = False
+    """All its tokens are delivered, or the client has gone away."""
 
     def state(self) -> tuple[int, int, tuple[int, ...], bool]:
-        return self.attempt, self.worker, tuple(self.delivered), self.is_over
+        return self.attempt, self.worker, self.delivered, self.is_over
 
 
 class State(NamedTuple):
@@ -385,7 +383,7 @@ class World:
             engine = self.peers[asked.worker].engine
             for sequence in [*engine.running, *engine.waiting, *engine.cache.state.sequences.values()]:
                 if sequence.id == (wanted.name, asked.attempt):
-                    told = sequence.tokens[len(wanted.prompt) :]
+                    told = tuple(sequence.tokens[len(wanted.prompt) :])
                     if told[: len(asked.delivered)] != asked.delivered:
                         raise BrokenLaw(f"one text: {wanted.name!r} was told {asked.delivered}, now {told}")
                     asked.delivered = told

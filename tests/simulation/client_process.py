@@ -94,11 +94,11 @@ class ClientProcess(Process):
 
     def on_call(self, method: str) -> None:
         if method != _SHARED:
-            self.world.operations[f"client's {method}"] += 1
+            self.world.counts[f"operation: client's {method}"] += 1
 
     def on_request(self, method: str, request: worker_pb2.GenerateManyRequest) -> None:
         if request.WhichOneof("action") == "start":
-            self.world.operations[f"client's {method}"] += 1
+            self.world.counts[f"operation: client's {method}"] += 1
 
     # -- requests
 
@@ -110,7 +110,7 @@ class ClientProcess(Process):
         task = asyncio.create_task(self._read(plan))
         done, _ = await asyncio.wait({task}, timeout=plan.cancel_after)
         if not done:
-            self.world.operations["client's cancel"] += 1
+            self.world.counts["operation: client's cancel"] += 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self.num_ended += 1

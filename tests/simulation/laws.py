@@ -107,8 +107,8 @@ class Laws:
         self._served_at: dict[tuple[Process, int], float] = {}
         """When the in-use part of the report of a session came, by life of the manager."""
 
-    def count(self, law: str) -> None:
-        self.world.looks[law] += 1
+    def count(self, law: str, times: int = 1) -> None:
+        self.world.counts[f"law: {law}"] += times
 
     # -- the manager
 
@@ -156,7 +156,7 @@ class Laws:
         world = self.world
         if not hasattr(server, "core"):
             return  # a worker, or a manager that stands by
-        world.operations[method] += 1
+        world.counts[f"operation: {method}"] += 1
         manager: Any = server
         if world.kernel.is_traced:
             said = _in_words(method, request, response, failure)
@@ -419,7 +419,7 @@ class Laws:
         for violation in manager.core.check().violations:
             self.world.fail(violation.law, f"{manager.name}: {violation}")
         for law in OF_THE_CORE:
-            self.world.looks[law] += 1
+            self.count(law)
         for worker in self.world.live_workers():
             session = manager.core._sessions.get(worker.cache.session)
             if session is not None and not session.recovering and worker.cache.is_ready():
@@ -475,7 +475,7 @@ class Laws:
         manager = self.world.manager
         assert manager is not None
         for law in _OF_A_SESSION:
-            self.world.looks[law] += self._num_sessions
+            self.count(law, self._num_sessions)
         self.all()
         for worker in self.world.live_workers():
             self.count("nothing leaks")

@@ -83,7 +83,7 @@ def installed(world: World) -> Iterator[None]:
     sequence_ids = iter(f"sequence-{number}" for number in range(1 << 30))
 
     def of_refusal(refusal: Refusal, original: Callable[[Refusal], Any] = status.of_refusal) -> Any:
-        world.reasons[refusal.reason.value] += 1
+        world.counts[f"refusal: {refusal.reason.value}"] += 1
         return original(refusal)
 
     def accept_grant(
@@ -115,7 +115,7 @@ def installed(world: World) -> Iterator[None]:
 
     def new_entries(link: LinkState, downlink: Any, original: Any = LinkState.new_entries) -> Any:
         entries = original(link, downlink)
-        world.downlink.update(entry.WhichOneof("entry") or "none" for entry in entries)
+        world.counts.update(f"downlink: {entry.WhichOneof('entry')}" for entry in entries)
         return entries
 
     def retire(core: CacheManager, session: Any, why: SessionEnd, original: Any = CacheManager._retire) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +12,6 @@ from kvpool.cache_service.core.restored import Case
 from tests.simulation.faults import FAULTS
 from tests.simulation.laws import OF_THE_CORE, OF_THE_WHOLE
 from tests.simulation.strangers import KINDS
-from tests.simulation.tally import Tally
 from tests.simulation.world import Result
 
 REASONS = (
@@ -100,58 +100,45 @@ EVENTS = (
 OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 
 
+EXPECTED = (
+    *(f"law: {name}" for name in (*OF_THE_CORE, *OF_THE_WHOLE)),
+    *(f"fault: {name}" for name in (*FAULTS, *KINDS)),
+    *(f"refusal: {name}" for name in REASONS),
+    *(f"reconciliation: {case.value}" for case in Case if case not in NOT_HERE),
+    *(f"downlink: {name}" for name in DOWNLINK),
+    *(f"outcome: {name}" for name in OUTCOMES),
+    *NETWORK,
+    *EVENTS,
+)
+"""What has to be reached."""
+
+
 @dataclass
-class Totals(Tally):
+class Totals:
     """Sums over runs."""
 
+    counts: Counter[str] = field(default_factory=Counter)
     num_runs: int = 0
     num_repeated: int = 0
     """Runs that were done twice, with the same trace."""
     num_events: int = 0
-    seconds: float = 0.0
     fewest_operations: int = 1 << 60
     fewest_faults: int = 1 << 60
 
     def add(self, result: Result) -> None:
+        self.counts.update(result.counts)
         self.num_runs += 1
         self.num_events += result.num_events
-        self.seconds += result.seconds
         self.fewest_operations = min(self.fewest_operations, result.num_operations)
-        self.fewest_faults = min(self.fewest_faults, result.faults.total())
-        self.add_counts(result)
-
-    def expected(self) -> dict[str, list[tuple[str, int]]]:
-        """What has to be reached, by kind, and how often it was."""
-        return {
-            "law": [(name, self.looks[name]) for name in (*OF_THE_CORE, *OF_THE_WHOLE)],
-            "fault": [(name, self.faults[name]) for name in (*FAULTS, *KINDS)],
-            "network": [(name, self.counts[name]) for name in NETWORK],
-            "refusal": [(name, self.reasons[name]) for name in REASONS],
-            "reconciliation": [(case.value, self.cases[case.value]) for case in Case if case not in NOT_HERE],
-            "downlink": [(name, self.downlink[name]) for name in DOWNLINK],
-            "event": [(name, self.counts[name]) for name in EVENTS],
-            "outcome": [(name, self.outcomes[name]) for name in OUTCOMES],
-        }
+        self.fewest_faults = min(self.fewest_faults, result.num_faults)
 
     def never(self) -> list[str]:
-        return [f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if not count]
-
-    def reached(self) -> set[str]:
-        return {f"{kind}: {name}" for kind, rows in self.expected().items() for name, count in rows if count}
+        return [name for name in EXPECTED if not self.counts[name]]
 
     def show(self, console: Console) -> None:
         """As a table; a zero stands out."""
-        table = Table("", "reached", "times", title=f"{self.num_runs:,} seeds, {self.num_events:,} events", box=None)
-        table.columns[2].justify = "right"
-        for kind, rows in self.expected().items():
-            for index, (name, count) in enumerate(rows):
-                table.add_row(kind if index == 0 else "", name, f"{count:,}" if count else "[bold red]0[/]")
-        for kind, counter in (
-            ("operation", self.operations),
-            ("outcome", self.outcomes),
-            ("also refused", self.reasons),
-        ):
-            known = {"also refused": REASONS, "outcome": OUTCOMES}.get(kind, ())
-            for index, name in enumerate(sorted(set(counter) - set(known))):
-                table.add_row(kind if index == 0 else "", name, f"{counter[name]:,}")
+        table = Table("reached", "times", title=f"{self.num_runs:,} seeds, {self.num_events:,} events", box=None)
+        table.columns[1].justify = "right"
+        for name in (*EXPECTED, *sorted(self.counts.keys() - set(EXPECTED))):
+            table.add_row(name, f"{self.counts[name]:,}" if self.counts[name] else "[bold red]0[/]")
         console.print(table)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.messages import Limits
@@ -30,11 +31,10 @@ from tests.simulation.manager import MACHINES, ManagerProcess, address_of
 from tests.simulation.process import Process
 from tests.simulation.strangers import Strangers
 from tests.simulation.stream_call import StreamCall
-from tests.simulation.tally import Tally
 from tests.simulation.worker import BLOCK_SIZE, FINGERPRINT, MAX_ENCODER_TOKENS, START, WorkerPlan, WorkerProcess
 from tests.tracer_beams import expected_beams
 
-_WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free"})
+_OPERATIONS = ("client's ", "Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free")
 ACTIVE_SECONDS = 22.0
 """Requests and faults come in this time; then everything heals."""
 _QUIET_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Violation(NamedTuple):
 
 
 @dataclass
-class Result(Tally):
+class Result:
     """What a run was."""
 
     seed: int
@@ -66,24 +66,29 @@ class Result(Tally):
     num_events: int
     seconds: float
     """Of virtual time."""
-    lines: list[str] = field(default_factory=list)
+    lines: list[str]
+    counts: Counter[str]
+    """As the world's."""
 
     @property
     def num_operations(self) -> int:
         """What clients have asked for (attempts at requests, their ends by the reader, routes, descriptions, checks, drains), and
         what workers have told or asked the manager. Heartbeats are none."""
-        return sum(
-            count
-            for name, count in self.operations.items()
-            if name.startswith("client's ") or name in _WORKERS_OPERATIONS
-        )
+        operations = tuple(f"operation: {name}" for name in _OPERATIONS)
+        return sum(count for name, count in self.counts.items() if name.startswith(operations))
+
+    @property
+    def num_faults(self) -> int:
+        return sum(count for name, count in self.counts.items() if name.startswith("fault: "))
 
 
-class World(Tally):
-    """Everything that one seed decides, and how often what was reached."""
+class World:
+    """Everything that one seed decides."""
 
     def __init__(self, seed: int, *, is_traced: bool = False) -> None:
-        super().__init__()
+        self.counts: Counter[str] = Counter()
+        """How often what was reached. Laws (how often each was looked at), faults, operations, refusals, cases of reconciliation,
+        entries of downlinks and outcomes have their kind before their name."""
         self.kernel = Kernel(seed, is_traced=is_traced)
         self.violation: Violation | None = None
         self.bus = Bus(self)
@@ -241,7 +246,7 @@ class World(Tally):
             self.kernel.trace("LAW", f"{law}: {message}")
 
     def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
-        self.operations[call.method] += 1
+        self.counts[f"operation: {call.method}"] += 1
         self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
 
     def live_workers(self) -> list[WorkerProcess]:
@@ -300,7 +305,7 @@ class World(Tally):
 
     def ended(self, plan: RequestPlan, how: str) -> None:
         self._num_ended += 1
-        self.outcomes[how] += 1
+        self.counts[f"outcome: {how}"] += 1
         self.kernel.note(f"request {plan.number} {how}")
         self.kernel.trace("client", f"request {plan.number} ended: {how}")
 
@@ -358,7 +363,7 @@ class World(Tally):
     def _count_cases(self, process: ManagerProcess) -> None:
         if hasattr(process, "core"):
             for case, count in process.core.reconciled.items():
-                self.cases[case.value] += count
+                self.counts[f"reconciliation: {case.value}"] += count
             process.core.reconciled.clear()
 
     def _start_worker(self, machine: Machine) -> None:
@@ -407,8 +412,8 @@ class World(Tally):
             self.kernel.num_events,
             self.kernel.now,
             self.kernel.lines,
+            self.counts,
         )
-        result.add_counts(self)
         self.__dict__.clear()
         return result
 
@@ -463,7 +468,7 @@ class World(Tally):
             except NotNow:
                 name = faults.choice(list(FAULTS))
                 self.kernel.trace("FAULT", f"not possible now; {name} instead")
-        self.faults[name] += 1
+        self.counts[f"fault: {name}"] += 1
         self.kernel.note(name)
         self.laws.all()
 
