@@ -48,9 +48,7 @@ class Budget(NamedTuple):
     moves: int = 0
     """The client goes to the other worker with attempt + 1, though nothing has failed."""
     cancels: int = 0
-    """The client goes away."""
     forks: int = 0
-    """A sequence that decodes is forked."""
 
     def covers(self, other: Budget) -> bool:
         """Whether all that may happen with `other` may happen with this one."""

@@ -19,8 +19,6 @@ OnDone = Callable[[int], None]
 
 @dataclass
 class Outcome:
-    """What came of an attack."""
-
     said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 

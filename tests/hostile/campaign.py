@@ -63,8 +63,6 @@ class Settings:
 
 @dataclass
 class Result:
-    """What came of it."""
-
     settings: Settings
     rounds: list[list[Part]] = field(default_factory=list)
     memory: list[dict[str, int]] = field(default_factory=list)

@@ -43,8 +43,6 @@ class Leaders:
 
 
 class Channel:
-    """From one process to one address."""
-
     def __init__(self, bus: Bus, process: Process, address: str) -> None:
         self._bus, self._process, self._address = bus, process, address
 

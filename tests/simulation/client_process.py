@@ -59,7 +59,6 @@ class RequestPlan:
     boundaries: tuple[int, ...] = ()
     """From where other prompts will go on, as far as the client knows."""
     n: int = 1
-    """Answers to the prompt."""
     num_beams: int = 1
     """More than 1: the answers are the best texts of a search."""
 
@@ -90,7 +89,6 @@ class ClientProcess(Process):
         self._models = Models(self._manager, channels, self._config, TemplateProcess())
         self.num_begun = 0
         self.num_ended = 0
-        """Of its requests."""
 
     def on_call(self, method: str) -> None:
         if method != _SHARED:

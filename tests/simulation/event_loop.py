@@ -76,7 +76,8 @@ class SimLoop(asyncio.AbstractEventLoop):
                     self.num_callbacks_left -= 1
                 handle = ready.popleft()
                 if not handle.cancelled():
-                    handle._context.run(handle._callback, *handle._args)  # as `_run`, which would hide errors
+                    # As its `_run`, which would hide errors.
+                    handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
         finally:
             _set_running_loop(None)
         if not self.is_stopped:

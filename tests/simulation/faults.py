@@ -94,7 +94,7 @@ def _manager(world: World, draw: random.Random) -> ManagerProcess:
 
 def _crash(process: Process, draw: random.Random) -> None:
     if draw.random() < 0.5:
-        process.crash_soon(draw.randrange(60))
+        process.loop.num_callbacks_left = draw.randrange(60)
     else:
         process.crash(lost_power=draw.random() < 0.5)
 

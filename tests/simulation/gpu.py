@@ -42,7 +42,6 @@ class Gpu:
         ]
         """By group. A state is what the slot of its last token would hold."""
         self._attending = [index for index, group in enumerate(settings.groups) if group.table_type.is_attended]
-        """Groups, the first ones."""
         self._unit_group = next((i for i, group in enumerate(settings.groups) if isinstance(group, UnitGroup)), -1)
         self.step_seconds = 0.02
         self.is_busy = False

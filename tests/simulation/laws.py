@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
-from kvpool.cache_service.core.groups.state import StateSpec
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.integrity.findings import Findings
 from kvpool.cache_service.core.integrity.pools import PoolLaws
@@ -261,12 +260,6 @@ class Laws:
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
         counts = self.world.counts
-        counts["sessions of several groups"] += len(session.pools) > 1
-        has_state = any(isinstance(spec, StateSpec) for spec in session.registration.layout.groups)
-        counts["sessions with a state"] += has_state
-        counts["sessions with a state only"] += has_state and len(session.pools) == 1
-        counts["sessions of windows only"] += not session.whole
-        counts["sessions of windows and full attention"] += bool(session.whole and session.dependents)
         for pool in session.pools:
             if isinstance(pool, UnitPool):
                 counts["sessions with an encoder"] += 1

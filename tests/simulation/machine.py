@@ -22,8 +22,6 @@ class Machine:
         self.name = name
         self.plan = plan
         self.num_processes = 0
-        self.is_given_up = False
-        """The operator has stopped it: another machine runs the worker."""
         self._kernel = kernel
         self._random: random.Random = kernel.random(f"machine {name}")
         self._ahead = self._random.uniform(0.0, 30.0)

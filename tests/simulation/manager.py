@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.manager import CacheManager
@@ -52,8 +51,6 @@ class ManagerProcess(Process):
         """It was told to stop."""
         self.has_odd_clock = False
         """Its clock has jumped, or runs much faster or slower than others."""
-        self.counted: Counter[Any] = Counter()
-        """Cases of reconciliation that were added to the world's counts."""
         self._limits = limits
         self._keys = self.kernel.random(f"keys of {self.name}")
 

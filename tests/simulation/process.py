@@ -89,10 +89,6 @@ class Process:
         self.world.bus.on_death(self)
         self.on_death()
 
-    def crash_soon(self, num_callbacks: int) -> None:
-        """End it behind so many further callbacks, wherever that is."""
-        self.loop.num_callbacks_left = num_callbacks
-
     def on_death(self) -> None:
         """For those who start it again."""
 

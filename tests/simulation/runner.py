@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.world import Result, World
 
@@ -46,21 +46,10 @@ def _begin_process() -> None:
 
 
 def run_all(seeds: Sequence[int], jobs: int) -> Iterator[list[Result]]:
-    """In `jobs` processes, as they come in."""
-    tasks = iter(seeds[at : at + _SEEDS_PER_TASK] for at in range(0, len(seeds), _SEEDS_PER_TASK))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_process) as pool:
-        waiting: set[Future[list[Result]]] = set()
+    """In `jobs` processes, in the order of the seeds."""
+    chunks = [seeds[at : at + _SEEDS_PER_TASK] for at in range(0, len(seeds), _SEEDS_PER_TASK)]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin_process) as pool:
         try:
-            while True:
-                for task in tasks:
-                    waiting.add(pool.submit(run_some, task))
-                    if len(waiting) >= 2 * jobs:
-                        break
-                if not waiting:
-                    return
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
+            yield from pool.map(run_some, chunks)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

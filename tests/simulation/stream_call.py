@@ -150,7 +150,8 @@ class StreamCall(Call):
         server = side.server
         handler = server.handlers[self.method]
         context = Context(f"simulated:{self.process.machine}:{self.process.name}")
-        server.world.on_stream(server, self, side.is_repeated)
+        server.world.counts[f"operation: {self.method}"] += 1
+        server.kernel.trace(server.name, f"{self.method} of {self.process.name}{' again' if side.is_repeated else ''}")
         try:
             async for response in self._responses(handler, context, side):
                 if not side.is_repeated:

@@ -12,7 +12,7 @@ from kvpool.cache_service.core.restored import Case
 from tests.simulation.faults import FAULTS
 from tests.simulation.laws import OF_THE_CORE, OF_THE_WHOLE
 from tests.simulation.strangers import KINDS
-from tests.simulation.world import Result
+from tests.simulation.world import LAYOUTS, Result
 
 REASONS = (
     "NO_BLOCKS",
@@ -62,11 +62,6 @@ EVENTS = (
     "prefixes waited for",
     "evictions",
     "blocks shared",
-    "sessions of several groups",
-    "sessions of windows only",
-    "sessions of windows and full attention",
-    "sessions with a state",
-    "sessions with a state only",
     "states from a snapshot",
     "states copied",
     "boundaries at the end of a prompt",
@@ -103,6 +98,7 @@ OUTCOMES = ("text", "cancelled", "InvalidRequest NEVER_FITS")
 EXPECTED = (
     *(f"law: {name}" for name in (*OF_THE_CORE, *OF_THE_WHOLE)),
     *(f"fault: {name}" for name in (*FAULTS, *KINDS)),
+    *(f"layout: {name}" for name in dict.fromkeys(LAYOUTS)),
     *(f"refusal: {name}" for name in REASONS),
     *(f"reconciliation: {case.value}" for case in Case if case not in NOT_HERE),
     *(f"downlink: {name}" for name in DOWNLINK),

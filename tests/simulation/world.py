@@ -30,7 +30,6 @@ from tests.simulation.machine import Machine
 from tests.simulation.manager import MACHINES, ManagerProcess, address_of
 from tests.simulation.process import Process
 from tests.simulation.strangers import Strangers
-from tests.simulation.stream_call import StreamCall
 from tests.simulation.worker import BLOCK_SIZE, FINGERPRINT, MAX_ENCODER_TOKENS, START, WorkerPlan, WorkerProcess
 from tests.tracer_beams import expected_beams
 
@@ -49,8 +48,6 @@ FIRST_EPOCHS = (0, 0, 0, 6, 1 << 16, 1 << 20, MAX_FOREIGN_EPOCH - 3, MAX_FOREIGN
 
 
 class Violation(NamedTuple):
-    """A law that was broken, and when."""
-
     law: str
     message: str
     at: float
@@ -58,8 +55,6 @@ class Violation(NamedTuple):
 
 @dataclass
 class Result:
-    """What a run was."""
-
     seed: int
     digest: str
     violation: Violation | None
@@ -156,6 +151,7 @@ class World:
             windows: tuple[int, ...] = (0,)
             state_grid = 0
             kind = groups.choice(LAYOUTS)
+            self.counts[f"layout: {kind}"] += 1
             if kind == "full+full":
                 pools += (groups.choice([num_blocks, smallest, smallest + 9]),)
                 windows = (0, 0)
@@ -245,10 +241,6 @@ class World:
             self.violation = Violation(law, message, self.kernel.now)
             self.kernel.trace("LAW", f"{law}: {message}")
 
-    def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
-        self.counts[f"operation: {call.method}"] += 1
-        self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
-
     def live_workers(self) -> list[WorkerProcess]:
         """Processes of workers that have not ended, superseded ones too."""
         return [process for process in self.processes if isinstance(process, WorkerProcess) and not process.is_dead]
@@ -295,11 +287,9 @@ class World:
         )
 
     def _num_first_tokens(self, plan: RequestPlan) -> int:
-        """Tokens that the text of a request begins with."""
         return 1 if self.has_encoder else len(plan.prompt)
 
     def _most_tokens(self, plan: RequestPlan) -> int:
-        """That may be generated for it."""
         room = self.max_model_len - self._num_first_tokens(plan)
         return min(plan.max_tokens or room, room)
 
@@ -385,7 +375,6 @@ class World:
         same = [other for other in self.live_workers() if other.plan.worker_id == worker.plan.worker_id]
         # Without another one it was refused for the lease of one that died: a manager's slow clock may make that long.
         if self._is_healed and worker.was_refused and any(other is not worker for other in same):
-            worker.host.is_given_up = True
             return
         seconds = self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 4.0)])
         self.kernel.after(seconds, self._start_worker, worker.host)
