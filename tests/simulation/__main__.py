@@ -9,8 +9,7 @@ import time
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-from tests.simulation.chosen import choose
-from tests.simulation.runner import REPEAT_EVERY, run_all
+from tests.simulation.runner import REPEAT_EVERY, choose, run_all
 from tests.simulation.totals import EXPECTED, Totals
 from tests.simulation.world import Result, World
 from tests.telling import told

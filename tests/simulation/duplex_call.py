@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf import text_format
 
 from tests.simulation.rpc import GONE, Context
-from tests.simulation.server_side import ServerSide
-from tests.simulation.stream_call import StreamCall
+from tests.simulation.stream_call import ServerSide, StreamCall
 
 if TYPE_CHECKING:
     from tests.simulation.process import Process

@@ -340,10 +340,6 @@ class Laws:
                     self.world.fail("generations grow", what)
                 worker.granted[ledger.group, block] = generation
 
-    def on_disagreement(self, why: str) -> None:
-        """A worker gives its session up because of what the manager says of its blocks."""
-        self.world.fail("manager and worker agree", why)
-
     def on_hit(self, ledger: BlockLedger, block: int) -> None:
         """A worker has accepted a hit: its KV must be there by now."""
         self.count("sealed-only sharing")

@@ -11,8 +11,8 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.session import SessionEnd
 from tests.simulation import patches
-from tests.simulation.machine import Machine
 from tests.simulation.rpc import Call, UnaryCall
+from tests.simulation.worker import Machine
 from tests.simulation.world import World
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.chosen import SEEDS
-from tests.simulation.runner import run_all
+from tests.simulation.runner import SEEDS, run_all
 from tests.simulation.totals import Totals
 from tests.simulation.world import World
 

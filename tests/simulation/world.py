@@ -26,11 +26,18 @@ from tests.simulation.faults import FAULTS, NotNow
 from tests.simulation.kernel import Kernel
 from tests.simulation.laws import Laws
 from tests.simulation.lease_server import LeaseServer
-from tests.simulation.machine import Machine
 from tests.simulation.manager import MACHINES, ManagerProcess, address_of
 from tests.simulation.process import Process
 from tests.simulation.strangers import Strangers
-from tests.simulation.worker import BLOCK_SIZE, FINGERPRINT, MAX_ENCODER_TOKENS, START, WorkerPlan, WorkerProcess
+from tests.simulation.worker import (
+    BLOCK_SIZE,
+    FINGERPRINT,
+    MAX_ENCODER_TOKENS,
+    START,
+    Machine,
+    WorkerPlan,
+    WorkerProcess,
+)
 from tests.tracer_beams import expected_beams
 
 _OPERATIONS = ("client's ", "Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free")
