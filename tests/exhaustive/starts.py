@@ -46,10 +46,7 @@ LARGE: dict[str, Start] = {
     ),
     "single, move": Start(_SINGLE, Budget(moves=1)),
     "rivals, 2 faults, cancel": Start(_RIVALS, Budget(faults=2, cancels=1)),
-    "rivals, restart, 2 faults, at once": Start(_RIVALS, Budget(restarts=1, faults=2), at_once=True),
     "apart, restart, 2 faults, at once": Start(_APART, Budget(restarts=1, faults=2), at_once=True),
-    "single, restart, 2 faults": Start(_SINGLE, Budget(restarts=1, faults=2)),
-    "single, move, fault": Start(_SINGLE, Budget(moves=1, faults=1)),
     "apart, move": Start(_APART, Budget(moves=1)),
     "shared, restart": Start(_SHARED, Budget(restarts=1)),
 }

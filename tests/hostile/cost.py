@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -15,39 +17,28 @@ CPU_SHARE: Final = 0.5
 """Of one core, that a process may use all the time, the calls of the good client included."""
 
 
-class Cost:
-    """Memory at its highest, and CPU time, of a process from here on. Memory is in MiB."""
-
-    def __init__(
-        self, arena: Arena, name: str, *, most_mb: int = MOST_MB, most_cpu_seconds: float | None = None
-    ) -> None:
-        """`most_cpu_seconds`: beyond CPU_SHARE; None: it is not judged."""
-        self._process = arena.cluster.processes[name]
-        self._most_mb, self._most_cpu_seconds = most_mb, most_cpu_seconds
-        # Let the peak begin at what it has now; the kernel counts on from there.
-        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
-        self._bytes, self._cpu_seconds = self._process.resident_bytes, self._process.cpu_seconds
-        self._began_at = time.monotonic()
-
-    def judge(self, outcome: Outcome) -> None:
-        """Note how much it was, and what of it is too much."""
-        process = self._process
-        if process.status is not None:
-            return
-        grown = (_peak_bytes(process.pid) - self._bytes) >> 20
-        outcome.said.append(f"{process.name} grew by up to {grown} MiB")
-        if grown > self._most_mb:
-            outcome.problems.append(f"{process.name} grew by {grown} MiB, more than {self._most_mb}")
-        if self._most_cpu_seconds is None:
-            return
-        used = process.cpu_seconds - self._cpu_seconds
-        most = self._most_cpu_seconds + CPU_SHARE * (time.monotonic() - self._began_at)
-        outcome.said.append(f"{process.name} used {used:.1f} s of CPU")
-        if used > most:
-            outcome.problems.append(f"{process.name} used {used:.1f} s of CPU, more than {most:.1f}")
-
-
-def _peak_bytes(pid: int) -> int:
-    """The most that the process had in memory since it was told to count anew."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+@contextmanager
+def bounded(
+    arena: Arena, outcome: Outcome, name: str, *, most_mb: int = MOST_MB, most_cpu_seconds: float | None = None
+) -> Iterator[None]:
+    """Judge how much a process grows meanwhile at its highest, in MiB, and the CPU time beyond CPU_SHARE; None: not judged."""
+    process = arena.cluster.processes[name]
+    # Let the peak begin at what it has now; the kernel counts on from there.
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+    num_bytes, cpu_seconds, began_at = process.resident_bytes, process.cpu_seconds, time.monotonic()
+    yield
+    if process.status is not None:
+        return
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    peak_bytes = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    grown = (peak_bytes - num_bytes) >> 20
+    outcome.said.append(f"{name} grew by up to {grown} MiB")
+    if grown > most_mb:
+        outcome.problems.append(f"{name} grew by {grown} MiB, more than {most_mb}")
+    if most_cpu_seconds is None:
+        return
+    used = process.cpu_seconds - cpu_seconds
+    most = most_cpu_seconds + CPU_SHARE * (time.monotonic() - began_at)
+    outcome.said.append(f"{name} used {used:.1f} s of CPU")
+    if used > most:
+        outcome.problems.append(f"{name} used {used:.1f} s of CPU, more than {most:.1f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpool.worker_service.cache.entry import BlockCopy
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from tests.simulation.worker import WorkerProcess
 
 
+@dataclass
 class _Part:
     """A sequence's part of the running step, and how many of its tokens are done."""
 
-    def __init__(self, asked: SequencePart, sequence: CacheSequence) -> None:
-        self.asked = asked
-        self.sequence = sequence
-        self.num_done = 0
+    asked: SequencePart
+    sequence: CacheSequence
+    num_done: int = 0
 
 
 class Gpu:

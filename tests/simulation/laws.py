@@ -487,10 +487,8 @@ class Laws:
 def _in_words(method: str, request: Any, response: Any, failure: Failure | None) -> str:
     if failure is not None:
         return f"{failure.code.name} {reason_in(failure)}: {failure.details}"
-    if method in _MUTATING:
-        head = f"call {request.uplink.call_no} of {request.uplink.session:#x}"
-        return f"{head}: {_short(request)} → {_short(response)}"
-    return f"{_short(request)} → {_short(response)}"
+    head = f"call {request.uplink.call_no} of {request.uplink.session:#x}: " if method in _MUTATING else ""
+    return f"{head}{_short(request)} → {_short(response)}"
 
 
 def _short(message: Any) -> str:

@@ -48,7 +48,6 @@ class ManagerProcess(Process):
     def __init__(self, world: World, machine: str, number: int, limits: Limits) -> None:
         super().__init__(world, f"{machine}.{number}", machine)
         self.is_stopping = False
-        """It was told to stop."""
         self.has_odd_clock = False
         """Its clock has jumped, or runs much faster or slower than others."""
         self._limits = limits

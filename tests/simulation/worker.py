@@ -40,6 +40,7 @@ GRACE_SECONDS = 2.0
 START = 1
 """The token that every text of a decoder begins with."""
 MAX_ENCODER_TOKENS = 40
+MAX_MODEL_LEN = 48
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class WorkerPlan:
     retention_interval: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int
     reserve_seconds: float
     prefix_wait_seconds: float
     report_seconds: float
@@ -135,7 +135,7 @@ class WorkerProcess(Process):
             EngineSettings(
                 model_fingerprint=FINGERPRINT,
                 vocab_size=tracer.VOCAB_SIZE,
-                max_model_len=plan.max_model_len,
+                max_model_len=MAX_MODEL_LEN,
                 eos_token_ids=tracer.EOS,
                 max_num_seqs=plan.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -159,7 +159,7 @@ class WorkerProcess(Process):
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
             vocab_size=tracer.VOCAB_SIZE,
-            max_model_len=plan.max_model_len,
+            max_model_len=MAX_MODEL_LEN,
             eos_token_ids=sorted(tracer.EOS),
             is_encoder_decoder=self.cache.settings.encoder_capacity > 0,
             decoder_start_token_id=START,
@@ -190,7 +190,7 @@ class WorkerProcess(Process):
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
             kv_cache_config=settings.kv_cache_config(),
-            max_model_len=self.plan.max_model_len,
+            max_model_len=MAX_MODEL_LEN,
             facts_digest=self.facts.facts_digest,
             engine="simulated",
         )

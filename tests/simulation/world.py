@@ -33,6 +33,7 @@ from tests.simulation.worker import (
     BLOCK_SIZE,
     FINGERPRINT,
     MAX_ENCODER_TOKENS,
+    MAX_MODEL_LEN,
     START,
     Machine,
     WorkerPlan,
@@ -140,7 +141,6 @@ class World:
         """After which it sends no more over one."""
         self.message_bytes = streams.choice([1, 1 << 16])
         """Of answers that a worker sends together."""
-        self.max_model_len = 48
         groups, forks, answers = (self.kernel.random(name) for name in ("groups", "forks", "answers"))
         encoder = self.kernel.random("encoder")
         self.has_encoder = encoder.random() < 0.3
@@ -150,7 +150,7 @@ class World:
         has_small = draw.random() < 0.15
         self.plans: list[WorkerPlan] = []
         for number in range(draw.choice([2, 2, 3])):
-            smallest = self.max_model_len // BLOCK_SIZE + 1
+            smallest = MAX_MODEL_LEN // BLOCK_SIZE + 1
             num_blocks = draw.choice([smallest, smallest + 5, smallest + 18])
             if has_small and number == 1:
                 num_blocks = 8
@@ -185,7 +185,6 @@ class World:
                     retention_interval=groups.choice([0, 0, 0, 6, 16]),
                     max_num_seqs=draw.choice([2, 4, 6]),
                     max_num_batched_tokens=draw.choice([8, 16, 40]),
-                    max_model_len=self.max_model_len,
                     reserve_seconds=draw.choice([0.2, 2.0]),
                     prefix_wait_seconds=draw.choice([0.3, 10.0]),
                     report_seconds=draw.choice([0.01, 0.05, 0.3]),
@@ -196,9 +195,7 @@ class World:
                     fork_rate=forks.choice([0.0, 0.02, 0.1, 0.4]),
                 )
             )
-        has_small = has_small or any(
-            plan.cache_settings().capacity * BLOCK_SIZE < self.max_model_len for plan in self.plans
-        )
+        has_small = has_small or any(plan.cache_settings().capacity * BLOCK_SIZE < MAX_MODEL_LEN for plan in self.plans)
         self.client_names = ["c0", "c1"]
         bases = [[draw.randrange(tracer.VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
         self.requests: list[RequestPlan] = []
@@ -297,7 +294,7 @@ class World:
         return 1 if self.has_encoder else len(plan.prompt)
 
     def _most_tokens(self, plan: RequestPlan) -> int:
-        room = self.max_model_len - self._num_first_tokens(plan)
+        room = MAX_MODEL_LEN - self._num_first_tokens(plan)
         return min(plan.max_tokens or room, room)
 
     def ended(self, plan: RequestPlan, how: str) -> None:
