@@ -16,8 +16,7 @@ import httpx
 
 from tests.cluster.cluster import GATEWAY, free_port
 from tests.hostile.arena import Arena
-from tests.hostile.attack import Attack, Outcome
-from tests.hostile.cost import bounded
+from tests.hostile.attack import Attack, Outcome, bounded
 from tests.hostile.good_client import http_client
 from tests.hostile.over_http import idle
 

@@ -25,8 +25,7 @@ from tests import http2
 from tests.attacks import at_manager, at_worker
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
-from tests.hostile.attack import Attack, Outcome, status_of
-from tests.hostile.cost import bounded
+from tests.hostile.attack import Attack, Outcome, bounded, status_of
 from tests.hostile.fuzz import DEFECTS
 from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS
 from tests.hostile.stranger import FINGERPRINT, Stranger, registration

@@ -9,8 +9,7 @@ import time
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-from tests.simulation.runner import REPEAT_EVERY, choose, run_all
-from tests.simulation.totals import EXPECTED, Totals
+from tests.simulation.runner import EXPECTED, REPEAT_EVERY, Totals, choose, run_all
 from tests.simulation.world import Result, World
 from tests.telling import told
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.runner import SEEDS, run_all
-from tests.simulation.totals import Totals
+from tests.simulation.runner import SEEDS, Totals, run_all
 from tests.simulation.world import World
 
 ROOT = Path(__file__).parents[2]
