@@ -93,11 +93,10 @@ def test_the_speed_of_this_machine_can_be_measured() -> None:
 # -- the command line that all have
 
 
-@pytest.mark.parametrize("runs", ["0", "-1"])
-def test_no_run_at_all_is_refused_before_anything_is_measured(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_at_all_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command_line(None, runs=5).parse_args(["--runs", runs])
-    assert f"argument --runs: must be at least 1, got {runs}" in capsys.readouterr().err
+        command_line(None, runs=5).parse_args(["--runs", "0"])
+    assert "argument --runs: must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_series_shows_median_least_and_most() -> None:

@@ -29,6 +29,8 @@ NUM_LEASES: Final = 4
 """Until the cluster must be as before, where a lease has to end first: until the attacker's ends, one more, the worker's next try,
 and one for a busy machine."""
 READER_SECONDS: Final = 1
+WORKER_SETTINGS: Final = {"reader_seconds": READER_SECONDS}
+"""Readers that do not read are ended sooner than by default, so that the wait is short."""
 ATTACKER_NICE: Final = 10
 """A real attacker has a machine of its own; this one must not take the cores from those whom it attacks."""
 NUM_FILES: Final = 8192
@@ -80,7 +82,7 @@ async def campaign(settings: Settings, folder: Path, progress: Tell) -> Result:
     """Do it; raises only if the cluster cannot be started."""
     allow_files()
     result = Result(settings)
-    arena = Arena(folder, lease_seconds=settings.lease_seconds, worker_settings=worker_settings())
+    arena = Arena(folder, lease_seconds=settings.lease_seconds, worker_settings=WORKER_SETTINGS)
     async with Judge(arena, settings.limit_seconds) as judge:
         # Once the others run: they would inherit it.
         os.nice(ATTACKER_NICE)
@@ -105,11 +107,6 @@ async def campaign(settings: Settings, folder: Path, progress: Tell) -> Result:
 
 def _tell(progress: Tell, round_number: int, name: str, count: int, done: int) -> None:
     progress(f"round {round_number}, {name}", done, count)
-
-
-def worker_settings() -> dict[str, Any]:
-    """Readers that do not read are ended sooner than by default, so that the wait is short."""
-    return {"reader_seconds": READER_SECONDS}
 
 
 def _judge_memory(result: Result) -> None:

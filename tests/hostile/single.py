@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 import grpc
+from google.protobuf import wrappers_pb2
 
 from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS
 from kvpool.cache_service.core.messages import Limits
@@ -56,8 +57,8 @@ async def oversize(arena: Arena, outcome: Outcome) -> None:
         with bounded(arena, outcome, name):
             async with arena.channel(name) as channel:
                 for size in ((16 << 20) + 1, 48 << 20, (16 << 20) - 64):
-                    # Field 99, which no message has: a parser would keep it.
-                    payload = b"\x9a\x06" + _varint(size) + bytes(size)
+                    # Field 99 instead of 1: no message has it, and a parser would keep it.
+                    payload = b"\x9a\x06" + wrappers_pb2.BytesValue(value=bytes(size)).SerializeToString()[1:]
                     code = await status_of(rpc.call(channel, payload, CALL_SECONDS))
                     outcome.said.append(f"{size >> 20} MiB to {name}: {code.name}")
                     if code is grpc.StatusCode.OK or code in DEFECTS:
@@ -74,14 +75,6 @@ async def oversize(arena: Arena, outcome: Outcome) -> None:
                 for at in range(0, len(bomb), 1 << 14):
                     await connection.send(http2.data(bomb[at : at + (1 << 14)], flags=http2.Flag.NONE))
                 await connection.read_until_end(0.3)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*encoded, value))
 
 
 # -- messages of the table, while a stream runs

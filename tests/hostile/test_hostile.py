@@ -12,7 +12,7 @@ import pytest_asyncio
 from tests import http2
 from tests.hostile.arena import VICTIM, Arena
 from tests.hostile.attack import Attack
-from tests.hostile.campaign import Settings, allow_files, attacks, wait, worker_settings
+from tests.hostile.campaign import WORKER_SETTINGS, Settings, allow_files, attacks, wait
 from tests.hostile.judge import Judge, Part
 from tests.hostile.malformed import CASES
 from tests.hostile.messages import MessageMaker
@@ -49,7 +49,7 @@ async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge
     arena = Arena(
         folder,
         lease_seconds=SMALL.lease_seconds,
-        worker_settings=worker_settings(),
+        worker_settings=WORKER_SETTINGS,
         pause_seconds=PAUSE_SECONDS,
         turn_seconds=TURN_SECONDS,
     )

@@ -41,10 +41,6 @@ class Process:
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._wake_no = 0
 
-    def __repr__(self) -> str:
-        state = "dead" if self.is_dead else "frozen" if self.is_frozen else "alive"
-        return f"<{self.name} {state}>"
-
     # -- what happens to it
 
     def deliver(self, callback: Callable[..., object], *args: Any) -> None:
