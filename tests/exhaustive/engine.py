@@ -71,7 +71,6 @@ class TinyEngine:
         self.running: list[CacheSequence] = []
         """In the order of admission: the last is the youngest."""
         self.step: list[Part] = []
-        """The step that is on the device."""
         self.copies: list[Copied] = []
         """Of forks since the last step, or of the running one. For the slots they are made at once."""
         self.slots: list[AnySlots[Content]] = [

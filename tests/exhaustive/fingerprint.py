@@ -9,7 +9,7 @@ from the rest and compared with it by the audit (the tree's nodes, the index of 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -37,27 +37,6 @@ from tests.exhaustive.wire import form_of
 from tests.exhaustive.world import Peer, World
 
 
-class _Numbers:
-    """Absolute numbers of each kind in the order in which the canonical walk comes by them."""
-
-    def __init__(self) -> None:
-        self.stamps: list[int] = []
-        self.sessions: list[int] = []
-        self.calls: list[tuple[int, int]] = []
-        self.entries: list[tuple[int, int]] = []
-        self.registers: list[tuple[int, int, int]] = []
-
-    def of(self, skeleton: Any) -> Form:
-        return Form(
-            marshal.dumps(skeleton, 2),
-            tuple(self.stamps),
-            tuple(self.sessions),
-            tuple(self.calls),
-            tuple(self.entries),
-            tuple(self.registers),
-        )
-
-
 def _ranks(values: list[Any]) -> tuple[int, ...]:
     rank = {value: index for index, value in enumerate(sorted(set(values)))}
     return tuple([rank[value] for value in values])
@@ -82,28 +61,27 @@ def forms_of(world: World) -> list[Form]:
 
 def fingerprint_of(world: World, forms: list[Form]) -> bytes:
     """The fingerprint, if the forms of the parts are known. Each absolute number is replaced by its rank; no generation stays 0."""
-    letters = _letters(world)
-    skeletons, stamps, sessions, calls, entries, registers = zip(letters, *forms, strict=True)
+    forms = [_letters(world), *forms]
     whole = (
-        skeletons,
+        [form.skeleton for form in forms],
         [asked.state() for asked in world.asked],
-        _ranks([0, *chain.from_iterable(stamps)]),
-        _ranks([*chain.from_iterable(sessions)]),
-        _ranks([*chain.from_iterable(calls)]),
-        _ranks([*chain.from_iterable(entries)]),
-        _ranks([*chain.from_iterable(registers)]),
+        _ranks([0, *chain.from_iterable(form.stamps for form in forms)]),
+        _ranks([*chain.from_iterable(form.sessions for form in forms)]),
+        _ranks([*chain.from_iterable(form.calls for form in forms)]),
+        _ranks([*chain.from_iterable(form.entries for form in forms)]),
+        _ranks([*chain.from_iterable(form.registers for form in forms)]),
     )
     return xxhash.xxh3_128_digest(marshal.dumps(whole, 2))
 
 
-_NO_LETTERS = _Numbers().of([])
+_NO_LETTERS = Form().of([])
 
 
 def _letters(world: World) -> Form:
     """What is under way, in an order that does not depend on when it was sent."""
     if not world.wire:
         return _NO_LETTERS
-    numbers = _Numbers()
+    numbers = Form()
     found = []
     for letter in world.wire:
         peer = world.peers[letter.worker]
@@ -115,14 +93,15 @@ def _letters(world: World) -> Form:
     for worker, method, is_reply, refusal, is_waited_for, form in found:
         letters.append((worker, method, is_reply, refusal, is_waited_for, None if form is None else form.template))
         if form is not None:
-            session = form.sessions[0] if form.sessions else world.peers[worker].engine.cache.session
-            numbers.sessions += form.sessions
-            numbers.calls += [(session, call) for call in form.calls]
-            numbers.entries += [(session, entry) for entry in form.entries]
-            numbers.stamps += form.stamps
+            told = form.numbers
+            session = told["sessions"][0] if told["sessions"] else world.peers[worker].engine.cache.session
+            numbers.sessions += told["sessions"]
+            numbers.calls += [(session, call) for call in told["calls"]]
+            numbers.entries += [(session, entry) for entry in told["entries"]]
+            numbers.stamps += told["stamps"]
             numbers.registers += [
                 (worker, incarnation, number)
-                for incarnation, number in zip(form.incarnations, form.registers, strict=True)
+                for incarnation, number in zip(told["incarnations"], told["registers"], strict=True)
             ]
     return numbers.of(letters)
 
@@ -131,12 +110,16 @@ def _letters(world: World) -> Form:
 
 
 def _peer(index: int, peer: Peer) -> Form:
-    numbers = _Numbers()
+    numbers = Form()
     engine = peer.engine
     state = engine.cache.state
     link = state.link
     numbers.registers.append((index, peer.incarnation, peer.register_no))
     numbered = {id(sequence): number for number, sequence in enumerate(_all_sequences(engine))}
+
+    def numbers_of(some: Iterable[CacheSequence]) -> list[int]:
+        return [numbered[id(sequence)] for sequence in some]
+
     linked: Hashable = None
     if link is not None:
         numbers.sessions.append(link.session)
@@ -146,7 +129,7 @@ def _peer(index: int, peer: Peer) -> Form:
             request = link.in_flight.request
             method = type(request).__name__.removesuffix("Request")
             form = form_of(method, request.SerializeToString(deterministic=True), False)
-            numbers.stamps += form.stamps
+            numbers.stamps += form.numbers["stamps"]
             in_flight = form.template
         told: Hashable = None
         if link.report is not None:
@@ -154,7 +137,7 @@ def _peer(index: int, peer: Peer) -> Form:
             parts = [report._part, *report._parts.__reduce__()[1][0][report._parts.__reduce__()[2] :]]  # type: ignore[index]
             forms = [form_of("Report", part.SerializeToString(deterministic=True), False) for part in parts]
             for form in forms:
-                numbers.stamps += form.stamps
+                numbers.stamps += form.numbers["stamps"]
             told = tuple(form.template for form in forms), report._num_sent, report.is_live, report.num_calls_since
         # Not how many calls were stale: that decides something from MAX_STALE_CALLS on, which no world has faults enough for.
         linked = in_flight, told, link.is_unanswered
@@ -167,10 +150,10 @@ def _peer(index: int, peer: Peer) -> Form:
             tuple(map(bool, peer.waits.values())),
             linked,
             sequences,
-            [numbered[id(sequence)] for sequence in state.sequences.values()],
-            [numbered[id(sequence)] for sequence in state.ending],
-            [numbered[id(sequence)] for sequence in state.parked],
-            [numbered[id(sequence)] for sequence in state.forks],
+            numbers_of(state.sequences.values()),
+            numbers_of(state.ending),
+            numbers_of(state.parked),
+            numbers_of(state.forks),
             [
                 (numbered[id(copying.source)], numbered[id(copying.fork)], [tuple(copy) for copy in copying.copies])
                 for copying in (*state.copies_due, *state.copies_made)
@@ -178,8 +161,8 @@ def _peer(index: int, peer: Peer) -> Form:
             len(state.copies_due),
             state.forks_found_no_room,
             [(tuple(copied.copy), copied.slots, copied.fork.state.value) for copied in engine.copies],
-            [numbered[id(sequence)] for sequence in engine.waiting],
-            [numbered[id(sequence)] for sequence in engine.running],
+            numbers_of(engine.waiting),
+            numbers_of(engine.running),
             [
                 (
                     numbered[id(part.sequence)],
@@ -223,7 +206,7 @@ def _all_sequences(engine: TinyEngine) -> list[CacheSequence]:
     return list({id(sequence): sequence for place in places for sequence in place}.values())
 
 
-def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
+def _sequence(sequence: CacheSequence, numbers: Form) -> Hashable:
     return (
         sequence.id.sequence_id,
         sequence.id.attempt,
@@ -253,7 +236,7 @@ def _sequence(sequence: CacheSequence, numbers: _Numbers) -> Hashable:
     )
 
 
-def _table(table: GroupTable, numbers: _Numbers) -> Hashable:
+def _table(table: GroupTable, numbers: Form) -> Hashable:
     if isinstance(table, Scratch):
         return _scratch(table, numbers)
     assert isinstance(table, DenseTable), "of units the worlds have none"
@@ -261,7 +244,7 @@ def _table(table: GroupTable, numbers: _Numbers) -> Hashable:
     return table.num_unstated
 
 
-def _scratch(scratch: Scratch, numbers: _Numbers) -> Hashable:
+def _scratch(scratch: Scratch, numbers: Form) -> Hashable:
     reserved = [*scratch.named.values(), *scratch.scratch(), *scratch._scratch, *scratch._from_reserve]
     numbers.stamps += [one.generation for one in reserved]
     numbers.stamps += [entry.generation for entry in (*scratch._bound, *scratch._released)]
@@ -288,7 +271,7 @@ def _blocks_of(content: Content | None) -> Hashable:
     return tuple(found)
 
 
-def _ledger(ledger: BlockLedger, numbers: _Numbers) -> Hashable:
+def _ledger(ledger: BlockLedger, numbers: Form) -> Hashable:
     numbers.stamps += ledger._generation
     held = {id(content): block for block, content in enumerate(ledger._contents) if content is not None}
     return (
@@ -311,7 +294,7 @@ def _chain_of(content: Content | None, held: dict[int, int]) -> Hashable:
 
 
 def _manager(manager: CacheManager) -> Form:
-    numbers = _Numbers()
+    numbers = Form()
     known = sorted(manager._incarnations.known.items())
     numbers.registers += [(int(worker[1:]), newest.incarnation, newest.register_no) for worker, newest in known]
     return numbers.of(
@@ -323,7 +306,7 @@ def _manager(manager: CacheManager) -> Form:
     )
 
 
-def _session(session: Session, recovery: Recovery | None, numbers: _Numbers) -> Hashable:
+def _session(session: Session, recovery: Recovery | None, numbers: Form) -> Hashable:
     numbers.sessions.append(session.number)
     numbers.calls.append((session.number, session.last_call_no))
     numbers.entries += [(session.number, entry.number) for entry in session.downlink.pending()]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copyreg
 import functools
 import io
+import marshal
 import pickle
+import sys
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -15,29 +17,29 @@ from kvpool.worker_service.cache.sequence import SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
 
 
-class Form(NamedTuple):
+class Form:
     """The canonical form of a part: what it is but for absolute numbers, and these, in the order in which a walk comes by them."""
 
-    skeleton: bytes
-    stamps: tuple[int, ...]
-    sessions: tuple[int, ...]
-    calls: tuple[tuple[int, int], ...]
-    """Each with its session, as the next."""
-    entries: tuple[tuple[int, int], ...]
-    registers: tuple[tuple[int, int, int], ...]
+    def __init__(self) -> None:
+        self.skeleton = b""
+        self.stamps: list[int] = []
+        self.sessions: list[int] = []
+        self.calls: list[tuple[int, int]] = []
+        """Each with its session, as the next."""
+        self.entries: list[tuple[int, int]] = []
+        self.registers: list[tuple[int, int, int]] = []
+
+    def of(self, skeleton: Any) -> Form:
+        """The whole form, once all numbers are there."""
+        self.skeleton = marshal.dumps(skeleton, 2)
+        return self
 
 
-class Part:
+class Part(NamedTuple):
     """A manager or a worker as bytes, from which copies are made, and its form. Never changes."""
 
-    __slots__ = ("data", "form")
-
-    def __init__(self, data: bytes, form: Form) -> None:
-        self.data = data
-        self.form = form
-
-    def __reduce__(self) -> tuple[Any, tuple[bytes, Form]]:
-        return Part, (self.data, self.form)
+    data: bytes
+    form: Form
 
     def copy(self) -> Any:
         return pickle.loads(self.data)
@@ -94,39 +96,18 @@ for _message in (
 ):
     _Pickler.dispatch_table[_message] = lambda message: (_parse, (type(message), message.SerializeToString()))
 
-_NAMES = {
-    "array": "array _array_reconstructor",
-    "kvpool.cache_service.core.fencing": "Fencing",
-    "kvpool.cache_service.core.block_pool": "BlockPool",
-    "kvpool.cache_service.core.hashing": "xxh64",
-    "kvpool.cache_service.core.manager": "CacheManager",
-    "kvpool.cache_service.core.messages": "Boundary DownlinkEntry Grant Limits Registration Root SequenceKey Stop WorkerLoad",
-    "kvpool.cache_service.core.prefix_tree": "Node PrefixTree RootNode",
-    "kvpool.cache_service.core.recovery": "Recovery",
-    "kvpool.cache_service.core.downlink": "Downlink",
-    "kvpool.cache_service.core.session": "Sequence Session",
-    "kvpool.cache_service.core.session_key": "SessionKey",
-    "collections": "Counter OrderedDict deque",
-    "tests.exhaustive.engine": "Copied Part TinyEngine",
-    "tests.exhaustive.parts": "_of_kind _parse _root",
-    "tests.exhaustive.world": "Peer",
-    "tests.tracer": "AnySlots",
-    "kvpool.worker_service.cache.engine_cache": "EngineCache",
-    "kvpool.worker_service.cache.ledger": "BlockLedger Content",
-    "kvpool.worker_service.cache.link_state": "Call LinkState Stated",
-    "kvpool.worker_service.cache.report": "Report",
-    "kvpool.worker_service.cache.reserve": "DecodingRate Reserve ReservedBlock",
-    "kvpool.worker_service.cache.sequence": "CacheSequence SequenceId SequenceState",
-    "kvpool.worker_service.cache.groups.dense": "DenseGroup DenseTable",
-    "kvpool.worker_service.cache.groups.group": "Statement",
-    "kvpool.worker_service.cache.groups.state": "RunningState StateGroup",
-    "kvpool.worker_service.cache.groups.window": "Ring WindowGroup",
-    "kvpool.worker_service.cache.entry": "Entry",
-    "kvpool.worker_service.cache.settings": "CacheSettings",
-    "kvpool.worker_service.cache.state": "CacheState",
-}
-"""What copies are made of most. Pickle looks it up by number instead of by module and name: that takes a third off every copy."""
+_PACKAGES = ("kvpool.cache_service.core.", "kvpool.worker_service.cache.", "tests.exhaustive.", "tests.tracer")
 
-for _module, _of_module in _NAMES.items():
-    for _name in _of_module.split():
-        copyreg.add_extension(_module, _name, len(copyreg._extension_registry) + 1)  # type: ignore[attr-defined]
+
+def number_classes() -> None:
+    """Let pickle look up by number what copies are made of, instead of by module and name: that takes a third off every copy."""
+    named = [
+        ("array", "_array_reconstructor"),
+        *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
+    ]
+    named += [(__name__, function.__name__) for function in (_of_kind, _parse, _root)]
+    for module in sorted(name for name in sys.modules if name.startswith(_PACKAGES)):
+        kinds = vars(sys.modules[module]).items()
+        named += [(module, name) for name, kind in kinds if isinstance(kind, type) and kind.__module__ == module]
+    for code, (module, name) in enumerate(named, len(copyreg._extension_registry) + 1):  # type: ignore[attr-defined]
+        copyreg.add_extension(module, name, code)

@@ -43,51 +43,45 @@ def execute(manager: CacheManager, letter: Letter, now: float) -> Letter:
     return letter._replace(payload=response.SerializeToString(deterministic=True), is_reply=True)
 
 
-class Form(NamedTuple):
+_KINDS = {
+    "session": "sessions",
+    "call_no": "calls",
+    "downlink_ack": "entries",
+    "number": "entries",
+    "generations": "stamps",
+    "register_no": "registers",
+    "incarnation": "incarnations",
+    "epoch": "epochs",
+    "highest_epoch_seen": "epochs",
+}
+"""Of the absolute numbers, by the name of their field. Entries are those of the downlink that are acknowledged, or told."""
+
+
+class MessageForm(NamedTuple):
     """A message with its absolute numbers taken out: two forms are equal if the messages differ in nothing else."""
 
     template: bytes
-    sessions: tuple[int, ...]
-    calls: tuple[int, ...]
-    entries: tuple[int, ...]
-    """Numbers of downlink entries: acknowledged, or told."""
-    stamps: tuple[int, ...]
-    """Generations."""
-    registers: tuple[int, ...]
-    incarnations: tuple[int, ...]
-
-
-_PLACE = {
-    "session": 0,
-    "call_no": 1,
-    "downlink_ack": 2,
-    "number": 2,
-    "generations": 3,
-    "register_no": 4,
-    "incarnation": 5,
-    "epoch": 6,
-    "highest_epoch_seen": 6,
-}
+    numbers: dict[str, list[int]]
+    """By kind."""
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def form_of(method: str, payload: bytes, is_reply: bool) -> Form:
+def form_of(method: str, payload: bytes, is_reply: bool) -> MessageForm:
     message = (RESPONSES if is_reply else REQUESTS)[method].FromString(payload)
-    numbers: tuple[list[int], ...] = tuple([] for _ in range(7))
+    numbers: dict[str, list[int]] = {kind: [] for kind in _KINDS.values()}
     _take_out(message, numbers)
-    return Form(message.SerializeToString(deterministic=True), *map(tuple, numbers[:6]))
+    return MessageForm(message.SerializeToString(deterministic=True), numbers)
 
 
-def _take_out(message: Message, numbers: tuple[list[int], ...]) -> None:
+def _take_out(message: Message, numbers: dict[str, list[int]]) -> None:
     for field, value in message.ListFields():
-        place = _PLACE.get(field.name)
-        if place is not None:
-            if field.name == "generations":
-                numbers[place].extend(value)
-                value[:] = [0] * len(value)
-            else:
-                numbers[place].append(value)
-                setattr(message, field.name, 1)
+        kind = _KINDS.get(field.name)
+        if kind == "stamps":
+            numbers[kind].extend(value)
+            value[:] = [0] * len(value)
+        elif kind is not None:
+            numbers[kind].append(value)
+            setattr(message, field.name, 1)
         elif field.message_type is not None:
             for part in value if field.is_repeated else [value]:
                 _take_out(part, numbers)

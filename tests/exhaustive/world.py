@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.sequence import Sequence
-from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS, MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
 from kvpool.worker_service.cache.settings import CacheSettings
@@ -48,11 +48,7 @@ class Budget(NamedTuple):
     moves: int = 0
     """The client goes to the other worker with attempt + 1, though nothing has failed."""
     cancels: int = 0
-    """The client goes away."""
-    heartbeats: int = 0
-    """KeepAlive calls."""
     forks: int = 0
-    """A sequence that decodes is forked."""
 
     def covers(self, other: Budget) -> bool:
         """Whether all that may happen with `other` may happen with this one."""
@@ -93,7 +89,7 @@ class Event(NamedTuple):
     """Where calls take place at once: what goes wrong with this one."""
 
 
-SPEAKING = frozenset({"register", "say", "beat"})
+SPEAKING = frozenset({"register", "say"})
 """Events in which a worker makes a call."""
 MISHAPS = ("slow", "lost", "unheard", "doubled", "given up")
 """What can go wrong with a call that otherwise takes place at once: it is under way while other things happen; the request is lost;
@@ -105,11 +101,11 @@ LATE = frozenset({"STALE_CALL", "STALE_SESSION", "STALE_REGISTER", "STALE_INCARN
 
 
 MUTATING = "mutating"
-"""All calls but Register and KeepAlive: one at a time."""
+"""All calls but Register: one at a time."""
 
 
 def kind_of(method: str) -> str:
-    return method if method in ("Register", "KeepAlive") else MUTATING
+    return method if method == "Register" else MUTATING
 
 
 class Peer:
@@ -122,25 +118,22 @@ class Peer:
         self.register_no = 0
         self.num_calls = 0
         """Calls of all kinds, over all lives."""
-        self.waits = dict.fromkeys(("Register", "KeepAlive", MUTATING), 0)
+        self.waits = dict.fromkeys(("Register", MUTATING), 0)
         """The call of each kind that is waited for; 0: none."""
-        self.beating_session = 0
 
 
+@dataclass
 class Asked:
     """Where the client is with one of its requests."""
 
-    def __init__(
-        self, attempt: int = 0, worker: int = 0, delivered: tuple[int, ...] = (), is_over: bool = False
-    ) -> None:
-        self.attempt = attempt
-        self.worker = worker
-        self.delivered = list(delivered)
-        self.is_over = is_over
-        """All its tokens are delivered, or the client has gone away."""
+    attempt: int = 0
+    worker: int = 0
+    delivered: tuple[int, ...] = ()
+    is_over: bool = False
+    """All its tokens are delivered, or the client has gone away."""
 
     def state(self) -> tuple[int, int, tuple[int, ...], bool]:
-        return self.attempt, self.worker, tuple(self.delivered), self.is_over
+        return self.attempt, self.worker, self.delivered, self.is_over
 
 
 class State(NamedTuple):
@@ -250,8 +243,6 @@ class World:
         else:
             if not peer.waits[MUTATING]:
                 found.append(Event("say", index))
-            if self.left.heartbeats and not peer.waits["KeepAlive"]:
-                found.append(Event("beat", index))
             if self.left.restarts and any(s.number == engine.cache.session for s in self.manager.sessions):
                 found.append(Event("expire", index))
         if engine.step:
@@ -355,13 +346,6 @@ class World:
         elif what == "register":
             peer.register_no += 1
             self._send(index, "Register", self._introduction(index))
-        elif what == "beat":
-            self._spend("heartbeats")
-            request = engine.cache.keep_alive(common_pb2.WorkerLoad())
-            assert request is not None
-            request.ClearField("counts")
-            self._send(index, "KeepAlive", request)
-            peer.beating_session = engine.cache.session
         else:
             assert what == "say"
             call = engine.cache.next_call(engine.candidates, ASKING_AT)
@@ -397,7 +381,7 @@ class World:
             engine = self.peers[asked.worker].engine
             for sequence in [*engine.running, *engine.waiting, *engine.cache.state.sequences.values()]:
                 if sequence.id == (wanted.name, asked.attempt):
-                    told = sequence.tokens[len(wanted.prompt) :]
+                    told = tuple(sequence.tokens[len(wanted.prompt) :])
                     if told[: len(asked.delivered)] != asked.delivered:
                         raise BrokenLaw(f"one text: {wanted.name!r} was told {asked.delivered}, now {told}")
                     asked.delivered = told
@@ -429,13 +413,6 @@ class World:
                 report = cache.state.link.report if cache.state.link is not None else None
                 if report is not None:
                     report._parts = iter(list(report._parts))  # the same parts, in a form that can be copied
-        elif kind == "KeepAlive":
-            if letter.refusal:
-                # The edge ends the session it has now only if it is the one that the heartbeat spoke for.
-                if cache.session == peer.beating_session:
-                    cache.state.lose_session("the manager no longer knows this session")
-            else:
-                cache.on_keep_alive(peer.beating_session, response_of(letter))
         else:
             call = self._call_in_flight(peer)
             if call is None:
@@ -452,11 +429,8 @@ class World:
 
     def _forget_calls_of_lost_session(self, peer: Peer) -> None:
         """The edge cancels what it waits for when the session is lost."""
-        session = peer.engine.cache.session
-        if not session or self._call_in_flight(peer) is None:
+        if not peer.engine.cache.session or self._call_in_flight(peer) is None:
             peer.waits[MUTATING] = 0
-        if session != peer.beating_session:
-            peer.waits["KeepAlive"] = 0
 
     def _fault(self, what: str, index: int) -> None:
         self._spend("faults")
@@ -523,7 +497,7 @@ class World:
         else:
             peer = self._peer_to_change(index)
             peer.incarnation += 1
-            peer.register_no = peer.beating_session = 0
+            peer.register_no = 0
             peer.waits = dict.fromkeys(peer.waits, 0)
             peer.engine = TinyEngine(peer.settings)
 
@@ -553,9 +527,6 @@ class World:
             known = self.manager._incarnations.known.get(f"w{letter.worker}")
             request = request_of(letter)
             if known is None or (request.incarnation, request.register_no) > known[:2]:
-                return False
-        elif letter.method == "KeepAlive":
-            if any(s.number == request_of(letter).session for s in self.manager.sessions):
                 return False
         else:
             uplink = request_of(letter).uplink

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import grpc
@@ -93,10 +92,8 @@ class Arena:
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.cluster.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *error: Any) -> None:
+        await self.cluster.__aexit__(*error)
 
     async def _start(self) -> None:
         folder = self._folder / f"cluster-{next(self._numbers)}"

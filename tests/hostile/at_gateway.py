@@ -16,8 +16,7 @@ import httpx
 
 from tests.cluster.cluster import GATEWAY, free_port
 from tests.hostile.arena import Arena
-from tests.hostile.attack import Attack, Outcome
-from tests.hostile.cost import Cost
+from tests.hostile.attack import Attack, Outcome, bounded
 from tests.hostile.good_client import http_client
 from tests.hostile.over_http import idle
 
@@ -69,50 +68,46 @@ async def _flood(arena: Arena, begin: bytes, piece: bytes) -> bytes:
 
 async def trailers_without_end(arena: Arena, outcome: Outcome) -> None:
     """Refused after some KiB, with and without a line end in them."""
-    cost = Cost(arena, GATEWAY, most_mb=32, most_cpu_seconds=2.0)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
-    answers = await asyncio.gather(*(_flood(arena, head, piece) for piece in TRAILERS * 2))
-    if not all(answer.startswith(b"HTTP/1.1 431") for answer in answers):
-        outcome.problems.append(f"answered {[answer[:12] for answer in answers]}")
-    cost.judge(outcome)
+    with bounded(arena, outcome, GATEWAY, most_mb=32, most_cpu_seconds=2.0):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+        answers = await asyncio.gather(*(_flood(arena, head, piece) for piece in TRAILERS * 2))
+        if not all(answer.startswith(b"HTTP/1.1 431") for answer in answers):
+            outcome.problems.append(f"answered {[answer[:12] for answer in answers]}")
 
 
 async def pipelined_without_end(arena: Arena, outcome: Outcome) -> None:
     """Requests that do not wait for answers: few are taken, and the connection ends."""
-    cost = Cost(arena, GATEWAY, most_mb=48, most_cpu_seconds=3.0)
-    asked = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    answers = await asyncio.gather(*(_flood(arena, b"", asked) for _ in range(4)))
-    if not all(b"HTTP/1.1 429" in answer for answer in answers):
-        outcome.problems.append("requests wait on one connection without a bound")
-    cost.judge(outcome)
+    with bounded(arena, outcome, GATEWAY, most_mb=48, most_cpu_seconds=3.0):
+        asked = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        answers = await asyncio.gather(*(_flood(arena, b"", asked) for _ in range(4)))
+        if not all(b"HTTP/1.1 429" in answer for answer in answers):
+            outcome.problems.append("requests wait on one connection without a bound")
 
 
 async def bodies_of_wrong_types(arena: Arena, outcome: Outcome) -> None:
     """Refused for their first error, or for the number of their values."""
-    cost = Cost(arena, GATEWAY, most_mb=192, most_cpu_seconds=8.0)
-    async with http_client(arena.gateway_url, ANSWER_SECONDS) as client:
-        for make in WRONG_BODIES:
-            answer = await client.post("/v1/completions", content=make())
-            outcome.said.append(str(answer.status_code))
-            if answer.status_code != 400 or len(answer.content) > 2000:
-                outcome.problems.append(f"answered {answer.status_code}: {answer.text[:200]}")
-    cost.judge(outcome)
+    with bounded(arena, outcome, GATEWAY, most_mb=192, most_cpu_seconds=8.0):
+        async with http_client(arena.gateway_url, ANSWER_SECONDS) as client:
+            for make in WRONG_BODIES:
+                answer = await client.post("/v1/completions", content=make())
+                outcome.said.append(str(answer.status_code))
+                if answer.status_code != 400 or len(answer.content) > 2000:
+                    outcome.problems.append(f"answered {answer.status_code}: {answer.text[:200]}")
 
 
 async def texts_of_16_mb(arena: Arena, outcome: Outcome) -> None:
     """Six at a time, refused before they are tokenised or rendered."""
-    cost = Cost(arena, GATEWAY, most_mb=768, most_cpu_seconds=10.0)
-    text = b"hello world " * (SIXTEEN_MB // 12)
-    async with http_client(arena.gateway_url, ANSWER_SECONDS) as client:
-        answers = await asyncio.gather(
-            *(client.post(path, content=body % text) for path, body in TEXTS * 2), return_exceptions=True
-        )
-    for answer in answers:
-        outcome.said.append(repr(answer) if isinstance(answer, BaseException) else str(answer.status_code))
-        # 408: this machine is too busy to send it within the second that the arena's gateway gives a body.
-        if isinstance(answer, BaseException) or answer.status_code not in (400, 408, 503):
-            outcome.problems.append(f"answered {answer!r}")
-    cost.judge(outcome)
+    with bounded(arena, outcome, GATEWAY, most_mb=768, most_cpu_seconds=10.0):
+        text = b"hello world " * (SIXTEEN_MB // 12)
+        async with http_client(arena.gateway_url, ANSWER_SECONDS) as client:
+            answers = await asyncio.gather(
+                *(client.post(path, content=body % text) for path, body in TEXTS * 2), return_exceptions=True
+            )
+        for answer in answers:
+            outcome.said.append(repr(answer) if isinstance(answer, BaseException) else str(answer.status_code))
+            # 408: this machine is too busy to send it within the second that the arena's gateway gives a body.
+            if isinstance(answer, BaseException) or answer.status_code not in (400, 408, 503):
+                outcome.problems.append(f"answered {answer!r}")
 
 
 async def idle_at_the_limit_of_descriptors(arena: Arena, outcome: Outcome) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Final
+
+import grpc
 
 from kvpool.v1 import worker_pb2
 from tests import http2
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import VICTIM, Arena
+from tests.hostile.attack import OnDone, Outcome
 from tests.hostile.malformed import CASES
 
 AT_ONCE: Final = 32
@@ -28,8 +30,6 @@ SLOW: Final = 0.02
 SLOW_SECONDS: Final = 1.0
 GENERATE: Final = b"/kvpool.v1.WorkerService/Generate"
 DESCRIBE: Final = b"/kvpool.v1.CacheService/Describe"
-
-OnDone = Callable[[int], None]
 
 
 async def at_once(
@@ -54,8 +54,8 @@ async def at_once(
     return outcomes
 
 
-async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone) -> Counter[str]:
-    """`count` connections to manager and worker in turn. Returns how many of them were closed, left open or refused."""
+async def malformed(arena: Arena, outcome: Outcome, seed: int, count: int, on_done: OnDone) -> None:
+    """Connections to manager and worker in turn that begin with what no HTTP/2 client sends cost nothing but themselves."""
 
     async def one(number: int) -> str:
         draw = random.Random(f"{seed} {number}")
@@ -70,7 +70,7 @@ async def malformed(arena: Arena, seed: int, count: int, on_done: OnDone) -> Cou
             await connection.send(payload)
             return "closed" if await connection.read_until_end(LINGER_SECONDS) else "left open"
 
-    return await at_once(count, one, on_done)
+    outcome.count(await at_once(count, one, on_done))
 
 
 async def _connect(address: str) -> http2.Connection | None:
@@ -93,10 +93,9 @@ async def drip(connection: http2.Connection, payload: bytes) -> None:
         await asyncio.sleep(SLOW_SECONDS / len(payload))
 
 
-@asynccontextmanager
-async def idle(arena: Arena, count: int) -> AsyncIterator[Counter[str]]:
-    """`count` connections that say nothing, half of them after a preface; `count` in all, to manager and worker in turn."""
-    async with contextlib.AsyncExitStack() as stack:
+async def hold_idle(arena: Arena, outcome: Outcome, count: int) -> None:
+    """Connections to manager and worker in turn that say nothing, half of them after a preface."""
+    async with AsyncExitStack() as stack:
 
         async def one(number: int) -> str:
             try:
@@ -108,11 +107,16 @@ async def idle(arena: Arena, count: int) -> AsyncIterator[Counter[str]]:
                 await connection.start()
             return "open"
 
-        yield await at_once(count, one)
+        found = await at_once(count, one)
+        outcome.count(found)
+        await outcome.judge_next_to(arena, f"{count} idle connections", count - found["open"])
 
 
-async def rapid_reset(arena: Arena, num_connections: int, streams_each: int, on_done: OnDone) -> Counter[str]:
-    """Streams that are opened and reset in one breath: Describe at the manager, Generate at the worker."""
+async def rapid_reset(
+    arena: Arena, outcome: Outcome, seed: int, count: int, on_done: OnDone, streams_each: int
+) -> None:
+    """Streams that are opened and reset in one breath, Describe at the manager and Generate at the worker, take no other call with
+    them. Nothing is drawn."""
     request = _long_request("reset", 4).SerializeToString()
 
     async def one(number: int) -> str:
@@ -131,7 +135,7 @@ async def rapid_reset(arena: Arena, num_connections: int, streams_each: int, on_
             await connection.read_until_end(LINGER_SECONDS)
             return "all sent"
 
-    return await at_once(num_connections, one, on_done)
+    outcome.count(await at_once(count, one, on_done))
 
 
 def _long_request(sequence_id: str, num_prompt_tokens: int) -> worker_pb2.GenerateRequest:
@@ -144,63 +148,54 @@ def _long_request(sequence_id: str, num_prompt_tokens: int) -> worker_pb2.Genera
     )
 
 
-class SlowReaders:
-    """Streams of Generate with a window of 0 bytes: the worker may send no message. `async with` opens them."""
+SLOW_NAME: Final = "slow"
+_STATUS: Final = re.compile(rb"grpc-status.(\d+)", re.DOTALL)
+"""In a header block without Huffman codes, as grpcio writes it: name, length of the value, value."""
 
-    def __init__(self, arena: Arena, count: int) -> None:
-        self._arena = arena
-        self._count = count
-        self._connections: list[http2.Connection] = []
-        self._reading: list[asyncio.Task[bytes]] = []
 
-    async def __aenter__(self) -> SlowReaders:
-        address = self._arena.cluster.address(VICTIM)
-        for number in range(self._count):
-            connection = await http2.Connection.connect(address)
-            self._connections.append(connection)
+async def hold_unread(arena: Arena, outcome: Outcome, count: int, seconds: float) -> None:
+    """Streams of Generate with a window of 0 bytes, so that the worker may send no message: it ends them within the time, frees
+    their blocks, and says so to who reads at last."""
+    async with AsyncExitStack() as stack:
+        connections: list[http2.Connection] = []
+        reading: list[asyncio.Task[bytes]] = []
+        for number in range(count):
+            connection = await http2.Connection.connect(arena.cluster.address(VICTIM))
+            connections.append(await stack.enter_async_context(connection))
             await connection.start((http2.Setting.INITIAL_WINDOW_SIZE, 0))
             request = _long_request(f"{SLOW_NAME}-{time.monotonic_ns()}-{number}", 20)
             request.token_ids.ids[0] = number
             await connection.send(http2.call(GENERATE, request.SerializeToString()))
-            self._reading.append(asyncio.create_task(_trailers(connection)))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._reading:
-            task.cancel()
-        await asyncio.gather(*self._reading, return_exceptions=True)
-        for connection in self._connections:
-            await connection.close()
-
-    async def until_freed(self, seconds: float) -> int:
-        """Wait until every sequence of theirs has held blocks and none does; returns how many do after that time."""
-        deadline = time.monotonic() + seconds
-        seen: set[str] = set()
-        while True:
-            sequences = (await self._arena.described(VICTIM, max_sequences=1000)).sequences
-            names = [sequence.key.sequence_id for sequence in sequences]
-            left = {name for name in names if name.startswith(SLOW_NAME)}
-            seen |= left
-            # On a busy machine the first look may come before the worker has asked for their blocks.
-            if (len(seen) == self._count and not left) or time.monotonic() > deadline:
-                return len(left)
-            await asyncio.sleep(0.2)
-
-    async def statuses(self, seconds: float) -> Counter[str]:
-        """Read at last, and return what the streams were ended with: a gRPC status, or nothing within the time."""
-        for connection in self._connections:
+            reading.append(asyncio.create_task(_trailers(connection)))
+            stack.callback(reading[-1].cancel)
+        if left := await _until_freed(arena, count, seconds):
+            outcome.problems.append(f"{left} of {count} streams that are not read hold blocks after {seconds:g} s")
+        for connection in connections:
             await connection.send(http2.window_update(1 << 24), http2.window_update(1 << 24, stream=1))
-        _, late = await asyncio.wait(self._reading, timeout=seconds)
-        found: Counter[str] = Counter({"nothing": len(late)} if late else {})
-        for task in set(self._reading) - late:
-            status = _STATUS.search(task.result())
-            found["a reset" if status is None else f"status {status[1].decode()}"] += 1
-        return found
+        done, late = await asyncio.wait(reading, timeout=seconds)
+    ends = Counter({"nothing": len(late)} if late else {})
+    for task in done:
+        status = _STATUS.search(task.result())
+        ends["a reset" if status is None else f"status {status[1].decode()}"] += 1
+    outcome.count(ends)
+    others = count - ends[f"status {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}"]
+    if others > 0:
+        outcome.problems.append(f"{others} of {count} streams that were not read did not end with RESOURCE_EXHAUSTED")
 
 
-SLOW_NAME: Final = "slow"
-_STATUS: Final = re.compile(rb"grpc-status.(\d+)", re.DOTALL)
-"""In a header block without Huffman codes, as grpcio writes it: name, length of the value, value."""
+async def _until_freed(arena: Arena, count: int, seconds: float) -> int:
+    """Wait until every slow sequence has held blocks and none does; returns how many do after that time."""
+    deadline = time.monotonic() + seconds
+    seen: set[str] = set()
+    while True:
+        sequences = (await arena.described(VICTIM, max_sequences=1000)).sequences
+        names = [sequence.key.sequence_id for sequence in sequences]
+        left = {name for name in names if name.startswith(SLOW_NAME)}
+        seen |= left
+        # On a busy machine the first look may come before the worker has asked for their blocks.
+        if (len(seen) == count and not left) or time.monotonic() > deadline:
+            return len(left)
+        await asyncio.sleep(0.2)
 
 
 async def _trailers(connection: http2.Connection) -> bytes:

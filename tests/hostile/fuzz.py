@@ -12,6 +12,7 @@ import grpc
 
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import VICTIM, Arena
+from tests.hostile.attack import OnDone, Outcome
 from tests.hostile.messages import Known, MessageMaker
 from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS, Rpc
 from tests.hostile.stranger import FINGERPRINT, Stranger
@@ -28,10 +29,20 @@ DEFECTS: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 _STRANGERS: Final = tuple(f"fuzz-worker-{number}" for number in range(9))
 
 
-class Fuzzer:
-    """Sends `count` messages in all. `outcomes` counts their statuses, `defects` names those that are none of the table."""
+async def fuzz(arena: Arena, outcome: Outcome, seed: int, count: int, on_done: OnDone) -> None:
+    """Send `count` mutated messages; a status that is none of the table's is a problem."""
+    fuzzer = _Fuzzer(arena, seed, count, on_done)
+    await fuzzer.run()
+    outcome.count(fuzzer.outcomes)
+    if fuzzer.defects:
+        worst = "; ".join(f"{what} ({times} times)" for what, times in fuzzer.defects.most_common(2))
+        outcome.problems.append(f"{fuzzer.defects.total()} messages were answered no status of the table, e.g. {worst}")
 
-    def __init__(self, arena: Arena, seed: int, count: int, on_sent: Callable[[int], None]) -> None:
+
+class _Fuzzer:
+    """`outcomes` counts the statuses, `defects` names those that are none of the table."""
+
+    def __init__(self, arena: Arena, seed: int, count: int, on_sent: OnDone) -> None:
         self._arena = arena
         self._draw = random.Random(seed)
         self._count = count

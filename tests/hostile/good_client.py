@@ -41,8 +41,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """What a good client does."""
-
     manager: str
     gateway: str
     """URL."""
@@ -54,8 +52,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the good client."""
-
     ended_at: float
     """Monotonic seconds, which all processes of a machine share."""
     seconds: float
@@ -71,7 +67,6 @@ class GoodClient:
     def __init__(self, task: Task) -> None:
         self._task = task
         self.calls: list[Call] = []
-        """All that have ended, in that order."""
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(

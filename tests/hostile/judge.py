@@ -7,8 +7,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from tests.hostile.arena import Arena
 from tests.hostile.attack import Attack
@@ -101,11 +100,9 @@ class Judge:
         await self._begin()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         await self._end()
-        await self.arena.__aexit__(kind, error, traceback)
+        await self.arena.__aexit__(*error)
 
     async def _begin(self) -> None:
         good = await self.arena.good_client().__aenter__()

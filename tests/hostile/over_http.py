@@ -8,13 +8,14 @@ import random
 import re
 import socket
 import struct
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from tests import http2
+from tests.hostile.arena import Arena
+from tests.hostile.attack import OnDone, Outcome
 from tests.hostile.connections import SLOW, at_once, drip
 from tests.hostile.good_client import http_client
 
@@ -122,14 +123,17 @@ CASES: Final[tuple[Case, ...]] = (
 )
 
 
-async def malformed(url: str, seed: int, count: int, on_done: Callable[[int], None]) -> Counter[str]:
-    """`count` connections with a case each. Returns the statuses of the answers, and how often there was none."""
+async def malformed(arena: Arena, outcome: Outcome, seed: int, count: int, on_done: OnDone) -> None:
+    """Requests that are none, or not allowed, or wrong in what they ask for: no answer says that the gateway failed."""
 
     async def one(number: int) -> list[str]:
         draw = random.Random(f"{seed} {number}")
-        return await _send(url, CASES[number % len(CASES)](draw), draw)
+        return await _send(arena.gateway_url, CASES[number % len(CASES)](draw), draw)
 
-    return await at_once(count, one, on_done, AT_ONCE)
+    statuses = await at_once(count, one, on_done, AT_ONCE)
+    outcome.count(statuses)
+    if failed := sum(times for said, times in statuses.items() if said.startswith("5") and said not in ("503", "504")):
+        outcome.problems.append(f"{failed} requests were answered that the gateway has failed")
 
 
 async def _send(url: str, payload: bytes, draw: random.Random) -> list[str]:
@@ -186,6 +190,13 @@ async def idle(url: str, count: int) -> AsyncIterator[int]:
         yield num_open
 
 
+async def hold_idle(arena: Arena, outcome: Outcome, count: int) -> None:
+    """Connections without a request, and with a part of one; meanwhile the gateway takes new ones and answers."""
+    async with idle(arena.gateway_url, count) as num_open:
+        outcome.said.append(f"{num_open:,} open")
+        await outcome.judge_next_to(arena, f"{count} idle connections", count - num_open)
+
+
 # A tenant of its own: that others wait for what was asked for first is no failure.
 _LONG: Final = {
     "prompt": list(range(1, 251)),
@@ -195,14 +206,14 @@ _LONG: Final = {
     "logprobs": 20,
     "user": "attacker",
 }
-LONG_ANSWER: Final = _request(body=_json(_LONG | {"stream": True}))
+_LONG_ANSWER: Final = _request(body=_json(_LONG | {"stream": True}))
 """Some megabytes each."""
-EVENT_STREAM: Final = _request("GET", "/api/watch")
+_EVENT_STREAM: Final = _request("GET", "/api/watch")
 """Of the page."""
 
 
 @asynccontextmanager
-async def unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
+async def _unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
     """`count` connections that ask with this payload, and read nothing."""
     loop = asyncio.get_running_loop()
     sockets: list[socket.socket] = []
@@ -220,18 +231,28 @@ async def unread(url: str, count: int, payload: bytes) -> AsyncIterator[None]:
             one.close()
 
 
-async def num_cut_off(url: str) -> int:
+async def _num_cut_off(url: str) -> int:
     """How many connections the gateway has closed because their readers took nothing."""
     async with http_client(url, 30.0) as client:
         found = _CUT_OFF.search((await client.get("/metrics")).text)
         return 0 if found is None else round(float(found[1]))
 
 
-async def until_cut_off(url: str, total: int, seconds: float) -> int:
-    """How many are missing from `total` when the time is over; 0 as soon as none is."""
+async def hold_unread(arena: Arena, outcome: Outcome, count: int, seconds: float) -> None:
+    """Long answers that nobody reads: the gateway closes their connections within the time."""
+    url = arena.gateway_url
+    total = await _num_cut_off(url) + count
     left = total
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while left := max(0, total - await num_cut_off(url)):
-                await asyncio.sleep(0.1)
-    return left
+    async with _unread(url, count, _LONG_ANSWER):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while left := max(0, total - await _num_cut_off(url)):
+                    await asyncio.sleep(0.1)
+    if left:
+        outcome.problems.append(f"{left} of {count} readers that stopped have a connection after {seconds:g} s")
+
+
+async def hold_viewers(arena: Arena, outcome: Outcome, count: int) -> None:
+    """Event streams of the page that nobody reads; meanwhile the gateway answers."""
+    async with _unread(arena.gateway_url, count, _EVENT_STREAM):
+        await outcome.judge_next_to(arena, f"{count} viewers")

@@ -17,8 +17,6 @@ _EVERYWHERE: tuple[Any, ...] = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR
 
 @dataclass(frozen=True)
 class Rpc:
-    """One method of a service."""
-
     path: str
     """As it is called: /package.Service/Method."""
     request: Descriptor

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 import grpc
+from google.protobuf import wrappers_pb2
 
 from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS
 from kvpool.cache_service.core.messages import Limits
@@ -25,8 +26,7 @@ from tests import http2
 from tests.attacks import at_manager, at_worker
 from tests.cluster.cluster import MANAGER
 from tests.hostile.arena import CALL_SECONDS, NUM_TOKENS, VICTIM, WORKERS, Arena
-from tests.hostile.attack import Attack, Outcome, status_of
-from tests.hostile.cost import Cost
+from tests.hostile.attack import Attack, Outcome, bounded, status_of
 from tests.hostile.fuzz import DEFECTS
 from tests.hostile.services import MANAGER_RPCS, WORKER_RPCS
 from tests.hostile.stranger import FINGERPRINT, Stranger, registration
@@ -54,36 +54,27 @@ async def oversize(arena: Arena, outcome: Outcome) -> None:
     for name, rpcs, method in ((MANAGER, MANAGER_RPCS, "Route"), (VICTIM, WORKER_RPCS, "Generate")):
         rpc = next(rpc for rpc in rpcs if rpc.name == method)
         path = rpc.path.encode()
-        cost = Cost(arena, name)
-        async with arena.channel(name) as channel:
-            for size in ((16 << 20) + 1, 48 << 20, (16 << 20) - 64):
-                # Field 99, which no message has: a parser would keep it.
-                payload = b"\x9a\x06" + _varint(size) + bytes(size)
-                code = await status_of(rpc.call(channel, payload, CALL_SECONDS))
-                outcome.said.append(f"{size >> 20} MiB to {name}: {code.name}")
-                if code is grpc.StatusCode.OK or code in DEFECTS:
-                    outcome.problems.append(f"{size:,} bytes to {rpc.path} were answered {code.name}")
-        async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
-            await connection.send(http2.PREFACE, http2.settings(), http2.headers(http2.request_headers(path)))
-            await connection.send(http2.data(http2.message(b"", length=(1 << 32) - 1), flags=0))
-            await connection.read_until_end(0.3)
-        async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
-            head = http2.headers(http2.request_headers(path, further=[(b"grpc-encoding", b"gzip")]))
-            # Under 64 KiB, so that it fits the window that a connection begins with.
-            bomb = http2.message(gzip.compress(bytes(48 << 20)), compressed=1)
-            await connection.send(http2.PREFACE, http2.settings(), head)
-            for at in range(0, len(bomb), 1 << 14):
-                await connection.send(http2.data(bomb[at : at + (1 << 14)], flags=http2.Flag.NONE))
-            await connection.read_until_end(0.3)
-        cost.judge(outcome)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*encoded, value))
+        with bounded(arena, outcome, name):
+            async with arena.channel(name) as channel:
+                for size in ((16 << 20) + 1, 48 << 20, (16 << 20) - 64):
+                    # Field 99 instead of 1: no message has it, and a parser would keep it.
+                    payload = b"\x9a\x06" + wrappers_pb2.BytesValue(value=bytes(size)).SerializeToString()[1:]
+                    code = await status_of(rpc.call(channel, payload, CALL_SECONDS))
+                    outcome.said.append(f"{size >> 20} MiB to {name}: {code.name}")
+                    if code is grpc.StatusCode.OK or code in DEFECTS:
+                        outcome.problems.append(f"{size:,} bytes to {rpc.path} were answered {code.name}")
+            async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
+                await connection.send(http2.PREFACE, http2.settings(), http2.headers(http2.request_headers(path)))
+                await connection.send(http2.data(http2.message(b"", length=(1 << 32) - 1), flags=0))
+                await connection.read_until_end(0.3)
+            async with await http2.Connection.connect(arena.cluster.address(name)) as connection:
+                head = http2.headers(http2.request_headers(path, further=[(b"grpc-encoding", b"gzip")]))
+                # Under 64 KiB, so that it fits the window that a connection begins with.
+                bomb = http2.message(gzip.compress(bytes(48 << 20)), compressed=1)
+                await connection.send(http2.PREFACE, http2.settings(), head)
+                for at in range(0, len(bomb), 1 << 14):
+                    await connection.send(http2.data(bomb[at : at + (1 << 14)], flags=http2.Flag.NONE))
+                await connection.read_until_end(0.3)
 
 
 # -- messages of the table, while a stream runs
@@ -170,16 +161,15 @@ async def messages_to_the_manager(arena: Arena, outcome: Outcome) -> None:
 
 async def messages_to_a_worker(arena: Arena, outcome: Outcome) -> None:
     """Bytes, and a text that it refuses before it is tokenised: memory shows it, on a fast machine too."""
-    cost = Cost(arena, VICTIM)
-    async with arena.channel(VICTIM) as channel:
+    with bounded(arena, outcome, VICTIM):
+        async with arena.channel(VICTIM) as channel:
 
-        def call(one: at_worker.Attack) -> Awaitable[object]:
-            method: Any = channel.unary_unary(one.path)
-            answer: Awaitable[object] = method(one.payload(), timeout=COMMAND_SECONDS)
-            return answer
+            def call(one: at_worker.Attack) -> Awaitable[object]:
+                method: Any = channel.unary_unary(one.path)
+                answer: Awaitable[object] = method(one.payload(), timeout=COMMAND_SECONDS)
+                return answer
 
-        await _judge_messages(arena, outcome, VICTIM, [(one, partial(call, one)) for one in at_worker.ALL])
-    cost.judge(outcome)
+            await _judge_messages(arena, outcome, VICTIM, [(one, partial(call, one)) for one in at_worker.ALL])
 
 
 # -- registrations
@@ -212,41 +202,46 @@ async def claim_epochs(arena: Arena, outcome: Outcome, claims: Sequence[int | No
 
 async def huge_pools(arena: Arena, outcome: Outcome) -> None:
     """Eight registrations of 2^24 blocks each."""
-    cost = Cost(arena, MANAGER)
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(arena.channel())
         codes = []
-        for number in range(8):
-            stranger = Stranger(channel, f"huge-{number}", num_blocks=1 << 24)
-            codes.append(await status_of(stranger.register()))
-            if codes[-1] is grpc.StatusCode.OK:
-                stack.push_async_callback(status_of, stranger.deregister())
-        outcome.said.append(", ".join(sorted({code.name for code in codes})))
-        cost.judge(outcome)
+        with bounded(arena, outcome, MANAGER):
+            for number in range(8):
+                stranger = Stranger(channel, f"huge-{number}", num_blocks=1 << 24)
+                codes.append(await status_of(stranger.register()))
+                if codes[-1] is grpc.StatusCode.OK:
+                    stack.push_async_callback(status_of, stranger.deregister())
+            outcome.said.append(", ".join(sorted({code.name for code in codes})))
+
+
+_EXECUTED_OR_REFUSED: Final = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+}
 
 
 async def huge_wish(arena: Arena, outcome: Outcome) -> None:
     """One call that wishes for a reserve of 2^24 blocks; its reply must come, and so must that to the next heartbeat."""
-    cost = Cost(arena, MANAGER)
     async with arena.channel() as channel:
         stranger = Stranger(channel, num_blocks=1 << 24)
-        stranger.seconds = COMMAND_SECONDS
-        code = await status_of(stranger.register())
-        outcome.said.append(f"Register: {code.name}")
-        if code is not grpc.StatusCode.OK:
-            return
-        append = cache_pb2.AppendRequest(uplink=stranger.uplink(1 << 24))
-        calls: dict[str, Awaitable[object]] = {
-            "Append": stranger.stub.Append(append, timeout=COMMAND_SECONDS),
-            "KeepAlive": stranger.keep_alive(),
-        }
-        for what, call in calls.items():
-            code = await status_of(call)
-            outcome.said.append(f"{what}: {code.name}")
-            # A call that was executed and whose reply cannot be sent is the one thing that may not be.
-            if code not in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
-                outcome.problems.append(f"{what} was answered {code.name}: its reply could not be sent")
-        cost.judge(outcome)
+        with bounded(arena, outcome, MANAGER):
+            stranger.seconds = COMMAND_SECONDS
+            code = await status_of(stranger.register())
+            outcome.said.append(f"Register: {code.name}")
+            if code is not grpc.StatusCode.OK:
+                return
+            append = cache_pb2.AppendRequest(uplink=stranger.uplink(1 << 24))
+            calls: dict[str, Awaitable[object]] = {
+                "Append": stranger.stub.Append(append, timeout=COMMAND_SECONDS),
+                "KeepAlive": stranger.keep_alive(),
+            }
+            for what, call in calls.items():
+                code = await status_of(call)
+                outcome.said.append(f"{what}: {code.name}")
+                # A call that was executed and whose reply cannot be sent is the one thing that may not be.
+                if code not in _EXECUTED_OR_REFUSED:
+                    outcome.problems.append(f"{what} was answered {code.name}: its reply could not be sent")
         await status_of(stranger.deregister())
 
 
@@ -263,15 +258,14 @@ async def _next_to(
     arena: Arena, outcome: Outcome, attackers: Sequence[Coroutine[Any, Any, None]], work: Awaitable[None]
 ) -> None:
     """Do the work of a good peer while attackers go on, with bounds on what all of it costs the manager."""
-    cost = Cost(arena, MANAGER, most_cpu_seconds=1.0)
-    tasks = [asyncio.create_task(attacker) for attacker in attackers]
-    try:
-        await work
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    cost.judge(outcome)
+    with bounded(arena, outcome, MANAGER, most_cpu_seconds=1.0):
+        tasks = [asyncio.create_task(attacker) for attacker in attackers]
+        try:
+            await work
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _report_for_ever(reporter: Stranger) -> None:

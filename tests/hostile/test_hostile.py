@@ -12,7 +12,7 @@ import pytest_asyncio
 from tests import http2
 from tests.hostile.arena import VICTIM, Arena
 from tests.hostile.attack import Attack
-from tests.hostile.campaign import Settings, allow_files, attacks, wait, worker_settings
+from tests.hostile.campaign import WORKER_SETTINGS, Settings, allow_files, attacks, wait
 from tests.hostile.judge import Judge, Part
 from tests.hostile.malformed import CASES
 from tests.hostile.messages import MessageMaker
@@ -49,7 +49,7 @@ async def judge(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Judge
     arena = Arena(
         folder,
         lease_seconds=SMALL.lease_seconds,
-        worker_settings=worker_settings(),
+        worker_settings=WORKER_SETTINGS,
         pause_seconds=PAUSE_SECONDS,
         turn_seconds=TURN_SECONDS,
     )
@@ -145,10 +145,3 @@ async def test_the_headers_written_by_hand_are_those_that_a_server_reads(judge: 
             if frame.stream == 1 and frame.flags & http2.Flag.END_STREAM:
                 break
     assert kinds == [http2.Kind.HEADERS, http2.Kind.DATA, http2.Kind.HEADERS]
-
-
-async def test_the_campaign_is_the_size_that_is_promised() -> None:
-    settings = Settings()
-    assert (settings.num_messages, settings.num_malformed, settings.num_idle) == (20_000, 5_000, 2_000)
-    assert (settings.num_malformed_http, settings.num_idle_http) == (3_000, 1_000)
-    assert (settings.num_rounds, settings.limit_seconds) == (2, 2.0)

@@ -25,8 +25,6 @@ from tests.mutants.progress import in_parallel
 
 
 class Outcome(NamedTuple):
-    """What became of one mutant."""
-
     mutant: Mutant
     verdicts: list[killers.Verdict]
 

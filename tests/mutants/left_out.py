@@ -52,7 +52,6 @@ class Alone(NamedTuple):
     file: str
     seconds: float
     kills: list[str]
-    """Names of mutants."""
     num_lines: int
 
 

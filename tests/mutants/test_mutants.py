@@ -51,22 +51,6 @@ def test_no_two_make_the_same_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "lacks Mutant, Mistake, Seen in, Breaks"),
-        (_HEADER.replace("Breaks: nothing\n", "") + _DIFF, "lacks Breaks"),
-        (_HEADER.replace("none", "") + _DIFF, "has the line 'Mistake: '"),
-        (_HEADER.replace("Breaks", "Braeks") + _DIFF, "has the line 'Braeks: nothing'"),
-        (_HEADER, "has no diff"),
-        (_HEADER + _DIFF + "two and a half\n", "not of a unified diff"),
-    ],
-)
-def test_an_incomplete_file_is_refused_with_what_it_lacks(text: str, words: str) -> None:
-    with pytest.raises(PatchError, match=words):
-        patch.parse("broken", text)
-
-
-@pytest.mark.parametrize(
     ("code", "words"),
     [
         ("one\ntwo, changed\n", "is not there any more"),

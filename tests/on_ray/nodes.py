@@ -63,7 +63,6 @@ class _Answering:
             return self.answer()
 
     def answer(self) -> Any:
-        """The next line."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"{self._module} has ended with {self._process.wait()}: see the log"
@@ -81,7 +80,6 @@ class Nodes:
         self._folder = folder
         self._num_added = 0
         self._nodes: list[str] = []
-        """Those that are there."""
         self._ray = _Answering("tests.on_ray.ray_nodes", [HOST], os.environ)
         assert self._ray.answer() == "ready"
         self._environment = {**os.environ, "RAY_ADDRESS": str(self._ray.ask(["address"]))}

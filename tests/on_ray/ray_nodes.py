@@ -29,7 +29,6 @@ class RayNodes:
         )
 
     def address(self) -> str:
-        """Of the head."""
         return str(self._cluster.address)
 
     def add(self, num_cpus: int, variables: dict[str, str]) -> str:
@@ -51,7 +50,6 @@ class RayNodes:
         self._cluster.remove_node(self._nodes[node], allow_graceful=True)
 
     def close(self) -> None:
-        """End all of it."""
         self._cluster.shutdown()
 
 

@@ -9,9 +9,7 @@ import time
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-from tests.simulation.chosen import choose
-from tests.simulation.runner import REPEAT_EVERY, run_all
-from tests.simulation.totals import Totals
+from tests.simulation.runner import EXPECTED, REPEAT_EVERY, Totals, choose, run_all
 from tests.simulation.world import Result, World
 from tests.telling import told
 
@@ -30,7 +28,7 @@ def replay(seed: int, *, is_traced: bool, console: Console) -> int:
         console.print(f"[bold red]broken[/] at {result.violation.at:.4f} s: {result.violation.law}")
         console.print(result.violation.message, markup=False)
     console.print(
-        f"seed {seed}: {result.num_operations} operations, {result.faults.total()} faults, {result.num_events} events, "
+        f"seed {seed}: {result.num_operations} operations, {result.num_faults} faults, {result.num_events} events, "
         f"{result.seconds:.1f} virtual seconds, trace {result.digest}",
     )
     return int(result.violation is not None)
@@ -47,10 +45,7 @@ def simulate(seeds: range, jobs: int, *, strict: bool, is_choice: bool, console:
         for results in run_all(seeds, jobs):
             for result in results:
                 totals.add(result)
-                if is_choice:
-                    of_one = Totals()
-                    of_one.add(result)
-                    reached[result.seed] = of_one.reached()
+                reached[result.seed] = {name for name in EXPECTED if result.counts[name]}
                 totals.num_repeated += result.seed % REPEAT_EVERY == 0
                 if result.violation is not None:
                     broken.append(result)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvpool.process.manager_channel import is_of_no_leader
-from tests.simulation.duplex_call import DuplexCall
 from tests.simulation.rpc import UnaryCall
-from tests.simulation.stream_call import StreamCall
+from tests.simulation.stream_call import DuplexCall, StreamCall
 
 if TYPE_CHECKING:
     from tests.simulation.bus import Bus
@@ -43,8 +42,6 @@ class Leaders:
 
 
 class Channel:
-    """From one process to one address."""
-
     def __init__(self, bus: Bus, process: Process, address: str) -> None:
         self._bus, self._process, self._address = bus, process, address
 

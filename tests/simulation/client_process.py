@@ -59,7 +59,6 @@ class RequestPlan:
     boundaries: tuple[int, ...] = ()
     """From where other prompts will go on, as far as the client knows."""
     n: int = 1
-    """Answers to the prompt."""
     num_beams: int = 1
     """More than 1: the answers are the best texts of a search."""
 
@@ -90,15 +89,14 @@ class ClientProcess(Process):
         self._models = Models(self._manager, channels, self._config, TemplateProcess())
         self.num_begun = 0
         self.num_ended = 0
-        """Of its requests."""
 
     def on_call(self, method: str) -> None:
         if method != _SHARED:
-            self.world.operations[f"client's {method}"] += 1
+            self.world.counts[f"operation: client's {method}"] += 1
 
     def on_request(self, method: str, request: worker_pb2.GenerateManyRequest) -> None:
         if request.WhichOneof("action") == "start":
-            self.world.operations[f"client's {method}"] += 1
+            self.world.counts[f"operation: client's {method}"] += 1
 
     # -- requests
 
@@ -110,7 +108,7 @@ class ClientProcess(Process):
         task = asyncio.create_task(self._read(plan))
         done, _ = await asyncio.wait({task}, timeout=plan.cancel_after)
         if not done:
-            self.world.operations["client's cancel"] += 1
+            self.world.counts["operation: client's cancel"] += 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self.num_ended += 1

@@ -28,9 +28,6 @@ class Path:
         self.disk = disk
         self.name = name
 
-    def __truediv__(self, name: str) -> Path:
-        return Path(self.disk, name)
-
     def __str__(self) -> str:
         return f"disk:/{self.name}"
 
@@ -40,6 +37,8 @@ class Path:
 
     def with_name(self, name: str) -> Path:
         return Path(self.disk, name)
+
+    __truediv__ = with_name
 
     def mkdir(self, **_: Any) -> None:
         """There is one."""
@@ -155,17 +154,10 @@ class Disk:
         self.operation()
         self.visible[new.name] = self.visible.pop(old.name)
 
-    def close(self, number: int) -> None:
-        """Nothing to do."""
+    def _ignore(self, *_: Any) -> None:
+        """There is one manager at a time, and the content of the lock's file matters to nobody."""
 
-    def flock(self, number: int, mode: int) -> None:
-        """There is one manager at a time."""
-
-    def ftruncate(self, number: int, size: int) -> None:
-        """The lock file's content matters to nobody."""
-
-    def pwrite(self, number: int, data: bytes, offset: int) -> None:
-        """The lock file's content matters to nobody."""
+    close = flock = ftruncate = pwrite = _ignore
 
     def getpid(self) -> int:
         return 1

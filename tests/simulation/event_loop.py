@@ -39,35 +39,6 @@ class Clock:
         self._rate = rate
 
 
-class Handle:
-    """A callback that is due now, or at a time."""
-
-    __slots__ = ("args", "callback", "context", "due_at")
-
-    def __init__(
-        self,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        context: contextvars.Context | None,
-        when: float = 0.0,
-    ) -> None:
-        self.callback: Callable[..., object] | None = callback
-        self.args = args
-        self.context = context
-        self.due_at = when
-
-    def cancel(self) -> None:
-        """Never run it."""
-        self.callback = None
-        self.args = ()
-
-    def cancelled(self) -> bool:
-        return self.callback is None
-
-    def when(self) -> float:
-        return self.due_at
-
-
 Executor = Callable[["SimLoop", Any, Callable[..., Any], tuple[Any, ...]], "asyncio.Future[Any]"]
 
 
@@ -83,8 +54,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         """What nobody caught."""
         self._on_due = on_due
         self._execute = execute
-        self._ready: deque[Handle] = deque()
-        self._timers: list[tuple[float, int, Handle]] = []
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._count = 0
         self._due_at: float | None = None
         self._is_closed = False
@@ -104,14 +75,9 @@ class SimLoop(asyncio.AbstractEventLoop):
                         break
                     self.num_callbacks_left -= 1
                 handle = ready.popleft()
-                due = handle.callback
-                if due is None:
-                    continue
-                handle.callback = None
-                if handle.context is None:
-                    due(*handle.args)
-                else:
-                    handle.context.run(due, *handle.args)
+                if not handle.cancelled():
+                    # As its `_run`, which would hide errors.
+                    handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
         finally:
             _set_running_loop(None)
         if not self.is_stopped:
@@ -160,8 +126,8 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> Handle:
-        handle = Handle(callback, args, context)
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -169,14 +135,14 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> Handle:
+    ) -> asyncio.TimerHandle:
         return self.call_at(self.clock.now() + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> Handle:
+    ) -> asyncio.TimerHandle:
         self._count += 1
-        handle = Handle(callback, args, context, when)
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, self._count, handle))
         return handle
 
@@ -210,5 +176,5 @@ class SimLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         return self._is_closed
 
-    def _timer_handle_cancelled(self, handle: Handle) -> None:
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """asyncio tells the loop so that it may clean up; `arm` does."""

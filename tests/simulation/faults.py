@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 
 LARGEST = (1 << 64) - 1
 
-Fault = Callable[["World", random.Random], bool]
-"""Does it; False if there is nothing that it could be done to now."""
+Fault = Callable[["World", random.Random], None]
+"""Does it. Raises NotNow."""
+
+
+class NotNow(Exception):
+    """There is nothing that the fault could be done to now."""
 
 
 # -- to the network
@@ -32,7 +37,7 @@ def _machines(world: World) -> list[str]:
     return [*world.manager_machines, *sorted(world.machines), *world.client_names]
 
 
-def _weather(world: World, draw: random.Random, **changes: float) -> bool:
+def _weather(world: World, draw: random.Random, **changes: float) -> None:
     weather = world.bus.weather
 
     def change(values: dict[str, float]) -> None:
@@ -42,20 +47,18 @@ def _weather(world: World, draw: random.Random, **changes: float) -> bool:
     change(changes)
     world.kernel.trace("network", f"weather: {changes}")
     world.kernel.after(draw.uniform(1.0, 4.0), change, dict.fromkeys(changes, 0.0))
-    return True
 
 
-def _cut_one_way(world: World, draw: random.Random) -> bool:
+def _cut_one_way(world: World, draw: random.Random) -> None:
     source, target = draw.sample(_machines(world), 2)
     if draw.random() < 0.6:
         pair = [draw.choice(world.manager_machines), draw.choice(_machines(world)[len(world.manager_machines) :])]
         draw.shuffle(pair)
         source, target = pair
     world.bus.cut(source, target, draw.uniform(0.3, 2.5 * LEASE_SECONDS))
-    return True
 
 
-def _cut_off(world: World, draw: random.Random) -> bool:
+def _cut_off(world: World, draw: random.Random) -> None:
     """A machine is cut off from all others, and comes back link by link."""
     machines = _machines(world)
     one = draw.choice(machines)
@@ -64,108 +67,100 @@ def _cut_off(world: World, draw: random.Random) -> bool:
         for source, target in ((one, other), (other, one)):
             if source != target:
                 world.bus.cut(source, target, begin + draw.uniform(0.0, 3.0))
-    return True
 
 
 # -- to processes
 
 
-def _worker(world: World, draw: random.Random) -> WorkerProcess | None:
+def _require(*possible: object) -> None:
+    if not all(possible):
+        raise NotNow
+
+
+def _worker(world: World, draw: random.Random) -> WorkerProcess:
     alive = world.live_workers()
-    return draw.choice(alive) if alive else None
+    _require(alive)
+    return draw.choice(alive)
 
 
-def _manager(world: World, draw: random.Random) -> ManagerProcess | None:
+def _manager(world: World, draw: random.Random) -> ManagerProcess:
     """The one that leads, or now and then one that stands by."""
     leader, alive = world.manager, world.manager_processes()
     if leader is not None and not leader.is_dead and draw.random() < 0.8:
         return leader
-    return draw.choice(alive) if alive else None
+    _require(alive)
+    return draw.choice(alive)
 
 
-def _crash(process: Process | None, draw: random.Random) -> bool:
-    if process is None:
-        return False
+def _crash(process: Process, draw: random.Random) -> None:
     if draw.random() < 0.5:
-        process.crash_soon(draw.randrange(60))
+        process.loop.num_callbacks_left = draw.randrange(60)
     else:
         process.crash(lost_power=draw.random() < 0.5)
-    return True
 
 
-def _freeze(process: Process | None, seconds: float) -> bool:
-    if process is None or process.is_dead or process.is_frozen:
-        return False
+def _freeze(process: Process, seconds: float) -> None:
+    _require(not process.is_dead, not process.is_frozen)
     process.freeze()
     process.kernel.after(seconds, process.thaw)
-    return True
 
 
-def _manager_freeze(world: World, draw: random.Random) -> bool:
+def _manager_freeze(world: World, draw: random.Random) -> None:
     seconds = draw.choice([draw.uniform(0.1, 1.0), draw.uniform(1.0, 3.0 * LEASE_SECONDS)])
-    return _freeze(_manager(world, draw), seconds)
+    _freeze(_manager(world, draw), seconds)
 
 
-def _slow_gpu(world: World, draw: random.Random) -> bool:
+def _slow_gpu(world: World, draw: random.Random) -> None:
     worker = _worker(world, draw)
-    if worker is None:
-        return False
     usual = worker.gpu.step_seconds
     worker.gpu.step_seconds = draw.choice([0.3, 1.0, 4.0])
     world.kernel.after(draw.uniform(1.0, 4.0), setattr, worker.gpu, "step_seconds", usual)
-    return True
 
 
-def _clock(world: World, draw: random.Random) -> bool:
+def _clock(world: World, draw: random.Random) -> None:
     processes: list[Process] = [*world.live_workers(), *world.clients, *world.manager_processes()]
     process = draw.choice(processes)
     jump = draw.choice([0.0, draw.uniform(0.0, 2.0), draw.uniform(0.0, 10.0)])
     process.change_clock(jump, draw.choice([0.5, 0.9, 1.1, 2.0]))
     world.kernel.trace(process.name, f"its clock jumps by {jump:.2f} s and drifts")
-    return True
 
 
-def _client_vanishes(world: World, draw: random.Random) -> bool:
+def _client_vanishes(world: World, draw: random.Random) -> None:
     alive = world.live_clients()
-    if len(alive) < 2:
-        return False
+    _require(len(alive) >= 2)
     draw.choice(alive[1:]).crash(lost_power=draw.random() < 0.5)
-    return True
 
 
-def _rival(world: World, draw: random.Random) -> bool:
+def _rival(world: World, draw: random.Random) -> None:
     """Another process is started under the worker's name, elsewhere, while the first one still runs. Each is started again by its
     own supervisor, as a newer incarnation."""
     worker = _worker(world, draw)
-    return worker is not None and not worker.is_leaving and world.start_rival(worker)
+    _require(not worker.is_leaving and world.start_rival(worker))
 
 
-def _wall_clock(world: World, draw: random.Random) -> bool:
+def _wall_clock(world: World, draw: random.Random) -> None:
     """A machine's wall clock is set back, and its worker crashes; its state folder is lost with it, or not."""
     worker = _worker(world, draw)
-    if worker is None:
-        return False
     worker.host.set_back(draw.choice([1.0, 60.0, 3600.0]))
     if draw.random() < 0.7:
         worker.host.lose_folder()
     worker.crash()
-    return True
 
 
 # -- to the state file
 
 
-def _with_a_file(world: World) -> ManagerProcess | None:
+def _with_a_file(world: World) -> ManagerProcess:
     """The manager that lives, if its epoch is in a file."""
     process = world.manager
-    return None if world.leader_lease or process is None or process.is_dead else process
+    if world.leader_lease or process is None or process.is_dead:
+        raise NotNow
+    return process
 
 
-def _state_lies(world: World, draw: random.Random) -> bool:
+def _state_lies(world: World, draw: random.Random) -> None:
     """The disk says that the epoch is written, and it is not, when the power goes: the write is lost or torn."""
     process = _with_a_file(world)
-    if process is None:
-        return False
     world.disk.lies = True
     process.crash(lost_power=True)  # the next life's epoch is written to a disk that lies
 
@@ -175,36 +170,36 @@ def _state_lies(world: World, draw: random.Random) -> bool:
             world.manager.crash(lost_power=True)
 
     world.kernel.after(draw.uniform(3.0, 6.0), again)
-    return True
 
 
-def _state_cut(world: World, draw: random.Random) -> bool:
+def _state_cut(world: World, draw: random.Random) -> None:
     """The power goes while the next epoch is being written."""
     process = _with_a_file(world)
-    if process is None:
-        return False
     process.crash(lost_power=True)
     world.disk.operations_left = draw.randrange(9)  # of the next life's
-    return True
 
 
-def _state_restored(world: World, draw: random.Random) -> bool:
+def _state_restored(world: World, draw: random.Random) -> None:
     """The manager comes back with the state file of long ago, or of just now, or with none."""
     process = _with_a_file(world)
-    if process is None or not hasattr(process, "core"):
-        return False
+    _require(hasattr(process, "core"))
     process.crash()
     epoch = process.core.epoch
     lost = draw.choice([0, 1, 2, 3, MAX_RAISE - 9, MAX_RAISE + 9, epoch])
     world.disk.restore(encode(epoch - lost) if lost < epoch else None)
     world.kernel.trace("FAULT", f"the state file is that of {lost} epochs ago")
-    return True
 
 
 # -- to certain messages
 
 
-def _register_replies(world: World, draw: random.Random) -> bool:
+def _crash_a_manager(world: World, draw: random.Random) -> None:
+    """If there is one."""
+    with contextlib.suppress(NotNow):
+        _crash(_manager(world, draw), draw)
+
+
+def _register_replies(world: World, draw: random.Random) -> None:
     """Sessions end, and the first answers to the registrations that follow are lost."""
     left = draw.randint(1, 4)
 
@@ -217,11 +212,10 @@ def _register_replies(world: World, draw: random.Random) -> bool:
         return True
 
     world.bus.rules.append(rule)
-    _crash(_manager(world, draw), draw)
-    return True
+    _crash_a_manager(world, draw)
 
 
-def _report_cut(world: World, draw: random.Random) -> bool:
+def _report_cut(world: World, draw: random.Random) -> None:
     """The manager comes back and hears a report; in its middle one of the two dies, or the link between them."""
     begin, what = draw.randint(1, 5), draw.randrange(4)
 
@@ -241,16 +235,15 @@ def _report_cut(world: World, draw: random.Random) -> bool:
         return True
 
     world.bus.rules.append(rule)
-    _crash(_manager(world, draw), draw)
-    return True
+    _crash_a_manager(world, draw)
 
 
-def _made_up(world: World, draw: random.Random) -> bool:
+def _made_up(world: World, draw: random.Random) -> None:
     """Somebody registers under the name of a worker, with all that Describe shows and numbers that are made up."""
-    worker, clients = _worker(world, draw), world.live_clients()
-    if worker is None or not clients or world.manager is None or not hasattr(world.manager, "core"):
-        return False
-    epoch = world.manager.core.epoch
+    worker, clients, manager = _worker(world, draw), world.live_clients(), world.manager
+    if not clients or manager is None or not hasattr(manager, "core"):
+        raise NotNow
+    epoch = manager.core.epoch
     for number in range(draw.randint(1, 6)):
         request = worker.introduction()
         request.incarnation = draw.choice([worker.incarnation, worker.incarnation + 1, LARGEST])
@@ -260,7 +253,6 @@ def _made_up(world: World, draw: random.Random) -> bool:
         request.highest_epoch_seen = draw.choice([0, epoch, epoch + 1, epoch + MAX_RAISE, MAX_FOREIGN_EPOCH, MAX_EPOCH])
         request.holds_state = draw.random() < 0.5
         world.kernel.after(0.3 * number, draw.choice(clients).register, request)
-    return True
 
 
 # -- an attempt that is overtaken
@@ -269,12 +261,11 @@ _PAUSE_SECONDS = 3.0
 """A step takes so long while streams are to be still there when the manager comes back."""
 
 
-def _overtaken(world: World, draw: random.Random) -> bool:
+def _overtaken(world: World, draw: random.Random) -> None:
     """A worker is cut off until one of its streams has gone on elsewhere; then it comes back, or the manager forgets all and
     both report, the older attempt last or first."""
     busy = [worker for worker in world.live_workers() if _sequences(worker)]
-    if not busy or world.is_watching:
-        return False
+    _require(busy, not world.is_watching)
     worker = draw.choice(busy)
     others = [machine for machine in _machines(world) if machine != worker.machine]
     for other in others:
@@ -314,7 +305,6 @@ def _overtaken(world: World, draw: random.Random) -> bool:
             world.kernel.after(_PAUSE_SECONDS + 3.0, setattr, slow.gpu, "step_seconds", world.step_seconds)
 
     watch()
-    return True
 
 
 def _sequences(worker: WorkerProcess) -> dict[str, int]:
@@ -338,29 +328,24 @@ def _newer_attempt(world: World, worker: WorkerProcess) -> WorkerProcess | None:
 # -- to the Lease, where two managers have one
 
 
-def _manager_told_to_stop(world: World, draw: random.Random) -> bool:
+def _manager_told_to_stop(world: World, draw: random.Random) -> None:
     """One of two, as in a rollout."""
     process = _manager(world, draw)
-    if process is None or process.is_frozen or not world.leader_lease:
-        return False
+    _require(not process.is_frozen, world.leader_lease)
     process.stop()
-    return True
 
 
-def _lease_slow(world: World, draw: random.Random) -> bool:
+def _lease_slow(world: World, draw: random.Random) -> None:
     """The API server answers late, some requests after the time of their senders."""
-    if not world.leader_lease:
-        return False
+    _require(world.leader_lease)
     server = world.lease_server
     server.delay_seconds = draw.choice([0.1, 0.5, world.leader_lease])
     world.kernel.after(draw.uniform(1.0, 3.0 * world.leader_lease), setattr, server, "delay_seconds", 0.0)
-    return True
 
 
-def _lease_away(world: World, draw: random.Random) -> bool:
+def _lease_away(world: World, draw: random.Random) -> None:
     """The API server is cut off from one manager or all, in one direction or both; workers are not cut off from these."""
-    if not world.leader_lease:
-        return False
+    _require(world.leader_lease)
     machines = draw.choice([world.manager_machines, (draw.choice(world.manager_machines),)])
     both = draw.random() < 0.6
     seconds = draw.uniform(0.3, 3.0 * world.leader_lease)
@@ -368,27 +353,22 @@ def _lease_away(world: World, draw: random.Random) -> bool:
         links = [(machine, lease_server.MACHINE), (lease_server.MACHINE, machine)]
         for source, target in links if both else [draw.choice(links)]:
             world.bus.cut(source, target, seconds + draw.uniform(0.0, 1.0))
-    return True
 
 
-def _lease_deleted(world: World, draw: random.Random) -> bool:
-    if lease_server.LEASE not in world.lease_server.leases:
-        return False
+def _lease_deleted(world: World, draw: random.Random) -> None:
+    _require(lease_server.LEASE in world.lease_server.leases)
     world.lease_server.is_deleted = True
     world.lease_server.delete(lease_server.LEASE)
-    return True
 
 
-def _lease_held_too_long(world: World, draw: random.Random) -> bool:
+def _lease_held_too_long(world: World, draw: random.Random) -> None:
     """The clock of the manager that leads is slow, or the other one's is fast: the next one leads before the last one has ended."""
     alive, leader = world.manager_processes(), world.manager
-    if not world.leader_lease or len(alive) < 2 or leader not in alive:
-        return False
+    _require(world.leader_lease, len(alive) >= 2, leader in alive)
     for process in alive:
         process.change_clock(0.0, draw.uniform(0.2, 0.5) if process is leader else draw.uniform(1.0, 2.0))
     if leader is not None and draw.random() < 0.7:
         world.bus.cut(leader.machine, lease_server.MACHINE, draw.uniform(1.0, 4.0 * world.leader_lease))
-    return True
 
 
 FAULTS: dict[str, Fault] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpool.worker_service.cache.entry import BlockCopy
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from tests.simulation.worker import WorkerProcess
 
 
+@dataclass
 class _Part:
     """A sequence's part of the running step, and how many of its tokens are done."""
 
-    def __init__(self, asked: SequencePart, sequence: CacheSequence) -> None:
-        self.asked = asked
-        self.sequence = sequence
-        self.num_done = 0
+    asked: SequencePart
+    sequence: CacheSequence
+    num_done: int = 0
 
 
 class Gpu:
@@ -42,7 +43,6 @@ class Gpu:
         ]
         """By group. A state is what the slot of its last token would hold."""
         self._attending = [index for index, group in enumerate(settings.groups) if group.table_type.is_attended]
-        """Groups, the first ones."""
         self._unit_group = next((i for i, group in enumerate(settings.groups) if isinstance(group, UnitGroup)), -1)
         self.step_seconds = 0.02
         self.is_busy = False

@@ -20,7 +20,6 @@ class Kernel:
         self.num_events = 0
         self.is_traced = is_traced
         self.lines: list[str] = []
-        """The readable trace."""
         self._events: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._ties = self.random("ties")

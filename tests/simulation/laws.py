@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
-from kvpool.cache_service.core.groups.state import StateSpec
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.integrity.findings import Findings
 from kvpool.cache_service.core.integrity.pools import PoolLaws
@@ -107,8 +106,8 @@ class Laws:
         self._served_at: dict[tuple[Process, int], float] = {}
         """When the in-use part of the report of a session came, by life of the manager."""
 
-    def count(self, law: str) -> None:
-        self.world.looks[law] += 1
+    def count(self, law: str, times: int = 1) -> None:
+        self.world.counts[f"law: {law}"] += times
 
     # -- the manager
 
@@ -156,7 +155,7 @@ class Laws:
         world = self.world
         if not hasattr(server, "core"):
             return  # a worker, or a manager that stands by
-        world.operations[method] += 1
+        world.counts[f"operation: {method}"] += 1
         manager: Any = server
         if world.kernel.is_traced:
             said = _in_words(method, request, response, failure)
@@ -261,12 +260,6 @@ class Laws:
         if findings.violations:
             self.world.fail(findings.violations[0].law, f"{manager.name}: {findings.violations[0]}")
         counts = self.world.counts
-        counts["sessions of several groups"] += len(session.pools) > 1
-        has_state = any(isinstance(spec, StateSpec) for spec in session.registration.layout.groups)
-        counts["sessions with a state"] += has_state
-        counts["sessions with a state only"] += has_state and len(session.pools) == 1
-        counts["sessions of windows only"] += not session.whole
-        counts["sessions of windows and full attention"] += bool(session.whole and session.dependents)
         for pool in session.pools:
             if isinstance(pool, UnitPool):
                 counts["sessions with an encoder"] += 1
@@ -347,10 +340,6 @@ class Laws:
                     self.world.fail("generations grow", what)
                 worker.granted[ledger.group, block] = generation
 
-    def on_disagreement(self, why: str) -> None:
-        """A worker gives its session up because of what the manager says of its blocks."""
-        self.world.fail("manager and worker agree", why)
-
     def on_hit(self, ledger: BlockLedger, block: int) -> None:
         """A worker has accepted a hit: its KV must be there by now."""
         self.count("sealed-only sharing")
@@ -419,7 +408,7 @@ class Laws:
         for violation in manager.core.check().violations:
             self.world.fail(violation.law, f"{manager.name}: {violation}")
         for law in OF_THE_CORE:
-            self.world.looks[law] += 1
+            self.count(law)
         for worker in self.world.live_workers():
             session = manager.core._sessions.get(worker.cache.session)
             if session is not None and not session.recovering and worker.cache.is_ready():
@@ -475,7 +464,7 @@ class Laws:
         manager = self.world.manager
         assert manager is not None
         for law in _OF_A_SESSION:
-            self.world.looks[law] += self._num_sessions
+            self.count(law, self._num_sessions)
         self.all()
         for worker in self.world.live_workers():
             self.count("nothing leaks")
@@ -498,10 +487,8 @@ class Laws:
 def _in_words(method: str, request: Any, response: Any, failure: Failure | None) -> str:
     if failure is not None:
         return f"{failure.code.name} {reason_in(failure)}: {failure.details}"
-    if method in _MUTATING:
-        head = f"call {request.uplink.call_no} of {request.uplink.session:#x}"
-        return f"{head}: {_short(request)} → {_short(response)}"
-    return f"{_short(request)} → {_short(response)}"
+    head = f"call {request.uplink.call_no} of {request.uplink.session:#x}: " if method in _MUTATING else ""
+    return f"{head}{_short(request)} → {_short(response)}"
 
 
 def _short(message: Any) -> str:

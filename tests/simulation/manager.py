@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.manager import CacheManager
@@ -49,11 +48,8 @@ class ManagerProcess(Process):
     def __init__(self, world: World, machine: str, number: int, limits: Limits) -> None:
         super().__init__(world, f"{machine}.{number}", machine)
         self.is_stopping = False
-        """It was told to stop."""
         self.has_odd_clock = False
         """Its clock has jumped, or runs much faster or slower than others."""
-        self.counted: Counter[Any] = Counter()
-        """Cases of reconciliation that were added to the world's counts."""
         self._limits = limits
         self._keys = self.kernel.random(f"keys of {self.name}")
 

@@ -16,7 +16,6 @@ from unittest import mock
 from kvpool.cache_service import servicer, status
 from kvpool.cache_service.core import manager as core_manager
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import SessionEnd
 from kvpool.cache_service.election import file, kubernetes
 from kvpool.client import answer_streams, stream
@@ -53,12 +52,7 @@ class _Log:
     def debug(self, event: str, **values: Any) -> None:
         self._say(event, values)
 
-    info = debug
-
-    def warning(self, event: str, **values: Any) -> None:
-        self._say(event, values)
-        if "disagree" in str(values.get("why")):
-            self._world.fail("one writer", f"{event}: {values['why']}")
+    info = warning = debug
 
     def error(self, event: str, **values: Any) -> None:
         self._say(event, values)
@@ -77,51 +71,40 @@ def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
+def _watched(kind: Any, name: str, look: Callable[..., None]) -> tuple[Any, str, Any]:
+    """A function as it is, and after each call of it `look` gets what it has returned, and was given."""
+    original = getattr(kind, name)
+
+    def function(*arguments: Any) -> Any:
+        result = original(*arguments)
+        look(result, *arguments)
+        return result
+
+    return kind, name, function
+
+
 @contextlib.contextmanager
 def installed(world: World) -> Iterator[None]:
     """For the time of one run."""
+    counts = world.counts.update
     sequence_ids = iter(f"sequence-{number}" for number in range(1 << 30))
-
-    def of_refusal(refusal: Refusal, original: Callable[[Refusal], Any] = status.of_refusal) -> Any:
-        world.reasons[refusal.reason.value] += 1
-        return original(refusal)
-
-    def accept_grant(
-        ledger: BlockLedger, block: int, generation: int, original: Any = BlockLedger.accept_grant
-    ) -> None:
-        original(ledger, block, generation)
-        world.laws.on_grant(ledger, block, generation)
-
-    def lose_session(state: CacheState, why: str, original: Any = CacheState.lose_session) -> None:
-        if "disagree" in why:
-            world.laws.on_disagreement(why)
-        original(state, why)
-
-    def accepting(original: Any) -> Callable[..., Any]:
-        """A method of a ledger that accepts blocks, or entries of tables, as hits."""
-
-        def accept(ledger: BlockLedger, hits: list[Any], *about: Any) -> Any:
-            last = original(ledger, hits, *about)
-            for hit in hits:
-                world.laws.on_hit(ledger, hit.block if isinstance(hit, Entry) else hit)
-            return last
-
-        return accept
 
     def name_end(state: CacheState, sequence: CacheSequence, original: Any = naming.name_end) -> None:
         before = state.num_windows_named
         original(state, sequence)
         world.counts["windows named at the end of a text"] += state.num_windows_named - before
 
-    def new_entries(link: LinkState, downlink: Any, original: Any = LinkState.new_entries) -> Any:
-        entries = original(link, downlink)
-        world.downlink.update(entry.WhichOneof("entry") or "none" for entry in entries)
-        return entries
+    def on_disagreement(_: Any, state: CacheState, why: str) -> None:
+        if "disagree" in why:
+            world.fail("manager and worker agree", why)
 
-    def retire(core: CacheManager, session: Any, why: SessionEnd, original: Any = CacheManager._retire) -> None:
+    def on_hits(_: Any, ledger: BlockLedger, hits: list[Any], *about: Any) -> None:
+        for hit in hits:
+            world.laws.on_hit(ledger, hit.block if isinstance(hit, Entry) else hit)
+
+    def on_retired(_: Any, core: CacheManager, session: Any, why: SessionEnd) -> None:
         if why is SessionEnd.FENCED:
             world.laws.on_fenced(session)
-        original(core, session, why)
 
     replaced: list[tuple[Any, str, Any]] = [
         (file, "os", world.disk),
@@ -136,15 +119,17 @@ def installed(world: World) -> Iterator[None]:
         (stream, "uuid4", sequence_ids.__next__),
         (client_manager, "random", world.kernel.random("client")),
         (client_manager, "time", types.SimpleNamespace(monotonic=_loop_time)),
-        (status, "of_refusal", of_refusal),
-        (BlockLedger, "accept_grant", accept_grant),
-        (BlockLedger, "accept_hits", accepting(BlockLedger.accept_hits)),
-        (BlockLedger, "accept_window", accepting(BlockLedger.accept_window)),
-        (UnitLedger, "accept_unit", accepting(UnitLedger.accept_unit)),
-        (CacheState, "lose_session", lose_session),
-        (LinkState, "new_entries", new_entries),
         (naming, "name_end", name_end),
-        (CacheManager, "_retire", retire),
+        _watched(status, "of_refusal", lambda _, refusal: counts([f"refusal: {refusal.reason.value}"])),
+        _watched(
+            LinkState, "new_entries", lambda new, *_: counts(f"downlink: {one.WhichOneof('entry')}" for one in new)
+        ),
+        _watched(BlockLedger, "accept_grant", lambda _, *grant: world.laws.on_grant(*grant)),
+        _watched(BlockLedger, "accept_hits", on_hits),
+        _watched(BlockLedger, "accept_window", on_hits),
+        _watched(UnitLedger, "accept_unit", on_hits),
+        _watched(CacheState, "lose_session", on_disagreement),
+        _watched(CacheManager, "_retire", on_retired),
         (Deadline.__init__, "__defaults__", (_loop_time,)),
         *(
             (module, "log", _Log(world, module.__name__.rpartition(".")[2]))

@@ -41,10 +41,6 @@ class Process:
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._wake_no = 0
 
-    def __repr__(self) -> str:
-        state = "dead" if self.is_dead else "frozen" if self.is_frozen else "alive"
-        return f"<{self.name} {state}>"
-
     # -- what happens to it
 
     def deliver(self, callback: Callable[..., object], *args: Any) -> None:
@@ -88,10 +84,6 @@ class Process:
         self.kernel.trace(self.name, "dies" + (", and its machine with it" if lost_power else ""))
         self.world.bus.on_death(self)
         self.on_death()
-
-    def crash_soon(self, num_callbacks: int) -> None:
-        """End it behind so many further callbacks, wherever that is."""
-        self.loop.num_callbacks_left = num_callbacks
 
     def on_death(self) -> None:
         """For those who start it again."""

@@ -28,7 +28,6 @@ class Failure(NamedTuple):
     code: grpc.StatusCode
     details: str
     trailing: bytes | None = None
-    """The rich status."""
 
     def error(self) -> grpc.aio.AioRpcError:
         metadata = grpc.aio.Metadata()

@@ -17,6 +17,7 @@ import grpc
 
 from kvpool.client.watch import ManagerAway, Watch
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, registration
 from tests.simulation.client_process import ClientProcess
 from tests.simulation.manager import KEEP_ALIVE_SECONDS, LEASE_SECONDS, MAX_WATCHERS
 from tests.simulation.process import Process
@@ -26,56 +27,39 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 FINGERPRINT = "stranger"
-BLOCK_SIZE = 4
 CALL_SECONDS = 2.0
 HOLE_SECONDS = 5.0 * LEASE_SECONDS
 
 
-class _Stranger:
-    """One registration after the other, under one name or many, each with state to report."""
+class _Stranger(Worker):
+    """One registration after the other, each with state to report. All calls raise AioRpcError."""
+
+    seconds = CALL_SECONDS
 
     def __init__(self, process: Process, name: str) -> None:
-        self._stub = cache_pb2_grpc.CacheServiceStub(process.world.manager_channel(process))
-        self._name = name
-        self._num_registers = 0
-        self._call_no = 0
-        self._answer = cache_pb2.RegisterResponse()
+        introduction = registration(name, num_blocks=64, process_key=b"stranger", model_fingerprint=FINGERPRINT)
+        introduction.holds_state = True
+        introduction.ClearField("address")
+        super().__init__(cache_pb2_grpc.CacheServiceStub(process.world.manager_channel(process)), introduction)
 
-    async def register(self, name: str = "") -> None:
-        """Raises AioRpcError."""
-        self._num_registers += 1
-        config = common_pb2.KVCacheConfig(block_size=BLOCK_SIZE)
-        config.groups.add(group=0).full_attention.SetInParent()
-        config.pools.add(group=0, tier=common_pb2.TIER_DEVICE, num_blocks=64)
-        request = cache_pb2.RegisterRequest(
-            worker_id=name or self._name,
-            incarnation=1,
-            register_no=self._num_registers,
-            process_key=b"stranger",
-            model_fingerprint=FINGERPRINT,
-            kv_cache_config=config,
-            holds_state=True,
-        )
-        self._answer = await self._stub.Register(request, timeout=CALL_SECONDS)
-        self._call_no = 0
+    async def register(self) -> cache_pb2.RegisterResponse:
+        """As if it had never seen a manager, with a larger number each time, also where no answer came."""
+        try:
+            return await super().register()
+        except grpc.aio.AioRpcError:
+            self.request.register_no += 1
+            raise
+        finally:
+            self.request.highest_epoch_seen = self.request.last_session = 0
 
     async def report(self, part: int) -> None:
-        """The next part of a report that never ends. Raises AioRpcError."""
-        self._call_no += 1
-        uplink = cache_pb2.Uplink(
-            session=self._answer.session, session_key=self._answer.session_key, call_no=self._call_no
-        )
-        request = cache_pb2.ReportRequest(uplink=uplink, part=part, live=part == 0)
+        """The next part of a report that never ends."""
+        request = cache_pb2.ReportRequest(uplink=self.uplink(), part=part, live=part == 0)
         if part:
             run = request.contents.add(tokens=part.to_bytes(4, "little") * BLOCK_SIZE)
             run.root.model_fingerprint = FINGERPRINT
             run.blocks.add(group=0, tier=common_pb2.TIER_DEVICE, block_ids=[0], generations=[0])
-        await self._stub.Report(request, timeout=CALL_SECONDS)
-
-    async def keep_alive(self) -> None:
-        """Raises AioRpcError."""
-        request = cache_pb2.KeepAliveRequest(session=self._answer.session, session_key=self._answer.session_key)
-        await self._stub.KeepAlive(request, timeout=CALL_SECONDS)
+        await self.stub.Report(request, timeout=self.seconds)
 
 
 async def _register_for_ever(process: Process, draw: random.Random) -> None:
@@ -84,7 +68,8 @@ async def _register_for_ever(process: Process, draw: random.Random) -> None:
     while True:
         number += 1
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await stranger.register("" if is_one else f"new-{number}")
+            stranger.request.worker_id = "again" if is_one else f"new-{number}"
+            await stranger.register()
         await asyncio.sleep(seconds)
 
 
@@ -183,7 +168,7 @@ class Strangers:
 
     def begin(self) -> None:
         for kind in self.kinds:
-            self.world.faults[kind] += 1
+            self.world.counts[f"fault: {kind}"] += 1
             if kind == BLACK_HOLE:
                 continue
             process = Process(self.world, kind, kind)

@@ -171,6 +171,6 @@ def test_a_kind_of_the_tests_own_runs_through_the_simulator(seed: int, monkeypat
     world.kernel.at(1.0, worker.begin_text)
     result = world.run()
     assert result.violation is None
-    assert result.looks["conservation"] > 100
+    assert result.counts["law: conservation"] > 100
     assert worker.num_sessions > 1, "the run has faults"
     assert worker.num_hits > 20

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.chosen import SEEDS, TIMES, choose
-from tests.simulation.runner import run_all
-from tests.simulation.totals import Totals
+from tests.simulation.runner import SEEDS, Totals, run_all
 from tests.simulation.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -28,33 +26,20 @@ def test_every_law_holds_in_every_seed_and_the_seeds_reach_everything() -> None:
         for result in results:
             assert result.violation is None, f"replay it: python -m tests.simulation {result.seed} --trace"
             assert result.num_operations >= 200
-            assert result.faults.total() >= 5
+            assert result.num_faults >= 5
             totals.add(result)
     assert totals.num_runs == len(SEEDS)
     assert set(totals.never()) <= TOO_RARE, "choose other seeds: python -m tests.simulation --seeds 160 --choose"
 
 
-def test_a_choice_of_seeds_reaches_what_all_reach() -> None:
-    """What few seeds reach is reached as often as they can."""
-    reached = {
-        seed: {"often", "rare" if seed in (3, 8) else "common"} | {f"only {seed}"} & {"only 5"} for seed in range(1, 20)
-    }
-    chosen = choose(reached)
-    assert {3, 5, 8} <= set(chosen)
-    for name, least in (("often", TIMES), ("common", TIMES), ("rare", 2), ("only 5", 1)):
-        assert sum(name in reached[seed] for seed in chosen) >= least
-    assert len(chosen) <= 2 * TIMES
-
-
-@pytest.mark.parametrize("seed", [8])
-def test_a_seed_gives_the_same_run_whatever_the_hash_seed(seed: int) -> None:
+def test_a_seed_gives_the_same_run_whatever_the_hash_seed() -> None:
     """Nothing in a run may hang on the order of sets or on addresses; in another process neither is the same."""
-    script = f"from tests.simulation.world import World; print(World({seed}).run().digest)"
+    script = "from tests.simulation.world import World; print(World(8).run().digest)"
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": ".:common"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == World(seed).run().digest
+    assert done.stdout.strip() == World(8).run().digest
 
 
 def test_tracing_a_seed_changes_nothing_in_it() -> None:

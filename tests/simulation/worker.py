@@ -1,8 +1,9 @@
-"""A worker's process: the real engine, cache side, link and servicer over a fake GPU."""
+"""A worker's process: the real engine, cache side, link and servicer over a fake GPU; and the machine that it runs on."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,18 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.prompt import EncoderSettings
 from kvpool.worker_service.engine.settings import EngineSettings
+from kvpool.worker_service.incarnation import Identity, next_identity
 from kvpool.worker_service.manager_link import ManagerLink, RegistrationRefused
 from kvpool.worker_service.servicer import WorkerServicer
 from kvpool.worker_service.step import Step
 from tests import tracer
 from tests.simulation.forker import Forker
 from tests.simulation.gpu import Gpu
-from tests.simulation.machine import Machine
 from tests.simulation.process import Process
 from tests.simulation.rpc import Methods
 
 if TYPE_CHECKING:
+    from tests.simulation.kernel import Kernel
     from tests.simulation.world import World
 
 FINGERPRINT = "tracer"
@@ -38,6 +40,7 @@ GRACE_SECONDS = 2.0
 START = 1
 """The token that every text of a decoder begins with."""
 MAX_ENCODER_TOKENS = 40
+MAX_MODEL_LEN = 48
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,6 @@ class WorkerPlan:
     retention_interval: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int
     reserve_seconds: float
     prefix_wait_seconds: float
     report_seconds: float
@@ -71,6 +73,42 @@ class WorkerPlan:
             prefix_wait_seconds=self.prefix_wait_seconds,
             no_blocks_retry_seconds=0.5,
         )
+
+
+_EPOCH_SECONDS = 1_000_000.0
+"""What wall clocks show at the beginning; clocks that are set back do not come to 0."""
+
+
+class Machine:
+    """Runs one process of its worker at a time. What is here outlives them."""
+
+    def __init__(self, name: str, plan: WorkerPlan, kernel: Kernel) -> None:
+        self.name = name
+        self.plan = plan
+        self.num_processes = 0
+        self._kernel = kernel
+        self._random: random.Random = kernel.random(f"machine {name}")
+        self._ahead = self._random.uniform(0.0, 30.0)
+        self._last: tuple[int, bytes] | None = None
+
+    def begin_process(self) -> Identity:
+        """As worker_service/incarnation.py does at the start; the process before has ended, as the lock on the folder proves."""
+        self.num_processes += 1
+        wall = _EPOCH_SECONDS + self._ahead + self._kernel.now
+        identity = next_identity(self._last, int(wall * 1e9))
+        # Drawn from the seed, where the worker draws from the system.
+        identity = identity._replace(process_key=self._random.randbytes(16))
+        self._last = identity.incarnation, identity.process_key
+        return identity
+
+    def set_back(self, seconds: float) -> None:
+        self._ahead -= seconds
+        self._kernel.trace(self.name, f"its wall clock is set back by {seconds:.1f} s")
+
+    def lose_folder(self) -> None:
+        """The state folder is lost, as that of a container without a volume."""
+        self._last = None
+        self._kernel.trace(self.name, "the state folder is lost")
 
 
 class WorkerProcess(Process):
@@ -97,7 +135,7 @@ class WorkerProcess(Process):
             EngineSettings(
                 model_fingerprint=FINGERPRINT,
                 vocab_size=tracer.VOCAB_SIZE,
-                max_model_len=plan.max_model_len,
+                max_model_len=MAX_MODEL_LEN,
                 eos_token_ids=tracer.EOS,
                 max_num_seqs=plan.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -121,7 +159,7 @@ class WorkerProcess(Process):
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
             vocab_size=tracer.VOCAB_SIZE,
-            max_model_len=plan.max_model_len,
+            max_model_len=MAX_MODEL_LEN,
             eos_token_ids=sorted(tracer.EOS),
             is_encoder_decoder=self.cache.settings.encoder_capacity > 0,
             decoder_start_token_id=START,
@@ -152,7 +190,7 @@ class WorkerProcess(Process):
             model_name="tracer",
             model_fingerprint=FINGERPRINT,
             kv_cache_config=settings.kv_cache_config(),
-            max_model_len=self.plan.max_model_len,
+            max_model_len=MAX_MODEL_LEN,
             facts_digest=self.facts.facts_digest,
             engine="simulated",
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvpool.cache_service.core.messages import Limits
@@ -21,20 +22,26 @@ from tests.simulation.bus import Bus
 from tests.simulation.channel import Channel, LeaderChannel
 from tests.simulation.client_process import TIMEOUT_SECONDS, ClientProcess, RequestPlan
 from tests.simulation.disk import Disk
-from tests.simulation.faults import FAULTS
+from tests.simulation.faults import FAULTS, NotNow
 from tests.simulation.kernel import Kernel
 from tests.simulation.laws import Laws
 from tests.simulation.lease_server import LeaseServer
-from tests.simulation.machine import Machine
 from tests.simulation.manager import MACHINES, ManagerProcess, address_of
 from tests.simulation.process import Process
 from tests.simulation.strangers import Strangers
-from tests.simulation.stream_call import StreamCall
-from tests.simulation.tally import Tally
-from tests.simulation.worker import BLOCK_SIZE, FINGERPRINT, MAX_ENCODER_TOKENS, START, WorkerPlan, WorkerProcess
+from tests.simulation.worker import (
+    BLOCK_SIZE,
+    FINGERPRINT,
+    MAX_ENCODER_TOKENS,
+    MAX_MODEL_LEN,
+    START,
+    Machine,
+    WorkerPlan,
+    WorkerProcess,
+)
 from tests.tracer_beams import expected_beams
 
-_WORKERS_OPERATIONS = frozenset({"Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free"})
+_OPERATIONS = ("client's ", "Register", "Deregister", "Report", "Allocate", "Append", "Fork", "Free")
 ACTIVE_SECONDS = 22.0
 """Requests and faults come in this time; then everything heals."""
 _QUIET_SECONDS = 60.0
@@ -49,41 +56,42 @@ FIRST_EPOCHS = (0, 0, 0, 6, 1 << 16, 1 << 20, MAX_FOREIGN_EPOCH - 3, MAX_FOREIGN
 
 
 class Violation(NamedTuple):
-    """A law that was broken, and when."""
-
     law: str
     message: str
     at: float
 
 
 @dataclass
-class Result(Tally):
-    """What a run was."""
-
+class Result:
     seed: int
     digest: str
     violation: Violation | None
     num_events: int
     seconds: float
     """Of virtual time."""
-    lines: list[str] = field(default_factory=list)
+    lines: list[str]
+    counts: Counter[str]
+    """As the world's."""
 
     @property
     def num_operations(self) -> int:
         """What clients have asked for (attempts at requests, their ends by the reader, routes, descriptions, checks, drains), and
         what workers have told or asked the manager. Heartbeats are none."""
-        return sum(
-            count
-            for name, count in self.operations.items()
-            if name.startswith("client's ") or name in _WORKERS_OPERATIONS
-        )
+        operations = tuple(f"operation: {name}" for name in _OPERATIONS)
+        return sum(count for name, count in self.counts.items() if name.startswith(operations))
+
+    @property
+    def num_faults(self) -> int:
+        return sum(count for name, count in self.counts.items() if name.startswith("fault: "))
 
 
-class World(Tally):
-    """Everything that one seed decides, and how often what was reached."""
+class World:
+    """Everything that one seed decides."""
 
     def __init__(self, seed: int, *, is_traced: bool = False) -> None:
-        super().__init__()
+        self.counts: Counter[str] = Counter()
+        """How often what was reached. Laws (how often each was looked at), faults, operations, refusals, cases of reconciliation,
+        entries of downlinks and outcomes have their kind before their name."""
         self.kernel = Kernel(seed, is_traced=is_traced)
         self.violation: Violation | None = None
         self.bus = Bus(self)
@@ -133,7 +141,6 @@ class World(Tally):
         """After which it sends no more over one."""
         self.message_bytes = streams.choice([1, 1 << 16])
         """Of answers that a worker sends together."""
-        self.max_model_len = 48
         groups, forks, answers = (self.kernel.random(name) for name in ("groups", "forks", "answers"))
         encoder = self.kernel.random("encoder")
         self.has_encoder = encoder.random() < 0.3
@@ -143,7 +150,7 @@ class World(Tally):
         has_small = draw.random() < 0.15
         self.plans: list[WorkerPlan] = []
         for number in range(draw.choice([2, 2, 3])):
-            smallest = self.max_model_len // BLOCK_SIZE + 1
+            smallest = MAX_MODEL_LEN // BLOCK_SIZE + 1
             num_blocks = draw.choice([smallest, smallest + 5, smallest + 18])
             if has_small and number == 1:
                 num_blocks = 8
@@ -151,6 +158,7 @@ class World(Tally):
             windows: tuple[int, ...] = (0,)
             state_grid = 0
             kind = groups.choice(LAYOUTS)
+            self.counts[f"layout: {kind}"] += 1
             if kind == "full+full":
                 pools += (groups.choice([num_blocks, smallest, smallest + 9]),)
                 windows = (0, 0)
@@ -177,7 +185,6 @@ class World(Tally):
                     retention_interval=groups.choice([0, 0, 0, 6, 16]),
                     max_num_seqs=draw.choice([2, 4, 6]),
                     max_num_batched_tokens=draw.choice([8, 16, 40]),
-                    max_model_len=self.max_model_len,
                     reserve_seconds=draw.choice([0.2, 2.0]),
                     prefix_wait_seconds=draw.choice([0.3, 10.0]),
                     report_seconds=draw.choice([0.01, 0.05, 0.3]),
@@ -188,9 +195,7 @@ class World(Tally):
                     fork_rate=forks.choice([0.0, 0.02, 0.1, 0.4]),
                 )
             )
-        has_small = has_small or any(
-            plan.cache_settings().capacity * BLOCK_SIZE < self.max_model_len for plan in self.plans
-        )
+        has_small = has_small or any(plan.cache_settings().capacity * BLOCK_SIZE < MAX_MODEL_LEN for plan in self.plans)
         self.client_names = ["c0", "c1"]
         bases = [[draw.randrange(tracer.VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
         self.requests: list[RequestPlan] = []
@@ -240,10 +245,6 @@ class World(Tally):
             self.violation = Violation(law, message, self.kernel.now)
             self.kernel.trace("LAW", f"{law}: {message}")
 
-    def on_stream(self, server: Process, call: StreamCall, is_repeated: bool) -> None:
-        self.operations[call.method] += 1
-        self.kernel.trace(server.name, f"{call.method} of {call.process.name}{' again' if is_repeated else ''}")
-
     def live_workers(self) -> list[WorkerProcess]:
         """Processes of workers that have not ended, superseded ones too."""
         return [process for process in self.processes if isinstance(process, WorkerProcess) and not process.is_dead]
@@ -290,17 +291,15 @@ class World(Tally):
         )
 
     def _num_first_tokens(self, plan: RequestPlan) -> int:
-        """Tokens that the text of a request begins with."""
         return 1 if self.has_encoder else len(plan.prompt)
 
     def _most_tokens(self, plan: RequestPlan) -> int:
-        """That may be generated for it."""
-        room = self.max_model_len - self._num_first_tokens(plan)
+        room = MAX_MODEL_LEN - self._num_first_tokens(plan)
         return min(plan.max_tokens or room, room)
 
     def ended(self, plan: RequestPlan, how: str) -> None:
         self._num_ended += 1
-        self.outcomes[how] += 1
+        self.counts[f"outcome: {how}"] += 1
         self.kernel.note(f"request {plan.number} {how}")
         self.kernel.trace("client", f"request {plan.number} ended: {how}")
 
@@ -358,7 +357,7 @@ class World(Tally):
     def _count_cases(self, process: ManagerProcess) -> None:
         if hasattr(process, "core"):
             for case, count in process.core.reconciled.items():
-                self.cases[case.value] += count
+                self.counts[f"reconciliation: {case.value}"] += count
             process.core.reconciled.clear()
 
     def _start_worker(self, machine: Machine) -> None:
@@ -380,7 +379,6 @@ class World(Tally):
         same = [other for other in self.live_workers() if other.plan.worker_id == worker.plan.worker_id]
         # Without another one it was refused for the lease of one that died: a manager's slow clock may make that long.
         if self._is_healed and worker.was_refused and any(other is not worker for other in same):
-            worker.host.is_given_up = True
             return
         seconds = self._draw.choice([0.05, 0.5, self._draw.uniform(0.5, 4.0)])
         self.kernel.after(seconds, self._start_worker, worker.host)
@@ -407,8 +405,8 @@ class World(Tally):
             self.kernel.num_events,
             self.kernel.now,
             self.kernel.lines,
+            self.counts,
         )
-        result.add_counts(self)
         self.__dict__.clear()
         return result
 
@@ -457,11 +455,13 @@ class World(Tally):
     def _do_fault(self, name: str, faults: Any) -> None:
         self.kernel.trace("FAULT", name)
         for _ in range(20):
-            if FAULTS[name](self, faults):
+            try:
+                FAULTS[name](self, faults)
                 break
-            name = faults.choice(list(FAULTS))
-            self.kernel.trace("FAULT", f"not possible now; {name} instead")
-        self.faults[name] += 1
+            except NotNow:
+                name = faults.choice(list(FAULTS))
+                self.kernel.trace("FAULT", f"not possible now; {name} instead")
+        self.counts[f"fault: {name}"] += 1
         self.kernel.note(name)
         self.laws.all()
 

@@ -51,8 +51,6 @@ class Settings:
 
 @dataclass
 class Result:
-    """What came of it."""
-
     settings: Settings
     totals: Totals = field(default_factory=Totals)
     seconds: float = 0.0
