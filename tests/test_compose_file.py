@@ -132,7 +132,6 @@ def test_an_observer_has_a_pinned_image_one_port_on_loopback_and_a_health_check(
 
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_an_observer_writes_only_into_its_own_volume(name: str) -> None:
-    """What it has from the checkout exists, and is read-only."""
     for volume in SERVICES[name]["volumes"]:
         source, target, *mode = volume.split(":")
         if source.startswith("./"):
@@ -215,7 +214,6 @@ def test_an_image_runs_one_program_as_a_user(target: str) -> None:
 
 @pytest.mark.parametrize("target", BUILT.values())
 def test_an_image_builds_nothing_itself(target: str) -> None:
-    """Packages are built in stages of their own, and copied. Only the GPU image has a compiler."""
     tools = re.compile(r"\b(?:pip|apt-get|apt|apk|make|gcc|curl|wget)\b")
     building = [command for command in instructions(target, "RUN") if tools.search(command)]
     if target == "worker-gpu":
@@ -255,7 +253,6 @@ def test_neither_file_names_a_folder_of_one_machine() -> None:
 
 
 def test_the_images_get_every_package_and_nothing_else() -> None:
-    """.dockerignore lets in what pyproject.toml takes packages from."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {PurePosixPath(path).parts[0] for path in project["tool"]["setuptools"]["package-dir"].values()}
     first, *lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
@@ -298,7 +295,6 @@ def test_what_docker_lacks_is_named_with_what_to_install(
 
 
 def test_the_project_has_its_own_ports_and_settings() -> None:
-    """Of the user's variables only those of builds and of Docker itself are kept."""
     found = compose_environment(
         {"KVPOOL_MODEL": "mine", "COMPOSE_PROFILES": "gpu", "KVPOOL_FIND_LINKS": "x", "DOCKER_HOST": "y", "PATH": "z"}
     )

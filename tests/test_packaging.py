@@ -137,7 +137,6 @@ def test_the_native_step_is_in_the_wheel(wheel: Path, names: set[str]) -> None:
 
 
 def test_the_types_come_along(names: set[str]) -> None:
-    """py.typed in every package, stubs beside the generated code, and the protos themselves."""
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     for generated in ("cache", "common", "worker"):
         expected = {f"kvpool/v1/{generated}{ending}" for ending in (".proto", "_pb2.pyi", "_pb2_grpc.pyi")}
@@ -145,7 +144,6 @@ def test_the_types_come_along(names: set[str]) -> None:
 
 
 def test_the_base_install_requires_no_torch(metadata: email.message.Message) -> None:
-    """The tensor side comes with the extra [worker]."""
     requirements = [str(requirement).replace('"', "'") for requirement in metadata.get_all("Requires-Dist", [])]
     base = {name_of(requirement) for requirement in requirements if "extra ==" not in requirement}
     worker = {name_of(requirement) for requirement in requirements if "extra == 'worker'" in requirement}
@@ -160,7 +158,6 @@ def name_of(requirement: str) -> str:
 
 
 def test_the_base_imports_without_torch(site_packages: Path) -> None:
-    """Out of the installed folder, where importing anything of the tensor side fails."""
     modules = (
         "kvpool.v1.worker_pb2_grpc",
         "kvpool.worker_service.settings",
@@ -186,7 +183,6 @@ def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Pa
 
 
 def test_the_command_is_installed_and_knows_its_subcommands(site_packages: Path) -> None:
-    """`kvpool --help` needs neither a cluster nor torch."""
     (entry_points,) = site_packages.glob("kvpool-*.dist-info/entry_points.txt")
     assert "kvpool = kvpool.command:main" in entry_points.read_text()
     program = "sys.argv = ['kvpool', '--help']\nfrom kvpool.command import main\nmain()"

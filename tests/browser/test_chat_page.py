@@ -26,7 +26,6 @@ def ask(pane: Locator, question: str) -> tuple[int, int]:
 
 
 def test_the_second_chat_is_served_what_the_first_has_computed(watched: Watched) -> None:
-    """As many tokens are coloured as the answer's usage reports, and they are the prompt's first."""
     page = watched.open("chat")
     page.locator("#chat-model option").first.wait_for(state="attached")
     page.locator("#chat-system").fill("one system prompt that both chats begin with, and that nobody had before")
@@ -44,7 +43,6 @@ def test_the_second_chat_is_served_what_the_first_has_computed(watched: Watched)
 
 
 def test_an_answer_that_is_stopped_leaves_the_chat_ready(watched: Watched) -> None:
-    """By its button; what was written so far stays."""
     page = watched.open("chat")
     page.locator("#chat-model option").first.wait_for(state="attached")
     pane = page.locator(".pane").first

@@ -28,7 +28,6 @@ def test_a_worker_that_is_killed_leaves_the_page_and_comes_back(watched: Watched
 
 
 def test_a_manager_that_is_killed_is_reported_and_the_page_recovers(watched: Watched, served: Served) -> None:
-    """Meanwhile it shows what it knew, and says that this is old."""
     page = watched.open("cluster")
     until_shown(page, list(WORKERS))
     served.cluster.processes[MANAGER].kill()

@@ -7,7 +7,6 @@ from tests.browser.watched import Watched
 
 
 def test_a_prompt_that_is_cached_is_served_up_to_its_last_block(watched: Watched, served: Served) -> None:
-    """As many tokens as the next request then finds; and asking changes nothing."""
     prompt = "a prompt for the view that explains why it missed"
     page = watched.open("why")
     page.locator("#why-model option").first.wait_for(state="attached")

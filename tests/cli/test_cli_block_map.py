@@ -65,7 +65,6 @@ def test_the_legend_names_the_owners_and_explains_only_what_is_there() -> None:
 
 
 def test_equal_rows_of_a_large_pool_are_one_line() -> None:
-    """A hundred thousand free blocks take one line, and the rows with something in them stay."""
     blocks = [block(i, FREE) for i in range(1, 100_000)]
     blocks[70_000] = block(70_001, CACHED)
     lines = picture(*blocks, num_blocks=100_000)

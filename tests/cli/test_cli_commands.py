@@ -219,7 +219,6 @@ def manager_violation() -> cache_pb2.Violation:
 
 
 async def test_every_command_that_shows_something_has_json(run: Run) -> None:
-    """One object each, alone on stdout; the exit status is that of the text."""
     async with fake_cluster(FakeWorker("w")) as manager:
         worker = {**WORKER_OBJECT, "address": manager.workers[0].address}
         cluster = {"manager": manager.address, "epoch": 7, "num_prefix_nodes": 3}
@@ -358,7 +357,6 @@ async def test_a_manager_on_another_machine_is_used_with_one_warning(command: li
 
 
 async def test_a_refusal_is_one_line_with_the_figures(run: Run) -> None:
-    """Also if the service wrote several lines, and with --json nothing on stdout."""
     refused = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "needs 900 blocks,\nthere are 11")
     async with fake_cluster(FakeWorker("w", [refused])) as manager:
         ran = await run("generate", "the", "--json", on=manager)
@@ -368,7 +366,6 @@ async def test_a_refusal_is_one_line_with_the_figures(run: Run) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
 async def test_a_signal_ends_the_command_and_its_call_quietly(number: signal.Signals, status: int) -> None:
-    """In the middle of an answer: the worker sees the connection go, also after kill -9."""
     worker = FakeWorker("w", [answer(THE)[0], HANG])
     async with fake_cluster(worker) as manager:
         process = await start_kvpool("generate", "the", "--manager", manager.address)
@@ -382,7 +379,6 @@ async def test_a_signal_ends_the_command_and_its_call_quietly(number: signal.Sig
 
 
 async def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
-    """The call is cancelled, half an answer is not remembered, and the next question is answered."""
     worker = FakeWorker("w", [answer(THE)[0], HANG], answer(SAT))
     async with fake_cluster(worker) as manager:
         process = await start_kvpool("chat", "--manager", manager.address)
@@ -405,7 +401,6 @@ async def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
 def test_a_signal_while_a_program_is_imported_ends_it_quietly(
     program: str, number: signal.Signals, status: int
 ) -> None:
-    """The signal comes with the import of gRPC or pydantic, a part of a second after the start."""
     script = f"""
 import importlib, os, sys
 

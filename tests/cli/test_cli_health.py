@@ -73,7 +73,6 @@ async def ask(run: Run, command: str, *arguments: str, **environment: str) -> Ra
 
 
 async def test_a_service_that_serves_is_status_0(run: Run, command: str) -> None:
-    """As a whole, by name, and where the environment says."""
     async with service(process=STATUS.SERVING, manager=STATUS.SERVING) as address:
         assert await ask(run, command, address) == (0, f"{address} serves\n", "")
         assert await ask(run, command, address, "--service", SERVICE) == (0, f"{address} serves {SERVICE}\n", "")

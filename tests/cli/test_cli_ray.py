@@ -126,7 +126,6 @@ def test_workers_have_a_gpu_each_where_there_are_any() -> None:
 
 
 def test_variables_of_the_command_are_those_of_the_processes() -> None:
-    """But not those of the command itself, nor the manager of a client in this shell."""
     given = {"KVPOOL_WORKER_NUM_BLOCKS": "4", "KVPOOL_RAY_WORKERS": "2", "KVPOOL_MANAGER": "a:1", "HOME": "/h"}
     assert plan(environment=given).workers[0].variables == {"KVPOOL_WORKER_NUM_BLOCKS": "4"}
 

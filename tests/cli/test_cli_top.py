@@ -49,7 +49,6 @@ def test_rates_are_differences_by_time() -> None:
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    """What was before the window no longer counts, and where no prompt came in there is no hit rate."""
     meter = RateMeter()
     for second in range(20):
         rates = look(meter, float(second), num_prompt_tokens=min(second, 10) * 100)
@@ -66,7 +65,6 @@ def test_rates_of_rare_looks_are_of_the_last_two() -> None:
 
 
 def test_a_new_session_counts_anew() -> None:
-    """A worker that registers again has counts of 0: not a negative rate, but none yet."""
     meter = RateMeter()
     look(meter, 1.0, 1, num_generated_tokens=1000)
     assert look(meter, 2.0, 2, num_generated_tokens=10) is None
@@ -134,7 +132,6 @@ def test_each_worker_has_its_state_and_a_bar_of_its_blocks() -> None:
 @pytest.mark.parametrize("height", [8, 12, 24, 60])
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_it_is_never_higher_than_the_terminal(height: int, num_workers: int) -> None:
-    """What does not fit is left out, and the line that says so stands there instead."""
     owners = [common_pb2.SequenceKey(sequence_id=f"sequence-{index}") for index in range(40)]
     blocks = tuple(
         cache_pb2.BlockDescription(
@@ -472,7 +469,6 @@ async def test_the_terminal_is_left_as_it_was_whatever_ends_it(
 
 
 async def test_it_waits_for_a_manager_and_says_when_it_is_away(settings: ManagerSettings) -> None:
-    """Begun before the manager is, and kept while that is gone."""
     epochs = FileEpochs.open(settings.state_folder)
     async with ManagerServer(settings, epochs) as first:
         settings = settings.model_copy(update={"port": first.port})

@@ -128,8 +128,6 @@ async def until_registered(cluster: Up, *workers: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_path: Path) -> None:
-    """Two workers and a gateway. Every command works; workers of another `up`, with settings from a file, join and leave;
-    what dies is started again; drained workers leave, the cluster with the last one; every line of its output is JSON."""
     http_port = free_ports(4)
     metrics_port = http_port + 1
     ports = ["--http", str(http_port), "--metrics-port", str(metrics_port)]

@@ -29,7 +29,6 @@ async def test_requests_at_the_same_time_share_a_stream_and_without_requests_the
 
 @pytest.mark.parametrize("timeout", [None, 0.3], ids=["cancelled", "out of time"])
 async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: float | None) -> None:
-    """The worker hears of it, and the stream stays."""
     go_on = asyncio.Event()
     rest = answer(THE, CAT, SAT)
     worker = FakeWorker("w", HANGING, [rest[0], go_on, *rest[1:]])
@@ -48,7 +47,6 @@ async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: 
 
 
 async def test_an_answer_that_is_not_read_ends_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker goes on and on; it hears that the request has ended, and the others of the stream stay."""
     monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 5_000)
     endless = [
         answer(THE)[0],
@@ -67,7 +65,6 @@ async def test_an_answer_that_is_not_read_ends_before_it_fills_the_memory(monkey
 
 
 async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has taken does not count, though there is always something left."""
     monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 1_000)
     answers = answer_streams.Answers(lambda: None, lambda: None)
     for at in range(100):
@@ -78,7 +75,6 @@ async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatc
 
 
 async def test_when_the_stream_breaks_off_each_request_continues_on_another_worker() -> None:
-    """Each after the last token that it has."""
     first = FakeWorker("first", HANGING)
     second = FakeWorker("second", answer(CAT, SAT))
     async with fake_cluster(first, second) as manager, quick(manager) as client:
@@ -151,7 +147,6 @@ class FakeCall:
 
 
 async def test_an_answer_that_was_on_its_way_when_its_request_was_cancelled_is_dropped() -> None:
-    """The other requests of the stream go on."""
     call = FakeCall()
     stream = answer_streams._Stream(lambda _: call, lambda _: None)
     cancelled, other = (stream.begin(worker_pb2.GenerateRequest()) for _ in range(2))

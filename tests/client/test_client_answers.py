@@ -91,7 +91,6 @@ async def test_all_answers_come_over_one_request(n: int) -> None:
 
 @pytest.mark.parametrize("num_messages", range(1, 13))
 async def test_each_answer_goes_on_by_itself_after_any_token(num_messages: int) -> None:
-    """With its own seed and name, and what was delivered of it; those that have ended are not asked for again."""
     n = 4
     first, second = ManyAnswers("w1", num_messages), ManyAnswers("w2")
     chunks, completions = await ask(first, second, n=n)
@@ -116,7 +115,6 @@ async def test_a_request_without_a_token_begins_again_as_one() -> None:
 
 
 async def test_answers_may_move_more_than_once() -> None:
-    """Each in turn between two workers that break off again and again."""
     first, second = ManyAnswers("w1", 4, 1, 1), ManyAnswers("w2", 1, 1, 2, 1)
     check(*await ask(first, second, n=3), 3)
 
@@ -130,7 +128,6 @@ async def test_an_answer_that_cannot_go_on_ends_them_all() -> None:
 
 @pytest.mark.parametrize("num_messages", [1, 4, 8])
 async def test_texts_of_a_search_are_delivered_all_or_not_at_all(num_messages: int) -> None:
-    """A worker that dies while it sends them leaves no trace: the search begins again."""
     first, second = ManyAnswers("w1", num_messages), ManyAnswers("w2")
     search = {"num_beams": 4, "length_penalty": 0.5, "early_stopping": "never", "temperature": 0.0}
     chunks, completions = await ask(first, second, n=3, **search)
@@ -143,7 +140,6 @@ async def test_texts_of_a_search_are_delivered_all_or_not_at_all(num_messages: i
 
 
 async def test_collect_gives_the_first_answer_and_collect_all_all_of_them() -> None:
-    """As in the tests above, by a blocking client."""
     async with fake_cluster(ManyAnswers("w")) as manager:
 
         def run() -> list[Completion]:
@@ -189,7 +185,6 @@ class _Ready:
 
 
 async def test_answers_that_are_ready_take_turns() -> None:
-    """None of them is read again before each of the others."""
     merged = MergedStreams([_Ready(number) for number in range(8)])
     taken: list[tuple[int, object]] = []
     while (chunk := await merged.next_chunk()) is not None:

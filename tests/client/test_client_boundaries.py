@@ -53,7 +53,6 @@ def test_a_chat_has_a_boundary_at_the_end_of_its_system_prompt(messages: list[An
 
 
 def test_a_template_that_wants_a_user_to_speak_is_no_error() -> None:
-    """Then nobody says where the beginning ends."""
     prompt = model(NEEDS_USER).chat_prompt([SYSTEM, USER])
     assert (prompt.boundaries, len(prompt.token_ids) > 0) == ((), True)
 

@@ -147,7 +147,6 @@ async def test_a_stream_asks_why_once_however_often_it_moves() -> None:
 
 
 async def test_a_manager_that_does_not_explain_ends_no_stream() -> None:
-    """An older one."""
     async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
         manager.explanation = None
         stream = client.generate("the", explain=True)

@@ -11,7 +11,6 @@ from kvpool.v1 import cache_pb2
 
 
 def test_tokens_of_an_older_attempt_are_dropped() -> None:
-    """What the worker that was given up still sends changes nothing, and its attempt is not opened again."""
     gate = Gate()
     gate.open(1)
     gate.take(1, 0, 1)
@@ -77,8 +76,7 @@ def broken(max_attempts: int) -> Failover:
 
 
 def test_an_answer_that_broke_off_is_ranked_again_at_once_and_its_worker_comes_last() -> None:
-    """What the others were ranked by has changed: there are more tokens now. Only a round in vain is a reason to wait. A worker
-    that is back at another address has not failed."""
+    """There are more tokens now, by which to rank. A worker that is back at another address has not failed."""
     attempts = broken(max_attempts=8)
     assert not attempts.wants_pause
     assert asked_in_vain(attempts, "a", "b", "c") == [("b", 2), ("c", 3), ("a", 4)]

@@ -52,7 +52,6 @@ def test_a_forced_first_token_is_part_of_what_every_text_begins_with(
 
 
 def test_an_answer_shares_its_room_with_what_the_text_begins_with() -> None:
-    """That is the prompt, or with an encoder what its decoder begins with, however long the prompt is."""
     assert model().num_first_tokens(7) == 1
     assert model(forced_bos_token_id=0).num_first_tokens(7) == 2
     assert Model.from_parts(facts(), {}).num_first_tokens(7) == 7

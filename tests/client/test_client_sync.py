@@ -54,7 +54,6 @@ async def test_a_reader_that_leaves_cancels_the_call(leave: Callable[[SyncClient
 
 
 async def test_the_thread_ends_with_the_client() -> None:
-    """Nothing keeps running, closing twice is no error, and a closed client says that it is closed."""
     async with fake_cluster(FakeWorker("w")) as manager:
 
         def use() -> None:
@@ -112,7 +111,6 @@ async def test_closing_wakes_a_thread_that_waits_for_a_worker() -> None:
 
 
 async def test_closing_wakes_a_thread_that_tokenises() -> None:
-    """A chat whose messages take their time."""
     has_begun, may_end = threading.Event(), threading.Event()
 
     class Slow(dict[str, str]):
@@ -153,7 +151,6 @@ async def test_several_threads_share_one_client() -> None:
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    """Whoever adds one to Client adds it here."""
     for name, method in inspect.getmembers(Client, inspect.isfunction):
         if not name.startswith("_"):
             assert inspect.signature(method).parameters == inspect.signature(getattr(SyncClient, name)).parameters, name

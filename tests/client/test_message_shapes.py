@@ -172,7 +172,6 @@ def test_a_template_gets_the_shape_that_it_reads(process: TemplateProcess, conte
 
 
 def test_roles_may_be_read_in_different_shapes(process: TemplateProcess) -> None:
-    """A system prompt that is joined to a text, before messages whose parts are looped over."""
     begin = "{% if messages[0].role == 'system' %}{{ 'S ' + messages[0].content }}{% endif %}"
     source = begin + "{% for m in messages if m.role != 'system' %}" + LOOP + "{% endfor %}"
     system = "{% if m.role == 'system' %}" + LOOP
@@ -243,15 +242,13 @@ def test_what_one_conversation_does_to_a_template_does_not_change_the_next(proce
     ],
 )
 async def test_messages_that_make_no_sense_are_refused_at_once(messages: Any, words: str) -> None:
-    """Before anything is sent: no manager answers here."""
     async with Client(config=ClientConfig(manager="127.0.0.1:1")) as client:
         with pytest.raises(InvalidRequest, match=words):
             client.chat(messages)
 
 
 def test_messages_are_kept_but_for_what_is_null() -> None:
-    """Also in tool calls. Roles and other keys are the template's to know, reasoning has all of its names, and a refusal is text.
-    The caller's messages are not changed."""
+    """Roles and other keys are the template's to know, reasoning has all its names, and a refusal is text."""
     parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
     nulls = {"id": None, "function": {"name": "f", "arguments": None}}
     asked: Messages = [

@@ -111,7 +111,6 @@ def test_a_template_changes_nothing_that_it_is_given(process: TemplateProcess, s
 
 
 def test_templates_find_what_transformers_gives_them(process: TemplateProcess) -> None:
-    """tojson without HTML escapes, the date, loop controls, generation blocks, special tokens, trimmed blocks."""
     assert render(process, "{{ bos_token }}") == "<s>"
     content = "hi <b> & ü"
     assert (
@@ -168,7 +167,6 @@ def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(
 
 
 def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplateProcess) -> None:
-    """Of a long conversation too, one after the other in the same process, characters of all sizes and halves of pairs."""
     messages = [{"role": "user", "content": "é€𝄞\ud83d " * 200_000}] * 3
     for _ in range(3):
         text = render(process, HONEST, messages)
@@ -176,7 +174,6 @@ def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplatePro
 
 
 def test_a_process_that_was_killed_is_replaced() -> None:
-    """One that is killed while it renders too: the new one is asked again."""
     with contextlib.closing(TemplateProcess()) as process, ThreadPoolExecutor(1) as thread:
         before = children()
         for _ in range(2):
@@ -192,7 +189,6 @@ def test_a_process_that_was_killed_is_replaced() -> None:
 
 
 def test_several_threads_share_one_process(process: TemplateProcess) -> None:
-    """Each has its own answer."""
     render(process, HONEST)
     before = children()
     with ThreadPoolExecutor(8) as threads:
@@ -236,7 +232,6 @@ def test_an_interrupt_in_the_middle_leaves_no_old_answer(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to look at, and without a process left."""
     before = children()
     for command in (("/nowhere/python",), (sys.executable, "-c", "raise SystemExit(7)")):
         monkeypatch.setattr("kvpool.client.template_process._COMMAND", command)
@@ -251,7 +246,6 @@ def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytes
 
 @pytest.mark.parametrize("value", [object(), b"bytes", {1, 2}])
 def test_what_is_no_json_is_refused(value: object) -> None:
-    """Without a process."""
     process, before = TemplateProcess(), children()
     with pytest.raises(InvalidRequest, match="JSON"):
         render(process, HONEST, [{"role": "user", "content": value}])
@@ -316,7 +310,6 @@ async def test_the_process_starts_with_a_clients_first_chat_and_ends_with_the_cl
     ],
 )
 async def test_an_error_of_a_template_is_an_error_of_its_chat(template: str, words: str) -> None:
-    """Over a whole client: the words reach the caller, and a prompt without the template is served."""
     worker = FakeWorker("w", model=FakeModel(files=text_files(template)))
     async with fake_cluster(worker) as manager, quick(manager) as client:
         with pytest.raises(InvalidRequest, match=f"chat template {words}"):
@@ -334,7 +327,6 @@ class Announcing(FakeModel):
 
 
 async def test_model_files_are_bounded_in_all_before_they_are_received() -> None:
-    """Each alone would do."""
     worker = FakeWorker("w", model=Announcing())
     async with fake_cluster(worker) as manager, quick(manager) as client:
         with pytest.raises(ProtocolError, match=rf"at most {DEFAULT_MAX_BYTES}.*max_model_bytes") as caught:

@@ -119,7 +119,6 @@ async def router(
 
 
 async def test_chats_and_texts_are_kvpools_own_streamed_or_not(router: Router) -> None:
-    """What the cache served is reported."""
     subject = router.about(SUBJECTS[0])
     chats = [await router.chat(subject), await router.chat_streamed(subject)]
     assert_are_kvpools_own(await router.served.own_chat(messages_about(subject)), chats)
@@ -128,7 +127,6 @@ async def test_chats_and_texts_are_kvpools_own_streamed_or_not(router: Router) -
 
 
 async def test_what_kvpool_cannot_do_is_refused_in_our_words(router: Router) -> None:
-    """It has the gateway's status, and is not tried on another gateway."""
     with pytest.raises(openai.BadRequestError, match=re.escape(refusal("response_format"))):
         await router.openai.chat.completions.create(**_asked(SUBJECTS[0]), response_format={"type": "json_object"})
 
@@ -142,7 +140,6 @@ async def test_both_gateways_are_used(router: Router) -> None:
 
 
 async def test_a_gateway_that_is_killed_loses_no_chat_and_is_used_again(router: Router) -> None:
-    """Right after it was killed, too."""
     router.served.cluster.kill(GATEWAYS[1])
     await router.check_chats()
     await router.served.cluster.start_gateway(GATEWAYS[1])

@@ -47,7 +47,6 @@ NUM_NEW = 40
 async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(
     model: str, kinds: tuple[Fault, ...], tmp_path: Path
 ) -> None:
-    """A kill of the manager and faults of workers, each once, under load."""
     settings = replace(SETTINGS, model=model, fault_kinds=kinds, worker_faults=len(kinds))
     result = await prove(settings, tmp_path, lambda what, done, of: None)
     assert json.loads(json.dumps(result.as_json()))["violations"] == []

@@ -180,7 +180,6 @@ MALFORMED = [
 
 @pytest.mark.parametrize("bad", MALFORMED, ids=lambda bad: bad.spoil[:40])
 async def test_a_malformed_request_is_told_what_is_wrong_with_it(cluster: Cluster, caller: Caller, bad: Bad) -> None:
-    """Code, reason and field for programs, a sentence for people; nothing is held for it."""
     error = await failure(caller.generate("a", text_format.Merge(bad.spoil, good())))
     assert (error.code(), reason_of(error)) == (bad.code, bad.reason), error
     assert [violation.partition(":")[0] for violation in details_of(error).violations] == [bad.field] * bool(bad.field)
@@ -216,7 +215,6 @@ async def test_an_oversize_request_is_refused_by_the_transport_and_harms_nobody(
 async def test_a_second_stream_of_an_attempt_already_exists_and_the_first_goes_on(
     cluster: Cluster, caller: Caller
 ) -> None:
-    """On the same worker the worker says so, on another one the manager does."""
     first = caller.generate("a", good())
     await first_token(first)
     error = await failure(caller.generate("a", good()))
@@ -229,7 +227,6 @@ async def test_a_second_stream_of_an_attempt_already_exists_and_the_first_goes_o
 
 @pytest.mark.parametrize("name", ["a", "b"])
 async def test_a_larger_attempt_fences_the_smaller_one_anywhere(cluster: Cluster, caller: Caller, name: str) -> None:
-    """The smaller attempt's stream ends, wherever the larger one runs; a smaller one that comes later is refused."""
     first = caller.generate("a", good())
     await first_token(first)
     request = good()
@@ -244,7 +241,6 @@ async def test_a_larger_attempt_fences_the_smaller_one_anywhere(cluster: Cluster
 
 
 async def test_a_client_that_cancels_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
-    """Eight at once, as soon as each has its first token; and some that never had one."""
     for batch in range(3):
         calls = [caller.generate("a", good(f"cancelled-{batch}-{index}")) for index in range(4)]
         if batch < 2:
@@ -256,8 +252,6 @@ async def test_a_client_that_cancels_in_mid_stream_gives_everything_back(cluster
 
 
 async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluster, caller: Caller) -> None:
-    """8 run and 4 wait; the next one is RESOURCE_EXHAUSTED with RetryInfo, and the others go on. One of another tenant takes the
-    place of one of those that wait."""
     for batch in range(2):
         running = [caller.generate("a", good(f"crowd-{batch}-{index}")) for index in range(4)]
         await asyncio.gather(*map(first_token, running))
@@ -283,7 +277,6 @@ async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluste
 
 
 async def test_a_deadline_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
-    """For the wire and for the library."""
     call = caller.generate("a", good(), timeout=2.0)
     await first_token(call)
     assert (await failure(call)).code() is Status.DEADLINE_EXCEEDED
@@ -321,8 +314,6 @@ async def test_a_client_killed_in_mid_stream_gives_everything_back(cluster: Clus
 
 
 async def test_a_storm_of_everything_leaves_nothing_behind(cluster: Cluster, caller: Caller) -> None:
-    """Good, bad, cancelled and late requests to both workers at once."""
-
     async def one(index: int) -> None:
         request = good(f"storm-{index}")
         request.stop.max_tokens = 40

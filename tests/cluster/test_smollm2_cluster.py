@@ -51,7 +51,6 @@ async def test_the_stored_answers_are_those_of_generate(oracle: Oracle) -> None:
 
 
 async def test_all_at_once_cold_and_warm_equals_generate(cluster: Cluster) -> None:
-    """Cold, common beginnings are computed once although all arrive together; warm, only the last block is."""
     chosen = [1, 2, 7, 8, 10, 11]
     truths, texts = [smollm2.stored()[index] for index in chosen], [smollm2.TEXTS[index] for index in chosen]
     cold, warm = [await cluster.all_at_once(texts, max_tokens=smollm2.NUM_NEW, logprobs=NUM_TOP) for _ in range(2)]
@@ -68,7 +67,6 @@ async def test_all_at_once_cold_and_warm_equals_generate(cluster: Cluster) -> No
 
 
 async def test_a_chat_ends_where_the_model_ends_it(cluster: Cluster, oracle: Oracle) -> None:
-    """The template, the end-of-text id and the text that people see."""
     async with cluster.client() as client:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         answer = await client.chat(messages, max_tokens=64).collect()

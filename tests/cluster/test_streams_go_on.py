@@ -179,7 +179,6 @@ async def test_streams_of_a_worker_that_goes_go_on_at_the_other(subject: Subject
 
 
 async def test_streams_of_a_drained_worker_go_on_at_the_other(subject: Subject) -> None:
-    """An order with no grace at all: it leaves in peace at once, and nobody who reads sees it."""
     cluster = subject.cluster
     async with cluster.client() as client:
         scene = await Scene.begin(client, subject)
@@ -200,8 +199,6 @@ async def test_a_frozen_worker_that_thaws_while_its_streams_go_on_disturbs_nobod
 
 
 async def test_streams_move_on_when_their_second_worker_goes_too(subject: Subject) -> None:
-    """One dies, the other freezes while the first is started again: for a while nobody is there, and then the streams go on
-    where they began."""
     cluster = subject.cluster
     async with cluster.client(liveness_interval=0.5, worker_wait=60.0) as client:
         scene = await Scene.begin(client, subject)
@@ -214,7 +211,6 @@ async def test_streams_move_on_when_their_second_worker_goes_too(subject: Subjec
 
 
 async def test_streams_survive_a_manager_that_is_killed(subject: Subject) -> None:
-    """Whether their workers keep them or end them."""
     cluster = subject.cluster
     async with cluster.client() as client:
         scene = await Scene.begin(client, subject)
@@ -232,7 +228,6 @@ NUM_HELD_BY_BEAMS = 20
 
 
 async def test_each_of_several_answers_goes_on_when_their_worker_is_killed(subject: Subject) -> None:
-    """Each by itself, at the other worker, with the tokens that it would have had; and they are those of single requests."""
     cluster = subject.cluster
     async with cluster.client(liveness_interval=0.5) as client:
         expected = await client.generate(PROMPT, **ANSWERS).collect_all()

@@ -22,7 +22,6 @@ NUM_OF_STORM = 60
 # Full attention, windows next to it, and windows only; what else differs is in tests/model.
 @pytest.mark.parametrize(("architecture", "runtime"), [("llama", "torch"), ("gemma2", "auto"), ("mistral", "auto")])
 async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str, runtime: str, tmp_path: Path) -> None:
-    """Cold, warm, at once, alone; with eviction and preemption on the way."""
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     truths = truths_of(tiny)
     async with in_process_cluster(tiny.path, tmp_path, runtime=runtime, **TIGHT) as cluster:
@@ -56,8 +55,7 @@ async def test_without_the_cache_nothing_is_shared_and_no_token_is_another(tmp_p
 
 @pytest.mark.parametrize("settings", [{}, {"report_seconds": 0.0, "reserve_seconds": 0.0}], ids=["as_is", "eager"])
 async def test_a_storm_in_a_tight_pool_tells_nothing_but_the_truth(settings: dict[str, float], tmp_path: Path) -> None:
-    """Many requests of all lengths at once, many of them cancelled: each token delivered is the right one. Five run at a time in a
-    pool for one of the longest."""
+    """Five requests run at a time in a pool for one of the longest."""
     tiny = make_tiny_model("llama", tmp_path / "llama")
     truths = truths_of(tiny)
     numbers = random.Random(11)
@@ -155,7 +153,6 @@ async def test_pressure_in_any_pool_changes_no_token(
 
 
 async def test_a_preempted_sequence_begins_again_with_no_state(tmp_path: Path) -> None:
-    """Two long texts in a pool for one: one of them gives its blocks back in the middle, and is computed again."""
     tiny = make_tiny_model("lfm2", tmp_path / "lfm2")
     oracle = Oracle.of(tiny.path)
     numbers = random.Random(3)

@@ -215,7 +215,6 @@ def test_a_transition_happens(before: str, call: str, after: str) -> None:
 
 
 def test_the_life_that_is_told() -> None:
-    """Prompts of 50 and 60 tokens that share 40, at block size 16."""
     worker = Desk(num_blocks=17, block_size=16)
     first = [*range(50)]
     worker.grant("first", first)
@@ -262,7 +261,6 @@ def test_a_command_prints_what_is_shown(command: str, shown: str) -> None:
 
 
 def test_the_fifth_exercise() -> None:
-    """With one name for everything only the line about names is another."""
     [(command, shown)] = [pair for pair in _SHOWN if "0xFFFF" in pair[0]]
     changed = command.replace("return xxh64(data) & 0xFFFF", "return 0")
     assert changed != command

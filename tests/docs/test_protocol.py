@@ -340,7 +340,6 @@ def test_every_call_from_the_shell_gets_the_reply_that_is_shown(protocol_shell: 
 
 
 def test_the_session_has_ten_calls() -> None:
-    """Each is one RPC and has a number; the last nine carry what the first one answered."""
     numbered = re.findall(r"^\*\*(\d+)\. (\w+)\*\*", section("A session in ten calls"), re.MULTILINE)
     assert [int(number) for number, _ in numbered] == list(range(1, 11))
     calls = [re.findall(r"\bcache (\w+) ", call.text) for call, _ in EXCHANGES[1:11]]

@@ -144,7 +144,6 @@ async def interrupted(cluster: Cluster, engine: Process, worker: pb.WorkerDescri
 async def test_what_ends_it_is_named_in_one_line(
     cluster: Cluster, start: Start, harm: Callable[..., Awaitable[None]], words: str
 ) -> None:
-    """One that is interrupted gives everything back."""
     engine, worker = await endless(cluster, start)
     await harm(cluster, engine, worker)
     assert await engine.ended() == 1
@@ -187,7 +186,6 @@ async def test_it_keeps_its_lease(tmp_path: Path, start: Start) -> None:
 async def test_logits_depend_on_every_slot_and_are_those_of_the_model(
     cluster: Cluster, example: Example, pools: tuple[int, ...]
 ) -> None:
-    """Also where blocks are evicted, taken back and computed again. Rings are turned, windows named, evicted and hit."""
     rounds = await example.check_engine(cluster, await example.registered(cluster, cluster.manager_stub, *pools))
     assert pools != (NUM_BLOCKS_FOR_ONE,) or max(map(len, rounds)) > 1, "no text had to give its blocks back"
     assert ((await cluster.worker("here")).totals.num_evicted_blocks > 0) == (min(pools) < 64)
@@ -200,7 +198,6 @@ async def test_logits_depend_on_every_slot_and_are_those_of_the_model(
 async def test_lost_answers_change_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, example: Example, pools: tuple[int, ...]
 ) -> None:
-    """What was executed twice under two numbers was done once."""
     nap = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: nap(min(seconds, 0.001)))
     stub = ForgetfulStub(cluster.manager_stub)

@@ -82,7 +82,6 @@ async def test_alerts_name_managers_of_which_none_leads(tmp_path: Path, worker: 
 
 
 async def test_alerts_name_a_worker_that_is_gone(tmp_path: Path, worker: dict[str, Any]) -> None:
-    """The only one: whoever asks gets an error."""
     async with observe(tmp_path, {WORKER: worker}, gateway=True) as observed:
         cluster = observed.cluster
         body = {"model": (await cluster.worker(WORKER)).model_name, "prompt": short(1), "max_tokens": 2}
@@ -135,7 +134,6 @@ async def test_alerts_name_a_budget_that_is_used_up(tmp_path: Path, worker: dict
 
 
 async def test_alerts_name_a_report_that_does_not_end(tmp_path: Path, worker: dict[str, Any]) -> None:
-    """A worker that registers, says that it holds something, and never says what."""
     async with observe(tmp_path, {WORKER: worker}) as observed:
         numbers = iter(range(1, 1 << 20))
 

@@ -52,7 +52,6 @@ async def until_data(observed: Observed, expressions: dict[str, str]) -> None:
 
 
 async def test_every_expression_has_data_under_load_and_no_alert_fires(tmp_path: Path) -> None:
-    """Also every metric that an alert asks for, and what the variables choose from."""
     model = make_endless_model(tmp_path / "model", tokenizer=True)
     workers: dict[str, dict[str, Any]] = {
         name: {"model": model.path, "block_size": 4, "num_blocks": 257} for name in ("one", "two")

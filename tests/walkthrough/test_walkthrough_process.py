@@ -35,7 +35,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_piped_output_has_all_steps_and_no_escape_codes(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fixed width 120, whatever the environment says about columns."""
     with monkeypatch.context() as patch:
         for variable, value in {"COLUMNS": "40", "TERM": "xterm-256color"}.items():
             patch.setenv(variable, value)
@@ -80,7 +79,6 @@ def test_no_torch_and_no_grpc_is_imported() -> None:
 
 
 def test_without_a_name_the_stories_are_listed() -> None:
-    """One line each."""
     done = run()
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -89,7 +87,6 @@ def test_without_a_name_the_stories_are_listed() -> None:
 
 
 def test_an_unknown_story_is_refused_with_the_known_ones() -> None:
-    """Exit status 2, nothing on stdout."""
     done = run("evicton")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no story 'evicton'" in done.stderr
@@ -133,7 +130,6 @@ def test_a_reader_that_leaves_is_not_complained_about() -> None:
 
 
 def test_ascii_output_loses_signs_and_nothing_else() -> None:
-    """A terminal or file of another age is no reason to fail."""
     done = run("prefix", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert "prefix 7/7" in done.stdout
@@ -158,7 +154,6 @@ def _breaks_off(worker: Worker) -> Iterator[str]:
 def test_a_broken_law_is_shown_and_ends_the_story(
     play: object, title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core's own words about it, under the step that broke it; exit status 1."""
     monkeypatch.setitem(STORIES, "broken", Story("broken", "a story with a wrong count", play))  # type: ignore[arg-type]
     assert main(["broken"]) == 1
     output = capsys.readouterr().out
@@ -211,7 +206,6 @@ def test_an_answer_that_the_story_does_not_expect_is_an_error(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A story that no longer fits what it shows is not told."""
     monkeypatch.setitem(STORIES, "changed", Story("changed", "a story that does not fit", play))
     assert main(["changed"]) == 1
     captured = capsys.readouterr()
