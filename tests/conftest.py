@@ -151,7 +151,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was left out and why, and how long each part took."""
     for line in left_out.lines(config):
         terminalreporter.write_line(line)
     seconds: defaultdict[str, float] = defaultdict(float)

@@ -51,7 +51,6 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host
 
 
 def _certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate and its key, in that folder."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     subprocess.run(
         [

@@ -88,7 +88,6 @@ def picture_of(*workers: cache_pb2.WorkerDescription, **fields: Any) -> Picture:
 
 
 def picture_with(num_requests: int, num_blocks: int = 0) -> Picture:
-    """Of one worker."""
     requests = worker_of("w")
     requests.num_sequences = num_requests
     for index in range(num_requests):
@@ -164,7 +163,6 @@ def test_names_and_rates_are_whole_in_every_usual_width(width: int) -> None:
 
 
 def num_rows(lines: list[str]) -> int:
-    """Of requests."""
     return len([line for line in lines if line.startswith("request-")])
 
 
@@ -276,7 +274,6 @@ async def workers(stub: Any) -> tuple[Worker, Worker]:
 
 @pytest.fixture
 def manager(server: ManagerServer) -> str:
-    """Its address."""
     return f"127.0.0.1:{server.port}"
 
 

@@ -216,7 +216,6 @@ async def the_gateway_is_started_again(cluster: Up, http: httpx.AsyncClient, pid
 
 
 async def listens(http: httpx.AsyncClient) -> bool:
-    """Whether the gateway answers."""
     try:
         return (await http.get("/version")).status_code == 200
     except httpx.TransportError:

@@ -47,7 +47,6 @@ def word_tokenizer(words: Sequence[str] = WORDS) -> str:
 
 
 def text_files(template: str = CHAT_TEMPLATE, words: Sequence[str] = WORDS, **special_tokens: str) -> dict[int, bytes]:
-    """The files of a model that writes words."""
     return {
         worker_pb2.MODEL_FILE_TOKENIZER: word_tokenizer(words).encode(),
         worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode(),

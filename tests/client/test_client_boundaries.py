@@ -26,7 +26,6 @@ WORDS = (*fakes.WORDS[:5], *SAID.split())
 
 
 def model(template: str = TEMPLATE, *, keeps_boundaries: bool = True) -> Model:
-    """One token for each word."""
     facts = worker_pb2.ModelFacts(
         model_name="m", vocab_size=len(WORDS), max_model_len=100, keeps_boundaries=keeps_boundaries
     )

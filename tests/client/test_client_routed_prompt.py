@@ -18,14 +18,12 @@ ENCODER = EncoderModel(max_tokens=4, decoder_prompt=(2, 9))
 
 
 def facts(**fields: Any) -> worker_pb2.ModelFacts:
-    """Of a tiny model."""
     return worker_pb2.ModelFacts(
         model_name="tiny", model_fingerprint="f", vocab_size=10, max_model_len=16, max_encoder_tokens=4, **fields
     )
 
 
 def model(**fields: Any) -> Model:
-    """One with an encoder."""
     return Model.from_parts(facts(is_encoder_decoder=True, decoder_start_token_id=2, **fields), {})
 
 

@@ -37,7 +37,6 @@ def model(**facts: Any) -> Model:
 
 
 def chat(text: str) -> list[dict[str, Any]]:
-    """One message."""
     return [{"role": "user", "content": text}]
 
 

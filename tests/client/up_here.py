@@ -29,7 +29,6 @@ class UpHere:
     reach no child that is forked."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """`arguments`: those of `kvpool up`."""
         own, of_workers = FLAGS.split(list(arguments))
         settings = load_settings(UpSettings, own)
         self._spec = settings.spec(of_workers)
@@ -45,7 +44,6 @@ class UpHere:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
         return self._output.getvalue()
 
     def start(self) -> None:

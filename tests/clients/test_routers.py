@@ -32,19 +32,15 @@ _START_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class Router:
-    """One that runs."""
-
     name: str
     served: Served
     openai: openai.AsyncOpenAI
 
     async def chat(self, subject: str) -> tuple[Any, ...]:
-        """A whole answer."""
         whole = await self.openai.chat.completions.create(**_asked(subject))
         return _answer(whole.choices[0].message.content or "", whole.usage)
 
     async def chat_streamed(self, subject: str) -> tuple[Any, ...]:
-        """A streamed answer."""
         text, usage = "", None
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         async for chunk in await self.openai.chat.completions.create(**_asked(subject), **options):
@@ -53,7 +49,6 @@ class Router:
         return _answer(text, usage)
 
     async def text(self, subject: str) -> tuple[Any, ...]:
-        """A text that is continued."""
         whole = await self.openai.completions.create(
             model=MODEL, prompt=text_about(subject), temperature=0, max_tokens=MAX_TOKENS
         )

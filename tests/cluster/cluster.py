@@ -181,11 +181,9 @@ class Cluster:
 
     @property
     def manager_state(self) -> Path:
-        """The state folder of the manager."""
         return self._folder / "state"
 
     def state_dir(self, name: str) -> Path:
-        """The state folder of a worker."""
         return self._folder / f"state-{name}"
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:

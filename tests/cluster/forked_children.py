@@ -36,7 +36,6 @@ class ForkedChild:
         return self._process.poll()
 
     async def wait(self) -> int:
-        """The exit status, once it has one."""
         while (status := self.returncode) is None:
             await asyncio.sleep(_POLL_SECONDS)
         return status

@@ -20,7 +20,6 @@ def computing(num_threads: int) -> dict[str, str]:
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that is started now."""
     return {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
 
 

@@ -24,7 +24,6 @@ PROMPTS = slice(2, 4)
 
 
 async def all_answers(cluster: InProcessCluster, prompt: tuple[int, ...], **options: Any) -> list[Completion]:
-    """The answers to one request."""
     return await cluster.client.generate(prompt, **options).collect_all()
 
 
@@ -56,7 +55,6 @@ async def check_answers(cluster: InProcessCluster, tiny: TinyModel, expected: li
 
 
 def common_options(tiny: TinyModel) -> dict[str, Any]:
-    """Of answers that are drawn."""
     return {**SAMPLED, "max_tokens": tiny.num_new_tokens, "ignore_eos": True}
 
 
@@ -76,7 +74,6 @@ async def test_answers_in_a_tight_pool_are_those_of_single_requests(
 
 
 def found_beams(answers: list[Completion]) -> list[Beam]:
-    """As the oracle gives them."""
     assert all(answer.score is not None for answer in answers)
     return [Beam(list(answer.token_ids), answer.score or 0.0) for answer in answers]
 

@@ -69,7 +69,6 @@ class Caller:
         return call
 
     def cancel(self) -> None:
-        """Cancel all streams."""
         for call in self._calls:
             call.cancel()
 

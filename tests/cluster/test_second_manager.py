@@ -54,12 +54,10 @@ class TwoManagers(Cluster):
         return super().channel(self.leader if name == MANAGER else name)
 
     def start_one(self, name: str) -> None:
-        """Start a manager, or start it again."""
         settings = {"host": HOST, "port": self._ports[name], "state_dir": self.manager_state}
         self._start(name, MANAGER_MODULE, {**settings, **self._manager_settings, **self._election})
 
     async def leads(self, name: str) -> bool:
-        """Whether this manager says so."""
         stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0)
@@ -68,7 +66,6 @@ class TwoManagers(Cluster):
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def until_led_by(self, name: str) -> None:
-        """Until this manager leads."""
         await eventually(lambda: self.leads(name), f"{name} leads")
         self.leader = name
 
@@ -101,7 +98,6 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def election(kind: str) -> AsyncIterator[dict[str, Any]]:
-    """Settings of both managers."""
     if kind == "file":
         yield {"election": "file"}
         return

@@ -126,7 +126,6 @@ class Reader:
         return len(self.delivered.tokens) >= NUM_TOKENS_BEFORE
 
     async def check(self) -> None:
-        """Wait for the end: this is the undisturbed answer."""
         assert problems(self._call, self.delivered, await self._task, may_move=True) == []
 
 

@@ -78,7 +78,6 @@ OF_EVERY_TARGET = {"up"}
 
 
 def covered(grid: dict[str, int]) -> set[tuple[int, int]]:
-    """Its cells."""
     return {(x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])}
 
 

@@ -172,7 +172,6 @@ def _look_at_chart(words: list[str]) -> None:
 
 
 def command_names() -> set[str]:
-    """The commands of `kvpool`."""
     return set(typer.main.get_group(app).commands)
 
 

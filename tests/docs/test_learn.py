@@ -161,7 +161,6 @@ def _pool_with_a_block(state: str) -> BlockPool:
 
 
 def _node(pool: BlockPool) -> Node:
-    """A content for the block."""
     return pool._tree.intern(pool._tree.intern_root(Root("m"), 4), bytes(16))
 
 

@@ -289,7 +289,6 @@ def test_the_example_of_a_lost_reply_is_true() -> None:
 
 
 def entries_of(desk: Desk) -> list[Any]:
-    """What the downlink carries."""
     session = desk.session
     return [entry.entry for entry in desk.manager.keep_alive(session.number, 0, session.load, 0.0).entries]
 

@@ -104,7 +104,6 @@ def containers(name: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def flags(container: dict[str, Any]) -> dict[str, list[str]]:
-    """The values of each flag."""
     found: dict[str, list[str]] = {}
     for argument in container["args"]:
         flag, _, value = argument.partition("=")

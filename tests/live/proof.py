@@ -31,8 +31,6 @@ WORST_SECONDS: Final = 4.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be done."""
-
     model: str
     kills: int
     worker_faults: int
@@ -71,8 +69,6 @@ class Phase:
 
 @dataclass
 class Result:
-    """What came of it."""
-
     settings: Settings
     phases: list[Phase] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)

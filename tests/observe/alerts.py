@@ -32,13 +32,11 @@ WORKER = "one"
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of a roomy worker."""
     model = make_endless_model(tmp_path_factory.mktemp("model"), tokenizer=True)
     return {"model": model.path, "block_size": 4, "num_blocks": 257}
 
 
 def short(number: int) -> list[int]:
-    """Prompts that have nothing in common."""
     return [1 + (number * 37 + index) % 200 for index in range(9)]
 
 

@@ -32,7 +32,6 @@ class ObservedCluster(Cluster):
         self._metrics_ports: dict[str, int] = {MANAGER: free_port()}
 
     def set_manager(self, **settings: Any) -> None:
-        """Settings of the manager from its next start on."""
         self._manager_settings |= settings
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
@@ -81,8 +80,6 @@ async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class Observed:
-    """The cluster and its Prometheus."""
-
     def __init__(self, cluster: ObservedCluster, prometheus: Prometheus) -> None:
         self.cluster = cluster
         self.prometheus = prometheus

@@ -67,8 +67,6 @@ def scrapes(targets: Mapping[str, Sequence[str]], rules_file: Path) -> str:
 
 
 class Prometheus:
-    """One that runs."""
-
     def __init__(self, port: int, log: Path) -> None:
         self._url = f"http://{HOST}:{port}"
         self._log = log
@@ -101,7 +99,6 @@ class Prometheus:
 
     @property
     def log(self) -> str:
-        """What it has written."""
         return self._log.read_text(errors="replace")
 
     async def _get(self, path: str) -> Any:
