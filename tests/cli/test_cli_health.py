@@ -37,7 +37,7 @@ async def service(servicer: health_pb2_grpc.HealthServicer | None = None, **stat
     if states:
         servicer = health.aio.HealthServicer()
         for name, state in states.items():
-            await servicer.set({"process": "", "manager": SERVICE}[name], state)
+            await servicer.set({"process": "", "manager": SERVICE, "worker": "kvpool.v1.WorkerService"}[name], state)
     if servicer is not None:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -26,18 +26,8 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 from tests.cli.conftest import Run
 from tests.cli.test_cli_health import ask, service
 from tests.client.commands import run_kvpool
-from tests.client.fakes import (
-    CAT,
-    SAT,
-    THE,
-    Context,
-    FakeManager,
-    FakeModel,
-    FakeWorker,
-    answer,
-    error_status,
-    serving,
-)
+from tests.client.fakes import Context, FakeManager, FakeModel, FakeWorker, answer, error_status, serving
+from tests.client.words import CAT, SAT, THE
 
 NASTY = "[/x] [bold]\x1b]0;PWN\x07\x1b[2J\x9b31m\u202egnp\u2028\n\r\x7f:smile:"
 BECOME_ANOTHER_PROCESS = {"manager", "worker", "gateway", "walkthrough"}

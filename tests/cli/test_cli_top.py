@@ -406,7 +406,7 @@ async def test_once_says_what_is_wrong(
 
 def top_at_terminal(manager: str) -> AbstractContextManager[TerminalUser]:
     code = f'from kvpool.cli.app import main; main(["top", "--interval", "0.1", "--manager", "{manager}"])'
-    return at_terminal(code)
+    return at_terminal("-c", code)
 
 
 def see(user: TerminalUser, is_there: Callable[[str], bool]) -> str:

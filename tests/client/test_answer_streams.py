@@ -9,7 +9,8 @@ import pytest
 from kvpool.client import DeadlineExceeded, ResourceExhausted, answer_streams
 from kvpool.v1 import worker_pb2
 from tests.client.clients import begun, quick
-from tests.client.fakes import CAT, HANG, SAT, THE, FakeWorker, answer, fake_cluster
+from tests.client.fakes import HANG, FakeWorker, answer, fake_cluster
+from tests.client.words import CAT, SAT, THE
 from tests.until import until
 
 HANGING = [*answer(THE, CAT)[:1], HANG]

@@ -14,7 +14,8 @@ from kvpool.client import Chunk, Completion, InvalidRequest, SyncClient, Unavail
 from kvpool.client.forked_streams import MergedStreams
 from kvpool.v1 import worker_pb2
 from tests.client.clients import joined, quick
-from tests.client.fakes import UNAVAILABLE, WORDS, FakeWorker, fake_cluster, usage
+from tests.client.fakes import UNAVAILABLE, FakeWorker, fake_cluster, usage
+from tests.client.words import WORDS
 
 PROMPT = (1, 5, 6)
 SEED = 2**64 - 2

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Times, Unavailable
 from kvpool.v1 import worker_pb2
 from tests.client.clients import begun, joined, quick
-from tests.client.fakes import THE, UNAVAILABLE, FakeWorker, answer, error_status, fake_cluster, usage
+from tests.client.fakes import UNAVAILABLE, FakeWorker, answer, error_status, fake_cluster, usage
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written
+from tests.client.words import THE
 from tests.until import until
 
 PROMPT = tuple(b"tell me")
@@ -139,14 +140,6 @@ async def test_a_worker_that_another_process_has_replaced_is_left_at_once() -> N
         chunks, completion = await asyncio.wait_for(task, 30)
     assert joined(chunks) == (WORDS, bytes(WORDS).decode())
     assert completion.num_attempts == 2
-
-
-async def test_the_only_worker_is_asked_again() -> None:
-    """It lost its session and has a new one, or was started again: better than an error. While it is not there yet the
-    attempts are spread over time."""
-    worker = Storyteller("w", STORY, Telling(4), Telling(0), Telling(0))
-    _, completion = await check(worker)
-    assert completion.num_attempts == 4
 
 
 async def test_the_others_are_asked_before_the_one_that_failed() -> None:

@@ -14,7 +14,8 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from tests.client.clients import quick
 from tests.client.commands import kvpool
-from tests.client.fakes import BOS, CAT, THE, UNAVAILABLE, FakeWorker, answer, fake_cluster, word_tokenizer
+from tests.client.fakes import UNAVAILABLE, FakeWorker, answer, fake_cluster
+from tests.client.words import BOS, CAT, THE, word_tokenizer
 
 ROOT = common_pb2.Root(model_fingerprint="fp-tiny")
 KEY = common_pb2.SequenceKey(sequence_id="leader", attempt=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client import ProtocolError, ResourceExhausted, Unavailable
+from kvpool.client import ResourceExhausted, Unavailable
 from kvpool.client.failover import Failover
 from kvpool.client.gate import Gate
 from kvpool.v1 import cache_pb2
@@ -20,16 +20,6 @@ def test_tokens_of_an_older_attempt_are_dropped() -> None:
     assert gate.take(2, 0, 1) == 1
     with pytest.raises(AssertionError):
         gate.open(1)
-
-
-@pytest.mark.parametrize("start_index", [0, 1, 3])
-def test_only_the_next_position_is_taken(start_index: int) -> None:
-    gate = Gate()
-    gate.open(1)
-    gate.take(1, 0, 2)
-    with pytest.raises(ProtocolError):
-        gate.take(1, start_index, 1)
-    assert gate.take(1, 2, 1) == 2
 
 
 def ranked(*names: str) -> list[cache_pb2.RoutedWorker]:

@@ -10,21 +10,8 @@ import pytest
 from kvpool.client import Completion, FinishReason, GenerateStream, InvalidRequest, ProtocolError
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import (
-    ASSISTANT,
-    BOS,
-    CAT,
-    HANG,
-    SAT,
-    THE,
-    UNAVAILABLE,
-    USER,
-    FakeModel,
-    FakeWorker,
-    answer,
-    fake_cluster,
-    usage,
-)
+from tests.client.fakes import HANG, UNAVAILABLE, FakeModel, FakeWorker, answer, fake_cluster, usage
+from tests.client.words import ASSISTANT, BOS, CAT, SAT, THE, USER
 from tests.until import until
 
 

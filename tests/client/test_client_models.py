@@ -12,19 +12,8 @@ from kvpool.client import Client, DeadlineExceeded, InvalidRequest, ProtocolErro
 from kvpool.client.model_files import receive_model
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import (
-    CAT,
-    SAT,
-    THE,
-    UNAVAILABLE,
-    WORDS,
-    FakeModel,
-    FakeWorker,
-    answer,
-    error_status,
-    fake_cluster,
-    text_files,
-)
+from tests.client.fakes import UNAVAILABLE, FakeModel, FakeWorker, answer, error_status, fake_cluster
+from tests.client.words import CAT, SAT, THE, WORDS, text_files
 from tests.until import until
 
 CAT_CHAT = [{"role": "user", "content": "cat"}]

@@ -106,14 +106,6 @@ def test_none_is_the_default() -> None:
     assert build_request(cast(GenerateOptions, dict.fromkeys(GenerateOptions.__annotations__))) == build_request({})
 
 
-@pytest.mark.parametrize(("max_tokens", "left"), [(7, 4), (None, 0)])
-def test_a_continuation_asks_for_what_is_left(max_tokens: int | None, left: int) -> None:
-    """0 on the wire is "as many as fit", before the move and behind it."""
-    request = attempt({"max_tokens": max_tokens}, 1, 2, 5, 6, 7, num_delivered=3)
-    assert (request.stop.max_tokens, request.num_delivered_tokens) == (left, 3)
-    assert list(request.token_ids.ids) == [1, 2, 5, 6, 7]
-
-
 def test_one_stop_string_is_not_taken_for_its_letters() -> None:
     assert build_request({"stop": "end"}).stop.stop_strings == ["end"]
 

@@ -27,8 +27,6 @@ from kvpool.client import (
 from kvpool.client.deadline import Deadline
 from tests.client.clients import quick
 from tests.client.fakes import (
-    CAT,
-    THE,
     UNAVAILABLE,
     FakeManager,
     FakeModel,
@@ -38,6 +36,7 @@ from tests.client.fakes import (
     fake_cluster,
     serving,
 )
+from tests.client.words import CAT, THE
 from tests.until import until
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from kvpool.cli.launch.cluster import free_port
 from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, SyncClient
-from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
+from tests.client.fakes import HANG, FakeManager, FakeWorker, answer, fake_cluster
+from tests.client.words import CAT, SAT, THE
 from tests.until import until
 
 

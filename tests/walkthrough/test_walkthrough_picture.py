@@ -119,45 +119,23 @@ def _group(block: BlockView) -> GroupView:
     return RECORDED["prefix"][0].before.groups[0]._replace(blocks=(block,))
 
 
+FREE: dict[str, object] = {"generation": 2}
+HELD: dict[str, object] = {**FREE, "state": "held", "ref_count": 1}
+CACHED: dict[str, object] = {**FREE, "state": "cached", "sealed": True, "words": ("a",)}
+SEALED: dict[str, object] = {**HELD, "sealed": True, "words": ("a",)}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ({}, {"state": "held", "ref_count": 1, "generation": 2}, "free → held"),
-        (
-            {"state": "cached", "sealed": True, "generation": 2, "words": ("a",)},
-            {"state": "held", "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
-            "hit, cached → held",
-        ),
-        (
-            {"state": "cached", "sealed": True, "generation": 2, "words": ("a",)},
-            {"state": "reserved", "generation": 3},
-            "evicted, cached → reserved",
-        ),
-        (
-            {"state": "held", "ref_count": 1, "generation": 2},
-            {"state": "held", "ref_count": 1, "generation": 2, "sealed": True},
-            "sealed",
-        ),
-        (
-            {"state": "held", "ref_count": 2, "generation": 2},
-            {"state": "held", "ref_count": 1, "generation": 2},
-            "ref_count 2 → 1",
-        ),
-        (
-            {"state": "held", "ref_count": 1, "generation": 2, "words": ("a",)},
-            {"state": "held", "ref_count": 1, "generation": 2, "words": ("a", "b")},
-            "more words",
-        ),
-        (
-            {"state": "held", "ref_count": 1, "generation": 2, "is_scratch": True},
-            {"state": "held", "ref_count": 1, "generation": 2, "sealed": True, "words": ("a",)},
-            "sealed, scratch → held",
-        ),
-        (
-            {"state": "cached", "sealed": True, "generation": 2, "words": ("a",)},
-            {"generation": 2},
-            "emptied, cached → free",
-        ),
+        ({}, HELD, "free → held"),
+        (CACHED, SEALED, "hit, cached → held"),
+        (CACHED, {"state": "reserved", "generation": 3}, "evicted, cached → reserved"),
+        (HELD, {**HELD, "sealed": True}, "sealed"),
+        ({**HELD, "ref_count": 2}, HELD, "ref_count 2 → 1"),
+        ({**HELD, "words": ("a",)}, {**HELD, "words": ("a", "b")}, "more words"),
+        ({**HELD, "is_scratch": True}, SEALED, "sealed, scratch → held"),
+        (CACHED, FREE, "emptied, cached → free"),
     ],
 )
 def test_a_change_is_told_in_words(old: dict[str, object], new: dict[str, object], words: str) -> None:

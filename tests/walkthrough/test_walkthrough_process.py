@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import pytest
 
 from kvpool.walkthrough.__main__ import STORIES, main
 from kvpool.walkthrough.recording import Story
 from kvpool.walkthrough.worker import Worker
+from tests.cli.terminal_user import at_terminal
 
 COMMAND = [sys.executable, "-m", "kvpool.walkthrough"]
 
@@ -96,27 +95,10 @@ def test_an_unknown_story_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(("term", "has_colours"), [("xterm-256color", True), ("dumb", False)])
 def test_a_terminal_gets_all_steps_in_its_colours(term: str, has_colours: bool) -> None:
     """No key is asked for; a pager may follow."""
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "prefix"],
-        stdin=subprocess.DEVNULL,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "TERM": term},
-    )
-    os.close(slave)
-    output = b""
-    try:
-        with suppress(OSError):  # the end of a pseudo-terminal is an error
-            while select.select([master], [], [], 30)[0]:
-                output += os.read(master, 65536)
-        assert process.wait(1) == 0
-    finally:
-        process.kill()
-        process.wait(10)
-        os.close(master)
-    assert b"prefix 7/7" in output
-    assert (b"\x1b[" in output) is has_colours
+    with at_terminal("-m", "kvpool.walkthrough", "prefix", columns=120, terminal=term) as user:
+        assert user.end() == 0
+    assert b"prefix 7/7" in user.output
+    assert (b"\x1b[" in user.output) is has_colours
 
 
 def test_a_reader_that_leaves_is_not_complained_about() -> None:
