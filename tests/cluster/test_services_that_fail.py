@@ -27,10 +27,7 @@ from tests.cluster.process import Process
 from tests.cluster.truth import NUM_TOP, Truth, truths_of
 from tests.cluster.two_workers import TwoWorkers, two_workers
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 LEASE_SECONDS = 1.0
 SERVED_WITHIN_SECONDS = 20.0

@@ -17,11 +17,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE, NUM_TOP, check_all
 from tests.tiny_models import Oracle
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
-    pytest.mark.timeout(420),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.timeout(420)]
 
 BLOCK_SIZE = 16
 

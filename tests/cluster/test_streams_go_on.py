@@ -22,10 +22,7 @@ from tests.load.workload import Call, Reference, Request
 from tests.model.sampling_oracle import uniform
 from tests.tiny_models import MIN_MARGIN
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 LEASE_SECONDS = 1.0
 NUM_TOKENS = 60

@@ -15,14 +15,7 @@ from kvpool.cache_service import status as manager_status
 from kvpool.cache_service.core import allocation, forks, updates
 from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import (
-    Appended,
-    Granted,
-    Limits,
-    Root,
-    SequenceKey,
-    Uplink,
-)
+from kvpool.cache_service.core.messages import Appended, Granted, Limits, Root, SequenceKey, Uplink
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import Session
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES

@@ -103,20 +103,14 @@ async def test_alerts_name_a_gateway_that_restarts_and_stays_away(tmp_path: Path
 async def test_alerts_name_a_queue_that_is_full(tmp_path: Path, worker: dict[str, Any]) -> None:
     """Answers of 12 s, one at a time: others wait as long, and five places are few for twelve."""
     slow = {**worker, **TAKES_TIME, "step_seconds": 0.5, "max_num_seqs": 1, "max_num_waiting": 5}
-    async with (
-        observe(tmp_path, {WORKER: slow}) as observed,
-        observed.load(12, short, max_tokens=24),
-    ):
+    async with observe(tmp_path, {WORKER: slow}) as observed, observed.load(12, short, max_tokens=24):
         await observed.until_firing(*FIRED_BY["a_queue_that_is_full"])
 
 
 async def test_alerts_name_a_pool_that_is_too_small(tmp_path: Path, worker: dict[str, Any]) -> None:
     """Five requests that need two thirds of the pool each."""
     tight = {**worker, **TAKES_TIME, "step_seconds": 0.02, "num_blocks": 25, "max_num_seqs": 5}
-    async with (
-        observe(tmp_path, {WORKER: tight}) as observed,
-        observed.load(5, short, max_tokens=55),
-    ):
+    async with observe(tmp_path, {WORKER: tight}) as observed, observed.load(5, short, max_tokens=55):
         await observed.until_firing(*FIRED_BY["a_pool_that_is_too_small"])
 
 
@@ -157,10 +151,7 @@ async def test_alerts_name_a_manager_with_mistakes(tmp_path: Path, worker: dict[
 
 async def test_alerts_name_a_worker_whose_steps_fail(tmp_path: Path, worker: dict[str, Any]) -> None:
     modules = {WORKER: "tests.observe.failing_worker"}
-    async with (
-        observe(tmp_path, {WORKER: worker}, modules=modules) as observed,
-        observed.load(2, short, max_tokens=2),
-    ):
+    async with observe(tmp_path, {WORKER: worker}, modules=modules) as observed, observed.load(2, short, max_tokens=2):
         await observed.until_firing(*FIRED_BY["a_worker_whose_steps_fail"])
 
 

@@ -124,11 +124,7 @@ class Observed:
 
     @asynccontextmanager
     async def load(
-        self,
-        num_streams: int,
-        make_prompt: Callable[[int], Sequence[int]],
-        *,
-        max_tokens: int,
+        self, num_streams: int, make_prompt: Callable[[int], Sequence[int]], *, max_tokens: int
     ) -> AsyncIterator[None]:
         """So many streams at any time; each begins anew when it has ended or failed."""
         options: GenerateOptions = {"max_tokens": max_tokens, "ignore_eos": True, "timeout": 60}
