@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from tests.client.processes import cpu_ticks
 from tests.cluster.fork_server import ForkedProcess, ForkServer, ending_with_this_process
 from tests.cluster.polling import eventually
 
@@ -65,9 +66,7 @@ class Process:
     @property
     def cpu_seconds(self) -> float:
         """CPU time that it has used; it must be running."""
-        # After the name, which may contain anything: state, ppid, …; 11 and 12 are utime and stime.
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_ticks(self.pid) / os.sysconf("SC_CLK_TCK")
 
     @property
     def resident_bytes(self) -> int:

@@ -16,10 +16,11 @@ from tests.client.commands import kvpool, start_kvpool
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
-from tests.cluster.tiny_cluster import TinyCluster
 
-BLOCK_SIZE = 4
-SLOW_MODEL = "slow"
+ROOMY = "roomy"
+"""A llama with a tokenizer of one token per character, over 1,024 blocks."""
+SLOW = "slow"
+"""Another model, on a slow device: a stream lasts as long as it has tokens, however fast the machine is."""
 
 
 async def start(cluster: Cluster, *arguments: str) -> asyncio.subprocess.Process:
@@ -48,35 +49,37 @@ class Command:
         assert found["model"] == model
         return found["cases"]
 
-    async def measured_on(self, tiny: TinyCluster, *arguments: str) -> Any:
-        """Of one of the models of the shared cluster."""
-        return await self.measured(tiny.cluster, TinyCluster.ROOMY, *arguments)
-
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Its only worker has a slow device: a stream lasts as long as it has tokens, however fast the machine is."""
-    folder = tmp_path_factory.mktemp("slow")
-    model = make_endless_model(folder / SLOW_MODEL, tokenizer=True)
-    settings = {"model": model.path, "block_size": BLOCK_SIZE, "num_blocks": 4097, "step_seconds": 0.01}
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two workers, each with a model of its own: what is to be measured has to be named. In the end every law holds."""
+    folder = tmp_path_factory.mktemp("bench")
+    roomy = make_endless_model(folder / ROOMY, tokenizer=True)
+    slow = make_endless_model(folder / SLOW, architecture="olmo2", tokenizer=True)
     async with Cluster(folder, lease_seconds=1.0, keep_alive_seconds=0.2) as cluster:
-        await cluster.start({"only": settings})
+        await cluster.start(
+            {
+                ROOMY: {"model": roomy.path, "block_size": 4, "num_blocks": 1025},
+                SLOW: {"model": slow.path, "block_size": 4, "num_blocks": 4097, "step_seconds": 0.01},
+            }
+        )
         yield cluster
+        await cluster.until_clean()
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_shared_prefixes_are_computed_once(command: Command, tiny: TinyCluster) -> None:
+async def test_shared_prefixes_are_computed_once(command: Command, cluster: Cluster) -> None:
     arguments = (
         "--workload shared --requests 5 --prefix-tokens 32 --own-tokens 6 --generated-tokens 5 --repetitions 2 --warm"
     )
-    cases = await command.measured_on(tiny, *arguments.split())
+    cases = await command.measured(cluster, ROOMY, *arguments.split())
     for run in cases["cold"]["runs"]:
         assert (run["num_complete"], run["num_prompt_tokens"], run["num_generated_tokens"]) == (5, 5 * 38, 25)
         # The first one computes the prefix, the other four wait for it.
@@ -116,19 +119,19 @@ OPEN_LOOP = "--rate 200 --arrivals constant --max-in-flight 2"
     ids=["unshared requests find nothing", "a document is read once", "turns of chats find what was before"],
 )
 async def test_a_workload_hits_what_it_shares(
-    command: Command, tiny: TinyCluster, arguments: str, expected: dict[str, int], turns: list[str]
+    command: Command, cluster: Cluster, arguments: str, expected: dict[str, int], turns: list[str]
 ) -> None:
-    cases = await command.measured_on(tiny, *arguments.split())
+    cases = await command.measured(cluster, ROOMY, *arguments.split())
     (run,) = cases["cold"]["runs"]
     assert run["num_planned"] == expected["num_complete"]
     assert expected.items() <= run.items()
     assert list(cases["cold"]["time_to_first_token_by_turn"]) == turns
 
 
-async def test_mixed_lengths_tell_their_waste(command: Command, slow: Cluster) -> None:
+async def test_mixed_lengths_tell_their_waste(command: Command, cluster: Cluster) -> None:
     """It is looked at the blocks four times a second; each answer takes longer than that."""
     cases = await command.measured(
-        slow, SLOW_MODEL, "--workload", "mixed", "--requests", "8", "--users", "4", "--prefix-tokens", "16", "--own-tokens",
+        cluster, SLOW, "--workload", "mixed", "--requests", "8", "--users", "4", "--prefix-tokens", "16", "--own-tokens",
         "60", "--generated-tokens", "60", "--seed", "7", "--no-warm-up",
     )  # fmt: skip
     (run,) = cases["cold"]["runs"]
@@ -140,9 +143,9 @@ async def test_mixed_lengths_tell_their_waste(command: Command, slow: Cluster) -
     assert waste["reserve"] >= 0
 
 
-async def test_the_tables_say_what_was_done(command: Command, tiny: TinyCluster) -> None:
+async def test_the_tables_say_what_was_done(command: Command, cluster: Cluster) -> None:
     status, out, err = await command.run(
-        tiny.cluster, "--model", TinyCluster.ROOMY, "--requests", "2", "--users", "1", "--prefix-tokens", "8",
+        cluster, "--model", ROOMY, "--requests", "2", "--users", "1", "--prefix-tokens", "8",
         "--generated-tokens", "3",
     )  # fmt: skip
     assert status == 0
@@ -151,27 +154,26 @@ async def test_the_tables_say_what_was_done(command: Command, tiny: TinyCluster)
     assert "shared: 2 requests of 8 shared + 32 own + 3 generated tokens; 1 user, closed loop" in err
 
 
-async def test_a_workload_that_no_worker_has_room_for_is_one_line(command: Command, tiny: TinyCluster) -> None:
+async def test_a_workload_that_no_worker_has_room_for_is_one_line(command: Command, cluster: Cluster) -> None:
     """By the pools of the workers, which are smaller than what the model allows."""
-    status, out, err = await command.run(tiny.cluster, "--model", TinyCluster.ROOMY, "--prefix-tokens", "65536")
+    status, out, err = await command.run(cluster, "--model", ROOMY, "--prefix-tokens", "65536")
     assert (status, out) == (1, "")
     assert "the longest conversation has 65600 tokens with its answers, its workers take 4097" in err.splitlines()[-1]
 
 
-async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(slow: Cluster) -> None:
-    """The last on that cluster. An engine that falls silent: tests/load/test_bench_load.py."""
-    before = (await slow.describe())[0].totals.num_prompt_tokens
+async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(cluster: Cluster) -> None:
+    """The last on that worker. An engine that falls silent: tests/load/test_bench_load.py."""
+    before = (await cluster.worker(SLOW)).totals.num_prompt_tokens
     process = await start(
-        slow, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
+        cluster, "--json", "--model", SLOW, "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
         "--generated-tokens", "20", "--no-warm-up",
     )  # fmt: skip
 
     async def has_served() -> bool:
-        (worker,) = await slow.describe()
-        return worker.totals.num_prompt_tokens - before > 400
+        return (await cluster.worker(SLOW)).totals.num_prompt_tokens - before > 400
 
     await eventually(has_served, "twenty requests begin")
-    slow.kill("only")
+    cluster.kill(SLOW)
     out, err = await asyncio.wait_for(process.communicate(), 90)
     assert process.returncode == 1
     found = json.loads(out)
@@ -186,9 +188,9 @@ async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(slo
     assert found["error"] in last
 
 
-async def test_ctrl_c_tells_what_was_complete(tiny: TinyCluster) -> None:
+async def test_ctrl_c_tells_what_was_complete(cluster: Cluster) -> None:
     process = await start(
-        tiny.cluster, "--json", "--model", TinyCluster.ROOMY, "--workload", "unshared", "--requests", "4", "--own-tokens",
+        cluster, "--json", "--model", ROOMY, "--workload", "unshared", "--requests", "4", "--own-tokens",
         "8", "--generated-tokens", "4", "--repetitions", "1000",
     )  # fmt: skip
     assert process.stderr is not None

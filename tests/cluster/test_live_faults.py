@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import Completion
+from tests.client.clients import begun
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.cluster.models import make_endless_model
 from tests.live.faults import Fault
@@ -68,10 +69,7 @@ async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path:
         settings = {"block_size": 4, "num_blocks": 8193, "reserve_seconds": 60, "step_seconds": STEP_SECONDS}
         await cluster.start({"a": {"model": model.path, **settings}})
         async with cluster.client() as client:
-            streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in prompts]
-            for stream in streams:
-                while not (await anext(stream)).token_ids:
-                    pass
+            streams = [await begun(client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True)) for prompt in prompts]
             for _ in range(2):
                 cluster.kill(MANAGER)
                 await cluster.start_manager()

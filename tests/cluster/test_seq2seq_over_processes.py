@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import GenerateStream
 from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, replica_config
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
+from tests.client.clients import begun
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.tiny_models import MIN_MARGIN, Oracle
 
@@ -53,20 +53,13 @@ def make_truths(folder: Path) -> dict[tuple[int, ...], list[int]]:
     raise AssertionError("too few inputs prove anything")
 
 
-async def in_the_middle(stream: GenerateStream) -> None:
-    """Read until some tokens have come."""
-    count = 0
-    while count < 5:
-        count += len((await anext(stream)).token_ids)
-
-
 async def test_a_manager_that_is_killed_costs_no_token_and_no_unit(tmp_path: Path) -> None:
     truths = make_truths(tmp_path / "t5")
     async with Cluster(tmp_path, lease_seconds=2.0, keep_alive_seconds=0.2) as cluster:
         await cluster.start({"a": {"model": tmp_path / "t5", **WORKER}})
         async with cluster.client() as client:
             streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in truths]
-            await asyncio.gather(*map(in_the_middle, streams))
+            await asyncio.gather(*(begun(stream, 5) for stream in streams))
             cluster.kill(MANAGER)
             await cluster.start_manager()
             await cluster.until_registered("a")
@@ -88,7 +81,7 @@ async def test_a_worker_that_is_killed_hands_its_texts_to_the_other(tmp_path: Pa
         await cluster.start({"a": worker, "b": worker})
         async with cluster.client(liveness_interval=0.5) as client:
             streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in truths]
-            await asyncio.gather(*map(in_the_middle, streams))
+            await asyncio.gather(*(begun(stream, 5) for stream in streams))
             described = {one.worker_id: one.num_sequences for one in await cluster.describe()}
             victim = max(described, key=lambda name: described[name])
             cluster.kill(victim)

@@ -21,6 +21,7 @@ import pytest_asyncio
 from kvpool.client import Client, GenerateStream, KvpoolError, Unavailable
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service import incarnation
+from tests.client.clients import begun
 from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
@@ -79,10 +80,7 @@ async def subject(shared: Subject) -> AsyncIterator[Subject]:
 async def start_streams(client: Client, num_streams: int, num_tokens: int = ENDLESS_TOKENS) -> list[GenerateStream]:
     """Streams over unrelated prompts, each after its first token; by default they run for long."""
     streams = [client.generate([200 + index, *range(10)], max_tokens=num_tokens) for index in range(num_streams)]
-    for stream in streams:
-        while not (await anext(stream)).token_ids:
-            pass
-    return streams
+    return [await begun(stream) for stream in streams]
 
 
 @asynccontextmanager
