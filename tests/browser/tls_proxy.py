@@ -52,23 +52,7 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host
 
 def _certificate(folder: Path) -> tuple[Path, Path]:
     certificate, key = folder / "certificate.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *(
-                "openssl",
-                "req",
-                "-x509",
-                "-newkey",
-                "ec",
-                "-pkeyopt",
-                "ec_paramgen_curve:P-256",
-                "-nodes",
-                "-days",
-                "2",
-            ),
-            *("-subj", "/CN=localhost", "-out", str(certificate), "-keyout", str(key)),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    command = ["openssl", "req", *options.split(), "-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
     return certificate, key
