@@ -29,19 +29,6 @@ from tests.python_program import ROOT, run_python
 # -- generate
 
 
-async def test_generate_streams_the_text_and_nothing_else(run: Run) -> None:
-    worker = FakeWorker("w")
-    async with fake_cluster(worker) as manager:
-        ran = await run(
-            "generate", "the dog", "--max-tokens", "5", "--seed", "9", "--temperature", "0.5", "--top-k", "4",
-            "--top-p", "0.5", "--stop", "x", "--stop", "y", on=manager,
-        )  # fmt: skip
-    assert ran == (0, " the cat sat\n", "")
-    (request,) = worker.requests
-    assert (request.stop.max_tokens, list(request.stop.stop_strings)) == (5, ["x", "y"])
-    assert (request.sampling.seed, request.sampling.top_k, request.sampling.top_p) == (9, 4, 0.5)
-
-
 async def test_generate_json_prints_one_object(run: Run) -> None:
     async with fake_cluster(FakeWorker("w", answer(THE, SAT, num_cached=4))) as manager:
         ran = await run("generate", "the", "--json", on=manager)
@@ -61,13 +48,16 @@ async def test_generate_json_prints_one_object(run: Run) -> None:
     }
 
 
-async def test_every_answer_flag_reaches_the_worker(run: Run) -> None:
+async def test_every_answer_flag_reaches_the_worker_and_stdout_is_the_text_alone(run: Run) -> None:
     worker = FakeWorker("w")
     shared = [
         "--min-p", "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.75",
         "--logit-bias", "7=-2.5", "--logit-bias", "0=100", "--priority", "-3", "--tenant", "blue",
     ]  # fmt: skip
-    own = ["--stop-token-id", "5", "--stop-token-id", "6", "--min-tokens", "3", "--ignore-eos", "--echo"]
+    own = [
+        "--stop-token-id", "5", "--stop-token-id", "6", "--stop", "x", "--stop", "y", "--min-tokens", "3", "--max-tokens", "5",
+        "--seed", "9", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.5", "--ignore-eos", "--echo",
+    ]  # fmt: skip
     async with fake_cluster(worker) as manager:
         for arguments in (["generate", *shared, *own], ["chat", *shared]):
             assert await run(*arguments, "the", on=manager) == (0, " the cat sat\n", "")
@@ -78,7 +68,10 @@ async def test_every_answer_flag_reaches_the_worker(run: Run) -> None:
         assert dict(sampling.logit_bias) == {7: -2.5, 0: 100.0}
         assert (request.priority, request.tenant) == (-3, "blue")
     stop = worker.requests[0].stop
-    assert (list(stop.stop_token_ids), stop.min_tokens, stop.ignore_eos) == ([5, 6], 3, True)
+    assert (list(stop.stop_token_ids), list(stop.stop_strings), stop.ignore_eos) == ([5, 6], ["x", "y"], True)
+    assert (stop.min_tokens, stop.max_tokens) == (3, 5)
+    sampling = worker.requests[0].sampling
+    assert (sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p) == (9, 0.5, 4, 0.5)
     assert (worker.requests[0].echo, worker.requests[1].echo) == (True, False)
 
 

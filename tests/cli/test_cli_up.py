@@ -23,9 +23,9 @@ from tests.cli.test_cli_up_plan import free_ports
 from tests.client.commands import KVPOOL, kvpool
 from tests.client.processes import descendants, is_alive
 from tests.client.up_here import UpHere
-from tests.cluster.polling import eventually
 from tests.cluster.process import Process
 from tests.scrape import scrape
+from tests.until import until
 
 
 class Up(UpHere):
@@ -144,13 +144,8 @@ async def workers_of_another_up_join(cluster: Up, config: Path) -> None:
     """As on a second machine: no manager of its own, other names. Ctrl-C ends it with status 130, and leaves nothing running."""
     command = [*KVPOOL[1:], "up", "--device", "cpu", "--config", str(config)]
     second = Process("up", command, config.with_name("up.log"), {"XDG_STATE_HOME": str(config.parent)})
-
-    async def is_ready() -> bool:
-        assert second.status is None, second.log
-        return "ready: in" in second.log
-
     try:
-        await eventually(is_ready, "the workers have joined", 90)
+        await until(lambda: "ready: in" in second.log or second.status is not None, pause=0.02, seconds=90)
         assert re.search(r"far-0 \(pid .*63 blocks of 4 tokens", second.log)
         (pid,) = descendants(second.pid)
         workers = json.loads(await cluster.run("status", "--json"))["workers"]

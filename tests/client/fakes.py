@@ -128,7 +128,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.may_send_model.set()
         self.num_live = 0
         self.num_streams = 0
-        """GenerateMany calls so far."""
         self._streams: list[asyncio.Queue[worker_pb2.Answer | None]] = []
         self._is_gone = False
         self.asked = asyncio.Event()

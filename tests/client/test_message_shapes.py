@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,12 +75,6 @@ CONVERSATIONS: dict[str, Messages] = {
     "reasoning": [HI, {"role": "assistant", "content": None, "reasoning_content": "hm"}, HI],
     "reasoning by its older name": [HI, {"role": "assistant", "content": "Yes", "reasoning": "hm"}, HI],
 }
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[TemplateProcess]:
-    with closing(TemplateProcess()) as child:
-        yield child
 
 
 def oracle(source: str, messages: Messages) -> str:

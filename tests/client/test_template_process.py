@@ -47,12 +47,6 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 DOUBLING = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def process() -> Any:
-    with contextlib.closing(TemplateProcess()) as process:
-        yield process
-
-
 def render(process: TemplateProcess, source: str, messages: Sequence[Any] = USER, **arguments: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"}, process=process, now=lambda: datetime(2026, 11, 20))
     return template.render(messages, arguments=arguments)

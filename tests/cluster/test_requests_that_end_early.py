@@ -20,6 +20,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
+from tests.until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -299,13 +300,9 @@ with SyncClient(sys.argv[1]) as client:
 async def test_a_client_killed_in_mid_stream_gives_everything_back(cluster: Cluster, tmp_path: Path) -> None:
     """kill -9: nobody says good-bye, only the connection breaks."""
     process = Process("client", ["-c", CLIENT_SCRIPT, cluster.address()], tmp_path / "client.log", {})
-
-    async def has_token() -> bool:
-        assert process.status is None, process.log
-        return "token" in process.log
-
     try:
-        await eventually(has_token, "the client gets a token")
+        await until(lambda: "token" in process.log or process.status is not None, pause=0.02)
+        assert process.status is None, process.log
         assert any(counts.held for worker in await cluster.describe() for counts in worker.counts)
     finally:
         process.kill()

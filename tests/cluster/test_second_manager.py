@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import SERVICE, ManagerServer
@@ -20,10 +19,8 @@ from kvpool.client import Client
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, registration
 from tests.cache_service.election.api_server import ApiServer, listening
-from tests.cluster.cluster import HOST, MANAGER, Cluster, free_port
-from tests.cluster.fork_server import MANAGER_MODULE
+from tests.cluster.cluster import MANAGER, Cluster, free_port
 from tests.cluster.models import make_endless_model
-from tests.cluster.polling import eventually
 from tests.load.judge import Delivered
 from tests.model.plain_loop import PlainLoop
 from tests.until import until
@@ -39,9 +36,8 @@ class TwoManagers(Cluster):
     """Its manager is that of the two which leads."""
 
     def __init__(self, folder: Path, election: dict[str, Any]) -> None:
-        super().__init__(folder, lease_seconds=3.0, keep_alive_seconds=0.2)
+        super().__init__(folder, lease_seconds=3.0, keep_alive_seconds=0.2, **election)
         self._ports |= {name: free_port() for name in MANAGERS}
-        self._election = election
         self.leader = MANAGERS[0]
 
     def address(self, name: str = MANAGER) -> str:
@@ -53,20 +49,8 @@ class TwoManagers(Cluster):
         """To the one that leads, where the manager is meant."""
         return super().channel(self.leader if name == MANAGER else name)
 
-    def start_one(self, name: str) -> None:
-        settings = {"host": HOST, "port": self._ports[name], "state_dir": self.manager_state}
-        self._start(name, MANAGER_MODULE, {**settings, **self._manager_settings, **self._election})
-
-    async def leads(self, name: str) -> bool:
-        stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
     async def until_led_by(self, name: str) -> None:
-        await eventually(lambda: self.leads(name), f"{name} leads")
+        await self.until_serving(name, SERVICE)
         self.leader = name
 
 
@@ -116,9 +100,9 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
     prompts = [[200 + index, *range(20)] for index in range(2)]
     async with election(kind) as settings, TwoManagers(tmp_path, settings) as cluster:
         first, second = MANAGERS
-        cluster.start_one(first)
+        cluster.launch_manager(first)
         await cluster.until_led_by(first)
-        cluster.start_one(second)
+        cluster.launch_manager(second)
         worker: dict[str, Any] = {
             "block_size": 4,
             "num_blocks": 8193,
@@ -144,7 +128,7 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
                     assert "lease default/kvpool" in cluster.processes[gone].log
                 else:
                     await cluster.processes[gone].ended()
-                    cluster.start_one(gone)
+                    cluster.launch_manager(gone)
                 for reader in readers:
                     await reader.reads_on()
             texts = [await reader.leave() for reader in readers]

@@ -22,9 +22,9 @@ from kvpool.worker_service import incarnation
 from tests.client.clients import begun
 from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
 from tests.cluster.polling import eventually
-from tests.cluster.process import Process
 from tests.cluster.truth import NUM_TOP, Truth, truths_of
 from tests.cluster.two_workers import TwoWorkers
+from tests.until import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -244,15 +244,6 @@ async def test_of_two_workers_with_one_name_the_first_stays(cluster: Subject) ->
         assert (after.incarnation, after.address) == (before.incarnation, before.address)
 
 
-async def until_it_knows_that_it_drains(worker: Process, told: int) -> None:
-    """By its log behind what it had `told` before the order, which the manager hands on with its next answer."""
-
-    async def is_draining() -> bool:
-        return "draining" in worker.log[told:]
-
-    await eventually(is_draining, "it has heard of the order")
-
-
 async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(cluster: Subject) -> None:
     """Within the grace that the order gives, not its own half second."""
     num_tokens = 30
@@ -272,7 +263,8 @@ async def drained_with_streams(cluster: Subject, num_tokens: int) -> bool:
         worker = cluster.processes["a"]
         told = len(worker.log)
         await client.drain("a", grace=60.0)
-        await until_it_knows_that_it_drains(worker, told)
+        # The manager hands the order on with its next answer.
+        await until(lambda: "draining" in worker.log[told:], pause=0.02)
         assert await cluster.is_served(client) == "b"
         if has_streams := "num_running=0" not in worker.log[told:]:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -294,7 +286,7 @@ async def test_a_signal_cuts_the_grace_short(cluster: Subject) -> None:
         worker = cluster.processes["a"]
         told = len(worker.log)
         await client.drain("a", grace=3600.0)
-        await until_it_knows_that_it_drains(worker, told)
+        await until(lambda: "draining" in worker.log[told:], pause=0.02)
         assert worker.status is None
         worker.send(signal.SIGINT)
         for error in await ends_of(streams):

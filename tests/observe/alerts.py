@@ -120,7 +120,7 @@ async def test_alerts_name_a_budget_that_is_used_up(tmp_path: Path, worker: dict
         async with observed.load(4, short, max_tokens=20):
             await observed.until_firing("KvpoolBudgetNearlyUsed")
         observed.cluster.kill(MANAGER)
-        observed.cluster.set_manager(max_total_blocks=10)
+        observed.cluster.manager_settings["max_total_blocks"] = 10
         await observed.cluster.start_manager()
         await observed.until_firing("KvpoolReportRefused")
 

@@ -26,13 +26,9 @@ class ObservedCluster(Cluster):
     """A Cluster with metrics. `modules`: what runs under a name, instead of the real service. Other settings are the manager's."""
 
     def __init__(self, folder: Path, modules: Mapping[str, str] | None = None, **manager_settings: Any) -> None:
-        super().__init__(folder)
+        super().__init__(folder, **manager_settings)
         self._modules = dict(modules or {})
-        self._manager_settings |= manager_settings
         self._metrics_ports: dict[str, int] = {MANAGER: free_port()}
-
-    def set_manager(self, **settings: Any) -> None:
-        self._manager_settings |= settings
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
         port = self._metrics_ports.setdefault(name, free_port())

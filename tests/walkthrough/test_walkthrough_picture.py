@@ -91,12 +91,6 @@ def test_groups_are_told_apart() -> None:
     assert not [line for line in draw("pool", 0) if line.startswith("Group ")]
 
 
-def test_a_step_that_changes_nothing_says_so() -> None:
-    """The allocation that does not fit."""
-    assert "Changed      nothing" in draw("eviction", 5)
-    assert not any("*" in line for line in draw("eviction", 5))
-
-
 @pytest.mark.parametrize(
     ("name", "signs"),
     [
