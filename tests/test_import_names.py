@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.python_program import run_python
+from tests.python_program import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 COMPONENTS = ("cache_service", "worker_service", "client", "cli", "load", "walkthrough", "gateway")
 # Also in strings, which name modules for monkeypatch and programs for other processes.
 SECOND_NAME = re.compile(

@@ -32,8 +32,7 @@ def picture(*blocks: cache_pb2.BlockDescription, num_blocks: int, width: int = 8
 
 
 def test_every_state_has_its_own_sign() -> None:
-    """Null, shared by two, own sealed and unsealed blocks of two sequences, cached, reserved, copying, free, shared by
-    twelve."""
+    """Null, shared by two, own, own unsealed, of another, cached, reserved, copying, free, shared by twelve."""
     lines = picture(
         block(1, HELD, "s1", "s2"),
         block(2, HELD, "s1"),

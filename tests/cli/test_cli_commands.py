@@ -157,8 +157,7 @@ async def test_generate_reads_the_prompt_from_a_pipe() -> None:
 
 
 async def test_chat_remembers_what_was_answered_until_it_is_to_forget() -> None:
-    """Each question carries what was said before; /clear forgets it. A question that was refused is one line on stderr, and is not
-    remembered. The environment names the manager."""
+    """A question that was refused is one line on stderr, and is not remembered."""
     too_long = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "too long")
     broken = error_status(code_pb2.INTERNAL, "INTERNAL", "a bug")
     worker = FakeWorker("w", answer(SAT), [too_long], [broken], answer(SAT))

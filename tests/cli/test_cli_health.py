@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvpool.cli.launch.cluster import free_port
 from kvpool.process.address import DEFAULT_MANAGER
 from tests.cli.conftest import Ran, Run
-from tests.python_program import ROOT
+from tests.python_program import run_python
 
 STATUS = health_pb2.HealthCheckResponse
 SERVICE = "kvpool.v1.CacheService"
@@ -59,16 +57,7 @@ async def ask(run: Run, command: str, *arguments: str, **environment: str) -> Ra
             for name, value in environment.items():
                 patch.setenv(name, value)
             return await run("health", *arguments)
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "client/health.py", *arguments],
-        cwd=ROOT,
-        env={"PATH": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = await asyncio.to_thread(run_python, "client/health.py", *arguments, PYTHONPATH="", **environment)
     return Ran(done.returncode, done.stdout, done.stderr)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal, cast
 
 import grpc
@@ -190,26 +190,25 @@ def test_every_command_is_tried() -> None:
     assert names == COMMANDS.keys() | {"generate", "chat", "health", "up", "ray"} | BECOME_ANOTHER_PROCESS
 
 
-@contextmanager
-def console() -> Iterator[tuple[Console, io.StringIO]]:
+def console() -> tuple[Console, io.StringIO]:
     stream = io.StringIO()
-    yield Console(file=stream, width=120, highlight=False), stream
+    return Console(file=stream, width=120, highlight=False), stream
 
 
 def test_ray_shows_what_its_nodes_say() -> None:
-    with console() as (shown, stream):
-        place = {"host": None, "address": None, "pid": None}
-        service = {"name": NASTY, "state": NASTY, "host": NASTY, "address": NASTY, "pid": 1}
-        show_services(shown, NASTY, [service, {"name": "worker-0", "state": "runs", **place}])
-        show_services(shown, NASTY, [])
+    shown, stream = console()
+    place = {"host": None, "address": None, "pid": None}
+    service = {"name": NASTY, "state": NASTY, "host": NASTY, "address": NASTY, "pid": 1}
+    show_services(shown, NASTY, [service, {"name": "worker-0", "state": "runs", **place}])
+    show_services(shown, NASTY, [])
     assert "worker-0" in assert_harmless(stream.getvalue())
 
 
 def test_up_shows_the_names_of_its_workers() -> None:
     worker = NastyWorker("worker").description()
     worker.address = NASTY
-    with console() as (printing, stream):
-        say_ready([worker], ClusterSpec(), {}, PrefixedLog(printing))
+    printing, stream = console()
+    say_ready([worker], ClusterSpec(), {}, PrefixedLog(printing))
     assert_harmless(stream.getvalue())
 
 

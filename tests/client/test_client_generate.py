@@ -46,8 +46,7 @@ async def test_chunks_arrive_in_order_and_collect_puts_them_together() -> None:
 
 
 async def test_the_prompt_is_tokenised_here_and_routed_under_its_root() -> None:
-    """The worker gets ids, with the special tokens that the tokenizer adds and without its cutting and padding; the
-    manager gets the same ids and the whole namespace, so that tenants do not meet."""
+    """Without the cutting and padding of the tokenizer, and with the whole namespace, so that tenants do not meet."""
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager, quick(manager) as client:
         await client.generate("the cat sat on", adapter="lora", tenant_salt="salt").collect()

@@ -212,8 +212,7 @@ async def test_workers_that_register_late_are_waited_for() -> None:
 
 
 async def test_a_manager_that_restarts_is_waited_for_and_then_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Route is repeated: while its port is closed, and while it recovers. It was away for longer than worker_wait, and its workers
-    register after it. The stream's clock stands still but for that."""
+    """Route is repeated while its port is closed and while it recovers, for longer than worker_wait."""
     now, num_looks = 0.0, 0
 
     def clock() -> float:

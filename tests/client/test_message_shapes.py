@@ -151,8 +151,7 @@ TOOL_ARGUMENTS = {
     ],
 )
 def test_a_template_gets_the_shape_that_it_reads(process: TemplateProcess, content: str, arguments: str) -> None:
-    """A text was lost without a word by a template that reads parts: its characters are no parts. Arguments may be sent as a
-    mapping too, which a template that reads text would print as Python writes it."""
+    """Arguments may be sent as a mapping too, which a template that reads text would print as Python writes it."""
     content_source, content_shape = CONTENTS[content]
     arguments_source, arguments_shape = TOOL_ARGUMENTS[arguments]
     source = source_of(content_source, arguments_source)
@@ -201,8 +200,7 @@ def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_role(
 
 
 def test_what_one_conversation_does_to_a_template_does_not_change_the_next(process: TemplateProcess) -> None:
-    """Shapes are remembered. A conversation that fails, or has variables and keys of its own, teaches nothing about another one of
-    the same roles, and no text that a user writes is taken for a mark."""
+    """Shapes are remembered, not for other variables or after a failure; no text of a user is a mark."""
     loop = "{% for m in messages %}{% if m.plain or plain %}{{ m.content }}{% else %}" + LOOP + "{% endif %}"
     template = ChatTemplate(loop + "{{ m.name + '' if m.name }}{% endfor %}", {}, process=process)
     assert template.render(as_messages([HI]), arguments={"plain": True}) == "Hi"

@@ -152,8 +152,7 @@ def test_a_template_that_fails_is_told_as_such(process: TemplateProcess, source:
 def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(
     process: TemplateProcess, source: str, words: str
 ) -> None:
-    """The attacks take gigabytes, do not end, or recurse too deeply. What they took is given back. The error, which is short, says
-    which bound was exceeded."""
+    """The attacks take gigabytes, do not end, or recurse too deeply. The error says which bound was exceeded."""
     with pytest.raises(InvalidRequest, match=f"the model's chat template {words}") as caught:
         render(process, source)
     assert caught.value.reason == "BAD_TEMPLATE"

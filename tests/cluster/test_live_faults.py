@@ -60,8 +60,7 @@ async def test_no_text_is_disturbed_whatever_happens_to_manager_and_workers(
 
 @pytest.mark.slow
 async def test_a_manager_that_dies_costs_no_token_to_be_computed_again(tmp_path: Path) -> None:
-    """Streams outlive three managers; what they leave in the cache, and what was there before, is served by the third. The
-    worker has forwarded every token once: Σ(prompt − cached + generated − 1)."""
+    """The worker has forwarded every token once: Σ(prompt − cached + generated − 1)."""
     model = make_endless_model(tmp_path / "endless")
     prompts = [[200 + index, *range(20)] for index in range(4)]
     async with Cluster(tmp_path, lease_seconds=2.0, keep_alive_seconds=0.2) as cluster:

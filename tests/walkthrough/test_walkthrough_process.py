@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -14,20 +14,9 @@ from kvpool.walkthrough.__main__ import STORIES, main
 from kvpool.walkthrough.recording import Story
 from kvpool.walkthrough.worker import Worker
 from tests.cli.terminal_user import at_terminal
+from tests.python_program import run_python
 
-COMMAND = [sys.executable, "-m", "kvpool.walkthrough"]
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The process, with its output in pipes."""
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+run = partial(run_python, "-m", "kvpool.walkthrough")
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -71,8 +60,7 @@ def test_no_torch_and_no_grpc_is_imported() -> None:
         "except SystemExit: pass\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    loaded = set(done.stdout.splitlines()[-1].split())
+    loaded = set(run_python("-c", code).stdout.splitlines()[-1].split())
     assert {"kvpool", "rich", "xxhash", "google"} <= loaded
     assert not {"grpc", "torch", "numpy", "pydantic", "asyncio"} & loaded
 
@@ -103,7 +91,8 @@ def test_a_terminal_gets_all_steps_in_its_colours(term: str, has_colours: bool) 
 
 def test_a_reader_that_leaves_is_not_complained_about() -> None:
     """kvpool walkthrough … | head"""
-    with subprocess.Popen([*COMMAND, "eviction"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", "kvpool.walkthrough", "eviction"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
