@@ -21,12 +21,11 @@ from tests.clients.served import GATEWAYS, MAX_TOKENS, MODEL, Served, messages_a
 from tests.clients.table import ROUTERS, chosen
 from tests.cluster.cluster import HOST, free_port
 from tests.cluster.polling import eventually
-from tests.cluster.process import Process
+from tests.cluster.process import EXECUTE, Process
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 SUBJECTS: Final = ("Rivers", "Bridges", "Deserts", "Islands", "Markets", "Bakeries", "Theatres", "Meadows")
-_EXECUTE: Final = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 _START_SECONDS: Final = 60.0
 
 
@@ -75,7 +74,7 @@ async def routing(name: str, command: Sequence[str], served: Served, folder: Pat
         *("--worker-urls", *map(served.url, GATEWAYS)),
     ]
     path = str(program(name, command[0]))
-    process = Process(name, ["-c", _EXECUTE, path, *command[1:], *arguments], folder / f"{name}.log", {})
+    process = Process(name, ["-c", EXECUTE, path, *command[1:], *arguments], folder / f"{name}.log", {})
     url = f"http://{HOST}:{port}"
     try:
         async with httpx.AsyncClient(base_url=url) as http:

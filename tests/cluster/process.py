@@ -13,6 +13,9 @@ from tests.client.processes import cpu_ticks
 from tests.cluster.fork_server import ForkedProcess, ForkServer, ending_with_this_process
 from tests.cluster.polling import eventually
 
+EXECUTE = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+"""For a program that is not in Python: its path and arguments follow `-c` and this."""
+
 
 def computing(num_threads: int) -> dict[str, str]:
     """Variables of a service whose tensors are computed by this many threads."""
