@@ -128,8 +128,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.may_send_model.set()
         self.num_live = 0
         self.num_streams = 0
-        self._streams: list[asyncio.Queue[worker_pb2.Answer | None]] = []
-        self._is_gone = False
+        self.num_open_streams = 0
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.address = ""
@@ -166,26 +165,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
         reading = asyncio.create_task(read())
         self.num_streams += 1
-        self._streams.append(answers)
+        self.num_open_streams += 1
         try:
             while (answer := await answers.get()) is not None:
                 yield worker_pb2.GenerateManyResponse(answers=[answer])
-            if self._is_gone:
-                context.set_code(grpc.StatusCode.UNAVAILABLE)
         finally:
-            self._streams.remove(answers)
+            self.num_open_streams -= 1
             for task in (reading, *tasks.values()):
                 task.cancel()
-
-    @property
-    def num_open_streams(self) -> int:
-        return len(self._streams)
-
-    def break_off(self) -> None:
-        """End all calls without a word, as if the connection were gone."""
-        self._is_gone = True
-        for answers in self._streams:
-            answers.put_nowait(None)
 
     async def _generate(
         self, number: int, request: worker_pb2.GenerateRequest, answers: asyncio.Queue[worker_pb2.Answer | None]

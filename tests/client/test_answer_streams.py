@@ -75,20 +75,6 @@ async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatc
     assert not answers.has_ended
 
 
-async def test_when_the_stream_breaks_off_each_request_continues_on_another_worker() -> None:
-    first = FakeWorker("first", HANGING)
-    second = FakeWorker("second", answer(CAT, SAT))
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        streams = [await begun(client.generate("the", max_tokens=9)) for _ in range(5)]
-        assert first.num_streams == 1
-        first.break_off()
-        completions = await asyncio.gather(*(stream.collect() for stream in streams))
-    assert {completion.token_ids for completion in completions} == {(THE, CAT, SAT)}
-    assert {completion.worker_id for completion in completions} == {"second"}
-    assert len(second.requests) == 5
-    assert second.num_streams == 1
-
-
 async def test_the_stream_to_a_lost_worker_takes_no_new_requests() -> None:
     """It has another request, whose watch has not found out yet."""
     worker = FakeWorker("w", HANGING, HANGING, answer(THE))

@@ -26,7 +26,6 @@ from tests.cluster.process import Process, computing
 HOST = "127.0.0.1"
 MANAGER = "manager"
 GATEWAY = "gateway"
-GATEWAY_MODULE = "kvpool.gateway"
 START_SECONDS = 240.0
 """For a process to import everything and load its model, on a machine that is busy with other things."""
 
@@ -152,7 +151,7 @@ class Cluster:
         # Not by `_start`: a gateway has its /metrics on its own port, and is not forked.
         arguments = ["--host", HOST, "--port", str(self._ports[name]), "--manager", self.address(), *_flags(settings)]
         log = self._folder / f"{name}.log"
-        self.processes[name] = process = Process(name, ["-m", GATEWAY_MODULE, *arguments], log, computing(1))
+        self.processes[name] = process = Process(name, ["-m", "kvpool.gateway", *arguments], log, computing(1))
         self._all.append(process)
 
         def answers() -> bool:
