@@ -31,12 +31,6 @@ WORKER = {
 }
 
 
-def numbers(length: int, seed: int) -> tuple[int, ...]:
-    """An input of the encoder."""
-    draw = random.Random(seed)
-    return tuple(draw.randrange(16, NUM_PLAIN_TOKENS) for _ in range(length))
-
-
 def make_truths(folder: Path) -> dict[tuple[int, ...], list[int]]:
     """A tiny t5 in a folder, and what it must answer to some inputs: none of these tokens is a matter of rounding."""
     config = replica_config(default_seq2seq_config("t5"), 1 << 20)
@@ -44,7 +38,8 @@ def make_truths(folder: Path) -> dict[tuple[int, ...], list[int]]:
     oracle = Oracle.of(folder)
     truths: dict[tuple[int, ...], list[int]] = {}
     for seed in range(200):
-        prompt = numbers(10 + seed % 20, seed)
+        draw = random.Random(seed)
+        prompt = tuple(draw.randrange(16, NUM_PLAIN_TOKENS) for _ in range(10 + seed % 20))
         tokens, logits = oracle.logits(prompt, NUM_NEW, [config.decoder_start_token_id])
         if float(logits.topk(2, dim=-1).values.diff(dim=-1).abs().min()) >= MIN_MARGIN:
             truths[prompt] = tokens

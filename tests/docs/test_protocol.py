@@ -252,7 +252,8 @@ def test_what_a_larger_attempt_does_is_true(row: str, cells: list[str]) -> None:
     assert isinstance(allocate(other, 0, attempt=2), Granted)
     if "→ fenced" in cells[3]:
         assert state_of(desk) == "fenced"
-        assert len(entries_of(desk)) == 1
+        session = desk.session
+        assert len(desk.manager.keep_alive(session.number, 0, session.load, 0.0).entries) == 1
     else:
         assert reasons_of(allocate(desk, 1)) == reasons_in(cells[3])
 
@@ -279,11 +280,6 @@ def test_the_example_of_a_lost_reply_is_true() -> None:
 
 
 # -- further claims, tried in the core
-
-
-def entries_of(desk: Desk) -> list[Any]:
-    session = desk.session
-    return [entry.entry for entry in desk.manager.keep_alive(session.number, 0, session.load, 0.0).entries]
 
 
 def test_only_keep_alive_renews_the_lease() -> None:
