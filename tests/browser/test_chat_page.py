@@ -27,7 +27,6 @@ def ask(pane: Locator, question: str) -> tuple[int, int]:
 
 def test_the_second_chat_is_served_what_the_first_has_computed(watched: Watched) -> None:
     page = watched.open("chat")
-    page.locator("#chat-model option").first.wait_for(state="attached")
     page.locator("#chat-system").fill("one system prompt that both chats begin with, and that nobody had before")
     first, second = page.locator(".pane").first, page.locator(".pane").last
     ask(first, "who are you")
@@ -44,7 +43,6 @@ def test_the_second_chat_is_served_what_the_first_has_computed(watched: Watched)
 
 def test_an_answer_that_is_stopped_leaves_the_chat_ready(watched: Watched) -> None:
     page = watched.open("chat")
-    page.locator("#chat-model option").first.wait_for(state="attached")
     pane = page.locator(".pane").first
     page.locator("#chat-longest").fill("600")
     pane.locator("textarea").fill("tell me everything")
@@ -58,7 +56,6 @@ def test_an_answer_that_is_stopped_leaves_the_chat_ready(watched: Watched) -> No
 def test_an_error_is_shown_in_words(watched: Watched) -> None:
     """A prompt that is too long is refused; the page says why. The browser itself reports the answer 400."""
     page = watched.open("chat")
-    page.locator("#chat-model option").first.wait_for(state="attached")
     page.evaluate("document.querySelector('#chat-system').value = 'long '.repeat(60000)")
     pane = page.locator(".pane").first
     pane.locator("textarea").fill("too long")
