@@ -123,6 +123,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: set[str]) -> None:
             for path in root.rglob(pattern)
         }
         assert files <= names, sorted(files - names)
+        assert f"{package}/py.typed" in files
     assert not [name for name in names if "__pycache__" in name or "test" in name]
 
 
@@ -133,13 +134,6 @@ def test_the_native_step_is_in_the_wheel(wheel: Path, names: set[str]) -> None:
     assert {name.removeprefix(BUILDS) for name in names if name.startswith(BUILDS)} == wanted
     assert not [name for name in names if name.endswith((".c", ".h"))]
     assert wheel.name.endswith(f"-py3-none-linux_{machine}.whl")
-
-
-def test_the_types_come_along(names: set[str]) -> None:
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    for generated in ("cache", "common", "worker"):
-        expected = {f"kvpool/v1/{generated}{ending}" for ending in (".proto", "_pb2.pyi", "_pb2_grpc.pyi")}
-        assert expected <= names
 
 
 def test_the_base_install_requires_no_torch(metadata: email.message.Message) -> None:

@@ -187,8 +187,7 @@ class Cluster:
         return process
 
     async def until_serving(self, name: str, service: str = "", *, or_not: bool = False) -> float:
-        """Until the process, or a service of it, answers that it serves (`or_not`: until it answers at all); returns when, in
-        monotonic seconds."""
+        """Until the process, or a service of it, serves (`or_not`: until it answers); returns when, in monotonic seconds."""
         stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
 
         async def serving() -> bool:

@@ -68,9 +68,8 @@ async def test_a_chat_ends_where_the_model_ends_it(cluster: Cluster, oracle: Ora
         answer = await client.chat(messages, max_tokens=64).collect()
         assert answer.text == "The capital of France is Paris."
         assert answer.finish_reason is FinishReason.STOP
-        eos = (await client.model()).eos_token_ids
         model = await client.model()
         prompt = tuple(model.encode_chat(messages))
     tokens, _ = oracle.logits(prompt, len(answer.token_ids) + 1)
     assert tokens[:-1] == list(answer.token_ids)
-    assert tokens[-1] in eos
+    assert tokens[-1] in model.eos_token_ids
