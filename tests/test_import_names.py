@@ -16,13 +16,12 @@ SECOND_NAME = re.compile(
     """,
     re.VERBOSE,
 )
-USERS = ("tests", "bench", "examples", "scripts")
 
 
 def test_no_file_is_imported_under_a_second_name() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
-        for folder in USERS
+        for folder in ("tests", "bench", "examples", "scripts")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if path != Path(__file__)
         for line in path.read_text(encoding="utf-8").splitlines()

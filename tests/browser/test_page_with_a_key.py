@@ -22,7 +22,6 @@ from tests.browser.test_page_and_faults import until_shown
 from tests.browser.tls_proxy import tls_proxy
 
 KEY = "a-key-of-this-test"
-TIMEOUT_MS = 60_000
 
 
 class Guarded(NamedTuple):
@@ -57,7 +56,7 @@ def guarded(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """A browser without cookies, which takes the proxy's own certificate."""
     context = browser.new_context(ignore_https_errors=True)
-    context.set_default_timeout(TIMEOUT_MS)
+    context.set_default_timeout(60_000)
     yield context
     context.close()
 

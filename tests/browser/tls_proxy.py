@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 _HOST: Final = re.compile(rb"(?im)^host:[^\r\n]*")
-_PIECE_BYTES: Final = 1 << 16
 
 
 @asynccontextmanager
@@ -43,7 +42,7 @@ async def tls_proxy(folder: Path, port: int, *, keeps_host: bool) -> AsyncIterat
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: bytes | None) -> None:
     """What comes from one side goes to the other; a browser sends a head in one piece."""
     try:
-        while piece := await reader.read(_PIECE_BYTES):
+        while piece := await reader.read(1 << 16):
             writer.write(piece if host is None else _HOST.sub(host, piece, count=1))
             await writer.drain()
     finally:

@@ -45,6 +45,7 @@ class Hang:
 HANG = Hang()
 Step: TypeAlias = worker_pb2.GenerateResponse | status_pb2.Status | asyncio.Event | Hang
 """Send it, fail with it, wait until it is set, or hang."""
+Answering: TypeAlias = AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]
 
 
 def usage(num_prompt: int = 4, num_cached: int = 0, num_generated: int = 0) -> worker_pb2.Usage:
@@ -197,9 +198,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self.num_live -= 1
 
-    async def _answer(
-        self, request: worker_pb2.GenerateRequest
-    ) -> AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]:
+    async def _answer(self, request: worker_pb2.GenerateRequest) -> Answering:
         for step in self.answers.popleft() if len(self.answers) > 1 else self.answers[0]:
             if isinstance(step, asyncio.Event):
                 await step.wait()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import chain, zip_longest
 from typing import Any, cast
 
 import pytest
-from google.rpc import status_pb2
 
 from kvpool.client import Chunk, Completion, InvalidRequest, SyncClient, Unavailable
 from kvpool.client.forked_streams import MergedStreams
 from kvpool.v1 import worker_pb2
 from tests.client.clients import joined, quick
-from tests.client.fakes import UNAVAILABLE, FakeWorker, fake_cluster, usage
+from tests.client.fakes import UNAVAILABLE, Answering, FakeWorker, fake_cluster, usage
 from tests.client.words import WORDS
 
 PROMPT = (1, 5, 6)
@@ -50,9 +48,7 @@ class ManyAnswers(FakeWorker):
         super().__init__(worker_id)
         self.breaks_after = [*breaks_after]
 
-    async def _answer(
-        self, request: worker_pb2.GenerateRequest
-    ) -> AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]:
+    async def _answer(self, request: worker_pb2.GenerateRequest) -> Answering:
         most = self.breaks_after.pop(0) if self.breaks_after else None
         answers = [pieces_of(request, index) for index in range(max(1, request.n))]
         if request.beam_search.num_beams > 1:  # all of a text together, when the search has ended

@@ -27,7 +27,6 @@ from tests.until import until
 
 MANAGERS = ("manager-1", "manager-2")
 STEP_SECONDS = 0.03
-LEADER_LEASE_SECONDS = 2
 MOST_TOKENS = 10_000
 """Of a text, which is read until all has happened."""
 
@@ -89,7 +88,7 @@ async def election(kind: str) -> AsyncIterator[dict[str, Any]]:
         yield {
             "election": "kubernetes:default/kvpool",
             "kubernetes_api": url,
-            "leader_lease_seconds": LEADER_LEASE_SECONDS,
+            "leader_lease_seconds": 2,
         }
 
 

@@ -18,7 +18,6 @@ from tests.tiny_models import MIN_MARGIN, Oracle
 pytestmark = pytest.mark.slow
 
 NUM_NEW = 40
-NUM_TEXTS = 3
 STEP_SECONDS = 0.04
 WORKER = {
     "block_size": 4,
@@ -43,7 +42,7 @@ def make_truths(folder: Path) -> dict[tuple[int, ...], list[int]]:
         tokens, logits = oracle.logits(prompt, NUM_NEW, [config.decoder_start_token_id])
         if float(logits.topk(2, dim=-1).values.diff(dim=-1).abs().min()) >= MIN_MARGIN:
             truths[prompt] = tokens
-            if len(truths) == NUM_TEXTS:
+            if len(truths) == 3:
                 return truths
     raise AssertionError("too few inputs prove anything")
 

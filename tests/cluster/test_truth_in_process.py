@@ -14,8 +14,6 @@ from tests.cluster.truth import NUM_TOP, Truth, check_all, truths_of
 from tests.lockstep import in_lockstep
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, make_tiny_model
 
-CAPACITY = 20
-ALL_WINDOWS = ("mistral",)
 NUM_OF_STORM = 60
 
 
@@ -29,7 +27,7 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
             cold = await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP)
         check_all(truths, cold)
         # Decoding never waits for blocks of layers with a window.
-        assert any(completion.num_preemptions for completion in cold) == (architecture not in ALL_WINDOWS)
+        assert any(completion.num_preemptions for completion in cold) == (architecture != "mistral")
         check_all(truths, await cluster.all_at_once(tiny.prompts, max_tokens=tiny.num_new_tokens, logprobs=NUM_TOP))
         for truth in truths[1:3]:
             # The second time all full blocks of the prompt are there.
@@ -40,7 +38,7 @@ async def test_a_tight_pool_with_small_chunks_changes_no_token(architecture: str
             assert alone.num_cached_tokens == (len(truth.prompt) - 1) // 4 * 4
         described = await cluster.describe()
         assert described.totals.num_evicted_blocks > 0
-        assert described.counts[0].capacity == CAPACITY
+        assert described.counts[0].capacity == 20
 
 
 async def test_without_the_cache_nothing_is_shared_and_no_token_is_another(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ def test_scrapes_of_up_are_the_ports_that_it_gives_out() -> None:
 
 UNITS = {"short", "s", "bytes", "Bps", "ops", "percentunit"}
 """Of Grafana's, those that the dashboard uses."""
-OF_EVERY_TARGET = {"up"}
 
 
 def covered(grid: dict[str, int]) -> set[tuple[int, int]]:
@@ -83,7 +82,7 @@ def covered(grid: dict[str, int]) -> set[tuple[int, int]]:
 
 def names() -> set[str]:
     """Every name that a series may have, but for those of the process."""
-    found = set(OF_EVERY_TARGET)
+    found = {"up"}
     for name, metric in listed().items():
         found |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if metric.kind == "histogram" else {name}
     return found

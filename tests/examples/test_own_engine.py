@@ -41,13 +41,12 @@ NUM_WINDOW_BLOCKS_FOR_ONE = RING + SPAN + 1
 """With the null block: room for the ring of one text, and for a window that it hits."""
 ENDLESS = 10_000
 NUM_BLOCKS_FOR_ENDLESS = 1_300
-EACH_EXAMPLE = pytest.mark.parametrize("example", [PLAIN, WINDOWS], ids=["plain", "windows"])
 
 
 # -- the programs
 
 
-@EACH_EXAMPLE
+@pytest.mark.parametrize("example", [PLAIN, WINDOWS], ids=["plain", "windows"])
 async def test_texts_are_those_of_the_model_and_their_beginning_is_shared(
     cluster: Cluster, start: Start, example: Example
 ) -> None:
