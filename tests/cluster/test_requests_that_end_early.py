@@ -28,9 +28,6 @@ Generate = worker_pb2.GenerateRequest
 Call = grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 Status = grpc.StatusCode
 
-CAPACITY_TOKENS = 1024 * 16
-"""Less than the model's longest sequence."""
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
@@ -130,7 +127,7 @@ MALFORMED = [
     Bad("token_ids { ids: 4294967295 }", "prompt", "vocabulary of 264"),
     Bad("token_ids {" + "ids: 1 " * ENDLESS_MODEL_LEN + "}", "prompt", str(ENDLESS_MODEL_LEN)),
     Bad(f"stop {{ max_tokens: {ENDLESS_MODEL_LEN} }}", "max_tokens", "at most 65531"),
-    Bad(f"stop {{ max_tokens: {CAPACITY_TOKENS} }}", "max_tokens", "--num-blocks", reason="NEVER_FITS"),
+    Bad(f"stop {{ max_tokens: {1024 * 16} }}", "max_tokens", "--num-blocks", reason="NEVER_FITS"),
     Bad("sequence_id: ''", "sequence_id", "1 to 128 bytes"),
     Bad(f"sequence_id: '{'é' * 65}'", "sequence_id", "got 130"),
     Bad("attempt: 0", "attempt", "from 1"),

@@ -27,8 +27,6 @@ from tests.until import until
 
 MANAGERS = ("manager-1", "manager-2")
 STEP_SECONDS = 0.03
-MOST_TOKENS = 10_000
-"""Of a text, which is read until all has happened."""
 
 
 class TwoManagers(Cluster):
@@ -57,7 +55,7 @@ class Reader:
     """Reads one stream, which no other worker may continue, until it leaves."""
 
     def __init__(self, client: Client, prompt: Sequence[int]) -> None:
-        self._stream = client.generate(prompt, max_tokens=MOST_TOKENS, ignore_eos=True)
+        self._stream = client.generate(prompt, max_tokens=10_000, ignore_eos=True)
         self._delivered = Delivered()
         self._task = asyncio.create_task(self._read())
 
@@ -85,11 +83,7 @@ async def election(kind: str) -> AsyncIterator[dict[str, Any]]:
         yield {"election": "file"}
         return
     async with listening(ApiServer()) as url:
-        yield {
-            "election": "kubernetes:default/kvpool",
-            "kubernetes_api": url,
-            "leader_lease_seconds": 2,
-        }
+        yield {"election": "kubernetes:default/kvpool", "kubernetes_api": url, "leader_lease_seconds": 2}
 
 
 @pytest.mark.slow
@@ -102,13 +96,8 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
         cluster.launch_manager(first)
         await cluster.until_led_by(first)
         cluster.launch_manager(second)
-        worker: dict[str, Any] = {
-            "block_size": 4,
-            "num_blocks": 8193,
-            "reserve_seconds": 60,
-            "step_seconds": STEP_SECONDS,
-        }
-        cluster.start_worker("a", model=model.path, **worker)
+        settings = {"block_size": 4, "num_blocks": 8193, "reserve_seconds": 60, "step_seconds": STEP_SECONDS}
+        cluster.start_worker("a", model=model.path, **settings)
         await cluster.until_registered("a")
         async with cluster.client(continuation=False) as client:
             readers = [Reader(client, prompt) for prompt in prompts]

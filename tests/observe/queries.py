@@ -19,8 +19,6 @@ from tests.observe.prometheus import concrete, promtool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DATA_WITHIN_SECONDS = 240.0
-
 
 def conversation(number: int) -> list[int]:
     """Ten conversations with a long beginning in common, and an end of their own."""
@@ -46,7 +44,7 @@ async def until_data(observed: Observed, expressions: dict[str, str]) -> None:
         return not left
 
     try:
-        await eventually(all_seen, "every expression has data", DATA_WITHIN_SECONDS)
+        await eventually(all_seen, "every expression has data", 240.0)
     except AssertionError:
         raise AssertionError(f"without data: {left}") from None
 
