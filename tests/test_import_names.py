@@ -57,7 +57,6 @@ def test_each_component_is_a_link_to_its_folder() -> None:
 
 
 def test_the_whole_of_kvpool_is_found_by_its_path() -> None:
-    """Without an installed kvpool (-S leaves site-packages out)."""
     program = "import kvpool.process, kvpool.cache_service.core; print(kvpool.cache_service.core.__file__)"
     done = run_python("-S", "-c", program, PYTHONPATH=str(ROOT / "common"))
     assert done.returncode == 0, done.stderr

@@ -167,7 +167,6 @@ def test_the_base_imports_without_torch(site_packages: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
 def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Path, arguments: list[str]) -> None:
-    """Not a traceback; the dry run, on which `kvpool up` relies, imports only some of it."""
     program = f"import runpy\nsys.argv = ['worker', *{arguments!r}]\n"
     program += "runpy.run_module('kvpool.worker_service', run_name='__main__')"
     printed = run_without_torch(site_packages, program, status=1)

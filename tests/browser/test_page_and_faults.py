@@ -17,7 +17,6 @@ def until_shown(page: Page, workers: list[str]) -> None:
 
 
 def test_a_worker_that_is_killed_leaves_the_page_and_comes_back(watched: Watched, served: Served) -> None:
-    """Once its lease has ended, and once it is registered again."""
     page = watched.open("cluster")
     until_shown(page, list(WORKERS))
     served.cluster.processes[WORKERS[1]].kill()

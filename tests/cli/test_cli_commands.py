@@ -157,7 +157,6 @@ async def test_generate_reads_the_prompt_from_a_pipe() -> None:
 
 
 async def test_chat_remembers_what_was_answered_until_it_is_to_forget() -> None:
-    """A question that was refused is one line on stderr, and is not remembered."""
     too_long = error_status(code_pb2.INVALID_ARGUMENT, "NEVER_FITS", "too long")
     broken = error_status(code_pb2.INTERNAL, "INTERNAL", "a bug")
     worker = FakeWorker("w", answer(SAT), [too_long], [broken], answer(SAT))
@@ -243,7 +242,6 @@ async def test_check_fails_if_a_law_is_broken(run: Run) -> None:
 
 
 async def test_status_without_workers_says_what_to_do(run: Run) -> None:
-    """Start one; or wait, while those that a restarted manager has lost may still register."""
     async with fake_cluster() as manager:
         for manager.former_lease_ms, words in (0, "start one with `kvpool worker`"), (900, "its workers report in"):
             ran = await run("status", on=manager)
@@ -276,7 +274,6 @@ async def test_signs_that_the_encoding_lacks_are_replaced() -> None:
 
 
 async def test_a_worker_s_port_as_manager_is_recognised(run: Run) -> None:
-    """By its health service; an address with none is another service's, perhaps."""
     async with service(worker=STATUS.NOT_SERVING) as address:
         ran = await run("status", on=address)
     assert ran.status == 1

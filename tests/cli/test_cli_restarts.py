@@ -77,7 +77,6 @@ async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.Mo
 
 
 async def test_a_long_pause_of_one_child_is_none_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While the next try of the one that fails is an hour away, the other one dies, is started again, and leaves."""
     pause_seconds = _Child.pause_seconds
 
     def pause(self: _Child) -> float:

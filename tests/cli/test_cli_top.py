@@ -184,7 +184,7 @@ def test_workers_come_first_then_requests_then_blocks(num_requests: int, num_blo
             assert num_rows(lines) == (num_requests if room >= 3 + num_requests else max(0, room - 4))
         if num_rows(lines) < num_requests and room >= 5:
             assert f"… and {num_requests - num_rows(lines)} more" in lines
-            assert len(lines) == height or (num_blocks == 4000 and has_map)
+            assert len(lines) == height
     assert num_rows(lines) == num_requests
     assert has_map == bool(num_blocks)
 

@@ -130,7 +130,6 @@ def test_a_request_that_lags_by_less_than_a_block_decodes(
 
 
 def test_without_requests_that_hold_blocks_only_that_is_said() -> None:
-    """Those that wait are known by their number alone."""
     for num_waiting, words in ((0, ""), (1, "; 1 waits for a turn"), (5, "; 5 wait for a turn")):
         assert drawn(worker_with(num_waiting=num_waiting)) == [f"requests of w: none holds blocks{words}"]
 

@@ -191,7 +191,6 @@ async def test_when_no_worker_is_left_the_error_says_so() -> None:
 
 @pytest.mark.parametrize(("max_model_len", "options"), [(1000, GenerateOptions(max_tokens=4)), (len(PROMPT) + 4, {})])
 async def test_a_stream_that_lacks_only_its_end_is_complete(max_model_len: int, options: GenerateOptions) -> None:
-    """All tokens are there that were asked for, or that the model takes, so no worker is asked for more."""
     story = written(PROMPT, *b"abcdef")
     first, second = (
         Storyteller(name, story, Telling(keeps_end=True, num_cached=4), model=story_model(max_model_len))

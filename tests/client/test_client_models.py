@@ -172,7 +172,6 @@ async def test_the_limit_is_that_of_the_largest_worker_and_smaller_ones_are_left
 
 
 async def test_a_request_in_flight_is_not_touched_by_a_change() -> None:
-    """Also where it continues on the worker that has other files and a smaller limit."""
     first = FakeWorker("first", [*answer(THE, CAT)[:2], UNAVAILABLE], model=FakeModel(listed_model_len=32))
     changed = FakeModel(files=text_files("{{ raise_exception('no') }}", OTHER_WORDS), listed_model_len=10)
     second = FakeWorker("second", answer(SAT), model=changed)

@@ -201,7 +201,6 @@ async def test_a_request_with_too_little_time_does_not_say_that_no_manager_is_th
 
 
 async def test_workers_that_register_late_are_waited_for() -> None:
-    """After a restart the manager knows nobody for a moment; a request in that moment is served all the same."""
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=5.0) as client:
         manager.workers = []

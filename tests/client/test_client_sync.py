@@ -100,7 +100,6 @@ async def test_closing_wakes_a_thread_that_waits_for_the_manager() -> None:
 
 
 async def test_closing_wakes_a_thread_that_waits_for_a_worker() -> None:
-    """Also where the stream is closed by a `with`: its error is the one that says what happened."""
     async with fake_cluster() as manager:
         client = sync_client(manager, worker_wait=60.0)
 

@@ -101,7 +101,6 @@ def test_all_text_of_messages_counts() -> None:
 
 
 async def test_long_texts_are_encoded_one_at_a_time_and_short_ones_beside_them() -> None:
-    """Also if the caller of one leaves: its thread goes on, and the next waits for it."""
     encoding = Encoding()
     begun: list[str] = []
     ends = {name: threading.Event() for name in "abc"}

@@ -40,7 +40,6 @@ class UpHere:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvpool up", daemon=True)
         self.status: int | None = None
-        """Exit status, once it has ended."""
 
     @property
     def output(self) -> str:

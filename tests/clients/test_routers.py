@@ -58,7 +58,6 @@ class Router:
         return f"{subject} ({self.name})"
 
     async def check_chats(self) -> None:
-        """A chat about each subject is kvpool's own."""
         for subject in map(self.about, SUBJECTS):
             assert (await self.chat(subject))[0] == (await self.served.own_chat(messages_about(subject))).text
 

@@ -100,7 +100,6 @@ class Cluster:
     # -- processes
 
     def address(self, name: str = MANAGER) -> str:
-        """host:port of a service."""
         return f"{HOST}:{self._ports[name]}"
 
     async def start(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -238,11 +237,9 @@ class Cluster:
 
     @property
     def manager_stub(self) -> cache_pb2_grpc.CacheServiceStub:
-        """The manager's service as it is on the wire."""
         return cache_pb2_grpc.CacheServiceStub(self.channel())
 
     def worker_stub(self, name: str) -> worker_pb2_grpc.WorkerServiceStub:
-        """A worker's service as it is on the wire."""
         return worker_pb2_grpc.WorkerServiceStub(self.channel(name))
 
     def client(self, **config: Any) -> Client:

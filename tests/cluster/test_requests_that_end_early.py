@@ -192,7 +192,6 @@ async def test_a_request_without_a_prompt_is_told_so(cluster: Cluster, caller: C
 async def test_an_oversize_request_is_refused_by_the_transport_and_harms_nobody(
     cluster: Cluster, caller: Caller
 ) -> None:
-    """A message above 16 MiB: RESOURCE_EXHAUSTED without a reason, at the worker and at the manager."""
     request = good()
     request.token_ids.ids.extend([200] * (9 << 20))
     error = await failure(caller.generate("a", request))
@@ -290,7 +289,6 @@ with SyncClient(sys.argv[1]) as client:
 
 
 async def test_a_client_killed_in_mid_stream_gives_everything_back(cluster: Cluster, tmp_path: Path) -> None:
-    """kill -9: nobody says good-bye, only the connection breaks."""
     process = Process("client", ["-c", CLIENT_SCRIPT, cluster.address()], tmp_path / "client.log", {})
     try:
         await until(lambda: "token" in process.log or process.status is not None, pause=0.02)

@@ -188,7 +188,6 @@ async def runs_on(cluster: Cluster, stream: GenerateStream, name: str) -> bool:
 
 
 async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(cluster: Subject) -> None:
-    """Its connections stay open, yet requests go to the other worker. It returns with what it held."""
     async with cluster.client(continuation=False, liveness_interval=0.5) as client:
         frozen = await cluster.is_served(client)
         other = {"a": "b", "b": "a"}[frozen]

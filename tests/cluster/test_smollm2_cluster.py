@@ -32,8 +32,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     async with Cluster(tmp_path_factory.mktemp("smollm2")) as cluster:
         # The short prompts and a chunk of a long one fit into one step: a prefix in flight is not waited for after ten seconds in
         # which steps have no room for it.
-        settings = {"num_blocks": 200, "max_num_batched_tokens": 128}
-        await cluster.start({"worker": {"model": "smollm2", **settings}})
+        await cluster.start({"worker": {"model": "smollm2", "num_blocks": 200, "max_num_batched_tokens": 128}})
         yield cluster
         await cluster.until_clean()
 

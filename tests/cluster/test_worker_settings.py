@@ -40,7 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 async def test_every_setting_reaches_the_engine_and_the_cache(model: TinyModel, tmp_path: Path) -> None:
-    """Those of the same name; and how long a reader may read nothing."""
     async with in_process_cluster(model.path, tmp_path, **SETTINGS, reader_seconds=3.5) as cluster:
         engine = cluster.worker.engine
         for settings in (engine.settings, engine.cache.settings):

@@ -63,7 +63,6 @@ def test_compose_is_scraped_at_the_ports_that_it_sets() -> None:
 
 
 def test_scrapes_of_up_are_the_ports_that_it_gives_out() -> None:
-    """As `kvpool up --workers 2 --metrics-port 9500 --http 8000`, which the file names."""
     text = UP_FILE.read_text()
     assert "kvpool up --workers 2 --metrics-port 9500 --http 8000" in text
     assert re.findall(r'"127\.0\.0\.1:(\d+)"', text) == ["9500", "9501", "9502", "8000"]

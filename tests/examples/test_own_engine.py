@@ -85,8 +85,6 @@ async def test_what_can_never_fit_is_said_with_the_figures(
 async def test_who_names_no_model_is_answered_by_the_one_that_serves_text(
     cluster: Cluster, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An engine without an address is not asked, and its model cannot be."""
-
     generate = ("generate", "the", "--manager", cluster.address())
     engine, _ = await endless(cluster, start)
     worker = FakeWorker("text")

@@ -37,7 +37,6 @@ class Settings:
     outage_seconds: float
     """0: no outage."""
     reserve_seconds: float
-    """In the outage."""
     workers: int
     streams: int
     requests: int

@@ -108,7 +108,6 @@ async def test_alerts_name_a_queue_that_is_full(tmp_path: Path, worker: dict[str
 
 
 async def test_alerts_name_a_pool_that_is_too_small(tmp_path: Path, worker: dict[str, Any]) -> None:
-    """Five requests that need two thirds of the pool each."""
     tight = {**worker, **TAKES_TIME, "step_seconds": 0.02, "num_blocks": 25, "max_num_seqs": 5}
     async with observe(tmp_path, {WORKER: tight}) as observed, observed.load(5, short, max_tokens=55):
         await observed.until_firing(*FIRED_BY["a_pool_that_is_too_small"])

@@ -43,7 +43,6 @@ def test_piped_output_has_all_steps_and_no_escape_codes(
 
 
 def test_the_process_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """FORCE_COLOR adds the colours, for a pager that shows them."""
     done = run("prefix", COLUMNS="40")
     assert main(["prefix"]) == 0
     assert (done.stdout, done.stderr, done.returncode) == (*capsys.readouterr(), 0)
