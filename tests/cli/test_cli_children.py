@@ -52,7 +52,6 @@ async def test_a_death_is_reported_with_its_last_words() -> None:
 
 
 async def test_leaving_the_block_stops_every_child_and_the_manager_last() -> None:
-    """Workers can still take leave of it."""
     polite = (
         "import os, signal, sys, time\n"
         "def leave(*_):\n    time.sleep(0.2); os.write(1, b'bye\\n'); sys.exit(0)\n"
