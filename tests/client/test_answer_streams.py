@@ -28,7 +28,7 @@ async def test_requests_at_the_same_time_share_a_stream_and_without_requests_the
         assert worker.num_streams == 2
 
 
-@pytest.mark.parametrize("timeout", [None, 0.3], ids=["cancelled", "out of time"])
+@pytest.mark.parametrize("timeout", [None, 1.0], ids=["cancelled", "out of time"])
 async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: float | None) -> None:
     go_on = asyncio.Event()
     rest = answer(THE, CAT, SAT)
@@ -39,7 +39,7 @@ async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: 
         if timeout is None:
             await doomed.aclose()
         else:
-            with pytest.raises(DeadlineExceeded, match=r"time-out of 0\.3 s .* 1 tokens were there"):
+            with pytest.raises(DeadlineExceeded, match=r"time-out of 1 s .* 1 tokens were there"):
                 await doomed.collect()
         await until(worker.cancelled.is_set)
         go_on.set()
