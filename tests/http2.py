@@ -65,7 +65,6 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", *, l
 
 
 def settings(values: Iterable[tuple[int, int]] = ()) -> bytes:
-    """A SETTINGS frame."""
     return frame(Kind.SETTINGS, payload=b"".join(struct.pack(">HI", *value) for value in values))
 
 
@@ -99,7 +98,6 @@ def request_headers(path: bytes, *, authority: bytes = b"localhost", further: It
 
 
 def headers(block: bytes, stream: int = 1, flags: int = Flag.END_HEADERS) -> bytes:
-    """A HEADERS frame."""
     return frame(Kind.HEADERS, flags, stream, block)
 
 
@@ -124,7 +122,6 @@ def reset(stream: int, error: int = 8) -> bytes:
 
 
 def window_update(increment: int, stream: int = 0) -> bytes:
-    """A WINDOW_UPDATE frame."""
     return frame(Kind.WINDOW_UPDATE, 0, stream, struct.pack(">I", increment))
 
 

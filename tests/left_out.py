@@ -26,5 +26,4 @@ def take_over(node: Any) -> None:
 
 
 def lines(config: pytest.Config) -> list[str]:
-    """For the summary."""
     return [f"{count} {why}" for why, count in config.stash.get(_COUNTS, {}).items()]

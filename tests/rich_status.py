@@ -39,15 +39,7 @@ def position_of(status: status_pb2.Status) -> int:
     return int(detail(status, error_details_pb2.ErrorInfo).metadata["position"])
 
 
-def fields_of(status: status_pb2.Status) -> list[str]:
-    """The fields that a bad request names; none if it is no bad request."""
-    bad = [packed for packed in status.details if packed.Is(error_details_pb2.BadRequest.DESCRIPTOR)]
-    return (
-        [violation.field for violation in detail(status, error_details_pb2.BadRequest).field_violations] if bad else []
-    )
-
-
 def field_of(status: status_pb2.Status) -> str:
     """The one field that a bad request names."""
-    (field,) = fields_of(status)
-    return field
+    (violation,) = detail(status, error_details_pb2.BadRequest).field_violations
+    return str(violation.field)

@@ -14,8 +14,6 @@ Series = tuple[str, frozenset[tuple[str, str]]]
 
 
 class Scrape:
-    """One answer, parsed."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.families: dict[str, Metric] = {family.name: family for family in text_string_to_metric_families(text)}

@@ -1,9 +1,8 @@
-"""docker-compose.yml and the Dockerfile without an engine, and what `make test SUITE=compose` needs of Docker."""
+"""docker-compose.yml and the Dockerfile without an engine, and the project of `make test SUITE=compose`."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import tomllib
 from pathlib import Path, PurePosixPath
@@ -15,7 +14,7 @@ import yaml
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.worker_service.settings import WorkerSettings
-from tests.compose.project import COMPOSE_FILE, PORTS, ROOT, compose_environment, docker_problem
+from tests.compose.project import COMPOSE_FILE, PORTS, ROOT, compose_environment
 
 # Every variable at its default; a variable without one stays as it is and fails the first test.
 COMPOSE = re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", COMPOSE_FILE.read_text())
@@ -132,7 +131,6 @@ def test_an_observer_has_a_pinned_image_one_port_on_loopback_and_a_health_check(
 
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_an_observer_writes_only_into_its_own_volume(name: str) -> None:
-    """What it has from the checkout exists, and is read-only."""
     for volume in SERVICES[name]["volumes"]:
         source, target, *mode = volume.split(":")
         if source.startswith("./"):
@@ -215,7 +213,6 @@ def test_an_image_runs_one_program_as_a_user(target: str) -> None:
 
 @pytest.mark.parametrize("target", BUILT.values())
 def test_an_image_builds_nothing_itself(target: str) -> None:
-    """Packages are built in stages of their own, and copied. Only the GPU image has a compiler."""
     tools = re.compile(r"\b(?:pip|apt-get|apt|apk|make|gcc|curl|wget)\b")
     building = [command for command in instructions(target, "RUN") if tools.search(command)]
     if target == "worker-gpu":
@@ -255,7 +252,6 @@ def test_neither_file_names_a_folder_of_one_machine() -> None:
 
 
 def test_the_images_get_every_package_and_nothing_else() -> None:
-    """.dockerignore lets in what pyproject.toml takes packages from."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {PurePosixPath(path).parts[0] for path in project["tool"]["setuptools"]["package-dir"].values()}
     first, *lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
@@ -269,36 +265,7 @@ def test_the_images_get_every_package_and_nothing_else() -> None:
 # -- the project of the tests
 
 
-@pytest.mark.parametrize(
-    ("works", "words"),
-    [
-        (None, "There is no command `docker`"),
-        ("nothing", "No Docker engine answers"),
-        ("version", "Docker has no plugin compose"),
-        ("version | compose", "Docker has no plugin buildx"),
-        ("version | compose | buildx", None),
-    ],
-)
-def test_what_docker_lacks_is_named_with_what_to_install(
-    works: str | None, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`docker` is a script here, which fails for all but these first arguments."""
-    if works is not None:
-        docker = tmp_path / "docker"
-        docker.write_text(f'#!{shutil.which("sh")}\ncase "$1" in {works}) exit 0;; esac\nexit 1\n')
-        docker.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    problem = docker_problem()
-    if words is None:
-        assert problem is None
-    else:
-        assert problem is not None
-        assert words in problem
-        assert "https://docs.docker.com/engine/install/" in problem
-
-
 def test_the_project_has_its_own_ports_and_settings() -> None:
-    """Of the user's variables only those of builds and of Docker itself are kept."""
     found = compose_environment(
         {"KVPOOL_MODEL": "mine", "COMPOSE_PROFILES": "gpu", "KVPOOL_FIND_LINKS": "x", "DOCKER_HOST": "y", "PATH": "z"}
     )

@@ -40,7 +40,6 @@ def test_a_file_without_a_selected_test_is_trouble(report: Path) -> None:
 def test_a_failure_in_one_setting_is_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a setting that this CPU cannot have is a row of the table."""
     results = {"good": cpus.Result(3), "bad": cpus.Result(2, ("test_wrong",), ("test_left_out: why",))}
     monkeypatch.setattr(cpus, "_run", lambda setting: results[setting.name])
     good, bad = cpus.Setting("good", {}), cpus.Setting("bad", {"A": "b"}, num_threads=2)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.python_program import run_python
+from tests.python_program import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 COMPONENTS = ("cache_service", "worker_service", "client", "cli", "load", "walkthrough", "gateway")
 # Also in strings, which name modules for monkeypatch and programs for other processes.
 SECOND_NAME = re.compile(
@@ -17,13 +16,12 @@ SECOND_NAME = re.compile(
     """,
     re.VERBOSE,
 )
-USERS = ("tests", "bench", "examples", "scripts")
 
 
 def test_no_file_is_imported_under_a_second_name() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
-        for folder in USERS
+        for folder in ("tests", "bench", "examples", "scripts")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if path != Path(__file__)
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -59,7 +57,6 @@ def test_each_component_is_a_link_to_its_folder() -> None:
 
 
 def test_the_whole_of_kvpool_is_found_by_its_path() -> None:
-    """Without an installed kvpool (-S leaves site-packages out)."""
     program = "import kvpool.process, kvpool.cache_service.core; print(kvpool.cache_service.core.__file__)"
     done = run_python("-S", "-c", program, PYTHONPATH=str(ROOT / "common"))
     assert done.returncode == 0, done.stderr

@@ -87,7 +87,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def names(wheel: Path) -> set[str]:
-    """Paths of all files in the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if not name.endswith("/")}
 
@@ -124,6 +123,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: set[str]) -> None:
             for path in root.rglob(pattern)
         }
         assert files <= names, sorted(files - names)
+        assert f"{package}/py.typed" in files
     assert not [name for name in names if "__pycache__" in name or "test" in name]
 
 
@@ -136,16 +136,7 @@ def test_the_native_step_is_in_the_wheel(wheel: Path, names: set[str]) -> None:
     assert wheel.name.endswith(f"-py3-none-linux_{machine}.whl")
 
 
-def test_the_types_come_along(names: set[str]) -> None:
-    """py.typed in every package, stubs beside the generated code, and the protos themselves."""
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    for generated in ("cache", "common", "worker"):
-        expected = {f"kvpool/v1/{generated}{ending}" for ending in (".proto", "_pb2.pyi", "_pb2_grpc.pyi")}
-        assert expected <= names
-
-
 def test_the_base_install_requires_no_torch(metadata: email.message.Message) -> None:
-    """The tensor side comes with the extra [worker]."""
     requirements = [str(requirement).replace('"', "'") for requirement in metadata.get_all("Requires-Dist", [])]
     base = {name_of(requirement) for requirement in requirements if "extra ==" not in requirement}
     worker = {name_of(requirement) for requirement in requirements if "extra == 'worker'" in requirement}
@@ -160,7 +151,6 @@ def name_of(requirement: str) -> str:
 
 
 def test_the_base_imports_without_torch(site_packages: Path) -> None:
-    """Out of the installed folder, where importing anything of the tensor side fails."""
     modules = (
         "kvpool.v1.worker_pb2_grpc",
         "kvpool.worker_service.settings",
@@ -177,7 +167,6 @@ def test_the_base_imports_without_torch(site_packages: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
 def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Path, arguments: list[str]) -> None:
-    """Not a traceback; the dry run, on which `kvpool up` relies, imports only some of it."""
     program = f"import runpy\nsys.argv = ['worker', *{arguments!r}]\n"
     program += "runpy.run_module('kvpool.worker_service', run_name='__main__')"
     printed = run_without_torch(site_packages, program, status=1)
@@ -186,7 +175,6 @@ def test_a_worker_without_the_tensor_side_says_what_to_install(site_packages: Pa
 
 
 def test_the_command_is_installed_and_knows_its_subcommands(site_packages: Path) -> None:
-    """`kvpool --help` needs neither a cluster nor torch."""
     (entry_points,) = site_packages.glob("kvpool-*.dist-info/entry_points.txt")
     assert "kvpool = kvpool.command:main" in entry_points.read_text()
     program = "sys.argv = ['kvpool', '--help']\nfrom kvpool.command import main\nmain()"

@@ -108,7 +108,6 @@ class AnySlots(Generic[SlotT]):
         self.slots[target * size : (target + 1) * size] = self.block(source)
 
     def block(self, block: int) -> list[SlotT | None]:
-        """The slots of a block."""
         return self.slots[block * self.block_size : (block + 1) * self.block_size]
 
 

@@ -42,7 +42,6 @@ class Served:
         return done.result(seconds)
 
     def start(self) -> None:
-        """Start all of it."""
         self._thread.start()
         self.run(self._start())
 
@@ -62,7 +61,6 @@ class Served:
         self.url = gateway.url
 
     def stop(self) -> None:
-        """Stop all of it."""
         self.run(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

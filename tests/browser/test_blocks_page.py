@@ -61,7 +61,6 @@ def until_equal(page: Page, served: Served, worker_id: str) -> None:
 
 
 def test_cells_have_the_states_that_describe_gives(watched: Watched, served: Served) -> None:
-    """On the canvas, pixel by pixel, for all blocks of both workers, once nothing runs."""
     watched.page.emulate_media(reduced_motion="reduce")
     page = watched.open("blocks")
     for number in range(6):
@@ -81,7 +80,6 @@ def test_cells_have_the_states_that_describe_gives(watched: Watched, served: Ser
 
 
 def test_a_map_that_was_open_all_the_time_shows_what_a_new_one_shows(watched: Watched, served: Served) -> None:
-    """Changes lead to the same as a whole picture."""
     page = watched.open("blocks")
     for number in range(4):
         served.generate(f"{number} is another number and has other words after it", max_tokens=30)
@@ -90,7 +88,6 @@ def test_a_map_that_was_open_all_the_time_shows_what_a_new_one_shows(watched: Wa
 
 
 def test_keys_move_over_the_map_and_light_up_a_prefix(watched: Watched, served: Served) -> None:
-    """A block's prefix is as long as it is deep, and the details give its text."""
     prompt = "the quick brown fox jumps over the lazy dog again and again"
     served.generate(prompt)
     name = busiest(served)
@@ -114,7 +111,6 @@ def test_keys_move_over_the_map_and_light_up_a_prefix(watched: Watched, served: 
 
 
 def test_a_shared_block_lights_up_all_who_share_it(watched: Watched, served: Served) -> None:
-    """Its prefix in one colour, the other blocks of both sequences in another."""
     watched.page.emulate_media(reduced_motion="reduce")
     page = watched.open("blocks")
     prompt = "a prompt whose beginning two running sequences share"
@@ -147,14 +143,12 @@ def test_a_shared_block_lights_up_all_who_share_it(watched: Watched, served: Ser
 
 
 def test_the_pointer_asks_for_a_block(watched: Watched, served: Served) -> None:
-    """And what it shows is the block under it."""
     page = watched.open("blocks")
     page.locator(".map-cells").hover(position={"x": 3, "y": 3})
     page.get_by_role("heading", name="Block 1 ·").wait_for()
 
 
 def test_every_colouring_has_a_legend_that_counts_all_blocks(watched: Watched) -> None:
-    """A press on an entry shows only it, a second press all."""
     page = watched.open("blocks")
     for title in ("sharing", "age", "tenant's salt", "state"):
         page.get_by_role("button", name=title, exact=True).click()

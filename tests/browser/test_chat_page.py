@@ -26,9 +26,7 @@ def ask(pane: Locator, question: str) -> tuple[int, int]:
 
 
 def test_the_second_chat_is_served_what_the_first_has_computed(watched: Watched) -> None:
-    """As many tokens are coloured as the answer's usage reports, and they are the prompt's first."""
     page = watched.open("chat")
-    page.locator("#chat-model option").first.wait_for(state="attached")
     page.locator("#chat-system").fill("one system prompt that both chats begin with, and that nobody had before")
     first, second = page.locator(".pane").first, page.locator(".pane").last
     ask(first, "who are you")
@@ -44,9 +42,7 @@ def test_the_second_chat_is_served_what_the_first_has_computed(watched: Watched)
 
 
 def test_an_answer_that_is_stopped_leaves_the_chat_ready(watched: Watched) -> None:
-    """By its button; what was written so far stays."""
     page = watched.open("chat")
-    page.locator("#chat-model option").first.wait_for(state="attached")
     pane = page.locator(".pane").first
     page.locator("#chat-longest").fill("600")
     pane.locator("textarea").fill("tell me everything")
@@ -60,7 +56,6 @@ def test_an_answer_that_is_stopped_leaves_the_chat_ready(watched: Watched) -> No
 def test_an_error_is_shown_in_words(watched: Watched) -> None:
     """A prompt that is too long is refused; the page says why. The browser itself reports the answer 400."""
     page = watched.open("chat")
-    page.locator("#chat-model option").first.wait_for(state="attached")
     page.evaluate("document.querySelector('#chat-system').value = 'long '.repeat(60000)")
     pane = page.locator(".pane").first
     pane.locator("textarea").fill("too long")

@@ -12,7 +12,6 @@ VIEWS = ("cluster", "blocks", "prefixes", "requests", "chat", "why", "learn")
 
 
 def test_the_cluster_shows_each_worker_with_its_counts(watched: Watched, served: Served) -> None:
-    """As the manager describes them."""
     served.generate("what does the cache hold")
     page = watched.open("cluster")
     described = served.run(served.client.describe())
@@ -28,7 +27,6 @@ def test_the_cluster_shows_each_worker_with_its_counts(watched: Watched, served:
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 @pytest.mark.parametrize("width", [1200, 360])
 def test_axe_finds_nothing_serious(watched: Watched, view: str, scheme: str, width: int) -> None:
-    """In dark and light, wide and narrow; and nothing is cut off or scrolls sideways."""
     watched.page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     watched.page.set_viewport_size({"width": width, "height": 740})
     page = watched.open(view)
@@ -41,7 +39,6 @@ def test_axe_finds_nothing_serious(watched: Watched, view: str, scheme: str, wid
 
 
 def test_every_view_is_reached_by_keyboard(watched: Watched) -> None:
-    """Tab comes to each tab, Enter opens its view, and the focus goes into it."""
     page = watched.open("cluster")
     titles = page.locator("#tabs a").all_inner_texts()
     assert len(titles) >= 2
@@ -57,7 +54,6 @@ def test_every_view_is_reached_by_keyboard(watched: Watched) -> None:
 
 
 def test_a_drain_asks_first_and_can_be_cancelled(watched: Watched, served: Served) -> None:
-    """Cancel has the focus, Escape cancels too, and the worker goes on."""
     page = watched.open("cluster")
     button = page.get_by_role("button", name="Drain worker-0")
     for _ in range(2):

@@ -34,7 +34,6 @@ def test_a_story_runs_to_its_end_and_back_by_the_arrow_keys(watched: Watched, na
 
 
 def test_each_group_has_its_blocks_tables_and_free_list(watched: Watched) -> None:
-    """Scratch has no words and no index; what is named has both."""
     page = watched.open("learn")
     page.locator('[data-story="window"]').click()
     page.locator('[data-story="window"][aria-pressed="true"]').wait_for()

@@ -17,7 +17,6 @@ def until_shown(page: Page, workers: list[str]) -> None:
 
 
 def test_a_worker_that_is_killed_leaves_the_page_and_comes_back(watched: Watched, served: Served) -> None:
-    """Once its lease has ended, and once it is registered again."""
     page = watched.open("cluster")
     until_shown(page, list(WORKERS))
     served.cluster.processes[WORKERS[1]].kill()
@@ -28,7 +27,6 @@ def test_a_worker_that_is_killed_leaves_the_page_and_comes_back(watched: Watched
 
 
 def test_a_manager_that_is_killed_is_reported_and_the_page_recovers(watched: Watched, served: Served) -> None:
-    """Meanwhile it shows what it knew, and says that this is old."""
     page = watched.open("cluster")
     until_shown(page, list(WORKERS))
     served.cluster.processes[MANAGER].kill()

@@ -22,7 +22,6 @@ from tests.browser.test_page_and_faults import until_shown
 from tests.browser.tls_proxy import tls_proxy
 
 KEY = "a-key-of-this-test"
-TIMEOUT_MS = 60_000
 
 
 class Guarded(NamedTuple):
@@ -57,7 +56,7 @@ def guarded(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """A browser without cookies, which takes the proxy's own certificate."""
     context = browser.new_context(ignore_https_errors=True)
-    context.set_default_timeout(TIMEOUT_MS)
+    context.set_default_timeout(60_000)
     yield context
     context.close()
 
@@ -98,7 +97,6 @@ def press(page: Page, button: str) -> int:
 def test_a_person_logs_in_looks_drains_a_worker_and_logs_out(
     guarded: Guarded, served: Served, context: BrowserContext, way: str
 ) -> None:
-    """A wrong key is refused and the form is shown again; nothing that the page itself asks for is refused."""
     url, page = getattr(guarded, way), context.new_page()
     page.goto(url)
     expect(page).to_have_url(f"{url}/login")
@@ -133,7 +131,6 @@ def test_a_person_logs_in_looks_drains_a_worker_and_logs_out(
 
 
 def test_a_page_whose_session_has_ended_asks_for_the_key(guarded: Guarded, context: BrowserContext) -> None:
-    """At the first call that is refused, also while its stream still runs."""
     page = context.new_page()
     log_in(page, guarded.alone)
     context.clear_cookies()

@@ -9,7 +9,6 @@ from tests.browser.watched import Watched
 
 
 def test_the_tree_unfolds_by_keyboard_and_shows_what_was_saved(watched: Watched, served: Served) -> None:
-    """Two prompts with one beginning are one entry with two below it."""
     common = "shelves of this old library hold books that nobody has read for years "
     for end in ("and more of them in the cellar", "yet every night a light is on", "yet every night a light is on"):
         served.generate(common * 2 + end)

@@ -19,7 +19,6 @@ def answer(served: Served, prompt: str, max_tokens: int = 4) -> str:
 
 
 def test_an_answer_has_a_lane_and_says_why_it_was_not_cached(watched: Watched, served: Served) -> None:
-    """The newest is the first; the reason is that of before it was computed, and Enter opens it."""
     page = watched.open("requests")
     answer(served, "a request for the view of requests")
     request_id = answer(served, "a request for the view of requests")
@@ -40,7 +39,6 @@ def test_an_answer_has_a_lane_and_says_why_it_was_not_cached(watched: Watched, s
 
 
 def test_what_comes_another_way_is_shown_as_far_as_the_manager_knows(watched: Watched, served: Served) -> None:
-    """And is not mixed with the gateway's own."""
     page = watched.open("requests")
 
     async def ask() -> str:
@@ -60,7 +58,6 @@ def test_what_comes_another_way_is_shown_as_far_as_the_manager_knows(watched: Wa
 
 
 def test_a_running_answer_is_shown_and_then_that_its_reader_has_left(watched: Watched, served: Served) -> None:
-    """Both while they happen."""
     page = watched.open("requests")
     body = {"prompt": "a long one", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:

@@ -7,10 +7,8 @@ from tests.browser.watched import Watched
 
 
 def test_a_prompt_that_is_cached_is_served_up_to_its_last_block(watched: Watched, served: Served) -> None:
-    """As many tokens as the next request then finds; and asking changes nothing."""
     prompt = "a prompt for the view that explains why it missed"
     page = watched.open("why")
-    page.locator("#why-model option").first.wait_for(state="attached")
     page.locator("#why-prompt").fill(prompt)
     for cached in (False, True):
         page.get_by_role("button", name="Explain").click()
@@ -27,7 +25,6 @@ def test_a_prompt_that_is_cached_is_served_up_to_its_last_block(watched: Watched
 def test_a_chat_says_why_it_was_not_served_more(watched: Watched) -> None:
     """The state before the request: its own blocks are no hits of its own."""
     page = watched.open("chat")
-    page.locator("#chat-model option").first.wait_for(state="attached")
     page.locator("#chat-system").fill("zebras that nobody has ever asked about")
     page.locator("#chat-longest").fill("3")
     pane = page.locator(".pane").first

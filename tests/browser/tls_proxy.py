@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 _HOST: Final = re.compile(rb"(?im)^host:[^\r\n]*")
-_PIECE_BYTES: Final = 1 << 16
 
 
 @asynccontextmanager
@@ -43,7 +42,7 @@ async def tls_proxy(folder: Path, port: int, *, keeps_host: bool) -> AsyncIterat
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: bytes | None) -> None:
     """What comes from one side goes to the other; a browser sends a head in one piece."""
     try:
-        while piece := await reader.read(_PIECE_BYTES):
+        while piece := await reader.read(1 << 16):
             writer.write(piece if host is None else _HOST.sub(host, piece, count=1))
             await writer.drain()
     finally:
@@ -51,25 +50,8 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host
 
 
 def _certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate and its key, in that folder."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *(
-                "openssl",
-                "req",
-                "-x509",
-                "-newkey",
-                "ec",
-                "-pkeyopt",
-                "ec_paramgen_curve:P-256",
-                "-nodes",
-                "-days",
-                "2",
-            ),
-            *("-subj", "/CN=localhost", "-out", str(certificate), "-keyout", str(key)),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    command = ["openssl", "req", *options.split(), "-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
     return certificate, key

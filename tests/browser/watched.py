@@ -23,6 +23,8 @@ class Watched:
         """Show a view, and wait until it is live."""
         self.page.goto(f"{self.url}/#/{view}")
         self.page.locator("#live[data-state=up]").wait_for()
+        if view in ("chat", "why"):
+            self.page.locator(f"#{view}-model option").first.wait_for(state="attached")
         return self.page
 
     def _on_console(self, message: ConsoleMessage) -> None:

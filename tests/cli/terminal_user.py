@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 _PICTURE = b"\x1b[H"
@@ -25,7 +25,7 @@ ever for a lock that another thread of this process had."""
 class TerminalUser:
     """A process that has a pseudo-terminal of its own, which stays open after the process has ended."""
 
-    def __init__(self, command: list[str], columns: int, rows: int) -> None:
+    def __init__(self, command: Sequence[str], columns: int, rows: int, terminal: str) -> None:
         self._master, self._slave = os.openpty()
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.output = b""
@@ -35,7 +35,7 @@ class TerminalUser:
             stdout=self._slave,
             stderr=self._slave,
             start_new_session=True,
-            env=os.environ | {"TERM": "xterm-256color"},
+            env=os.environ | {"TERM": terminal},
         )
 
     def settings(self) -> list[object]:
@@ -81,9 +81,11 @@ class TerminalUser:
 
 
 @contextmanager
-def at_terminal(code: str, columns: int = 100, rows: int = 30) -> Iterator[TerminalUser]:
-    """A Python program before somebody's eyes."""
-    user = TerminalUser([sys.executable, "-c", code], columns, rows)
+def at_terminal(
+    *arguments: str, columns: int = 100, rows: int = 30, terminal: str = "xterm-256color"
+) -> Iterator[TerminalUser]:
+    """`python ARGUMENT…` before somebody's eyes."""
+    user = TerminalUser([sys.executable, *arguments], columns, rows, terminal)
     try:
         yield user
     finally:

@@ -32,8 +32,7 @@ def picture(*blocks: cache_pb2.BlockDescription, num_blocks: int, width: int = 8
 
 
 def test_every_state_has_its_own_sign() -> None:
-    """Null, shared by two, own sealed and unsealed blocks of two sequences, cached, reserved, copying, free, shared by
-    twelve."""
+    """Null, shared by two, own, own unsealed, of another, cached, reserved, copying, free, shared by twelve."""
     lines = picture(
         block(1, HELD, "s1", "s2"),
         block(2, HELD, "s1"),
@@ -65,7 +64,6 @@ def test_the_legend_names_the_owners_and_explains_only_what_is_there() -> None:
 
 
 def test_equal_rows_of_a_large_pool_are_one_line() -> None:
-    """A hundred thousand free blocks take one line, and the rows with something in them stay."""
     blocks = [block(i, FREE) for i in range(1, 100_000)]
     blocks[70_000] = block(70_001, CACHED)
     lines = picture(*blocks, num_blocks=100_000)

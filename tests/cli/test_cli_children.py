@@ -39,7 +39,6 @@ def child(name: str, script: str, *arguments: str, **environment: str) -> ChildS
 
 
 async def test_a_death_is_reported_with_its_last_words() -> None:
-    """The one that died is named with its exit status or its signal, after everything that it said."""
     log = Log()
     async with Children(log) as children:
         await children.start(child("manager", SLEEPER))
@@ -53,7 +52,6 @@ async def test_a_death_is_reported_with_its_last_words() -> None:
 
 
 async def test_leaving_the_block_stops_every_child_and_the_manager_last() -> None:
-    """Workers can still take leave of it."""
     polite = (
         "import os, signal, sys, time\n"
         "def leave(*_):\n    time.sleep(0.2); os.write(1, b'bye\\n'); sys.exit(0)\n"
@@ -126,7 +124,6 @@ async def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -
 
 
 async def test_long_and_broken_lines_are_handed_on_in_pieces() -> None:
-    """A child that never ends its line does not fill our memory; bytes that are no UTF-8 do not stop the log."""
     script = "import sys; sys.stdout.buffer.write(b'x' * 300000 + b'\\n\\xff end\\nlast')"
     log = Log()
     async with Children(log) as children:

@@ -24,7 +24,6 @@ async def test_it_waits_until_the_worker_has_left(run: Run) -> None:
 
 
 async def test_a_manager_that_forgot_the_order_gets_it_again(run: Run) -> None:
-    """It restarted meanwhile, and the worker, which had not heard of it, is back in another session."""
     async with fake_cluster(FakeWorker("w")) as manager:
         manager.num_drains_forgotten = 1
         manager.num_describes_until_left = 4

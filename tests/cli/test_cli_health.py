@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvpool.cli.launch.cluster import free_port
 from kvpool.process.address import DEFAULT_MANAGER
 from tests.cli.conftest import Ran, Run
-from tests.python_program import ROOT
+from tests.python_program import run_python
 
 STATUS = health_pb2.HealthCheckResponse
 SERVICE = "kvpool.v1.CacheService"
@@ -37,7 +35,7 @@ async def service(servicer: health_pb2_grpc.HealthServicer | None = None, **stat
     if states:
         servicer = health.aio.HealthServicer()
         for name, state in states.items():
-            await servicer.set({"process": "", "manager": SERVICE}[name], state)
+            await servicer.set({"process": "", "manager": SERVICE, "worker": "kvpool.v1.WorkerService"}[name], state)
     if servicer is not None:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -59,21 +57,11 @@ async def ask(run: Run, command: str, *arguments: str, **environment: str) -> Ra
             for name, value in environment.items():
                 patch.setenv(name, value)
             return await run("health", *arguments)
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "client/health.py", *arguments],
-        cwd=ROOT,
-        env={"PATH": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = await asyncio.to_thread(run_python, "client/health.py", *arguments, PYTHONPATH="", **environment)
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
 async def test_a_service_that_serves_is_status_0(run: Run, command: str) -> None:
-    """As a whole, by name, and where the environment says."""
     async with service(process=STATUS.SERVING, manager=STATUS.SERVING) as address:
         assert await ask(run, command, address) == (0, f"{address} serves\n", "")
         assert await ask(run, command, address, "--service", SERVICE) == (0, f"{address} serves {SERVICE}\n", "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal, cast
 
 import grpc
@@ -26,18 +26,8 @@ from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
 from tests.cli.conftest import Run
 from tests.cli.test_cli_health import ask, service
 from tests.client.commands import run_kvpool
-from tests.client.fakes import (
-    CAT,
-    SAT,
-    THE,
-    Context,
-    FakeManager,
-    FakeModel,
-    FakeWorker,
-    answer,
-    error_status,
-    serving,
-)
+from tests.client.fakes import Context, FakeManager, FakeModel, FakeWorker, answer, error_status, serving
+from tests.client.words import CAT, SAT, THE
 
 NASTY = "[/x] [bold]\x1b]0;PWN\x07\x1b[2J\x9b31m\u202egnp\u2028\n\r\x7f:smile:"
 BECOME_ANOTHER_PROCESS = {"manager", "worker", "gateway", "walkthrough"}
@@ -155,7 +145,6 @@ async def test_no_command_obeys_a_name(command: list[str], run: Run) -> None:
     "command", [["generate", "the"], ["generate", "the", "--json"], ["chat", "the"], COMMANDS["bench"][0]]
 )
 async def test_no_command_obeys_an_error(command: list[str], steps: Sequence[object], run: Run) -> None:
-    """Whatever the worker says in place of an answer; an answer itself has only the text."""
     async with nasty_cluster(steps) as manager:
         ran = await run(*command, on=manager)
     together = assert_harmless(ran.out, ran.err, "PWN")
@@ -181,7 +170,6 @@ async def test_a_template_that_refuses_is_shown(run: Run) -> None:
 
 
 async def test_a_conversation_shows_names_and_errors() -> None:
-    """Its remarks, and what it says when a question fails."""
     async with nasty_cluster(answer(SAT), [nasty_status(code_pb2.INVALID_ARGUMENT)]) as manager:
         process = await run_kvpool("chat", "--manager", manager.address, typed="the\ncat\n")
     assert process.returncode == 0
@@ -191,7 +179,6 @@ async def test_a_conversation_shows_names_and_errors() -> None:
 
 @pytest.mark.parametrize("command", ["kvpool health", "kvpool-health"])
 async def test_health_shows_what_a_service_says(command: str, run: Run) -> None:
-    """As a command, and as the program of the images."""
     async with service(NastyHealth()) as address:
         ran = await ask(run, command, address)
     assert ran.status == 1
@@ -199,37 +186,34 @@ async def test_health_shows_what_a_service_says(command: str, run: Run) -> None:
 
 
 def test_every_command_is_tried() -> None:
-    """One that is new too: it belongs into COMMANDS, or into a test of its own here."""
     names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     assert names == COMMANDS.keys() | {"generate", "chat", "health", "up", "ray"} | BECOME_ANOTHER_PROCESS
 
 
-@contextmanager
-def console() -> Iterator[tuple[Console, io.StringIO]]:
+def console() -> tuple[Console, io.StringIO]:
     stream = io.StringIO()
-    yield Console(file=stream, width=120, highlight=False), stream
+    return Console(file=stream, width=120, highlight=False), stream
 
 
 def test_ray_shows_what_its_nodes_say() -> None:
-    with console() as (shown, stream):
-        place = {"host": None, "address": None, "pid": None}
-        service = {"name": NASTY, "state": NASTY, "host": NASTY, "address": NASTY, "pid": 1}
-        show_services(shown, NASTY, [service, {"name": "worker-0", "state": "runs", **place}])
-        show_services(shown, NASTY, [])
+    shown, stream = console()
+    place = {"host": None, "address": None, "pid": None}
+    service = {"name": NASTY, "state": NASTY, "host": NASTY, "address": NASTY, "pid": 1}
+    show_services(shown, NASTY, [service, {"name": "worker-0", "state": "runs", **place}])
+    show_services(shown, NASTY, [])
     assert "worker-0" in assert_harmless(stream.getvalue())
 
 
 def test_up_shows_the_names_of_its_workers() -> None:
     worker = NastyWorker("worker").description()
     worker.address = NASTY
-    with console() as (printing, stream):
-        say_ready([worker], ClusterSpec(), {}, PrefixedLog(printing))
+    printing, stream = console()
+    say_ready([worker], ClusterSpec(), {}, PrefixedLog(printing))
     assert_harmless(stream.getvalue())
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_up_shows_the_lines_of_its_processes(terminal: bool) -> None:
-    """Colours stay where there are any, and nothing else: no title, no link, no other direction."""
     stream = io.StringIO()
     colours: Literal["standard"] | None = "standard" if terminal else None
     log = PrefixedLog(Console(file=stream, width=120, force_terminal=terminal, color_system=colours))
@@ -246,7 +230,6 @@ def test_up_shows_the_lines_of_its_processes(terminal: bool) -> None:
 def test_a_terminal_is_given_no_control_characters_of_an_answer(
     is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines and tabs are text. Piped, an answer is the text to the letter."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     text = f"one\n\ttwo {NASTY}"
     print_answer(text)

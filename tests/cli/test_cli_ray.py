@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.app import main
 from kvpool.cli.commands import ray as ray_command
 from kvpool.cli.on_ray.plan import RayPlan, make_plan, mark_folder, problem_of_disk
 from kvpool.cli.on_ray.settings import FLAGS, RaySettings
 from kvpool.client.errors import InvalidRequest
 from kvpool.process.settings import SettingsProblem, load_settings
+from tests.client.commands import exit_status
 
 
 def settings(*arguments: str) -> RaySettings:
@@ -126,7 +126,6 @@ def test_workers_have_a_gpu_each_where_there_are_any() -> None:
 
 
 def test_variables_of_the_command_are_those_of_the_processes() -> None:
-    """But not those of the command itself, nor the manager of a client in this shell."""
     given = {"KVPOOL_WORKER_NUM_BLOCKS": "4", "KVPOOL_RAY_WORKERS": "2", "KVPOOL_MANAGER": "a:1", "HOME": "/h"}
     assert plan(environment=given).workers[0].variables == {"KVPOOL_WORKER_NUM_BLOCKS": "4"}
 
@@ -146,9 +145,7 @@ def test_without_ray_it_says_what_to_install(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray_command, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as caught:
-        main(["ray", *arguments])
-    assert caught.value.code == 1
+    assert exit_status(["ray", *arguments]) == 1
     said = capsys.readouterr()
     assert "pip install 'kvpool[ray]'" in said.err
     assert said.out == ""

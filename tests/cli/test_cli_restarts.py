@@ -47,7 +47,6 @@ async def kept(
 
 
 async def test_a_death_is_reported_and_the_child_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It dies twice, then ends well. Each new process is named."""
     lines: list[str] = []
     told = await kept(monkeypatch, child("manager", SLEEPER), dies_first("a", tmp_path, 2), on_event=lines.append)
     assert told == ["a ended with exit status 1; starting it again"] * 2 + ["a has left"]
@@ -60,7 +59,6 @@ async def test_the_vital_one_may_not_leave_either(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its starts continue, and when it ends well at last it has left like any other. The healthy one leaves after it."""
     monkeypatch.setattr("kvpool.cli.launch.restarts._LONGEST_PAUSE_SECONDS", 0.01)
     go = tmp_path / "go"
     told = await kept(
@@ -79,8 +77,6 @@ async def test_a_child_that_fails_does_not_end_the_others(monkeypatch: pytest.Mo
 
 
 async def test_a_long_pause_of_one_child_is_none_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While the next try of the one that fails is an hour away, the other one dies, is started again, and leaves. Then nothing
-    useful is left."""
     pause_seconds = _Child.pause_seconds
 
     def pause(self: _Child) -> float:
@@ -117,7 +113,6 @@ async def test_it_gives_up_when_all_but_the_vital_one_fail(monkeypatch: pytest.M
 
 
 async def test_deaths_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Twice as many as make a child fail, each an hour after the last."""
     deaths = 2 * MAX_DEATHS
     hours = iter(range(1000))
     specs = (child("manager", SLEEPER), dies_first("a", tmp_path, deaths))

@@ -95,7 +95,6 @@ def test_the_rate_of_a_request_is_what_became_known_by_time() -> None:
 
 
 def test_each_request_has_a_row_with_what_is_known_of_it() -> None:
-    """The third has no rate yet, and is fenced, whatever it has computed."""
     first = sequence(UUID, 2048, 512, attempt=2, num_cached=256)
     second = sequence("chat-7", 1234, 1232, round=3)
     third = sequence("new", 100, 0, fenced=True)
@@ -131,14 +130,12 @@ def test_a_request_that_lags_by_less_than_a_block_decodes(
 
 
 def test_without_requests_that_hold_blocks_only_that_is_said() -> None:
-    """Those that wait are known by their number alone."""
     for num_waiting, words in ((0, ""), (1, "; 1 waits for a turn"), (5, "; 5 wait for a turn")):
         assert drawn(worker_with(num_waiting=num_waiting)) == [f"requests of w: none holds blocks{words}"]
 
 
 @pytest.mark.parametrize("max_lines", [1, 2, 3, 4, 5, 20, 41, 42, 43, 60])
 def test_what_does_not_fit_is_counted(max_lines: int) -> None:
-    """Forty requests; the list ends with the number of the others, or is the line with the number of all."""
     lines = drawn(worker_with(*(sequence(f"s{index}") for index in range(40))), max_lines=max_lines)
     assert "40 hold blocks" in lines[0]
     if max_lines >= 42:
@@ -160,7 +157,6 @@ def test_requests_that_were_not_asked_for_are_counted_too() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 111, 112, 120, 200])
 def test_a_narrow_terminal_has_shorter_names_and_fewer_columns(width: int) -> None:
-    """Never a row that is broken, or a number that is cut."""
     lines = drawn(worker_with(sequence(UUID, 131_072, 65_536, num_cached=65_536)), width)
     heads, row = lines[1], lines[2]
     shown = row.split()
@@ -196,7 +192,6 @@ def test_a_narrow_terminal_has_shorter_names_and_fewer_columns(width: int) -> No
     ],
 )
 def test_a_name_is_shown_and_does_nothing(given: str, shown: str) -> None:
-    """Neither to the terminal nor to the picture: what cannot be seen is written out, and rich's markup is only text."""
     assert printable(given) == shown
     worker = worker_with(sequence(given), sequence("next"))
     worker.worker_id = given

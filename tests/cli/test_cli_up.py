@@ -10,10 +10,10 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
-import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Self
 
 import httpx
 import pytest
@@ -23,53 +23,37 @@ from tests.cli.test_cli_up_plan import free_ports
 from tests.client.commands import KVPOOL, kvpool
 from tests.client.processes import descendants, is_alive
 from tests.client.up_here import UpHere
+from tests.cluster.process import Process
 from tests.scrape import scrape
+from tests.until import until
 
 
-class Program:
-    """A running `kvpool up` and what it has printed so far."""
+class Up(UpHere):
+    """A running cluster, which is stopped at the end, and its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.lines: list[str] = []
-
-    async def read_until(self, word: str) -> str:
-        """The next line that contains `word`; an assertion with the whole log if none comes."""
-        assert self.process.stdout is not None
-        async with asyncio.timeout(90):
-            while line := (await self.process.stdout.readline()).decode():
-                self.lines.append(line)
-                if word in line:
-                    return line
-        raise AssertionError(f"no {word!r} in:\n{''.join(self.lines)}")
-
-    async def wait(self) -> int:
-        """Exit status; the rest of the output is in `lines`."""
-        assert self.process.stdout is not None
-        rest = await asyncio.wait_for(self.process.stdout.read(), 60)
-        self.lines.append(rest.decode())
-        return await self.process.wait()
-
-
-class Up:
-    """A running cluster and its output."""
-
-    def __init__(self, here: UpHere, port: int) -> None:
+    def __init__(self, *arguments: str) -> None:
+        port = free_port()
+        super().__init__(["--port", str(port), "--device", "cpu", *arguments])
         self.manager = f"127.0.0.1:{port}"
-        self._here = here
-        self._read = 0
-        """Characters of the output."""
+        self._num_read = 0
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.end)
 
     async def read_until(self, word: str) -> str:
         """The next line that contains `word`."""
         async with asyncio.timeout(90):
             while True:
-                line, newline, _ = (output := self._here.output)[self._read :].partition("\n")
+                line, newline, _ = (output := self.output)[self._num_read :].partition("\n")
                 if not newline:
-                    assert self._here.status is None, f"no {word!r} in:\n{output}"
+                    assert self.status is None, f"no {word!r} in:\n{output}"
                     await asyncio.sleep(0.02)
                     continue
-                self._read += len(line) + 1
+                self._num_read += len(line) + 1
                 if word in line:
                     return line
 
@@ -79,35 +63,6 @@ class Up:
             status = await kvpool(*arguments, "--manager", self.manager)
         assert status == 0, output.getvalue()
         return output.getvalue()
-
-
-@contextlib.asynccontextmanager
-async def program(*arguments: str) -> AsyncIterator[Program]:
-    """`kvpool up` as users start it."""
-    process = await asyncio.create_subprocess_exec(
-        *KVPOOL, "up", "--device", "cpu", *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        # State that no flag names goes where the tests' own files are.
-        env={**os.environ, "XDG_STATE_HOME": str(Path(tempfile.gettempdir()) / f"kvpool-tests-{os.getuid()}")},
-    )  # fmt: skip
-    try:
-        yield Program(process)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await asyncio.wait_for(process.communicate(), 60)
-
-
-@contextlib.asynccontextmanager
-async def up(*arguments: str) -> AsyncIterator[tuple[Up, UpHere]]:
-    """A cluster, which is stopped at the end."""
-    port = free_port()
-    here = UpHere(["--port", str(port), "--device", "cpu", *arguments])
-    here.start()
-    try:
-        yield Up(here, port), here
-    finally:
-        await asyncio.to_thread(here.end)
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +83,12 @@ async def until_registered(cluster: Up, *workers: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_path: Path) -> None:
-    """Two workers and a gateway. Every command works; workers of another `up`, with settings from a file, join and leave;
-    what dies is started again; drained workers leave, the cluster with the last one; every line of its output is JSON."""
     http_port = free_ports(4)
     metrics_port = http_port + 1
     ports = ["--http", str(http_port), "--metrics-port", str(metrics_port)]
     small = ["--workers", "2", "--model", str(tiny_model), "--num-blocks", "64", "--block-size", "4"]
     async with (
-        up("--state-dir", str(tmp_path / "state"), *small, *ports, "--log-format", "json") as (cluster, here),
+        Up("--state-dir", str(tmp_path / "state"), *small, *ports, "--log-format", "json") as cluster,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=60) as http,
     ):
         names = ["manager", "worker-0", "worker-1"]
@@ -175,10 +128,10 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
         # Manager and gateway end with the last worker.
         assert await cluster.run("drain", "worker-1") == "worker-1 has left\n"
         await cluster.read_until("every worker has left")
-        assert await asyncio.to_thread(here.wait) == 0
+        assert await asyncio.to_thread(cluster.wait) == 0
         assert not await listens(http)
     assert not [pid for pid in pids if is_alive(pid)]
-    entries = [json.loads(line) for line in here.output.splitlines()]
+    entries = [json.loads(line) for line in cluster.output.splitlines()]
     assert {(entry["service"], entry.get("worker_id")) for entry in entries if entry["service"] != "manager"} >= {
         ("up", None),
         ("worker", "worker-0"),
@@ -189,14 +142,18 @@ async def test_the_life_of_a_cluster_whose_log_is_json(tiny_model: Path, tmp_pat
 
 async def workers_of_another_up_join(cluster: Up, config: Path) -> None:
     """As on a second machine: no manager of its own, other names. Ctrl-C ends it with status 130, and leaves nothing running."""
-    async with program("--config", str(config)) as second:
-        assert "63 blocks of 4 tokens" in await second.read_until("far-0 (pid ")
-        await second.read_until("ready: in")
-        (pid,) = descendants(second.process.pid)
+    command = [*KVPOOL[1:], "up", "--device", "cpu", "--config", str(config)]
+    second = Process("up", command, config.with_name("up.log"), {"XDG_STATE_HOME": str(config.parent)})
+    try:
+        await until(lambda: "ready: in" in second.log or second.status is not None, pause=0.02, seconds=90)
+        assert re.search(r"far-0 \(pid .*63 blocks of 4 tokens", second.log)
+        (pid,) = descendants(second.pid)
         workers = json.loads(await cluster.run("status", "--json"))["workers"]
         assert [worker["worker_id"] for worker in workers] == ["far-0", "worker-0", "worker-1"]
-        second.process.send_signal(signal.SIGINT)
-        assert await second.wait() == 130
+        second.send(signal.SIGINT)
+        assert await second.ended(60) == 130
+    finally:
+        second.kill()
     assert not is_alive(pid)
     workers = json.loads(await cluster.run("status", "--json"))["workers"]
     assert [worker["worker_id"] for worker in workers] == ["worker-0", "worker-1"]
@@ -218,7 +175,6 @@ async def the_gateway_is_started_again(cluster: Up, http: httpx.AsyncClient, pid
 
 
 async def listens(http: httpx.AsyncClient) -> bool:
-    """Whether the gateway answers."""
     try:
         return (await http.get("/version")).status_code == 200
     except httpx.TransportError:

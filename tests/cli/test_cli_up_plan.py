@@ -142,7 +142,6 @@ def test_what_the_gateway_lacks_is_named_with_its_extra(monkeypatch: pytest.Monk
 def test_each_process_has_a_port_for_its_metrics_if_one_is_given(
     arguments: list[str], ports: dict[str, int | None], urls: dict[str, str]
 ) -> None:
-    """On a host of their own, which is not that of the services."""
     started = spec(*arguments)
     assert {name: getattr(settings, "metrics_port", 0) for name, settings in planned(started).items()} == ports
     assert started.metrics_urls == {name: f"http://{url}/metrics" for name, url in urls.items()}

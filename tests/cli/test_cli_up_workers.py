@@ -61,7 +61,6 @@ class Errors:
 async def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
     arguments: list[str], status: int, says: list[str], tmp_path: Path
 ) -> None:
-    """With one line for each problem, however many workers there are, and the exit status of a worker."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
     given = [word.replace("MODEL", str(tmp_path)) for word in arguments]
     errors = Errors()
@@ -74,14 +73,12 @@ async def test_what_a_worker_cannot_use_ends_it_before_a_worker_is_started(
 
 
 async def test_without_a_manager_of_its_own_it_refuses_the_same() -> None:
-    """As a process."""
     done = await run_kvpool("up", "--join", f"127.0.0.1:{free_port()}", "--model", "/no/such")
     assert done.stderr.startswith("kvpool worker: There is no model folder '/no/such'")
     assert done.returncode == 1
 
 
 async def test_a_dry_run_without_an_answer_is_ended(tmp_path: Path) -> None:
-    """As when the hub does not answer: the workers start."""
     pid_file = tmp_path / "pid"
     script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     await try_settings(child("worker-0", script), longest_seconds=0.2)
@@ -89,7 +86,6 @@ async def test_a_dry_run_without_an_answer_is_ended(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_ends_while_the_others_start_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one whose settings are refused: those are the same for all."""
     fails, lives = "sys.exit('--dry-run' not in sys.argv)", "time.sleep(0 if '--dry-run' in sys.argv else 600)"
     children = [
         child(name, f"import sys, time; print('fine', flush=True); {rest}")

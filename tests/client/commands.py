@@ -17,7 +17,6 @@ from kvpool.cli.app import main
 KVPOOL: Final = (sys.executable, "-c", "from kvpool.command import main; main()")
 """As the program `kvpool` begins, and its first arguments."""
 END_SECONDS: Final = 60.0
-"""For a command to end."""
 
 
 def exit_status(arguments: Sequence[str]) -> int:

@@ -15,44 +15,13 @@ import grpc
 import grpc.aio
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
 
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
+from tests.client.words import CAT, SAT, THE, WORDS, text_files
 
-WORDS = ("<unk>", "<bos>", "<eos>", "<|user|>", "<|assistant|>", "the", "cat", "sat", "on", "mat", "dog")
 SESSION = 7 << 40 | 1
-BOS, USER, ASSISTANT, THE, CAT, SAT = 1, 3, 4, 5, 6, 7
-CHAT_TEMPLATE = (
-    "{{ bos_token }} {% for message in messages %}<|{{ message.role }}|> {{ message.content }} {% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-
-
-def word_tokenizer(words: Sequence[str] = WORDS) -> str:
-    """tokenizer.json of a tokenizer with one token per word, which puts <bos> before a raw text by itself. `words`: its
-    vocabulary, in the order of the ids; the first five are those of WORDS."""
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens(["<unk>", "<bos>", "<eos>", "<|user|>", "<|assistant|>"])
-    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    # As a training run may leave them behind: a client that obeyed would cut and pad every prompt.
-    tokenizer.enable_truncation(2)
-    tokenizer.enable_padding(length=64)
-    return tokenizer.to_str()
-
-
-def text_files(template: str = CHAT_TEMPLATE, words: Sequence[str] = WORDS, **special_tokens: str) -> dict[int, bytes]:
-    """The files of a model that writes words."""
-    return {
-        worker_pb2.MODEL_FILE_TOKENIZER: word_tokenizer(words).encode(),
-        worker_pb2.MODEL_FILE_CHAT_TEMPLATE: template.encode(),
-        worker_pb2.MODEL_FILE_SPECIAL_TOKENS: json.dumps(special_tokens).encode(),
-    }
 
 
 def error_status(
@@ -76,6 +45,7 @@ class Hang:
 HANG = Hang()
 Step: TypeAlias = worker_pb2.GenerateResponse | status_pb2.Status | asyncio.Event | Hang
 """Send it, fail with it, wait until it is set, or hang."""
+Answering: TypeAlias = AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]
 
 
 def usage(num_prompt: int = 4, num_cached: int = 0, num_generated: int = 0) -> worker_pb2.Usage:
@@ -159,9 +129,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.may_send_model.set()
         self.num_live = 0
         self.num_streams = 0
-        """GenerateMany calls so far."""
-        self._streams: list[asyncio.Queue[worker_pb2.Answer | None]] = []
-        self._is_gone = False
+        self.num_open_streams = 0
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.address = ""
@@ -198,26 +166,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
         reading = asyncio.create_task(read())
         self.num_streams += 1
-        self._streams.append(answers)
+        self.num_open_streams += 1
         try:
             while (answer := await answers.get()) is not None:
                 yield worker_pb2.GenerateManyResponse(answers=[answer])
-            if self._is_gone:
-                context.set_code(grpc.StatusCode.UNAVAILABLE)
         finally:
-            self._streams.remove(answers)
+            self.num_open_streams -= 1
             for task in (reading, *tasks.values()):
                 task.cancel()
-
-    @property
-    def num_open_streams(self) -> int:
-        return len(self._streams)
-
-    def break_off(self) -> None:
-        """End all calls without a word, as if the connection were gone."""
-        self._is_gone = True
-        for answers in self._streams:
-            answers.put_nowait(None)
 
     async def _generate(
         self, number: int, request: worker_pb2.GenerateRequest, answers: asyncio.Queue[worker_pb2.Answer | None]
@@ -242,9 +198,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self.num_live -= 1
 
-    async def _answer(
-        self, request: worker_pb2.GenerateRequest
-    ) -> AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]:
+    async def _answer(self, request: worker_pb2.GenerateRequest) -> Answering:
         for step in self.answers.popleft() if len(self.answers) > 1 else self.answers[0]:
             if isinstance(step, asyncio.Event):
                 await step.wait()

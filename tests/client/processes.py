@@ -19,7 +19,6 @@ def state(pid: int) -> str:
 
 
 def parent(pid: int) -> int:
-    """Its parent process."""
     return int(_stat(pid)[1])
 
 
@@ -29,7 +28,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_ticks(pid: int) -> int:
-    """CPU time that the process has used, in ticks of the clock."""
     return sum(map(int, _stat(pid)[11:13]))
 
 

@@ -16,7 +16,7 @@ from kvpool.worker_service.codec import decode_generate, encode_chunk
 from kvpool.worker_service.engine.prompt import PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from kvpool.worker_service.step import RowLogprobs, SampledToken
-from tests.client.fakes import UNAVAILABLE, FakeModel, FakeWorker
+from tests.client.fakes import UNAVAILABLE, Answering, FakeModel, FakeWorker
 
 EOS = 256
 VOCAB_SIZE = 257
@@ -71,9 +71,7 @@ class Storyteller(FakeWorker):
         self._tokenizer = byte_tokenizer()
         self._prompts = PromptEncoder(self._tokenizer, self.model.max_model_len)
 
-    async def _answer(
-        self, request: worker_pb2.GenerateRequest
-    ) -> AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]:
+    async def _answer(self, request: worker_pb2.GenerateRequest) -> Answering:
         telling = self.tellings.popleft() if self.tellings else Telling()
         async for message in self._told(request, telling):
             yield message

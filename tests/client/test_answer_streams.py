@@ -9,7 +9,8 @@ import pytest
 from kvpool.client import DeadlineExceeded, ResourceExhausted, answer_streams
 from kvpool.v1 import worker_pb2
 from tests.client.clients import begun, quick
-from tests.client.fakes import CAT, HANG, SAT, THE, FakeWorker, answer, fake_cluster
+from tests.client.fakes import HANG, FakeWorker, answer, fake_cluster
+from tests.client.words import CAT, SAT, THE
 from tests.until import until
 
 HANGING = [*answer(THE, CAT)[:1], HANG]
@@ -27,9 +28,8 @@ async def test_requests_at_the_same_time_share_a_stream_and_without_requests_the
         assert worker.num_streams == 2
 
 
-@pytest.mark.parametrize("timeout", [None, 0.3], ids=["cancelled", "out of time"])
+@pytest.mark.parametrize("timeout", [None, 1.0], ids=["cancelled", "out of time"])
 async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: float | None) -> None:
-    """The worker hears of it, and the stream stays."""
     go_on = asyncio.Event()
     rest = answer(THE, CAT, SAT)
     worker = FakeWorker("w", HANGING, [rest[0], go_on, *rest[1:]])
@@ -39,7 +39,7 @@ async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: 
         if timeout is None:
             await doomed.aclose()
         else:
-            with pytest.raises(DeadlineExceeded, match=r"time-out of 0\.3 s .* 1 tokens were there"):
+            with pytest.raises(DeadlineExceeded, match=r"time-out of 1 s .* 1 tokens were there"):
                 await doomed.collect()
         await until(worker.cancelled.is_set)
         go_on.set()
@@ -48,7 +48,6 @@ async def test_a_request_that_ends_before_its_answer_leaves_the_others(timeout: 
 
 
 async def test_an_answer_that_is_not_read_ends_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker goes on and on; it hears that the request has ended, and the others of the stream stay."""
     monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 5_000)
     endless = [
         answer(THE)[0],
@@ -67,7 +66,6 @@ async def test_an_answer_that_is_not_read_ends_before_it_fills_the_memory(monkey
 
 
 async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has taken does not count, though there is always something left."""
     monkeypatch.setattr(answer_streams, "MAX_UNREAD_BYTES", 1_000)
     answers = answer_streams.Answers(lambda: None, lambda: None)
     for at in range(100):
@@ -75,21 +73,6 @@ async def test_a_reader_that_is_late_all_the_time_may_take_any_amount(monkeypatc
         if at:
             assert (await answers.read()).start_index == at - 1
     assert not answers.has_ended
-
-
-async def test_when_the_stream_breaks_off_each_request_continues_on_another_worker() -> None:
-    """Each after the last token that it has."""
-    first = FakeWorker("first", HANGING)
-    second = FakeWorker("second", answer(CAT, SAT))
-    async with fake_cluster(first, second) as manager, quick(manager) as client:
-        streams = [await begun(client.generate("the", max_tokens=9)) for _ in range(5)]
-        assert first.num_streams == 1
-        first.break_off()
-        completions = await asyncio.gather(*(stream.collect() for stream in streams))
-    assert {completion.token_ids for completion in completions} == {(THE, CAT, SAT)}
-    assert {completion.worker_id for completion in completions} == {"second"}
-    assert len(second.requests) == 5
-    assert second.num_streams == 1
 
 
 async def test_the_stream_to_a_lost_worker_takes_no_new_requests() -> None:
@@ -151,7 +134,6 @@ class FakeCall:
 
 
 async def test_an_answer_that_was_on_its_way_when_its_request_was_cancelled_is_dropped() -> None:
-    """The other requests of the stream go on."""
     call = FakeCall()
     stream = answer_streams._Stream(lambda _: call, lambda _: None)
     cancelled, other = (stream.begin(worker_pb2.GenerateRequest()) for _ in range(2))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import chain, zip_longest
 from typing import Any, cast
 
 import pytest
-from google.rpc import status_pb2
 
 from kvpool.client import Chunk, Completion, InvalidRequest, SyncClient, Unavailable
 from kvpool.client.forked_streams import MergedStreams
 from kvpool.v1 import worker_pb2
 from tests.client.clients import joined, quick
-from tests.client.fakes import UNAVAILABLE, WORDS, FakeWorker, fake_cluster, usage
+from tests.client.fakes import UNAVAILABLE, Answering, FakeWorker, fake_cluster, usage
+from tests.client.words import WORDS
 
 PROMPT = (1, 5, 6)
 SEED = 2**64 - 2
@@ -49,9 +48,7 @@ class ManyAnswers(FakeWorker):
         super().__init__(worker_id)
         self.breaks_after = [*breaks_after]
 
-    async def _answer(
-        self, request: worker_pb2.GenerateRequest
-    ) -> AsyncIterator[worker_pb2.GenerateResponse | status_pb2.Status]:
+    async def _answer(self, request: worker_pb2.GenerateRequest) -> Answering:
         most = self.breaks_after.pop(0) if self.breaks_after else None
         answers = [pieces_of(request, index) for index in range(max(1, request.n))]
         if request.beam_search.num_beams > 1:  # all of a text together, when the search has ended
@@ -91,7 +88,6 @@ async def test_all_answers_come_over_one_request(n: int) -> None:
 
 @pytest.mark.parametrize("num_messages", range(1, 13))
 async def test_each_answer_goes_on_by_itself_after_any_token(num_messages: int) -> None:
-    """With its own seed and name, and what was delivered of it; those that have ended are not asked for again."""
     n = 4
     first, second = ManyAnswers("w1", num_messages), ManyAnswers("w2")
     chunks, completions = await ask(first, second, n=n)
@@ -116,7 +112,6 @@ async def test_a_request_without_a_token_begins_again_as_one() -> None:
 
 
 async def test_answers_may_move_more_than_once() -> None:
-    """Each in turn between two workers that break off again and again."""
     first, second = ManyAnswers("w1", 4, 1, 1), ManyAnswers("w2", 1, 1, 2, 1)
     check(*await ask(first, second, n=3), 3)
 
@@ -130,7 +125,6 @@ async def test_an_answer_that_cannot_go_on_ends_them_all() -> None:
 
 @pytest.mark.parametrize("num_messages", [1, 4, 8])
 async def test_texts_of_a_search_are_delivered_all_or_not_at_all(num_messages: int) -> None:
-    """A worker that dies while it sends them leaves no trace: the search begins again."""
     first, second = ManyAnswers("w1", num_messages), ManyAnswers("w2")
     search = {"num_beams": 4, "length_penalty": 0.5, "early_stopping": "never", "temperature": 0.0}
     chunks, completions = await ask(first, second, n=3, **search)
@@ -143,7 +137,6 @@ async def test_texts_of_a_search_are_delivered_all_or_not_at_all(num_messages: i
 
 
 async def test_collect_gives_the_first_answer_and_collect_all_all_of_them() -> None:
-    """As in the tests above, by a blocking client."""
     async with fake_cluster(ManyAnswers("w")) as manager:
 
         def run() -> list[Completion]:
@@ -189,7 +182,6 @@ class _Ready:
 
 
 async def test_answers_that_are_ready_take_turns() -> None:
-    """None of them is read again before each of the others."""
     merged = MergedStreams([_Ready(number) for number in range(8)])
     taken: list[tuple[int, object]] = []
     while (chunk := await merged.next_chunk()) is not None:

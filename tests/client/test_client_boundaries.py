@@ -11,7 +11,7 @@ from kvpool.client.model import Model
 from kvpool.client.options import GenerateOptions
 from kvpool.client.request import attempt_request, build_request
 from kvpool.v1 import worker_pb2
-from tests.client import fakes
+from tests.client import words
 
 TEMPLATE = (
     "{% for message in messages %}[ {{ message.role }} : {{ message.content }} ] {% endfor %}"
@@ -22,15 +22,14 @@ SYSTEM = {"role": "system", "content": "be brief and kind"}
 DEVELOPER = {"role": "developer", "content": "be brief"}
 USER = {"role": "user", "content": "why is the sky blue"}
 SAID = "[ ] : system user assistant developer be brief and kind why is the sky blue"
-WORDS = (*fakes.WORDS[:5], *SAID.split())
+WORDS = (*words.WORDS[:5], *SAID.split())
 
 
 def model(template: str = TEMPLATE, *, keeps_boundaries: bool = True) -> Model:
-    """One token for each word."""
     facts = worker_pb2.ModelFacts(
         model_name="m", vocab_size=len(WORDS), max_model_len=100, keeps_boundaries=keeps_boundaries
     )
-    return Model.from_parts(facts, fakes.text_files(template, WORDS))
+    return Model.from_parts(facts, words.text_files(template, WORDS))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,6 @@ def test_a_chat_has_a_boundary_at_the_end_of_its_system_prompt(messages: list[An
 
 
 def test_a_template_that_wants_a_user_to_speak_is_no_error() -> None:
-    """Then nobody says where the beginning ends."""
     prompt = model(NEEDS_USER).chat_prompt([SYSTEM, USER])
     assert (prompt.boundaries, len(prompt.token_ids) > 0) == ((), True)
 

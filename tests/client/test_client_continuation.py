@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from kvpool.client import Chunk, Client, Completion, DeadlineExceeded, FinishReason, GenerateOptions, Times, Unavailable
 from kvpool.v1 import worker_pb2
 from tests.client.clients import begun, joined, quick
-from tests.client.fakes import THE, UNAVAILABLE, FakeWorker, answer, error_status, fake_cluster, usage
+from tests.client.fakes import UNAVAILABLE, FakeWorker, answer, error_status, fake_cluster, usage
 from tests.client.storyteller import Story, Storyteller, Telling, story_model, written
+from tests.client.words import THE
 from tests.until import until
 
 PROMPT = tuple(b"tell me")
@@ -61,8 +62,7 @@ async def check(*workers: Storyteller, **options: Unpack[GenerateOptions]) -> tu
 
 @pytest.mark.parametrize("num_delivered", range(1, len(WORDS) + 1))
 async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(num_delivered: int) -> None:
-    """Also inside a character, and behind the last token when only the end is missing. The next worker is asked for the
-    rest: prompt and delivered tokens, the same sequence and seed, a larger attempt."""
+    """Also inside a character, and after the last token when only the end is missing."""
     first, second = Storyteller("w1", STORY, Telling(num_delivered)), Storyteller("w2", STORY)
     _, completion = await check(first, second, temperature=1.0, max_tokens=100, logprobs=0)
     assert [item.logprob for item in completion.logprobs or ()] == [
@@ -78,7 +78,6 @@ async def test_a_worker_that_dies_behind_any_token_is_replaced_without_a_trace(n
 
 
 async def test_a_stream_may_move_as_often_as_there_are_attempts() -> None:
-    """Two workers in turn; each time the other one goes on, and the usage is that of the whole answer."""
     first = Storyteller("w1", STORY, Telling(2, num_cached=4), Telling(1, num_cached=8))
     second = Storyteller("w2", STORY, Telling(3, num_cached=8), Telling(num_cached=12))
     chunks, completion = await check(first, second)
@@ -143,14 +142,6 @@ async def test_a_worker_that_another_process_has_replaced_is_left_at_once() -> N
     assert completion.num_attempts == 2
 
 
-async def test_the_only_worker_is_asked_again() -> None:
-    """It lost its session and has a new one, or was started again: better than an error. While it is not there yet the
-    attempts are spread over time."""
-    worker = Storyteller("w", STORY, Telling(4), Telling(0), Telling(0))
-    _, completion = await check(worker)
-    assert completion.num_attempts == 4
-
-
 async def test_the_others_are_asked_before_the_one_that_failed() -> None:
     """Although the manager still ranks it first: it holds the prefix."""
     first, full = Storyteller("w1", STORY, Telling(2)), Storyteller("w2", STORY, Telling(0, BUSY))
@@ -162,7 +153,6 @@ async def test_the_others_are_asked_before_the_one_that_failed() -> None:
 
 
 async def test_when_the_attempts_are_used_up_the_error_tells_all() -> None:
-    """How many tokens came, who was tried and what each said, and what to do."""
     down = error_status(code_pb2.UNAVAILABLE, "RECOVERING", "I am recovering")
     first, second = Storyteller("w1", STORY, Telling(3), Telling(0)), Storyteller("w2", STORY, Telling(0, down))
     async with fake_cluster(first, second) as manager, quick(manager, max_attempts=3) as client:
@@ -180,7 +170,6 @@ async def test_when_the_attempts_are_used_up_the_error_tells_all() -> None:
 
 
 async def test_the_deadline_holds_while_the_stream_moves() -> None:
-    """One time-out for the whole answer; the error tells why it took so long."""
     worker = Storyteller("w1", STORY, Telling(3))
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=60.0) as client:
         stream = await begun(client.generate(PROMPT, timeout=1.5), 3)
@@ -202,7 +191,6 @@ async def test_when_no_worker_is_left_the_error_says_so() -> None:
 
 @pytest.mark.parametrize(("max_model_len", "options"), [(1000, GenerateOptions(max_tokens=4)), (len(PROMPT) + 4, {})])
 async def test_a_stream_that_lacks_only_its_end_is_complete(max_model_len: int, options: GenerateOptions) -> None:
-    """All tokens are there that were asked for, or that the model takes, so no worker is asked for more."""
     story = written(PROMPT, *b"abcdef")
     first, second = (
         Storyteller(name, story, Telling(keeps_end=True, num_cached=4), model=story_model(max_model_len))
@@ -218,7 +206,6 @@ async def test_a_stream_that_lacks_only_its_end_is_complete(max_model_len: int, 
 
 
 async def test_cancelling_a_stream_that_moves_leaves_no_call_behind() -> None:
-    """While nobody answers, and while the next worker says nothing yet."""
     silent = Telling(0, waits_for=asyncio.Event())
     first, second = Storyteller("w1", STORY, Telling(3)), Storyteller("w2", STORY, silent)
     async with fake_cluster(first, second) as manager, quick(manager) as client:
@@ -273,7 +260,6 @@ async def test_however_often_and_wherever_it_moves_the_text_is_the_same(
     min_tokens: int,
     echo: bool,
 ) -> None:
-    """Any splits, any sizes of messages, any stop strings; the worker changes each time."""
     story = written(PROMPT, *tokens)
     options = GenerateOptions(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=stop, echo=echo)
     expected = await undisturbed(story, **options)

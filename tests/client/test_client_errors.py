@@ -32,8 +32,7 @@ CODES = [
 
 @pytest.mark.parametrize(("code", "exception"), CODES)
 async def test_every_status_becomes_its_exception(code: int, exception: type[KvpoolError]) -> None:
-    """It has the reason, the hint, the figures, the bad fields and the exceeded quotas that the service packed. A reason of another
-    domain, e.g. a proxy's, is not the manager's."""
+    """A reason of another domain, e.g. a proxy's, is not the manager's."""
     retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=250_000_000))
     bad = error_details_pb2.BadRequest()
     bad.field_violations.add(field="tokens", description="empty")
@@ -99,7 +98,6 @@ async def test_check_and_describe_return_what_the_manager_says() -> None:
 
 
 def test_the_documents_that_the_source_names_are_there() -> None:
-    """A reader of the client can open what its comments point to."""
     package = Path(client.__file__).resolve().parent
     root = package.parent
     named = {

@@ -14,7 +14,8 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from tests.client.clients import quick
 from tests.client.commands import kvpool
-from tests.client.fakes import BOS, CAT, THE, UNAVAILABLE, FakeWorker, answer, fake_cluster, word_tokenizer
+from tests.client.fakes import UNAVAILABLE, FakeWorker, answer, fake_cluster
+from tests.client.words import BOS, CAT, THE, word_tokenizer
 
 ROOT = common_pb2.Root(model_fingerprint="fp-tiny")
 KEY = common_pb2.SequenceKey(sequence_id="leader", attempt=1)
@@ -147,7 +148,6 @@ async def test_a_stream_asks_why_once_however_often_it_moves() -> None:
 
 
 async def test_a_manager_that_does_not_explain_ends_no_stream() -> None:
-    """An older one."""
     async with fake_cluster(FakeWorker("w")) as manager, quick(manager) as client:
         manager.explanation = None
         stream = client.generate("the", explain=True)

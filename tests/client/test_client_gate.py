@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client import ProtocolError, ResourceExhausted, Unavailable
+from kvpool.client import ResourceExhausted, Unavailable
 from kvpool.client.failover import Failover
 from kvpool.client.gate import Gate
 from kvpool.v1 import cache_pb2
 
 
 def test_tokens_of_an_older_attempt_are_dropped() -> None:
-    """What the worker that was given up still sends changes nothing, and its attempt is not opened again."""
     gate = Gate()
     gate.open(1)
     gate.take(1, 0, 1)
@@ -21,16 +20,6 @@ def test_tokens_of_an_older_attempt_are_dropped() -> None:
     assert gate.take(2, 0, 1) == 1
     with pytest.raises(AssertionError):
         gate.open(1)
-
-
-@pytest.mark.parametrize("start_index", [0, 1, 3])
-def test_only_the_next_position_is_taken(start_index: int) -> None:
-    gate = Gate()
-    gate.open(1)
-    gate.take(1, 0, 2)
-    with pytest.raises(ProtocolError):
-        gate.take(1, start_index, 1)
-    assert gate.take(1, 2, 1) == 2
 
 
 def ranked(*names: str) -> list[cache_pb2.RoutedWorker]:
@@ -77,8 +66,7 @@ def broken(max_attempts: int) -> Failover:
 
 
 def test_an_answer_that_broke_off_is_ranked_again_at_once_and_its_worker_comes_last() -> None:
-    """What the others were ranked by has changed: there are more tokens now. Only a round in vain is a reason to wait. A worker
-    that is back at another address has not failed."""
+    """There are more tokens now, by which to rank. A worker that is back at another address has not failed."""
     attempts = broken(max_attempts=8)
     assert not attempts.wants_pause
     assert asked_in_vain(attempts, "a", "b", "c") == [("b", 2), ("c", 3), ("a", 4)]

@@ -10,26 +10,12 @@ import pytest
 from kvpool.client import Completion, FinishReason, GenerateStream, InvalidRequest, ProtocolError
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import (
-    ASSISTANT,
-    BOS,
-    CAT,
-    HANG,
-    SAT,
-    THE,
-    UNAVAILABLE,
-    USER,
-    FakeModel,
-    FakeWorker,
-    answer,
-    fake_cluster,
-    usage,
-)
+from tests.client.fakes import HANG, UNAVAILABLE, FakeModel, FakeWorker, answer, fake_cluster, usage
+from tests.client.words import ASSISTANT, BOS, CAT, SAT, THE, USER
 from tests.until import until
 
 
 async def test_chunks_arrive_in_order_and_collect_puts_them_together() -> None:
-    """Every token stands once, at its place; collect() also returns what was already taken."""
     worker = FakeWorker("w", answer(THE, CAT, SAT, num_cached=4))
     async with (
         fake_cluster(worker) as manager,
@@ -60,8 +46,7 @@ async def test_chunks_arrive_in_order_and_collect_puts_them_together() -> None:
 
 
 async def test_the_prompt_is_tokenised_here_and_routed_under_its_root() -> None:
-    """The worker gets ids, with the special tokens that the tokenizer adds and without its cutting and padding; the
-    manager gets the same ids and the whole namespace, so that tenants do not meet."""
+    """Without the cutting and padding of the tokenizer, and with the whole namespace, so that tenants do not meet."""
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager, quick(manager) as client:
         await client.generate("the cat sat on", adapter="lora", tenant_salt="salt").collect()
@@ -76,7 +61,6 @@ async def test_the_prompt_is_tokenised_here_and_routed_under_its_root() -> None:
 
 
 async def test_a_chat_is_rendered_by_the_template_and_gets_no_second_bos() -> None:
-    """Special tokens in the rendered text are special tokens, and the tokenizer adds none of its own."""
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager, quick(manager) as client:
         await client.chat([{"role": "user", "content": "the cat"}]).collect()
@@ -84,7 +68,6 @@ async def test_a_chat_is_rendered_by_the_template_and_gets_no_second_bos() -> No
 
 
 async def test_a_prompt_of_token_ids_needs_no_tokenizer() -> None:
-    """A model folder without a tokenizer is talked to in ids; text and chat are refused with the way out."""
     worker = FakeWorker("w", model=FakeModel(files={}))
     async with fake_cluster(worker) as manager, quick(manager) as client:
         await client.generate([5, 6]).collect()
@@ -115,8 +98,7 @@ async def test_a_prompt_that_is_not_utf_8_is_refused() -> None:
 
 
 async def test_the_model_is_fetched_once() -> None:
-    """Sixteen requests at once fetch one tokenizer; later ones ask for nothing but Route and Generate, also when the worker has
-    another session, because it was started again or has registered again."""
+    """Later requests ask for Route and Generate only, also when the worker has another session."""
     worker = FakeWorker("w")
     # Whoever waits for long looks whether the worker lives, which is a Describe too.
     async with fake_cluster(worker) as manager, quick(manager, liveness_interval=60.0) as client:
@@ -138,7 +120,6 @@ async def test_a_file_that_does_not_match_its_digest_is_not_believed() -> None:
 
 @pytest.mark.parametrize("start_index", [0, 2])
 async def test_tokens_out_of_place_are_not_taken(start_index: int) -> None:
-    """A token twice, or a hole, ends the stream with an error instead of a wrong text."""
     first = answer(THE)[0]
     wrong = worker_pb2.GenerateResponse(start_index=start_index, token_ids=[CAT], text=" cat")
     async with fake_cluster(FakeWorker("w", [first, wrong, HANG])) as manager, quick(manager) as client:
@@ -176,7 +157,6 @@ async def cancel_the_task(stream: GenerateStream) -> None:
 
 @pytest.mark.parametrize("leave", [leave_the_block, break_out_of_the_loop, cancel_the_task])
 async def test_a_reader_that_leaves_cancels_the_call(leave: Callable[[GenerateStream], Awaitable[None]]) -> None:
-    """The worker learns at once that the answer is not read, and frees the blocks."""
     worker = FakeWorker("w", [answer(THE)[0], HANG])
     async with fake_cluster(worker) as manager, quick(manager) as client:
         await leave(client.generate("the"))

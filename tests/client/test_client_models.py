@@ -12,19 +12,8 @@ from kvpool.client import Client, DeadlineExceeded, InvalidRequest, ProtocolErro
 from kvpool.client.model_files import receive_model
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import (
-    CAT,
-    SAT,
-    THE,
-    UNAVAILABLE,
-    WORDS,
-    FakeModel,
-    FakeWorker,
-    answer,
-    error_status,
-    fake_cluster,
-    text_files,
-)
+from tests.client.fakes import UNAVAILABLE, FakeModel, FakeWorker, answer, error_status, fake_cluster
+from tests.client.words import CAT, SAT, THE, WORDS, text_files
 from tests.until import until
 
 CAT_CHAT = [{"role": "user", "content": "cat"}]
@@ -126,8 +115,7 @@ async def prompt_of(worker: FakeWorker, client: Client) -> list[int] | str:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("back", [False, True])
 async def test_a_client_notices_what_has_changed_of_a_model(change: str, back: bool) -> None:
-    """A worker comes back with other files, or other weights under the same name: the next request is that of a new client, and so
-    is what model() returns. The files are fetched once; a change back fetches nothing."""
+    """The next request is that of a new client, and so is what model() returns. A change back fetches nothing."""
     worker = FakeWorker("w", model=MAT)
     async with fake_cluster(worker) as manager, quick(manager) as client:
         first = await prompt_of(worker, client)
@@ -148,7 +136,6 @@ async def test_a_client_notices_what_has_changed_of_a_model(change: str, back: b
 
 
 async def test_what_is_known_is_the_facts_of_the_worker_that_registered_last() -> None:
-    """Until it leaves: then it is that of the others again."""
     old, new = old_and_new()
     async with fake_cluster(old, new) as manager, quick(manager) as client:
         for manager.workers, expected in (([old, new], DOG_PROMPT), ([old], MAT_PROMPT), ([old, new], DOG_PROMPT)):
@@ -185,8 +172,6 @@ async def test_the_limit_is_that_of_the_largest_worker_and_smaller_ones_are_left
 
 
 async def test_a_request_in_flight_is_not_touched_by_a_change() -> None:
-    """It has delivered a token: other files and a smaller limit do not concern it, also where it continues on the worker that has
-    them."""
     first = FakeWorker("first", [*answer(THE, CAT)[:2], UNAVAILABLE], model=FakeModel(listed_model_len=32))
     changed = FakeModel(files=text_files("{{ raise_exception('no') }}", OTHER_WORDS), listed_model_len=10)
     second = FakeWorker("second", answer(SAT), model=changed)
@@ -221,7 +206,6 @@ async def test_a_worker_that_has_another_model_by_now_costs_no_request() -> None
 async def test_a_newest_worker_that_does_not_answer_does_not_hold_up_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it has changed is asked for again after a while, and not by each request."""
     monkeypatch.setattr(models, "_FACTS_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(models, "_RETRY_SECONDS", 3600.0)
     old, new = old_and_new()
@@ -239,7 +223,6 @@ async def test_a_newest_worker_that_does_not_answer_does_not_hold_up_the_others(
 
 @pytest.mark.parametrize("named", ["tiny", None])
 async def test_a_model_whose_workers_leave_makes_room_for_the_next_one_of_its_name(named: str | None) -> None:
-    """While the old ones drain, a name means the model that takes requests; two that do are ambiguous."""
     old = FakeWorker("old")
     new = FakeWorker("new", model=FakeModel(fingerprint="fp-other"))
     async with fake_cluster(old, new) as manager, quick(manager) as client:

@@ -18,14 +18,12 @@ ENCODER = EncoderModel(max_tokens=4, decoder_prompt=(2, 9))
 
 
 def facts(**fields: Any) -> worker_pb2.ModelFacts:
-    """Of a tiny model."""
     return worker_pb2.ModelFacts(
         model_name="tiny", model_fingerprint="f", vocab_size=10, max_model_len=16, max_encoder_tokens=4, **fields
     )
 
 
 def model(**fields: Any) -> Model:
-    """One with an encoder."""
     return Model.from_parts(facts(is_encoder_decoder=True, decoder_start_token_id=2, **fields), {})
 
 
@@ -52,7 +50,6 @@ def test_a_forced_first_token_is_part_of_what_every_text_begins_with(
 
 
 def test_an_answer_shares_its_room_with_what_the_text_begins_with() -> None:
-    """That is the prompt, or with an encoder what its decoder begins with, however long the prompt is."""
     assert model().num_first_tokens(7) == 1
     assert model(forced_bos_token_id=0).num_first_tokens(7) == 2
     assert Model.from_parts(facts(), {}).num_first_tokens(7) == 7

@@ -27,8 +27,6 @@ from kvpool.client import (
 from kvpool.client.deadline import Deadline
 from tests.client.clients import quick
 from tests.client.fakes import (
-    CAT,
-    THE,
     UNAVAILABLE,
     FakeManager,
     FakeModel,
@@ -38,6 +36,7 @@ from tests.client.fakes import (
     fake_cluster,
     serving,
 )
+from tests.client.words import CAT, THE
 from tests.until import until
 
 
@@ -60,7 +59,6 @@ async def test_a_worker_that_is_leaving_is_passed_over_with_a_larger_attempt(is_
 
 
 async def test_services_on_other_machines_are_used() -> None:
-    """Neither the manager that the user names nor a worker that it names has to be on the loopback."""
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager:
         for service in (manager, worker):
@@ -98,7 +96,6 @@ async def test_an_answer_that_comes_while_the_manager_is_asked_is_taken() -> Non
 
 
 async def test_when_no_worker_answers_the_error_has_what_each_one_said() -> None:
-    """Ranked twice, each worker asked twice, then an end: never an endless search."""
     first = FakeWorker("w1", [UNAVAILABLE])
     second = FakeWorker("w2", [error_status(code_pb2.UNAVAILABLE, "RECOVERING", "I am recovering")])
     async with fake_cluster(first, second) as manager, quick(manager) as client:
@@ -110,8 +107,6 @@ async def test_when_no_worker_answers_the_error_has_what_each_one_said() -> None
 
 
 async def test_of_several_full_workers_the_one_that_is_free_first_says_when_to_come_back() -> None:
-    """The caller may be served as soon as any of them has room."""
-
     def full(seconds: int) -> FakeWorker:
         retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds))
         return FakeWorker(f"w{seconds}", [error_status(code_pb2.RESOURCE_EXHAUSTED, "BUSY", "queue full", retry)])
@@ -165,7 +160,6 @@ async def test_an_error_that_another_worker_would_repeat_is_raised_at_once(
 
 
 async def test_without_continuation_a_failure_behind_the_first_token_is_raised() -> None:
-    """The tokens delivered stay delivered, the error says who failed."""
     first, second = FakeWorker("w1", [*answer(THE)[:1], UNAVAILABLE]), FakeWorker("w2")
     async with fake_cluster(first, second) as manager, quick(manager, continuation=False) as client:
         stream = client.generate("the")
@@ -199,7 +193,6 @@ async def test_a_first_answer_that_is_late_is_waited_for_once_more() -> None:
 
 
 async def test_a_request_with_too_little_time_does_not_say_that_no_manager_is_there() -> None:
-    """It has not been heard of yet, but the caller's own limit came first."""
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager, quick(manager) as client:
         manager.seconds_to_answer = 20.0
@@ -208,7 +201,6 @@ async def test_a_request_with_too_little_time_does_not_say_that_no_manager_is_th
 
 
 async def test_workers_that_register_late_are_waited_for() -> None:
-    """After a restart the manager knows nobody for a moment; a request in that moment is served all the same."""
     worker = FakeWorker("w")
     async with fake_cluster(worker) as manager, quick(manager, worker_wait=5.0) as client:
         manager.workers = []
@@ -219,8 +211,7 @@ async def test_workers_that_register_late_are_waited_for() -> None:
 
 
 async def test_a_manager_that_restarts_is_waited_for_and_then_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Route is repeated: while its port is closed, and while it recovers. It was away for longer than worker_wait, and its workers
-    register after it. The stream's clock stands still but for that."""
+    """Route is repeated while its port is closed and while it recovers, for longer than worker_wait."""
     now, num_looks = 0.0, 0
 
     def clock() -> float:

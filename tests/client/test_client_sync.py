@@ -13,7 +13,8 @@ import pytest
 
 from kvpool.cli.launch.cluster import free_port
 from kvpool.client import Cancelled, Client, ClientConfig, FailedPrecondition, SyncClient
-from tests.client.fakes import CAT, HANG, SAT, THE, FakeManager, FakeWorker, answer, fake_cluster
+from tests.client.fakes import HANG, FakeManager, FakeWorker, answer, fake_cluster
+from tests.client.words import CAT, SAT, THE
 from tests.until import until
 
 
@@ -54,7 +55,6 @@ async def test_a_reader_that_leaves_cancels_the_call(leave: Callable[[SyncClient
 
 
 async def test_the_thread_ends_with_the_client() -> None:
-    """Nothing keeps running, closing twice is no error, and a closed client says that it is closed."""
     async with fake_cluster(FakeWorker("w")) as manager:
 
         def use() -> None:
@@ -100,7 +100,6 @@ async def test_closing_wakes_a_thread_that_waits_for_the_manager() -> None:
 
 
 async def test_closing_wakes_a_thread_that_waits_for_a_worker() -> None:
-    """Also where the stream is closed by a `with`: its error is the one that says what happened."""
     async with fake_cluster() as manager:
         client = sync_client(manager, worker_wait=60.0)
 
@@ -112,7 +111,6 @@ async def test_closing_wakes_a_thread_that_waits_for_a_worker() -> None:
 
 
 async def test_closing_wakes_a_thread_that_tokenises() -> None:
-    """A chat whose messages take their time."""
     has_begun, may_end = threading.Event(), threading.Event()
 
     class Slow(dict[str, str]):
@@ -153,7 +151,6 @@ async def test_several_threads_share_one_client() -> None:
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    """Whoever adds one to Client adds it here."""
     for name, method in inspect.getmembers(Client, inspect.isfunction):
         if not name.startswith("_"):
             assert inspect.signature(method).parameters == inspect.signature(getattr(SyncClient, name)).parameters, name

@@ -37,7 +37,6 @@ def model(**facts: Any) -> Model:
 
 
 def chat(text: str) -> list[dict[str, Any]]:
-    """One message."""
     return [{"role": "user", "content": text}]
 
 
@@ -63,7 +62,6 @@ class Untouched:
 @pytest.mark.parametrize("name", ENCODES)
 @pytest.mark.parametrize("has_encoder", [False, True])
 def test_a_text_that_certainly_does_not_fit_is_not_tokenised(name: str, has_encoder: bool) -> None:
-    """Nor rendered. The limit is the model's, or that of its encoder, which has no chat."""
     if has_encoder and "chat" in name:
         return
     facts = {"is_encoder_decoder": True, "max_encoder_tokens": MAX_MODEL_LEN, "max_model_len": 1 << 20}
@@ -75,7 +73,6 @@ def test_a_text_that_certainly_does_not_fit_is_not_tokenised(name: str, has_enco
 
 
 def test_a_text_that_may_fit_is_tokenised_and_counted() -> None:
-    """A text that is only counted may be longer than the model takes, and so may messages that the template leaves out."""
     known = model()
     assert len(known.encode_prompt("é" * (MAX_MODEL_LEN // 2 - 1))) == MAX_MODEL_LEN - 2
     with pytest.raises(InvalidRequest, match=f"has {MAX_MODEL_LEN + 1} tokens"):
@@ -85,7 +82,6 @@ def test_a_text_that_may_fit_is_tokenised_and_counted() -> None:
 
 
 def test_a_prompt_keeps_the_space_around_it() -> None:
-    """To a model it is a part of the text."""
     prompt = "  the\tcat\r\n "
     assert len(model().encode_prompt(prompt)) == len(prompt)
 
@@ -98,7 +94,6 @@ def test_a_tokenizer_that_may_drop_text_is_given_more() -> None:
 
 
 def test_all_text_of_messages_counts() -> None:
-    """Keys too, and what is nested."""
     parts = [{"type": "text", "text": "abc"}, {"type": "text", "text": "de"}]
     assert num_characters([{"role": "user", "content": parts, "n": 1}]) == len(
         "roleuserncontent" + 2 * "typetexttext" + "abcde"
@@ -106,7 +101,6 @@ def test_all_text_of_messages_counts() -> None:
 
 
 async def test_long_texts_are_encoded_one_at_a_time_and_short_ones_beside_them() -> None:
-    """Also if the caller of one leaves: its thread goes on, and the next waits for it."""
     encoding = Encoding()
     begun: list[str] = []
     ends = {name: threading.Event() for name in "abc"}

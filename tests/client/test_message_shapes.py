@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,12 +75,6 @@ CONVERSATIONS: dict[str, Messages] = {
     "reasoning": [HI, {"role": "assistant", "content": None, "reasoning_content": "hm"}, HI],
     "reasoning by its older name": [HI, {"role": "assistant", "content": "Yes", "reasoning": "hm"}, HI],
 }
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[TemplateProcess]:
-    with closing(TemplateProcess()) as child:
-        yield child
 
 
 def oracle(source: str, messages: Messages) -> str:
@@ -158,8 +151,7 @@ TOOL_ARGUMENTS = {
     ],
 )
 def test_a_template_gets_the_shape_that_it_reads(process: TemplateProcess, content: str, arguments: str) -> None:
-    """A text was lost without a word by a template that reads parts: its characters are no parts. Arguments may be sent as a
-    mapping too, which a template that reads text would print as Python writes it."""
+    """Arguments may be sent as a mapping too, which a template that reads text would print as Python writes it."""
     content_source, content_shape = CONTENTS[content]
     arguments_source, arguments_shape = TOOL_ARGUMENTS[arguments]
     source = source_of(content_source, arguments_source)
@@ -172,7 +164,6 @@ def test_a_template_gets_the_shape_that_it_reads(process: TemplateProcess, conte
 
 
 def test_roles_may_be_read_in_different_shapes(process: TemplateProcess) -> None:
-    """A system prompt that is joined to a text, before messages whose parts are looped over."""
     begin = "{% if messages[0].role == 'system' %}{{ 'S ' + messages[0].content }}{% endif %}"
     source = begin + "{% for m in messages if m.role != 'system' %}" + LOOP + "{% endfor %}"
     system = "{% if m.role == 'system' %}" + LOOP
@@ -209,8 +200,7 @@ def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_role(
 
 
 def test_what_one_conversation_does_to_a_template_does_not_change_the_next(process: TemplateProcess) -> None:
-    """Shapes are remembered. A conversation that fails, or has variables and keys of its own, teaches nothing about another one of
-    the same roles, and no text that a user writes is taken for a mark."""
+    """Shapes are remembered, not for other variables or after a failure; no text of a user is a mark."""
     loop = "{% for m in messages %}{% if m.plain or plain %}{{ m.content }}{% else %}" + LOOP + "{% endif %}"
     template = ChatTemplate(loop + "{{ m.name + '' if m.name }}{% endfor %}", {}, process=process)
     assert template.render(as_messages([HI]), arguments={"plain": True}) == "Hi"
@@ -243,15 +233,13 @@ def test_what_one_conversation_does_to_a_template_does_not_change_the_next(proce
     ],
 )
 async def test_messages_that_make_no_sense_are_refused_at_once(messages: Any, words: str) -> None:
-    """Before anything is sent: no manager answers here."""
     async with Client(config=ClientConfig(manager="127.0.0.1:1")) as client:
         with pytest.raises(InvalidRequest, match=words):
             client.chat(messages)
 
 
 def test_messages_are_kept_but_for_what_is_null() -> None:
-    """Also in tool calls. Roles and other keys are the template's to know, reasoning has all of its names, and a refusal is text.
-    The caller's messages are not changed."""
+    """Roles and other keys are the template's to know, reasoning has all its names, and a refusal is text."""
     parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
     nulls = {"id": None, "function": {"name": "f", "arguments": None}}
     asked: Messages = [

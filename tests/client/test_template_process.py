@@ -34,8 +34,9 @@ from kvpool.client.template_child import MEMORY_BYTES
 from kvpool.client.template_process import TemplateProcess, _Child
 from kvpool.v1 import worker_pb2
 from tests.client.clients import quick
-from tests.client.fakes import FakeModel, FakeWorker, fake_cluster, text_files
+from tests.client.fakes import FakeModel, FakeWorker, fake_cluster
 from tests.client.processes import is_alive, parent
+from tests.client.words import text_files
 from tests.python_program import run_python
 from tests.until import until
 
@@ -44,12 +45,6 @@ USER = [{"role": "user", "content": "hi"}]
 HONEST = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def process() -> Any:
-    with contextlib.closing(TemplateProcess()) as process:
-        yield process
 
 
 def render(process: TemplateProcess, source: str, messages: Sequence[Any] = USER, **arguments: Any) -> str:
@@ -111,7 +106,6 @@ def test_a_template_changes_nothing_that_it_is_given(process: TemplateProcess, s
 
 
 def test_templates_find_what_transformers_gives_them(process: TemplateProcess) -> None:
-    """tojson without HTML escapes, the date, loop controls, generation blocks, special tokens, trimmed blocks."""
     assert render(process, "{{ bos_token }}") == "<s>"
     content = "hi <b> & ü"
     assert (
@@ -158,8 +152,7 @@ def test_a_template_that_fails_is_told_as_such(process: TemplateProcess, source:
 def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(
     process: TemplateProcess, source: str, words: str
 ) -> None:
-    """The attacks take gigabytes, do not end, or recurse too deeply. What they took is given back. The error, which is short, says
-    which bound was exceeded."""
+    """The attacks take gigabytes, do not end, or recurse too deeply. The error says which bound was exceeded."""
     with pytest.raises(InvalidRequest, match=f"the model's chat template {words}") as caught:
         render(process, source)
     assert caught.value.reason == "BAD_TEMPLATE"
@@ -168,7 +161,6 @@ def test_an_attack_ends_with_an_error_and_the_next_chat_is_served(
 
 
 def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplateProcess) -> None:
-    """Of a long conversation too, one after the other in the same process, characters of all sizes and halves of pairs."""
     messages = [{"role": "user", "content": "é€𝄞\ud83d " * 200_000}] * 3
     for _ in range(3):
         text = render(process, HONEST, messages)
@@ -176,7 +168,6 @@ def test_templates_that_stay_within_the_bounds_are_rendered(process: TemplatePro
 
 
 def test_a_process_that_was_killed_is_replaced() -> None:
-    """One that is killed while it renders too: the new one is asked again."""
     with contextlib.closing(TemplateProcess()) as process, ThreadPoolExecutor(1) as thread:
         before = children()
         for _ in range(2):
@@ -192,7 +183,6 @@ def test_a_process_that_was_killed_is_replaced() -> None:
 
 
 def test_several_threads_share_one_process(process: TemplateProcess) -> None:
-    """Each has its own answer."""
     render(process, HONEST)
     before = children()
     with ThreadPoolExecutor(8) as threads:
@@ -236,7 +226,6 @@ def test_an_interrupt_in_the_middle_leaves_no_old_answer(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to look at, and without a process left."""
     before = children()
     for command in (("/nowhere/python",), (sys.executable, "-c", "raise SystemExit(7)")):
         monkeypatch.setattr("kvpool.client.template_process._COMMAND", command)
@@ -251,7 +240,6 @@ def test_a_process_that_cannot_be_started_is_an_error_of_ours(monkeypatch: pytes
 
 @pytest.mark.parametrize("value", [object(), b"bytes", {1, 2}])
 def test_what_is_no_json_is_refused(value: object) -> None:
-    """Without a process."""
     process, before = TemplateProcess(), children()
     with pytest.raises(InvalidRequest, match="JSON"):
         render(process, HONEST, [{"role": "user", "content": value}])
@@ -308,18 +296,10 @@ async def test_the_process_starts_with_a_clients_first_chat_and_ends_with_the_cl
     assert children() == before
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{{ 'a'.ljust(10**9) }}", "needed more than 256 MiB"),
-        ("{{ raise_exception('roles must alternate') }}", "refused: roles must alternate"),
-    ],
-)
-async def test_an_error_of_a_template_is_an_error_of_its_chat(template: str, words: str) -> None:
-    """Over a whole client: the words reach the caller, and a prompt without the template is served."""
-    worker = FakeWorker("w", model=FakeModel(files=text_files(template)))
+async def test_an_error_of_a_template_is_an_error_of_its_chat() -> None:
+    worker = FakeWorker("w", model=FakeModel(files=text_files("{{ raise_exception('roles must alternate') }}")))
     async with fake_cluster(worker) as manager, quick(manager) as client:
-        with pytest.raises(InvalidRequest, match=f"chat template {words}"):
+        with pytest.raises(InvalidRequest, match="chat template refused: roles must alternate"):
             await client.chat(USER).collect()
         assert (await client.generate("the").collect()).text
 
@@ -334,7 +314,6 @@ class Announcing(FakeModel):
 
 
 async def test_model_files_are_bounded_in_all_before_they_are_received() -> None:
-    """Each alone would do."""
     worker = FakeWorker("w", model=Announcing())
     async with fake_cluster(worker) as manager, quick(manager) as client:
         with pytest.raises(ProtocolError, match=rf"at most {DEFAULT_MAX_BYTES}.*max_model_bytes") as caught:

@@ -29,7 +29,6 @@ class UpHere:
     reach no child that is forked."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """`arguments`: those of `kvpool up`."""
         own, of_workers = FLAGS.split(list(arguments))
         settings = load_settings(UpSettings, own)
         self._spec = settings.spec(of_workers)
@@ -41,11 +40,9 @@ class UpHere:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvpool up", daemon=True)
         self.status: int | None = None
-        """Exit status, once it has ended."""
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
         return self._output.getvalue()
 
     def start(self) -> None:

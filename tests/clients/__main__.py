@@ -16,8 +16,6 @@ from pathlib import Path
 from tests.clients.environments import NAMES, PINS, NoEnvironment, folder_of, make
 from tests.clients.table import VARIABLE
 
-HERE = Path(__file__).parent
-
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit status."""
@@ -33,7 +31,7 @@ def main(words: Sequence[str]) -> int:
         except NoEnvironment as error:
             print(f"{name} cannot be tested.\n{error}", file=sys.stderr)
             return 1
-    command = [sys.executable, "-m", "pytest", str(HERE), *words[len(named) :]]
+    command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), *words[len(named) :]]
     return subprocess.run(command, env={**os.environ, VARIABLE: " ".join(named or NAMES)}, check=False).returncode
 
 

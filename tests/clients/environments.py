@@ -19,7 +19,6 @@ NAMES: Final = tuple(sorted(path.stem for path in PINS.glob("*.txt")))
 _MADE_OF: Final = ".made-of"
 """In an environment: what it was made of, written when it was complete."""
 _SHOWN_CHARACTERS: Final = 2000
-"""Of what pip printed, the end."""
 
 
 class NoEnvironment(Exception):

@@ -34,7 +34,6 @@ async def refused(ask: Callable[[], Any]) -> dict[str, Any]:
 
 
 async def seen_by(driver: Any, job: Any) -> dict[str, Any]:
-    """What the driver's client sees."""
     seen: dict[str, Any] = await driver.drive(job)
     seen["refused"] = {name: await refused(ask) for name, ask in seen["refused"].items()}
     return seen

@@ -44,11 +44,9 @@ class Served:
         return f"http://{self.cluster.address(gateway)}"
 
     async def own_chat(self, messages: Any) -> OwnAnswer:
-        """The greedy answer of kvpool's own client."""
         return await _read(self.client.chat(messages, max_tokens=MAX_TOKENS))
 
     async def own_text(self, prompt: str) -> OwnAnswer:
-        """The greedy continuation of kvpool's own client."""
         return await _read(self.client.generate(prompt, max_tokens=MAX_TOKENS))
 
     async def chats_of(self, gateway: str) -> float:

@@ -48,10 +48,7 @@ CLIENTS: Final[Mapping[str, Client]] = {
         text_usage=False,
     ),
     "litellm": Client(
-        "Glaciers",
-        "BadRequestError",
-        {"tools": "tools", "response_format": "response_format"},
-        passes_param_on=False,
+        "Glaciers", "BadRequestError", {"tools": "tools", "response_format": "response_format"}, passes_param_on=False
     ),
     "llama-index": Client("Lighthouses", "BadRequestError", {"tools": "tools", "response_format": "response_format"}),
     "openai-agents": Client(

@@ -1,4 +1,4 @@
-"""A client's environment is made once, again when its pins change, and an error if it cannot be made."""
+"""Each client has exact versions, and an environment that cannot be made is an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.__main__ import main
 from tests.clients.environments import NAMES, PINS, NoEnvironment, make
 from tests.clients.table import CLIENTS, ROUTERS
 
@@ -21,23 +20,9 @@ def test_each_client_has_exact_versions_and_a_test() -> None:
     assert {*CLIENTS, *ROUTERS, "lm-eval"} == set(NAMES)
 
 
-def test_an_environment_is_used_until_its_pins_change(tmp_path: Path) -> None:
-    folder, pins = tmp_path / "environment", tmp_path / "pins.txt"
-    pins.write_text("# nothing\n")
-    assert make(folder, pins)
-    assert not make(folder, pins)
-    pins.write_text("# nothing else\n")
-    assert make(folder, pins)
-
-
 def test_an_environment_that_could_not_be_made_is_an_error_each_time(tmp_path: Path) -> None:
     folder, pins = tmp_path / "environment", tmp_path / "pins.txt"
     pins.write_text("--no-index\n--find-links .\nno-such-client==1\n")
     for _ in range(2):
         with pytest.raises(NoEnvironment, match="no-such-client"):
             make(folder, pins)
-
-
-def test_a_client_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["no-such-client"]) == 2
-    assert "litellm" in capsys.readouterr().err

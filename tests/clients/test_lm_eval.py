@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import pytest
 import pytest_asyncio
@@ -34,20 +34,11 @@ QUESTIONS: Final[list[dict[str, Any]]] = [
 ]
 
 
-class Score(NamedTuple):
-    """Of a choice."""
-
-    logprob: float
-    """Of all its tokens."""
-    greedy: bool
-    """Whether each of its tokens is the most probable one."""
-
-
-def direct_scores() -> list[list[Score]]:
-    """Of each question and choice, from the logits of one forward pass, in float32."""
+def direct_scores() -> list[list[tuple[float, bool]]]:
+    """For each choice of each question its log-probability, and whether each of its tokens is the most probable one."""
     model = AutoModelForCausalLM.from_pretrained(_folder(), dtype=torch.float32).eval()
     encode = smollm2.tokenizer().encode
-    scores: list[list[Score]] = []
+    scores: list[list[tuple[float, bool]]] = []
     for question in QUESTIONS:
         scores.append([])
         num_context = len(encode(question["question"]).ids)
@@ -57,7 +48,7 @@ def direct_scores() -> list[list[Score]]:
                 logits = model(torch.tensor([ids])).logits[0, num_context - 1 : -1].log_softmax(-1)
             targets = torch.tensor(ids[num_context:])
             logprob = float(logits.gather(1, targets[:, None]).sum())
-            scores[-1].append(Score(logprob, bool((logits.argmax(-1) == targets).all())))
+            scores[-1].append((logprob, bool((logits.argmax(-1) == targets).all())))
     return scores
 
 
@@ -72,11 +63,10 @@ async def seen(served: Served) -> dict[str, Any]:
 
 async def test_scores_are_those_of_the_models_own_logits(seen: dict[str, Any]) -> None:
     direct = direct_scores()
-    assert len({score.greedy for scores in direct for score in scores}) == 2, "the questions cannot tell"
+    assert len({greedy for scores in direct for _, greedy in scores}) == 2, "the questions cannot tell"
     for scores, found in zip(direct, seen["choices"], strict=True):
-        for score, (logprob, greedy) in zip(scores, found, strict=True):
-            assert logprob == pytest.approx(score.logprob, abs=LOGPROB_TOLERANCE)
-            assert greedy == score.greedy
-    best = [max(range(len(scores)), key=lambda choice: scores[choice].logprob) for scores in direct]
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in scores]
+        assert [value for value, _ in found] == pytest.approx([value for value, _ in scores], abs=LOGPROB_TOLERANCE)
+    best = [scores.index(max(scores)) for scores in direct]
     right = [found == question["answer"] for found, question in zip(best, QUESTIONS, strict=True)]
     assert seen["accuracy"] == pytest.approx(sum(right) / len(right))

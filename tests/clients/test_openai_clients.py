@@ -13,8 +13,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 @pytest.mark.parametrize("name", chosen(CLIENTS))
 async def test_a_client_passes_on_kvpools_own_answers_and_what_it_refuses(name: str, served: Served) -> None:
-    """Chats and texts, whole and streamed, and by asynchronous functions where there are any. What kvpool cannot do ends in the
-    client's own exception with our words."""
     client = CLIENTS[name]
     seen = await driving.drive(name, served, client.subject)
     if client.chats:

@@ -21,30 +21,25 @@ from tests.clients.served import GATEWAYS, MAX_TOKENS, MODEL, Served, messages_a
 from tests.clients.table import ROUTERS, chosen
 from tests.cluster.cluster import HOST, free_port
 from tests.cluster.polling import eventually
-from tests.cluster.process import Process
+from tests.cluster.process import EXECUTE, Process
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 SUBJECTS: Final = ("Rivers", "Bridges", "Deserts", "Islands", "Markets", "Bakeries", "Theatres", "Meadows")
-_EXECUTE: Final = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 _START_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Router:
-    """One that runs."""
-
     name: str
     served: Served
     openai: openai.AsyncOpenAI
 
     async def chat(self, subject: str) -> tuple[Any, ...]:
-        """A whole answer."""
         whole = await self.openai.chat.completions.create(**_asked(subject))
         return _answer(whole.choices[0].message.content or "", whole.usage)
 
     async def chat_streamed(self, subject: str) -> tuple[Any, ...]:
-        """A streamed answer."""
         text, usage = "", None
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         async for chunk in await self.openai.chat.completions.create(**_asked(subject), **options):
@@ -53,7 +48,6 @@ class Router:
         return _answer(text, usage)
 
     async def text(self, subject: str) -> tuple[Any, ...]:
-        """A text that is continued."""
         whole = await self.openai.completions.create(
             model=MODEL, prompt=text_about(subject), temperature=0, max_tokens=MAX_TOKENS
         )
@@ -64,7 +58,6 @@ class Router:
         return f"{subject} ({self.name})"
 
     async def check_chats(self) -> None:
-        """A chat about each subject is kvpool's own."""
         for subject in map(self.about, SUBJECTS):
             assert (await self.chat(subject))[0] == (await self.served.own_chat(messages_about(subject))).text
 
@@ -80,7 +73,7 @@ async def routing(name: str, command: Sequence[str], served: Served, folder: Pat
         *("--worker-urls", *map(served.url, GATEWAYS)),
     ]
     path = str(program(name, command[0]))
-    process = Process(name, ["-c", _EXECUTE, path, *command[1:], *arguments], folder / f"{name}.log", {})
+    process = Process(name, ["-c", EXECUTE, path, *command[1:], *arguments], folder / f"{name}.log", {})
     url = f"http://{HOST}:{port}"
     try:
         async with httpx.AsyncClient(base_url=url) as http:
@@ -119,7 +112,6 @@ async def router(
 
 
 async def test_chats_and_texts_are_kvpools_own_streamed_or_not(router: Router) -> None:
-    """What the cache served is reported."""
     subject = router.about(SUBJECTS[0])
     chats = [await router.chat(subject), await router.chat_streamed(subject)]
     assert_are_kvpools_own(await router.served.own_chat(messages_about(subject)), chats)
@@ -128,7 +120,6 @@ async def test_chats_and_texts_are_kvpools_own_streamed_or_not(router: Router) -
 
 
 async def test_what_kvpool_cannot_do_is_refused_in_our_words(router: Router) -> None:
-    """It has the gateway's status, and is not tried on another gateway."""
     with pytest.raises(openai.BadRequestError, match=re.escape(refusal("response_format"))):
         await router.openai.chat.completions.create(**_asked(SUBJECTS[0]), response_format={"type": "json_object"})
 
@@ -142,7 +133,6 @@ async def test_both_gateways_are_used(router: Router) -> None:
 
 
 async def test_a_gateway_that_is_killed_loses_no_chat_and_is_used_again(router: Router) -> None:
-    """Right after it was killed, too."""
     router.served.cluster.kill(GATEWAYS[1])
     await router.check_chats()
     await router.served.cluster.start_gateway(GATEWAYS[1])

@@ -26,7 +26,6 @@ from tests.cluster.process import Process, computing
 HOST = "127.0.0.1"
 MANAGER = "manager"
 GATEWAY = "gateway"
-GATEWAY_MODULE = "kvpool.gateway"
 START_SECONDS = 240.0
 """For a process to import everything and load its model, on a machine that is busy with other things."""
 
@@ -70,22 +69,11 @@ class Cluster:
     living: ClassVar[set[Cluster]] = set()
     """Clusters whose logs belong to a test that fails now."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        lease_seconds: float = 6.0,
-        keep_alive_seconds: float = 1.0,
-        turn_seconds: float | None = None,
-        may_fork: bool = True,
-    ) -> None:
-        """`folder`: for logs and states. `turn_seconds`: how long a stream of Watch keeps its place; None: as usual. `may_fork`:
-        False if every service must be started by its command."""
+    def __init__(self, folder: Path, **manager_settings: Any) -> None:
+        """`folder`: for logs and states. `turn_seconds` among the settings: how long a stream of Watch keeps its place."""
         self._folder = folder
-        self._may_fork = may_fork
-        self._manager_settings = {"lease_seconds": lease_seconds, "keep_alive_seconds": keep_alive_seconds}
-        if turn_seconds is not None:
-            self._manager_settings["turn_seconds"] = turn_seconds
+        self.manager_settings = {"lease_seconds": 6.0, "keep_alive_seconds": 1.0, **manager_settings}
+        """Those from its next start on."""
         self._ports: dict[str, int] = {MANAGER: free_port()}
         self._worker_settings: dict[str, dict[str, Any]] = {}
         self.processes: dict[str, Process] = {}
@@ -112,7 +100,6 @@ class Cluster:
     # -- processes
 
     def address(self, name: str = MANAGER) -> str:
-        """host:port of a service."""
         return f"{HOST}:{self._ports[name]}"
 
     async def start(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -128,10 +115,10 @@ class Cluster:
         await self.until_serving(MANAGER)
         return manager
 
-    def launch_manager(self) -> Process:
+    def launch_manager(self, name: str = MANAGER) -> Process:
         """Start the manager, and do not wait for it."""
-        settings = {"host": HOST, "port": self._ports[MANAGER], "state_dir": self.manager_state}
-        return self._start(MANAGER, MANAGER_MODULE, {**settings, **self._manager_settings})
+        settings = {"host": HOST, "port": self._ports[name], "state_dir": self.manager_state}
+        return self._start(name, MANAGER_MODULE, {**settings, **self.manager_settings})
 
     def start_worker(self, name: str, *, threads: int = 1, **settings: Any) -> Process:
         """Start a worker with these settings; without any, start it again with those of the last time. `step_seconds` among them:
@@ -163,7 +150,7 @@ class Cluster:
         # Not by `_start`: a gateway has its /metrics on its own port, and is not forked.
         arguments = ["--host", HOST, "--port", str(self._ports[name]), "--manager", self.address(), *_flags(settings)]
         log = self._folder / f"{name}.log"
-        self.processes[name] = process = Process(name, ["-m", GATEWAY_MODULE, *arguments], log, computing(1))
+        self.processes[name] = process = Process(name, ["-m", "kvpool.gateway", *arguments], log, computing(1))
         self._all.append(process)
 
         def answers() -> bool:
@@ -181,11 +168,9 @@ class Cluster:
 
     @property
     def manager_state(self) -> Path:
-        """The state folder of the manager."""
         return self._folder / "state"
 
     def state_dir(self, name: str) -> Path:
-        """The state folder of a worker."""
         return self._folder / f"state-{name}"
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
@@ -195,19 +180,19 @@ class Cluster:
             if setting in settings:
                 arguments[:1] = [instead, str(settings[setting])]
         log = self._folder / f"{name}.log"
-        process = Process(name, ["-m", *arguments], log, computing(threads), may_fork=self._may_fork)
+        process = Process(name, ["-m", *arguments], log, computing(threads))
         self.processes[name] = process
         self._all.append(process)
         return process
 
-    async def until_serving(self, name: str, *, or_not: bool = False) -> float:
-        """Until the service answers that it serves (`or_not`: until it answers at all); returns when, in monotonic seconds."""
+    async def until_serving(self, name: str, service: str = "", *, or_not: bool = False) -> float:
+        """Until the process, or a service of it, serves (`or_not`: until it answers); returns when, in monotonic seconds."""
         stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
 
         async def serving() -> bool:
             self._assert_running(name)
             try:
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2.0)
             except grpc.aio.AioRpcError:
                 return False
             return or_not or answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -252,11 +237,9 @@ class Cluster:
 
     @property
     def manager_stub(self) -> cache_pb2_grpc.CacheServiceStub:
-        """The manager's service as it is on the wire."""
         return cache_pb2_grpc.CacheServiceStub(self.channel())
 
     def worker_stub(self, name: str) -> worker_pb2_grpc.WorkerServiceStub:
-        """A worker's service as it is on the wire."""
         return worker_pb2_grpc.WorkerServiceStub(self.channel(name))
 
     def client(self, **config: Any) -> Client:

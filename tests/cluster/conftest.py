@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator
+from collections.abc import Generator
 
 import pytest
-import pytest_asyncio
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.tiny_cluster import TinyCluster, start_tiny_cluster
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,10 +20,3 @@ def pytest_runtest_makereport(
             for process in cluster.processes.values():
                 report.sections.append((f"log of {process!r}", process.log[-4000:]))
     return report
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def tiny(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinyCluster]:
-    """Shared by all tests that do it no harm."""
-    async with start_tiny_cluster(tmp_path_factory.mktemp("tiny")) as cluster:
-        yield cluster

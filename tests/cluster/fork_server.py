@@ -81,7 +81,6 @@ class ForkServer:
         return ForkedProcess(self, pid)
 
     def call(self, **request: Any) -> Any:
-        """The server's answer to a request."""
         process = self.begin()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -178,7 +177,6 @@ def _status_of(pid: int) -> int | None:
 
 
 def _run(service: Any, server: int, request: Mapping[str, Any]) -> NoReturn:
-    """Be the service."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != server:
         sys.exit(1)

@@ -12,14 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from unittest import mock
 
 from kvpool.cli.launch.children import ChildSpec
 from tests.cluster.fork_server import MANAGER_MODULE, WORKER_MODULE, ForkedProcess
 from tests.cluster.process import Process
-
-_POLL_SECONDS: Final = 0.01
 
 
 class ForkedChild:
@@ -36,9 +34,8 @@ class ForkedChild:
         return self._process.poll()
 
     async def wait(self) -> int:
-        """The exit status, once it has one."""
         while (status := self.returncode) is None:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(0.01)
         return status
 
     def send_signal(self, number: int) -> None:

@@ -27,8 +27,6 @@ those of all five (47)."""
 
 @dataclass(frozen=True)
 class InProcessCluster:
-    """One manager, one worker, one client."""
-
     manager: ManagerServer
     worker: WorkerServer
     client: Client

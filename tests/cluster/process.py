@@ -9,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from tests.client.processes import cpu_ticks
 from tests.cluster.fork_server import ForkedProcess, ForkServer, ending_with_this_process
 from tests.cluster.polling import eventually
+
+EXECUTE = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+"""For a program that is not in Python: its path and arguments follow `-c` and this."""
 
 
 def computing(num_threads: int) -> dict[str, str]:
@@ -20,7 +24,6 @@ def computing(num_threads: int) -> dict[str, str]:
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that is started now."""
     return {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
 
 
@@ -66,9 +69,7 @@ class Process:
     @property
     def cpu_seconds(self) -> float:
         """CPU time that it has used; it must be running."""
-        # After the name, which may contain anything: state, ppid, …; 11 and 12 are utime and stime.
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_ticks(self.pid) / os.sysconf("SC_CLK_TCK")
 
     @property
     def resident_bytes(self) -> int:

@@ -48,7 +48,6 @@ def _folder() -> Path:
 
 
 def tokenizer() -> Tokenizer:
-    """The model's own."""
     return Tokenizer.from_file(str(_folder() / "tokenizer.json"))
 
 

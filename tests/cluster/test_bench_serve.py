@@ -16,67 +16,70 @@ from tests.client.commands import kvpool, start_kvpool
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
 from tests.cluster.polling import eventually
-from tests.cluster.tiny_cluster import TinyCluster
 
-BLOCK_SIZE = 4
-SLOW_MODEL = "slow"
-
-
-async def start(cluster: Cluster, *arguments: str) -> asyncio.subprocess.Process:
-    """`kvpool bench serve` as a process of its own, which can be interrupted."""
-    return await start_kvpool("bench", "serve", "--manager", cluster.address(), *arguments)
+ROOMY = "roomy"
+"""A llama with a tokenizer of one token per character, over 1,024 blocks."""
+SLOW = "slow"
+"""Another model, on a slow device: a stream lasts as long as it has tokens, however fast the machine is."""
 
 
 class Command:
-    """`kvpool bench serve` in this process."""
+    """`kvpool bench serve` on a cluster."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+        self._arguments = ("bench", "serve", "--manager", cluster.address())
         self._capsys = capsys
 
-    async def run(self, cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
-        """Run it to its end: status, stdout, stderr."""
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
+        """As a process of its own, which can be interrupted."""
+        return await start_kvpool(*self._arguments, *arguments)
+
+    async def run(self, *arguments: str) -> tuple[int, str, str]:
+        """Run it to its end in this process: status, stdout, stderr."""
         self._capsys.readouterr()
-        status = await kvpool("bench", "serve", "--manager", cluster.address(), *arguments)
+        status = await kvpool(*self._arguments, *arguments)
         return (status, *self._capsys.readouterr())
 
-    async def measured(self, cluster: Cluster, model: str, *arguments: str) -> Any:
+    async def measured(self, model: str, *arguments: str) -> Any:
         """Its JSON, after a good end."""
-        status, out, err = await self.run(cluster, "--model", model, "--json", *arguments)
+        status, out, err = await self.run("--model", model, "--json", *arguments)
         assert status == 0, err
         found = json.loads(out)
         assert found["error"] is None
         assert found["model"] == model
         return found["cases"]
 
-    async def measured_on(self, tiny: TinyCluster, *arguments: str) -> Any:
-        """Of one of the models of the shared cluster."""
-        return await self.measured(tiny.cluster, TinyCluster.ROOMY, *arguments)
-
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(capsys)
+def command(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(cluster, capsys)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def slow(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Its only worker has a slow device: a stream lasts as long as it has tokens, however fast the machine is."""
-    folder = tmp_path_factory.mktemp("slow")
-    model = make_endless_model(folder / SLOW_MODEL, tokenizer=True)
-    settings = {"model": model.path, "block_size": BLOCK_SIZE, "num_blocks": 4097, "step_seconds": 0.01}
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """Two workers, each with a model of its own: what is to be measured has to be named. In the end every law holds."""
+    folder = tmp_path_factory.mktemp("bench")
+    roomy = make_endless_model(folder / ROOMY, tokenizer=True)
+    slow = make_endless_model(folder / SLOW, architecture="olmo2", tokenizer=True)
     async with Cluster(folder, lease_seconds=1.0, keep_alive_seconds=0.2) as cluster:
-        await cluster.start({"only": settings})
+        await cluster.start(
+            {
+                ROOMY: {"model": roomy.path, "block_size": 4, "num_blocks": 1025},
+                SLOW: {"model": slow.path, "block_size": 4, "num_blocks": 4097, "step_seconds": 0.01},
+            }
+        )
         yield cluster
+        await cluster.until_clean()
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_shared_prefixes_are_computed_once(command: Command, tiny: TinyCluster) -> None:
+async def test_shared_prefixes_are_computed_once(command: Command) -> None:
     arguments = (
         "--workload shared --requests 5 --prefix-tokens 32 --own-tokens 6 --generated-tokens 5 --repetitions 2 --warm"
     )
-    cases = await command.measured_on(tiny, *arguments.split())
+    cases = await command.measured(ROOMY, *arguments.split())
     for run in cases["cold"]["runs"]:
         assert (run["num_complete"], run["num_prompt_tokens"], run["num_generated_tokens"]) == (5, 5 * 38, 25)
         # The first one computes the prefix, the other four wait for it.
@@ -116,19 +119,19 @@ OPEN_LOOP = "--rate 200 --arrivals constant --max-in-flight 2"
     ids=["unshared requests find nothing", "a document is read once", "turns of chats find what was before"],
 )
 async def test_a_workload_hits_what_it_shares(
-    command: Command, tiny: TinyCluster, arguments: str, expected: dict[str, int], turns: list[str]
+    command: Command, arguments: str, expected: dict[str, int], turns: list[str]
 ) -> None:
-    cases = await command.measured_on(tiny, *arguments.split())
+    cases = await command.measured(ROOMY, *arguments.split())
     (run,) = cases["cold"]["runs"]
     assert run["num_planned"] == expected["num_complete"]
     assert expected.items() <= run.items()
     assert list(cases["cold"]["time_to_first_token_by_turn"]) == turns
 
 
-async def test_mixed_lengths_tell_their_waste(command: Command, slow: Cluster) -> None:
+async def test_mixed_lengths_tell_their_waste(command: Command) -> None:
     """It is looked at the blocks four times a second; each answer takes longer than that."""
     cases = await command.measured(
-        slow, SLOW_MODEL, "--workload", "mixed", "--requests", "8", "--users", "4", "--prefix-tokens", "16", "--own-tokens",
+        SLOW, "--workload", "mixed", "--requests", "8", "--users", "4", "--prefix-tokens", "16", "--own-tokens",
         "60", "--generated-tokens", "60", "--seed", "7", "--no-warm-up",
     )  # fmt: skip
     (run,) = cases["cold"]["runs"]
@@ -140,38 +143,38 @@ async def test_mixed_lengths_tell_their_waste(command: Command, slow: Cluster) -
     assert waste["reserve"] >= 0
 
 
-async def test_the_tables_say_what_was_done(command: Command, tiny: TinyCluster) -> None:
+async def test_the_tables_say_what_was_done(command: Command) -> None:
     status, out, err = await command.run(
-        tiny.cluster, "--model", TinyCluster.ROOMY, "--requests", "2", "--users", "1", "--prefix-tokens", "8",
-        "--generated-tokens", "3",
-    )  # fmt: skip
+        "--model", ROOMY, "--requests", "2", "--users", "1", "--prefix-tokens", "8", "--generated-tokens", "3"
+    )
     assert status == 0
     for wanted in ("time to first token", "inter-token latency", "generated tokens/s", "2 of 2 complete", "hit rate"):
         assert wanted in out
     assert "shared: 2 requests of 8 shared + 32 own + 3 generated tokens; 1 user, closed loop" in err
 
 
-async def test_a_workload_that_no_worker_has_room_for_is_one_line(command: Command, tiny: TinyCluster) -> None:
+async def test_a_workload_that_no_worker_has_room_for_is_one_line(command: Command) -> None:
     """By the pools of the workers, which are smaller than what the model allows."""
-    status, out, err = await command.run(tiny.cluster, "--model", TinyCluster.ROOMY, "--prefix-tokens", "65536")
+    status, out, err = await command.run("--model", ROOMY, "--prefix-tokens", "65536")
     assert (status, out) == (1, "")
     assert "the longest conversation has 65600 tokens with its answers, its workers take 4097" in err.splitlines()[-1]
 
 
-async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(slow: Cluster) -> None:
-    """The last on that cluster. An engine that falls silent: tests/load/test_bench_load.py."""
-    before = (await slow.describe())[0].totals.num_prompt_tokens
-    process = await start(
-        slow, "--json", "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
+async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(
+    command: Command, cluster: Cluster
+) -> None:
+    """The last on that worker. An engine that falls silent: tests/load/test_bench_load.py."""
+    before = (await cluster.worker(SLOW)).totals.num_prompt_tokens
+    process = await command.start(
+        "--json", "--model", SLOW, "--workload", "unshared", "--requests", "4000", "--users", "4", "--own-tokens", "20",
         "--generated-tokens", "20", "--no-warm-up",
     )  # fmt: skip
 
     async def has_served() -> bool:
-        (worker,) = await slow.describe()
-        return worker.totals.num_prompt_tokens - before > 400
+        return (await cluster.worker(SLOW)).totals.num_prompt_tokens - before > 400
 
     await eventually(has_served, "twenty requests begin")
-    slow.kill("only")
+    cluster.kill(SLOW)
     out, err = await asyncio.wait_for(process.communicate(), 90)
     assert process.returncode == 1
     found = json.loads(out)
@@ -186,9 +189,9 @@ async def test_a_worker_that_dies_midway_leaves_an_error_and_partial_figures(slo
     assert found["error"] in last
 
 
-async def test_ctrl_c_tells_what_was_complete(tiny: TinyCluster) -> None:
-    process = await start(
-        tiny.cluster, "--json", "--model", TinyCluster.ROOMY, "--workload", "unshared", "--requests", "4", "--own-tokens",
+async def test_ctrl_c_tells_what_was_complete(command: Command) -> None:
+    process = await command.start(
+        "--json", "--model", ROOMY, "--workload", "unshared", "--requests", "4", "--own-tokens",
         "8", "--generated-tokens", "4", "--repetitions", "1000",
     )  # fmt: skip
     assert process.stderr is not None

@@ -88,7 +88,6 @@ def test_only_services_in_the_environment_of_the_server_are_forked(monkeypatch: 
 
 
 async def test_services_end_with_their_server(folder: Path) -> None:
-    """This one can start managers only, for which it imports little."""
     server = ForkServer(environment_with({}), modules=[MANAGER_MODULE])
     flags = ["--port", str(free_port()), "--state-dir", str(folder / "state")]
     try:

@@ -24,7 +24,6 @@ PROMPTS = slice(2, 4)
 
 
 async def all_answers(cluster: InProcessCluster, prompt: tuple[int, ...], **options: Any) -> list[Completion]:
-    """The answers to one request."""
     return await cluster.client.generate(prompt, **options).collect_all()
 
 
@@ -56,7 +55,6 @@ async def check_answers(cluster: InProcessCluster, tiny: TinyModel, expected: li
 
 
 def common_options(tiny: TinyModel) -> dict[str, Any]:
-    """Of answers that are drawn."""
     return {**SAMPLED, "max_tokens": tiny.num_new_tokens, "ignore_eos": True}
 
 
@@ -76,7 +74,6 @@ async def test_answers_in_a_tight_pool_are_those_of_single_requests(
 
 
 def found_beams(answers: list[Completion]) -> list[Beam]:
-    """As the oracle gives them."""
     assert all(answer.score is not None for answer in answers)
     return [Beam(list(answer.token_ids), answer.score or 0.0) for answer in answers]
 
@@ -89,7 +86,6 @@ def check_beams(found: list[Beam], expected: list[Beam]) -> None:
 # Full attention, windows beside it, and states beside it.
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "lfm2"])
 async def test_beams_are_those_of_generate(architecture: str, tmp_path: Path) -> None:
-    """All prompts at once, among answers that are sampled, cold and warm."""
     tiny = make_tiny_model(architecture, tmp_path / architecture)
     oracle = Oracle.of(tiny.path)
     count = tiny.num_new_tokens
@@ -106,7 +102,6 @@ async def test_beams_are_those_of_generate(architecture: str, tmp_path: Path) ->
 
 
 async def test_searches_end_early_as_those_of_generate(tmp_path: Path) -> None:
-    """Texts that end early in every kind of search."""
     tiny = make_tiny_model("llama", tmp_path / "llama")
     oracle = Oracle.of(tiny.path)
     prompt, count = tiny.prompts[1], tiny.num_new_tokens
@@ -157,7 +152,6 @@ async def test_beams_in_a_tight_pool_are_preempted_and_find_the_same(tmp_path: P
 
 
 async def test_each_answer_has_all_that_was_asked_for(tmp_path: Path) -> None:
-    """Echo, log-probabilities of the prompt and of the tokens, text and usage are those of a request alone."""
     tiny = make_tiny_model("llama", tmp_path / "llama", tokenizer=True)
     prompt = "the cache keeps what it has read"
     common: dict[str, Any] = {
@@ -182,7 +176,6 @@ async def test_each_answer_has_all_that_was_asked_for(tmp_path: Path) -> None:
 
 
 async def test_a_stop_string_ends_a_beam_and_tokens_have_their_log_probabilities(tmp_path: Path) -> None:
-    """As in generate with stop_strings; log-probabilities are the model's own."""
     tiny = make_tiny_model("llama", tmp_path / "llama", tokenizer=True)
     oracle = Oracle.of(tiny.path)
     tokenizer = AutoTokenizer.from_pretrained(tiny.path)

@@ -34,7 +34,6 @@ def as_shipped(shipped: TinyModel, folder: Path, content: dict[str, Any]) -> Pat
 
 
 async def test_a_request_that_says_nothing_gets_what_the_file_asks_for(shipped: TinyModel, tmp_path: Path) -> None:
-    """From the library, and from a caller that knows no more than the protocol; and each option overrides the field."""
     content = {
         "max_new_tokens": 12,
         "repetition_penalty": 1.3,

@@ -20,15 +20,13 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
 from tests.cluster.polling import eventually
 from tests.cluster.process import Process
+from tests.until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Generate = worker_pb2.GenerateRequest
 Call = grpc.aio.UnaryStreamCall[worker_pb2.GenerateRequest, worker_pb2.GenerateResponse]
 Status = grpc.StatusCode
-
-CAPACITY_TOKENS = 1024 * 16
-"""Less than the model's longest sequence."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -69,7 +67,6 @@ class Caller:
         return call
 
     def cancel(self) -> None:
-        """Cancel all streams."""
         for call in self._calls:
             call.cancel()
 
@@ -130,26 +127,21 @@ MALFORMED = [
     Bad("token_ids { ids: 4294967295 }", "prompt", "vocabulary of 264"),
     Bad("token_ids {" + "ids: 1 " * ENDLESS_MODEL_LEN + "}", "prompt", str(ENDLESS_MODEL_LEN)),
     Bad(f"stop {{ max_tokens: {ENDLESS_MODEL_LEN} }}", "max_tokens", "at most 65531"),
-    Bad(f"stop {{ max_tokens: {CAPACITY_TOKENS} }}", "max_tokens", "--num-blocks", reason="NEVER_FITS"),
+    Bad(f"stop {{ max_tokens: {1024 * 16} }}", "max_tokens", "--num-blocks", reason="NEVER_FITS"),
     Bad("sequence_id: ''", "sequence_id", "1 to 128 bytes"),
     Bad(f"sequence_id: '{'é' * 65}'", "sequence_id", "got 130"),
     Bad("attempt: 0", "attempt", "from 1"),
     Bad("sampling { temperature: -1 }", "sampling.temperature", "got -1"),
     Bad("sampling { temperature: nan }", "sampling.temperature", "nan"),
-    Bad("sampling { temperature: inf }", "sampling.temperature", "inf"),
     Bad("sampling { temperature: 101 }", "sampling.temperature", "[0, 100]"),
     Bad("sampling { top_p: 0 }", "sampling.top_p", "(0, 1]"),
     Bad("sampling { top_p: 1.5 }", "sampling.top_p", "(0, 1]"),
-    Bad("sampling { top_p: nan }", "sampling.top_p", "nan"),
     Bad("sampling { min_p: -0.1 }", "sampling.min_p", "[0, 1], got -0.1"),
     Bad("sampling { min_p: 1.1 }", "sampling.min_p", "[0, 1]"),
-    Bad("sampling { min_p: nan }", "sampling.min_p", "nan"),
     Bad("sampling { repetition_penalty: 0 }", "sampling.repetition_penalty", "(0, 10]"),
     Bad("sampling { repetition_penalty: 11 }", "sampling.repetition_penalty", "(0, 10]"),
-    Bad("sampling { repetition_penalty: nan }", "sampling.repetition_penalty", "nan"),
     Bad("sampling { presence_penalty: 2.1 }", "sampling.presence_penalty", "[-2, 2]"),
     Bad("sampling { presence_penalty: -2.1 }", "sampling.presence_penalty", "-2.1"),
-    Bad("sampling { frequency_penalty: nan }", "sampling.frequency_penalty", "nan"),
     Bad("sampling { frequency_penalty: 3 }", "sampling.frequency_penalty", "got 3"),
     Bad("sampling { logit_bias { key: 5 value: 101 } }", "sampling.logit_bias", "[-100, 100], got 101"),
     Bad("sampling { logit_bias { key: 5 value: nan } }", "sampling.logit_bias", "nan"),
@@ -180,7 +172,6 @@ MALFORMED = [
 
 @pytest.mark.parametrize("bad", MALFORMED, ids=lambda bad: bad.spoil[:40])
 async def test_a_malformed_request_is_told_what_is_wrong_with_it(cluster: Cluster, caller: Caller, bad: Bad) -> None:
-    """Code, reason and field for programs, a sentence for people; nothing is held for it."""
     error = await failure(caller.generate("a", text_format.Merge(bad.spoil, good())))
     assert (error.code(), reason_of(error)) == (bad.code, bad.reason), error
     assert [violation.partition(":")[0] for violation in details_of(error).violations] == [bad.field] * bool(bad.field)
@@ -201,7 +192,6 @@ async def test_a_request_without_a_prompt_is_told_so(cluster: Cluster, caller: C
 async def test_an_oversize_request_is_refused_by_the_transport_and_harms_nobody(
     cluster: Cluster, caller: Caller
 ) -> None:
-    """A message above 16 MiB: RESOURCE_EXHAUSTED without a reason, at the worker and at the manager."""
     request = good()
     request.token_ids.ids.extend([200] * (9 << 20))
     error = await failure(caller.generate("a", request))
@@ -216,7 +206,6 @@ async def test_an_oversize_request_is_refused_by_the_transport_and_harms_nobody(
 async def test_a_second_stream_of_an_attempt_already_exists_and_the_first_goes_on(
     cluster: Cluster, caller: Caller
 ) -> None:
-    """On the same worker the worker says so, on another one the manager does."""
     first = caller.generate("a", good())
     await first_token(first)
     error = await failure(caller.generate("a", good()))
@@ -229,7 +218,6 @@ async def test_a_second_stream_of_an_attempt_already_exists_and_the_first_goes_o
 
 @pytest.mark.parametrize("name", ["a", "b"])
 async def test_a_larger_attempt_fences_the_smaller_one_anywhere(cluster: Cluster, caller: Caller, name: str) -> None:
-    """The smaller attempt's stream ends, wherever the larger one runs; a smaller one that comes later is refused."""
     first = caller.generate("a", good())
     await first_token(first)
     request = good()
@@ -244,7 +232,6 @@ async def test_a_larger_attempt_fences_the_smaller_one_anywhere(cluster: Cluster
 
 
 async def test_a_client_that_cancels_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
-    """Eight at once, as soon as each has its first token; and some that never had one."""
     for batch in range(3):
         calls = [caller.generate("a", good(f"cancelled-{batch}-{index}")) for index in range(4)]
         if batch < 2:
@@ -256,8 +243,6 @@ async def test_a_client_that_cancels_in_mid_stream_gives_everything_back(cluster
 
 
 async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluster, caller: Caller) -> None:
-    """8 run and 4 wait; the next one is RESOURCE_EXHAUSTED with RetryInfo, and the others go on. One of another tenant takes the
-    place of one of those that wait."""
     for batch in range(2):
         running = [caller.generate("a", good(f"crowd-{batch}-{index}")) for index in range(4)]
         await asyncio.gather(*map(first_token, running))
@@ -283,7 +268,6 @@ async def test_more_requests_than_may_wait_are_told_to_come_back(cluster: Cluste
 
 
 async def test_a_deadline_in_mid_stream_gives_everything_back(cluster: Cluster, caller: Caller) -> None:
-    """For the wire and for the library."""
     call = caller.generate("a", good(), timeout=2.0)
     await first_token(call)
     assert (await failure(call)).code() is Status.DEADLINE_EXCEEDED
@@ -305,15 +289,10 @@ with SyncClient(sys.argv[1]) as client:
 
 
 async def test_a_client_killed_in_mid_stream_gives_everything_back(cluster: Cluster, tmp_path: Path) -> None:
-    """kill -9: nobody says good-bye, only the connection breaks."""
     process = Process("client", ["-c", CLIENT_SCRIPT, cluster.address()], tmp_path / "client.log", {})
-
-    async def has_token() -> bool:
-        assert process.status is None, process.log
-        return "token" in process.log
-
     try:
-        await eventually(has_token, "the client gets a token")
+        await until(lambda: "token" in process.log or process.status is not None, pause=0.02)
+        assert process.status is None, process.log
         assert any(counts.held for worker in await cluster.describe() for counts in worker.counts)
     finally:
         process.kill()
@@ -321,8 +300,6 @@ async def test_a_client_killed_in_mid_stream_gives_everything_back(cluster: Clus
 
 
 async def test_a_storm_of_everything_leaves_nothing_behind(cluster: Cluster, caller: Caller) -> None:
-    """Good, bad, cancelled and late requests to both workers at once."""
-
     async def one(index: int) -> None:
         request = good(f"storm-{index}")
         request.stop.max_tokens = 40

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import SERVICE, ManagerServer
@@ -20,28 +19,22 @@ from kvpool.client import Client
 from kvpool.v1 import cache_pb2_grpc
 from tests.cache_service.edge.peer import Worker, registration
 from tests.cache_service.election.api_server import ApiServer, listening
-from tests.cluster.cluster import HOST, MANAGER, Cluster, free_port
-from tests.cluster.fork_server import MANAGER_MODULE
+from tests.cluster.cluster import MANAGER, Cluster, free_port
 from tests.cluster.models import make_endless_model
-from tests.cluster.polling import eventually
 from tests.load.judge import Delivered
 from tests.model.plain_loop import PlainLoop
 from tests.until import until
 
 MANAGERS = ("manager-1", "manager-2")
 STEP_SECONDS = 0.03
-LEADER_LEASE_SECONDS = 2
-MOST_TOKENS = 10_000
-"""Of a text, which is read until all has happened."""
 
 
 class TwoManagers(Cluster):
     """Its manager is that of the two which leads."""
 
     def __init__(self, folder: Path, election: dict[str, Any]) -> None:
-        super().__init__(folder, lease_seconds=3.0, keep_alive_seconds=0.2)
+        super().__init__(folder, lease_seconds=3.0, keep_alive_seconds=0.2, **election)
         self._ports |= {name: free_port() for name in MANAGERS}
-        self._election = election
         self.leader = MANAGERS[0]
 
     def address(self, name: str = MANAGER) -> str:
@@ -53,23 +46,8 @@ class TwoManagers(Cluster):
         """To the one that leads, where the manager is meant."""
         return super().channel(self.leader if name == MANAGER else name)
 
-    def start_one(self, name: str) -> None:
-        """Start a manager, or start it again."""
-        settings = {"host": HOST, "port": self._ports[name], "state_dir": self.manager_state}
-        self._start(name, MANAGER_MODULE, {**settings, **self._manager_settings, **self._election})
-
-    async def leads(self, name: str) -> bool:
-        """Whether this manager says so."""
-        stub: Any = health_pb2_grpc.HealthStub(self.channel(name))
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
     async def until_led_by(self, name: str) -> None:
-        """Until this manager leads."""
-        await eventually(lambda: self.leads(name), f"{name} leads")
+        await self.until_serving(name, SERVICE)
         self.leader = name
 
 
@@ -77,7 +55,7 @@ class Reader:
     """Reads one stream, which no other worker may continue, until it leaves."""
 
     def __init__(self, client: Client, prompt: Sequence[int]) -> None:
-        self._stream = client.generate(prompt, max_tokens=MOST_TOKENS, ignore_eos=True)
+        self._stream = client.generate(prompt, max_tokens=10_000, ignore_eos=True)
         self._delivered = Delivered()
         self._task = asyncio.create_task(self._read())
 
@@ -101,16 +79,11 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def election(kind: str) -> AsyncIterator[dict[str, Any]]:
-    """Settings of both managers."""
     if kind == "file":
         yield {"election": "file"}
         return
     async with listening(ApiServer()) as url:
-        yield {
-            "election": "kubernetes:default/kvpool",
-            "kubernetes_api": url,
-            "leader_lease_seconds": LEADER_LEASE_SECONDS,
-        }
+        yield {"election": "kubernetes:default/kvpool", "kubernetes_api": url, "leader_lease_seconds": 2}
 
 
 @pytest.mark.slow
@@ -120,16 +93,11 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
     prompts = [[200 + index, *range(20)] for index in range(2)]
     async with election(kind) as settings, TwoManagers(tmp_path, settings) as cluster:
         first, second = MANAGERS
-        cluster.start_one(first)
+        cluster.launch_manager(first)
         await cluster.until_led_by(first)
-        cluster.start_one(second)
-        worker: dict[str, Any] = {
-            "block_size": 4,
-            "num_blocks": 8193,
-            "reserve_seconds": 60,
-            "step_seconds": STEP_SECONDS,
-        }
-        cluster.start_worker("a", model=model.path, **worker)
+        cluster.launch_manager(second)
+        settings = {"block_size": 4, "num_blocks": 8193, "reserve_seconds": 60, "step_seconds": STEP_SECONDS}
+        cluster.start_worker("a", model=model.path, **settings)
         await cluster.until_registered("a")
         async with cluster.client(continuation=False) as client:
             readers = [Reader(client, prompt) for prompt in prompts]
@@ -148,7 +116,7 @@ async def test_no_text_is_disturbed_when_the_other_manager_takes_over(kind: str,
                     assert "lease default/kvpool" in cluster.processes[gone].log
                 else:
                     await cluster.processes[gone].ended()
-                    cluster.start_one(gone)
+                    cluster.launch_manager(gone)
                 for reader in readers:
                     await reader.reads_on()
             texts = [await reader.leave() for reader in readers]

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import GenerateStream
 from kvpool.worker_service.model.guard.tiny_replica import NUM_PLAIN_TOKENS, replica_config
 from scripts.models.subjects import default_seq2seq_config
 from scripts.models.trial import save
+from tests.client.clients import begun
 from tests.cluster.cluster import MANAGER, Cluster
 from tests.tiny_models import MIN_MARGIN, Oracle
 
 pytestmark = pytest.mark.slow
 
 NUM_NEW = 40
-NUM_TEXTS = 3
 STEP_SECONDS = 0.04
 WORKER = {
     "block_size": 4,
@@ -31,12 +30,6 @@ WORKER = {
 }
 
 
-def numbers(length: int, seed: int) -> tuple[int, ...]:
-    """An input of the encoder."""
-    draw = random.Random(seed)
-    return tuple(draw.randrange(16, NUM_PLAIN_TOKENS) for _ in range(length))
-
-
 def make_truths(folder: Path) -> dict[tuple[int, ...], list[int]]:
     """A tiny t5 in a folder, and what it must answer to some inputs: none of these tokens is a matter of rounding."""
     config = replica_config(default_seq2seq_config("t5"), 1 << 20)
@@ -44,20 +37,14 @@ def make_truths(folder: Path) -> dict[tuple[int, ...], list[int]]:
     oracle = Oracle.of(folder)
     truths: dict[tuple[int, ...], list[int]] = {}
     for seed in range(200):
-        prompt = numbers(10 + seed % 20, seed)
+        draw = random.Random(seed)
+        prompt = tuple(draw.randrange(16, NUM_PLAIN_TOKENS) for _ in range(10 + seed % 20))
         tokens, logits = oracle.logits(prompt, NUM_NEW, [config.decoder_start_token_id])
         if float(logits.topk(2, dim=-1).values.diff(dim=-1).abs().min()) >= MIN_MARGIN:
             truths[prompt] = tokens
-            if len(truths) == NUM_TEXTS:
+            if len(truths) == 3:
                 return truths
     raise AssertionError("too few inputs prove anything")
-
-
-async def in_the_middle(stream: GenerateStream) -> None:
-    """Read until some tokens have come."""
-    count = 0
-    while count < 5:
-        count += len((await anext(stream)).token_ids)
 
 
 async def test_a_manager_that_is_killed_costs_no_token_and_no_unit(tmp_path: Path) -> None:
@@ -66,7 +53,7 @@ async def test_a_manager_that_is_killed_costs_no_token_and_no_unit(tmp_path: Pat
         await cluster.start({"a": {"model": tmp_path / "t5", **WORKER}})
         async with cluster.client() as client:
             streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in truths]
-            await asyncio.gather(*map(in_the_middle, streams))
+            await asyncio.gather(*(begun(stream, 5) for stream in streams))
             cluster.kill(MANAGER)
             await cluster.start_manager()
             await cluster.until_registered("a")
@@ -88,7 +75,7 @@ async def test_a_worker_that_is_killed_hands_its_texts_to_the_other(tmp_path: Pa
         await cluster.start({"a": worker, "b": worker})
         async with cluster.client(liveness_interval=0.5) as client:
             streams = [client.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True) for prompt in truths]
-            await asyncio.gather(*map(in_the_middle, streams))
+            await asyncio.gather(*(begun(stream, 5) for stream in streams))
             described = {one.worker_id: one.num_sequences for one in await cluster.describe()}
             victim = max(described, key=lambda name: described[name])
             cluster.kill(victim)

@@ -10,27 +10,23 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
 import grpc
 import pytest
 import pytest_asyncio
 
-from kvpool.client import Client, GenerateStream, KvpoolError, Unavailable
+from kvpool.client import Client, GenerateStream, Unavailable
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service import incarnation
+from tests.client.clients import begun
 from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
 from tests.cluster.polling import eventually
-from tests.cluster.process import Process
 from tests.cluster.truth import NUM_TOP, Truth, truths_of
-from tests.cluster.two_workers import TwoWorkers, two_workers
+from tests.cluster.two_workers import TwoWorkers
+from tests.until import until
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 LEASE_SECONDS = 1.0
 SERVED_WITHIN_SECONDS = 20.0
@@ -39,9 +35,8 @@ ENDLESS_TOKENS = 30_000
 STEP_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
 class Subject(TwoWorkers):
-    """A cluster of the workers a and b, which serve one model, and what they must answer."""
+    """A cluster of the workers a and b, and what they must answer."""
 
     truths: list[Truth]
 
@@ -58,22 +53,20 @@ class Subject(TwoWorkers):
         request = worker_pb2.GenerateRequest(sequence_id=str(uuid4()), attempt=1)
         request.token_ids.ids.extend(truth.prompt)
         request.stop.max_tokens = len(truth.tokens)
-        answer = [
-            token async for message in self.cluster.worker_stub(name).Generate(request) for token in message.token_ids
-        ]
+        answer = [token async for message in self.worker_stub(name).Generate(request) for token in message.token_ids]
         assert answer == truth.tokens
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    settings: dict[str, Any] = {"num_blocks": 65_537, "grace_seconds": 0.5, "step_seconds": STEP_SECONDS}
-    async with two_workers(tmp_path_factory.mktemp("failures"), lease_seconds=LEASE_SECONDS, **settings) as started:
-        cluster, model = started
-        yield Subject(cluster, truths_of(model))
+    async with Subject(tmp_path_factory.mktemp("failures"), lease_seconds=LEASE_SECONDS) as cluster:
+        cluster.truths = truths_of(cluster.model)
+        await cluster.start_both(num_blocks=65_537, grace_seconds=0.5, step_seconds=STEP_SECONDS)
+        yield cluster
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def subject(shared: Subject) -> AsyncIterator[Subject]:
+async def cluster(shared: Subject) -> AsyncIterator[Subject]:
     """Both workers live, before every test and behind it; all blocks have come back and every law holds."""
     async with shared.lent():
         yield shared
@@ -82,10 +75,7 @@ async def subject(shared: Subject) -> AsyncIterator[Subject]:
 async def start_streams(client: Client, num_streams: int, num_tokens: int = ENDLESS_TOKENS) -> list[GenerateStream]:
     """Streams over unrelated prompts, each after its first token; by default they run for long."""
     streams = [client.generate([200 + index, *range(10)], max_tokens=num_tokens) for index in range(num_streams)]
-    for stream in streams:
-        while not (await anext(stream)).token_ids:
-            pass
-    return streams
+    return [await begun(stream) for stream in streams]
 
 
 @asynccontextmanager
@@ -103,24 +93,13 @@ async def load_on(cluster: Cluster, name: str, *, only: bool = False) -> AsyncIt
             await stream.aclose()
 
 
-async def end_of(stream: GenerateStream) -> KvpoolError | None:
-    """How the stream ends: its error, None if it came to its proper end."""
-    try:
-        await stream.collect()
-    except KvpoolError as error:
-        return error
-    return None
+async def ends_of(streams: list[GenerateStream]) -> list[object]:
+    """What comes of the streams, which must end soon: errors, or completions."""
+    async with asyncio.timeout(20.0):
+        return await asyncio.gather(*(stream.collect() for stream in streams), return_exceptions=True)
 
 
-async def ends_of(streams: list[GenerateStream], seconds: float = 20.0) -> list[KvpoolError | None]:
-    """How the streams end, which they must within so many seconds."""
-    async with asyncio.timeout(seconds):
-        return await asyncio.gather(*map(end_of, streams))
-
-
-async def test_a_manager_killed_under_load_comes_back_and_serves(subject: Subject) -> None:
-    """Streams go on while it is away, and when it is back without its memory: it hears of them from their workers."""
-    cluster = subject.cluster
+async def test_a_manager_killed_under_load_comes_back_and_serves(cluster: Subject) -> None:
     before = (await cluster.worker("a")).session
     async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 6)
@@ -130,32 +109,28 @@ async def test_a_manager_killed_under_load_comes_back_and_serves(subject: Subjec
             assert (await anext(stream)).token_ids
         await cluster.start_manager()
         listening = time.monotonic()
-        await subject.is_served(client)
+        await cluster.is_served(client)
         assert time.monotonic() - listening < SERVED_WITHIN_SECONDS
         async with cluster.client() as newcomer:
-            await subject.is_served(newcomer)
+            await cluster.is_served(newcomer)
         await until_known(cluster, streams)
         assert (await cluster.worker("a")).session >> 40 == (before >> 40) + 1
         for stream in streams:
             await stream.aclose()
 
 
-async def test_requests_that_wait_while_the_manager_is_away_are_answered_by_the_next_one(subject: Subject) -> None:
-    """The client asks again until somebody answers; nobody sees an error."""
-    cluster = subject.cluster
+async def test_requests_that_wait_while_the_manager_is_away_are_answered_by_the_next_one(cluster: Subject) -> None:
     async with cluster.client() as client:
-        await subject.is_served(client)
+        await cluster.is_served(client)
         cluster.kill(MANAGER)
-        waiting = [asyncio.create_task(subject.is_served(client)) for _ in range(4)]
+        waiting = [asyncio.create_task(cluster.is_served(client)) for _ in range(4)]
         await asyncio.sleep(0.3)
         await cluster.start_manager()
         async with asyncio.timeout(SERVED_WITHIN_SECONDS):
             assert {await task for task in waiting} <= {"a", "b"}
 
 
-async def test_a_manager_that_is_told_to_stop_exits_in_peace(subject: Subject) -> None:
-    """SIGTERM under load: exit status 0; its successor takes the workers in."""
-    cluster = subject.cluster
+async def test_a_manager_that_is_told_to_stop_exits_in_peace(cluster: Subject) -> None:
     async with cluster.client(continuation=False) as client:
         streams = await start_streams(client, 2)
         cluster.processes[MANAGER].send(signal.SIGTERM)
@@ -166,21 +141,18 @@ async def test_a_manager_that_is_told_to_stop_exits_in_peace(subject: Subject) -
             await stream.aclose()
 
 
-async def test_a_worker_killed_under_load_is_passed_over_and_returns_under_its_name(subject: Subject) -> None:
-    """Its streams end with UNAVAILABLE at once. The manager still ranks the holder of the prefix first; clients find it gone and
-    are served by the other. The new incarnation fences the old one and starts with free blocks, although the wall clock was an
-    hour ahead when the old one began."""
-    cluster = subject.cluster
+async def test_a_worker_killed_under_load_is_passed_over_and_returns_under_its_name(cluster: Subject) -> None:
+    """It has free blocks, and fences its last life although the wall clock was an hour ahead when that began."""
     async with cluster.client() as client, cluster.client() as newcomer:
-        victim = await subject.is_served(client)
+        victim = await cluster.is_served(client)
         other = {"a": "b", "b": "a"}[victim]
         before = await cluster.worker(victim)
         async with load_on(cluster, victim) as streams:
             cluster.kill(victim)
             for error in await ends_of(streams):
                 assert isinstance(error, Unavailable)
-        assert await subject.is_served(client) == other
-        assert await subject.is_served(newcomer) == other
+        assert await cluster.is_served(client) == other
+        assert await cluster.is_served(newcomer) == other
     found = incarnation._read(cluster.state_dir(victim))
     assert found is not None
     assert found[0] == before.incarnation
@@ -190,7 +162,7 @@ async def test_a_worker_killed_under_load_is_passed_over_and_returns_under_its_n
     listening = await cluster.until_serving(victim, or_not=True)
     await cluster.until_registered(victim)
     after = await cluster.worker(victim)
-    await subject.is_served_by(victim)
+    await cluster.is_served_by(victim)
     assert time.monotonic() - listening < SERVED_WITHIN_SECONDS
     assert after.session > before.session
     assert after.incarnation == ahead + 1
@@ -215,12 +187,9 @@ async def runs_on(cluster: Cluster, stream: GenerateStream, name: str) -> bool:
     return any(key.sequence_id == stream.sequence_id for block in worker.blocks for key in block.owners)
 
 
-async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject: Subject) -> None:
-    """SIGSTOP: its connections stay open, yet requests go to the other worker. SIGCONT: it returns with what it held, and its
-    streams, which nobody has moved, go on."""
-    cluster = subject.cluster
+async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(cluster: Subject) -> None:
     async with cluster.client(continuation=False, liveness_interval=0.5) as client:
-        frozen = await subject.is_served(client)
+        frozen = await cluster.is_served(client)
         other = {"a": "b", "b": "a"}[frozen]
         async with load_on(cluster, frozen) as streams:
             before = await cluster.worker(frozen)
@@ -228,25 +197,24 @@ async def test_a_frozen_worker_is_fenced_after_its_lease_and_comes_back(subject:
             # Not fenced yet, so still ranked first: this client waits for it, finds its lease ended, and goes on.
             # Every hiccup of the manager lengthens the lease, so on a busy machine this may take a while.
             async with asyncio.timeout(LEASE_SECONDS + 20.0):
-                assert await subject.is_served(client) == other
+                assert await cluster.is_served(client) == other
 
             async def is_fenced() -> bool:
                 return [worker.worker_id for worker in await cluster.describe()] == [other]
 
             await eventually(is_fenced, "the frozen worker is fenced", 20.0)
-            assert await subject.is_served(client) == other
+            assert await cluster.is_served(client) == other
             cluster.resume(frozen)
             await until_known(cluster, streams)
             after = await cluster.worker(frozen)
             assert (after.incarnation, after.session > before.session) == (before.incarnation, True)
-        await subject.both_live()
-        await subject.is_served_by(frozen)
+        await cluster.both_live()
+        await cluster.is_served_by(frozen)
 
 
-async def test_of_two_workers_with_one_name_the_first_stays(subject: Subject) -> None:
+async def test_of_two_workers_with_one_name_the_first_stays(cluster: Subject) -> None:
     """The second one exits with status 1 and says why, on this machine before it has loaded its model, on another one when the
     manager has refused it for some leases. The streams of the first one go on."""
-    cluster = subject.cluster
     before = await cluster.worker("a")
     async with load_on(cluster, "a", only=True) as streams:
         here, elsewhere = cluster.start_rival("a"), cluster.start_rival("a", state_dir=cluster.state_dir("elsewhere"))
@@ -266,42 +234,31 @@ async def test_of_two_workers_with_one_name_the_first_stays(subject: Subject) ->
         assert (after.incarnation, after.address) == (before.incarnation, before.address)
 
 
-async def until_it_knows_that_it_drains(worker: Process, told: int) -> None:
-    """By its log behind what it had `told` before the order, which the manager hands on with its next answer."""
-
-    async def is_draining() -> bool:
-        return "draining" in worker.log[told:]
-
-    await eventually(is_draining, "it has heard of the order")
-
-
-async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(subject: Subject) -> None:
-    """Within the grace that the order gives, not its own half second: the streams on it come to their end, meanwhile new
-    requests are served by the other one, its health is NOT_SERVING, and the exit status is 0."""
-    cluster = subject.cluster
+async def test_a_drained_worker_ends_what_runs_takes_nothing_new_and_leaves(cluster: Subject) -> None:
+    """Within the grace that the order gives, not its own half second."""
     num_tokens = 30
-    while not await drained_with_streams(subject, num_tokens):
+    while not await drained_with_streams(cluster, num_tokens):
         # The streams had ended before the worker heard of the order: this machine is slow to look.
         num_tokens *= 4
         assert num_tokens <= ENDLESS_TOKENS
         cluster.start_worker("a")
-        await subject.both_live()
+        await cluster.both_live()
     cluster.start_worker("a")
 
 
-async def drained_with_streams(subject: Subject, num_tokens: int) -> bool:
+async def drained_with_streams(cluster: Subject, num_tokens: int) -> bool:
     """Drain the worker a, which then has left; False if no stream of so many tokens still ran on it when it heard of the order."""
-    cluster = subject.cluster
     async with cluster.client() as client:
         streams = await start_streams(client, 6, num_tokens=num_tokens)
         worker = cluster.processes["a"]
         told = len(worker.log)
         await client.drain("a", grace=60.0)
-        await until_it_knows_that_it_drains(worker, told)
-        assert await subject.is_served(client) == "b"
+        # The manager hands the order on with its next answer.
+        await until(lambda: "draining" in worker.log[told:], pause=0.02)
+        assert await cluster.is_served(client) == "b"
         if has_streams := "num_running=0" not in worker.log[told:]:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await subject.is_served_by("a")
+                await cluster.is_served_by("a")
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         completions = [await stream.collect() for stream in streams]
         assert {(completion.finish_reason, completion.num_attempts) for completion in completions} == {("length", 1)}
@@ -313,15 +270,13 @@ async def drained_with_streams(subject: Subject, num_tokens: int) -> bool:
     return has_streams
 
 
-async def test_a_signal_cuts_the_grace_short(subject: Subject) -> None:
-    """Ctrl-C while it drains: streams end with UNAVAILABLE, blocks are freed, the manager forgets the worker before its lease would
-    end, and the exit status is 130."""
-    cluster = subject.cluster
+async def test_a_signal_cuts_the_grace_short(cluster: Subject) -> None:
+    """Ctrl-C while it drains: the manager forgets the worker before its lease would end."""
     async with cluster.client() as client, load_on(cluster, "a") as streams:
         worker = cluster.processes["a"]
         told = len(worker.log)
         await client.drain("a", grace=3600.0)
-        await until_it_knows_that_it_drains(worker, told)
+        await until(lambda: "draining" in worker.log[told:], pause=0.02)
         assert worker.status is None
         worker.send(signal.SIGINT)
         for error in await ends_of(streams):
@@ -329,6 +284,6 @@ async def test_a_signal_cuts_the_grace_short(subject: Subject) -> None:
             assert error.reason == "DRAINING"
         assert await worker.ended() == 130
         assert [description.worker_id for description in await cluster.describe()] == ["b"]
-        assert await subject.is_served(client) == "b"
+        assert await cluster.is_served(client) == "b"
     assert "lease expired" not in cluster.processes[MANAGER].log.rpartition("deregistered")[2]
     cluster.start_worker("a")

@@ -17,11 +17,7 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.truth import LOGPROB_TOLERANCE, NUM_TOP, check_all
 from tests.tiny_models import Oracle
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
-    pytest.mark.timeout(420),
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.timeout(420)]
 
 BLOCK_SIZE = 16
 
@@ -36,8 +32,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     async with Cluster(tmp_path_factory.mktemp("smollm2")) as cluster:
         # The short prompts and a chunk of a long one fit into one step: a prefix in flight is not waited for after ten seconds in
         # which steps have no room for it.
-        settings = {"num_blocks": 200, "max_num_batched_tokens": 128}
-        await cluster.start({"worker": {"model": "smollm2", **settings}})
+        await cluster.start({"worker": {"model": "smollm2", "num_blocks": 200, "max_num_batched_tokens": 128}})
         yield cluster
         await cluster.until_clean()
 
@@ -51,7 +46,6 @@ async def test_the_stored_answers_are_those_of_generate(oracle: Oracle) -> None:
 
 
 async def test_all_at_once_cold_and_warm_equals_generate(cluster: Cluster) -> None:
-    """Cold, common beginnings are computed once although all arrive together; warm, only the last block is."""
     chosen = [1, 2, 7, 8, 10, 11]
     truths, texts = [smollm2.stored()[index] for index in chosen], [smollm2.TEXTS[index] for index in chosen]
     cold, warm = [await cluster.all_at_once(texts, max_tokens=smollm2.NUM_NEW, logprobs=NUM_TOP) for _ in range(2)]
@@ -68,15 +62,13 @@ async def test_all_at_once_cold_and_warm_equals_generate(cluster: Cluster) -> No
 
 
 async def test_a_chat_ends_where_the_model_ends_it(cluster: Cluster, oracle: Oracle) -> None:
-    """The template, the end-of-text id and the text that people see."""
     async with cluster.client() as client:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         answer = await client.chat(messages, max_tokens=64).collect()
         assert answer.text == "The capital of France is Paris."
         assert answer.finish_reason is FinishReason.STOP
-        eos = (await client.model()).eos_token_ids
         model = await client.model()
         prompt = tuple(model.encode_chat(messages))
     tokens, _ = oracle.logits(prompt, len(answer.token_ids) + 1)
     assert tokens[:-1] == list(answer.token_ids)
-    assert tokens[-1] in eos
+    assert tokens[-1] in model.eos_token_ids

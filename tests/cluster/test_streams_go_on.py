@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,18 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.client import Client, Completion, GenerateOptions, GenerateStream
-from tests.cluster.cluster import MANAGER, Cluster
+from tests.cluster.cluster import MANAGER
 from tests.cluster.polling import eventually
-from tests.cluster.two_workers import TwoWorkers, two_workers
+from tests.cluster.two_workers import TwoWorkers
 from tests.load.judge import Delivered, problems
 from tests.load.workload import Call, Reference, Request
 from tests.model.sampling_oracle import uniform
 from tests.tiny_models import MIN_MARGIN
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 LEASE_SECONDS = 1.0
 NUM_TOKENS = 60
@@ -41,9 +37,8 @@ MIN_DRAWN_MARGIN = 5e-6
 """Between each number drawn and the next step of the distribution; computed in one go or token by token, that moves by 1e-6."""
 
 
-@dataclass(frozen=True)
 class Subject(TwoWorkers):
-    """A cluster of the workers a and b, which serve one model in fp32, and requests with their undisturbed answers."""
+    """A cluster of the workers a and b, and requests with their undisturbed answers."""
 
     workload: list[Reference]
 
@@ -79,27 +74,29 @@ def check_beyond_doubt(model: PreTrainedModel, reference: Reference) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    settings: dict[str, Any] = {"num_blocks": 8193, "grace_seconds": 0.1, "step_seconds": STEP_SECONDS}
     folder = tmp_path_factory.mktemp("moving")
-    # Its tokens are bytes at random, so most characters are incomplete: the text shows where a stream was joined wrongly.
-    async with two_workers(folder, lease_seconds=LEASE_SECONDS, tokenizer=True, **settings) as (cluster, model):
+    # The model's tokens are bytes at random, so most characters are incomplete: the text shows where a stream was joined wrongly.
+    async with Subject(folder, lease_seconds=LEASE_SECONDS, tokenizer=True) as cluster:
+        await cluster.start_both(num_blocks=8193, grace_seconds=0.1, step_seconds=STEP_SECONDS)
         async with cluster.client() as client:
             requests = make_requests()
             answers = await asyncio.gather(
                 *(client.generate(request.prompt, **request.options("")).collect() for request in requests)
             )
         assert {answer.num_attempts for answer in answers} == {1}
-        workload = [
+        cluster.workload = [
             Reference(request, answer.token_ids, answer.text) for request, answer in zip(requests, answers, strict=True)
         ]
-        oracle = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32, attn_implementation="eager")
-        for reference in workload:
+        oracle = AutoModelForCausalLM.from_pretrained(
+            cluster.model.path, dtype=torch.float32, attn_implementation="eager"
+        )
+        for reference in cluster.workload:
             check_beyond_doubt(oracle.eval(), reference)
-        yield Subject(cluster, workload)
+        yield cluster
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def subject(shared: Subject) -> AsyncIterator[Subject]:
+async def cluster(shared: Subject) -> AsyncIterator[Subject]:
     """Both workers live, before every test and behind it; all blocks have come back and every law holds."""
     async with shared.lent():
         yield shared
@@ -126,7 +123,6 @@ class Reader:
         return len(self.delivered.tokens) >= NUM_TOKENS_BEFORE
 
     async def check(self) -> None:
-        """Wait for the end: this is the undisturbed answer."""
         assert problems(self._call, self.delivered, await self._task, may_move=True) == []
 
 
@@ -140,8 +136,8 @@ class Scene:
     other: str
 
     @classmethod
-    async def begin(cls, client: Client, subject: Subject) -> Scene:
-        readers = [Reader(client, reference) for reference in subject.workload]
+    async def begin(cls, client: Client, cluster: Subject) -> Scene:
+        readers = [Reader(client, reference) for reference in cluster.workload]
         for reader in readers:
             await eventually(reader.has_begun, "every stream has begun")
         (victim,) = readers[0].delivered.workers
@@ -162,49 +158,27 @@ class Scene:
         assert await self.has_moved(), [reader.delivered.workers for reader in self.readers]
 
 
-HARMS: dict[str, Callable[[Cluster, str], None]] = {
-    "frozen": lambda cluster, name: cluster.suspend(name),
-    "told to stop": lambda cluster, name: cluster.processes[name].send(signal.SIGTERM),
-}
-
-
-@pytest.mark.parametrize("harm", HARMS)
-async def test_streams_of_a_worker_that_goes_go_on_at_the_other(subject: Subject, harm: str) -> None:
-    """SIGSTOP, and its lease ends; SIGTERM, and its grace ends. kill -9 is part of what is done to two workers below."""
-    cluster = subject.cluster
-    async with cluster.client(liveness_interval=0.5) as client:
-        scene = await Scene.begin(client, subject)
-        HARMS[harm](cluster, scene.victim)
-        await scene.check_moved()
-
-
-async def test_streams_of_a_drained_worker_go_on_at_the_other(subject: Subject) -> None:
-    """An order with no grace at all: it leaves in peace at once, and nobody who reads sees it."""
-    cluster = subject.cluster
+async def test_streams_of_a_worker_that_is_told_to_stop_go_on_at_the_other(cluster: Subject) -> None:
+    """kill -9 is part of what is done to two workers below; a drain is, with every other fault, in test_live_faults.py."""
     async with cluster.client() as client:
-        scene = await Scene.begin(client, subject)
-        await client.drain(scene.victim, grace=0.0)
+        scene = await Scene.begin(client, cluster)
+        cluster.processes[scene.victim].send(signal.SIGTERM)
         await scene.check_moved()
-        assert await cluster.processes[scene.victim].ended() == 0
 
 
-async def test_a_frozen_worker_that_thaws_while_its_streams_go_on_disturbs_nobody(subject: Subject) -> None:
+async def test_a_frozen_worker_that_thaws_while_its_streams_go_on_disturbs_nobody(cluster: Subject) -> None:
     """It still generates what it had begun, under attempts that are fenced, until it hears that its session has ended."""
-    cluster = subject.cluster
     async with cluster.client(liveness_interval=0.5) as client:
-        scene = await Scene.begin(client, subject)
+        scene = await Scene.begin(client, cluster)
         cluster.suspend(scene.victim)
         await eventually(scene.has_moved, "a stream has moved", 30.0)
         cluster.resume(scene.victim)
         await scene.check_moved()
 
 
-async def test_streams_move_on_when_their_second_worker_goes_too(subject: Subject) -> None:
-    """One dies, the other freezes while the first is started again: for a while nobody is there, and then the streams go on
-    where they began."""
-    cluster = subject.cluster
+async def test_streams_move_on_when_their_second_worker_goes_too(cluster: Subject) -> None:
     async with cluster.client(liveness_interval=0.5, worker_wait=60.0) as client:
-        scene = await Scene.begin(client, subject)
+        scene = await Scene.begin(client, cluster)
         cluster.kill(scene.victim)
         await eventually(scene.has_moved, "a stream has moved", 30.0)
         cluster.suspend(scene.other)
@@ -213,11 +187,9 @@ async def test_streams_move_on_when_their_second_worker_goes_too(subject: Subjec
     assert any(reader.delivered.workers == [scene.victim, scene.other, scene.victim] for reader in scene.readers)
 
 
-async def test_streams_survive_a_manager_that_is_killed(subject: Subject) -> None:
-    """Whether their workers keep them or end them."""
-    cluster = subject.cluster
+async def test_streams_survive_a_manager_that_is_killed(cluster: Subject) -> None:
     async with cluster.client() as client:
-        scene = await Scene.begin(client, subject)
+        scene = await Scene.begin(client, cluster)
         cluster.kill(MANAGER)
         await cluster.start_manager()
         await scene.check()
@@ -231,9 +203,7 @@ NUM_HELD_BY_BEAMS = 20
 """Blocks. The prompt has three; four beams, had they nothing in common, would have a hundred for each hundred tokens."""
 
 
-async def test_each_of_several_answers_goes_on_when_their_worker_is_killed(subject: Subject) -> None:
-    """Each by itself, at the other worker, with the tokens that it would have had; and they are those of single requests."""
-    cluster = subject.cluster
+async def test_each_of_several_answers_goes_on_when_their_worker_is_killed(cluster: Subject) -> None:
     async with cluster.client(liveness_interval=0.5) as client:
         expected = await client.generate(PROMPT, **ANSWERS).collect_all()
         options = [
@@ -257,8 +227,7 @@ async def test_each_of_several_answers_goes_on_when_their_worker_is_killed(subje
     assert {one.num_prompt_tokens for one in found} == {len(PROMPT)}
 
 
-async def test_a_beam_search_begins_again_when_its_worker_is_killed(subject: Subject) -> None:
-    cluster = subject.cluster
+async def test_a_beam_search_begins_again_when_its_worker_is_killed(cluster: Subject) -> None:
     async with cluster.client(liveness_interval=0.5) as client:
         expected = await client.generate(PROMPT, **BEAMS).collect_all()
         stream = client.generate(PROMPT, **BEAMS)

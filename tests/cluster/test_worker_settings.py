@@ -40,7 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 async def test_every_setting_reaches_the_engine_and_the_cache(model: TinyModel, tmp_path: Path) -> None:
-    """Those of the same name; and how long a reader may read nothing."""
     async with in_process_cluster(model.path, tmp_path, **SETTINGS, reader_seconds=3.5) as cluster:
         engine = cluster.worker.engine
         for settings in (engine.settings, engine.cache.settings):
@@ -54,7 +53,6 @@ async def test_every_setting_reaches_the_engine_and_the_cache(model: TinyModel, 
 
 
 def test_every_setting_of_the_model_reaches_what_loads_it(tmp_path: Path) -> None:
-    """Those of the same name."""
     given: dict[str, Any] = {
         "model": "somewhere", "dtype": "bfloat16", "device": "cpu", "max_model_len": 77, "max_encoder_tokens": 66,
         "cache_dir": tmp_path, "runtime": "native", "quantize": "int8", "block_size": 8, "max_num_batched_tokens": 91,
@@ -67,7 +65,6 @@ def test_every_setting_of_the_model_reaches_what_loads_it(tmp_path: Path) -> Non
 
 
 async def test_no_key_is_logged(model: TinyModel, tmp_path: Path) -> None:
-    """Those of a session and of a process prove to the manager who speaks."""
     with structlog.testing.capture_logs() as logged:
         async with in_process_cluster(model.path, tmp_path) as cluster:
             await cluster.complete([1, 2, 3], max_tokens=2)

@@ -50,12 +50,10 @@ class Truth:
 
 
 def truths_of(tiny: TinyModel) -> list[Truth]:
-    """What its prompts must be answered with."""
     oracle = Oracle.of(tiny.path)
     return [Truth.of(oracle, prompt, tiny.num_new_tokens) for prompt in tiny.prompts]
 
 
 def check_all(truths: Iterable[Truth], completions: Iterable[Completion]) -> None:
-    """Every answer is the truth."""
     for truth, completion in zip(truths, completions, strict=True):
         truth.check(completion)

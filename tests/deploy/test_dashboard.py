@@ -63,7 +63,6 @@ def test_compose_is_scraped_at_the_ports_that_it_sets() -> None:
 
 
 def test_scrapes_of_up_are_the_ports_that_it_gives_out() -> None:
-    """As `kvpool up --workers 2 --metrics-port 9500 --http 8000`, which the file names."""
     text = UP_FILE.read_text()
     assert "kvpool up --workers 2 --metrics-port 9500 --http 8000" in text
     assert re.findall(r'"127\.0\.0\.1:(\d+)"', text) == ["9500", "9501", "9502", "8000"]
@@ -74,17 +73,15 @@ def test_scrapes_of_up_are_the_ports_that_it_gives_out() -> None:
 
 UNITS = {"short", "s", "bytes", "Bps", "ops", "percentunit"}
 """Of Grafana's, those that the dashboard uses."""
-OF_EVERY_TARGET = {"up"}
 
 
 def covered(grid: dict[str, int]) -> set[tuple[int, int]]:
-    """Its cells."""
     return {(x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])}
 
 
 def names() -> set[str]:
     """Every name that a series may have, but for those of the process."""
-    found = set(OF_EVERY_TARGET)
+    found = {"up"}
     for name, metric in listed().items():
         found |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if metric.kind == "histogram" else {name}
     return found

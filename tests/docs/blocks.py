@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[2]
 
 
 class Block(NamedTuple):
-    """A fenced block."""
-
     language: str
     text: str
 

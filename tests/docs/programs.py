@@ -55,13 +55,7 @@ def run_here(command: str, environment: Mapping[str, str]) -> str | None:
 def run_in_shell(commands: str, environment: Mapping[str, str] | None = None) -> str:
     """What commands print on stdout, run in the checkout. The last one must succeed; others may fail on purpose."""
     done = subprocess.run(
-        ["bash", "-c", commands],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        ["bash", "-c", commands], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
     return done.stdout

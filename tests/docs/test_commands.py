@@ -172,7 +172,6 @@ def _look_at_chart(words: list[str]) -> None:
 
 
 def command_names() -> set[str]:
-    """The commands of `kvpool`."""
     return set(typer.main.get_group(app).commands)
 
 
@@ -208,7 +207,6 @@ def test_the_systemd_units_start_services_with_settings_that_these_take() -> Non
 
 
 def test_the_settings_file_is_taken(tmp_path: Path) -> None:
-    """Every process reads its table, and there is no table that none reads."""
     (block,) = [block for block in blocks(OPERATING) if block.language == "toml"]
     path = tmp_path / "kvpool.toml"
     path.write_text(block.text)
@@ -229,7 +227,6 @@ def test_the_settings_file_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_and_files_named_in_the_text_exist(document: Path) -> None:
-    """`kvpool WORD` and `make TARGET`, wherever they are mentioned; files by their path from the checkout or a package."""
     for code in inline_code(document):
         if path := re.match(r"[\w./-]+/[\w.-]+\.(?:py|proto|md|yml|toml)\b", code):
             assert any((folder / path[0]).exists() for folder in PACKAGES), code

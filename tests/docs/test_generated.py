@@ -53,7 +53,6 @@ def test_every_file_of_the_table_exists() -> None:
 
 
 def test_the_row_of_a_sampling_option_has_all_its_places() -> None:
-    """Where one of today has its name, a new one has to be named too."""
     ((_, listed),) = [row for row in rows() if row[0] == "add a sampling option"]
     files = [path for folder in CODE for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".proto")]
     named = {

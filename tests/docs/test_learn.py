@@ -161,7 +161,6 @@ def _pool_with_a_block(state: str) -> BlockPool:
 
 
 def _node(pool: BlockPool) -> Node:
-    """A content for the block."""
     return pool._tree.intern(pool._tree.intern_root(Root("m"), 4), bytes(16))
 
 
@@ -215,7 +214,6 @@ def test_a_transition_happens(before: str, call: str, after: str) -> None:
 
 
 def test_the_life_that_is_told() -> None:
-    """Prompts of 50 and 60 tokens that share 40, at block size 16."""
     worker = Desk(num_blocks=17, block_size=16)
     first = [*range(50)]
     worker.grant("first", first)
@@ -262,7 +260,6 @@ def test_a_command_prints_what_is_shown(command: str, shown: str) -> None:
 
 
 def test_the_fifth_exercise() -> None:
-    """With one name for everything only the line about names is another."""
     [(command, shown)] = [pair for pair in _SHOWN if "0xFFFF" in pair[0]]
     changed = command.replace("return xxh64(data) & 0xFFFF", "return 0")
     assert changed != command
@@ -296,7 +293,6 @@ def test_the_walkthroughs_show_what_the_text_says_of_them(story: str, shown: str
 
 
 def test_the_eighth_exercise() -> None:
-    """Three blocks are evicted in one group, the window after them is emptied in the other, and the one before them is hit."""
     worker = Worker(FULL_AND_WINDOW)
     worker.allocate("A", window._A, max_new_tokens=12)
     worker.compute("A")
@@ -313,7 +309,6 @@ def test_the_eighth_exercise() -> None:
 
 
 def test_the_ninth_exercise() -> None:
-    """The second prompt comes too late for itself, and in time for the third."""
     worker = Worker(FULL_AND_STATE)
     worker.allocate("A", state._A)
     worker.compute("A")
@@ -328,7 +323,6 @@ def test_the_ninth_exercise() -> None:
     ("num_prompt", "num_copies", "held_at_first", "held_with_32"), [(40, 7, 10, 26), (48, 0, 11, 19)]
 )
 def test_the_tenth_exercise(num_prompt: int, num_copies: int, held_at_first: int, held_with_32: int) -> None:
-    """Eight answers by forks, as the worker's cache side has them."""
     worker = CacheWorker((100,), (0,), chunk=512)
     first = worker.sequence("first", range(num_prompt), 40)
     first.num_forks_to_come = 7

@@ -23,8 +23,6 @@ _ROW = re.compile(r"^\| `(?P<name>\S+)` \| (?P<kind>\w+) \| (?P<labels>[\w, ]*)\
 
 
 class Listed(NamedTuple):
-    """Of one metric."""
-
     kind: str
     labels: frozenset[str]
     help: str

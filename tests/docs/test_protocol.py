@@ -15,14 +15,7 @@ from kvpool.cache_service import status as manager_status
 from kvpool.cache_service.core import allocation, forks, updates
 from kvpool.cache_service.core.hashing import block_hash, root_bytes, xxh64
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import (
-    Appended,
-    Granted,
-    Limits,
-    Root,
-    SequenceKey,
-    Uplink,
-)
+from kvpool.cache_service.core.messages import Appended, Granted, Limits, Root, SequenceKey, Uplink
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session import Session
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
@@ -259,7 +252,8 @@ def test_what_a_larger_attempt_does_is_true(row: str, cells: list[str]) -> None:
     assert isinstance(allocate(other, 0, attempt=2), Granted)
     if "→ fenced" in cells[3]:
         assert state_of(desk) == "fenced"
-        assert len(entries_of(desk)) == 1
+        session = desk.session
+        assert len(desk.manager.keep_alive(session.number, 0, session.load, 0.0).entries) == 1
     else:
         assert reasons_of(allocate(desk, 1)) == reasons_in(cells[3])
 
@@ -286,12 +280,6 @@ def test_the_example_of_a_lost_reply_is_true() -> None:
 
 
 # -- further claims, tried in the core
-
-
-def entries_of(desk: Desk) -> list[Any]:
-    """What the downlink carries."""
-    session = desk.session
-    return [entry.entry for entry in desk.manager.keep_alive(session.number, 0, session.load, 0.0).entries]
 
 
 def test_only_keep_alive_renews_the_lease() -> None:
@@ -340,7 +328,6 @@ def test_every_call_from_the_shell_gets_the_reply_that_is_shown(protocol_shell: 
 
 
 def test_the_session_has_ten_calls() -> None:
-    """Each is one RPC and has a number; the last nine carry what the first one answered."""
     numbered = re.findall(r"^\*\*(\d+)\. (\w+)\*\*", section("A session in ten calls"), re.MULTILINE)
     assert [int(number) for number, _ in numbered] == list(range(1, 11))
     calls = [re.findall(r"\bcache (\w+) ", call.text) for call, _ in EXCHANGES[1:11]]

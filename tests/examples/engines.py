@@ -23,7 +23,6 @@ from tests.cluster.process import Process
 PROMPTS, SIZE = own_engine.PROMPTS, own_engine.SIZE
 WINDOW = own_engine_windows.WINDOW
 NUM_SHARED_BLOCKS = len(own_engine.STORY) // SIZE
-"""Blocks that the prompts have in common."""
 
 
 class Text(NamedTuple):

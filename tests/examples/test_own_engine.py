@@ -41,13 +41,12 @@ NUM_WINDOW_BLOCKS_FOR_ONE = RING + SPAN + 1
 """With the null block: room for the ring of one text, and for a window that it hits."""
 ENDLESS = 10_000
 NUM_BLOCKS_FOR_ENDLESS = 1_300
-EACH_EXAMPLE = pytest.mark.parametrize("example", [PLAIN, WINDOWS], ids=["plain", "windows"])
 
 
 # -- the programs
 
 
-@EACH_EXAMPLE
+@pytest.mark.parametrize("example", [PLAIN, WINDOWS], ids=["plain", "windows"])
 async def test_texts_are_those_of_the_model_and_their_beginning_is_shared(
     cluster: Cluster, start: Start, example: Example
 ) -> None:
@@ -86,8 +85,6 @@ async def test_what_can_never_fit_is_said_with_the_figures(
 async def test_who_names_no_model_is_answered_by_the_one_that_serves_text(
     cluster: Cluster, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An engine without an address is not asked, and its model cannot be."""
-
     generate = ("generate", "the", "--manager", cluster.address())
     engine, _ = await endless(cluster, start)
     worker = FakeWorker("text")
@@ -144,7 +141,6 @@ async def interrupted(cluster: Cluster, engine: Process, worker: pb.WorkerDescri
 async def test_what_ends_it_is_named_in_one_line(
     cluster: Cluster, start: Start, harm: Callable[..., Awaitable[None]], words: str
 ) -> None:
-    """One that is interrupted gives everything back."""
     engine, worker = await endless(cluster, start)
     await harm(cluster, engine, worker)
     assert await engine.ended() == 1
@@ -187,7 +183,6 @@ async def test_it_keeps_its_lease(tmp_path: Path, start: Start) -> None:
 async def test_logits_depend_on_every_slot_and_are_those_of_the_model(
     cluster: Cluster, example: Example, pools: tuple[int, ...]
 ) -> None:
-    """Also where blocks are evicted, taken back and computed again. Rings are turned, windows named, evicted and hit."""
     rounds = await example.check_engine(cluster, await example.registered(cluster, cluster.manager_stub, *pools))
     assert pools != (NUM_BLOCKS_FOR_ONE,) or max(map(len, rounds)) > 1, "no text had to give its blocks back"
     assert ((await cluster.worker("here")).totals.num_evicted_blocks > 0) == (min(pools) < 64)
@@ -200,7 +195,6 @@ async def test_logits_depend_on_every_slot_and_are_those_of_the_model(
 async def test_lost_answers_change_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, example: Example, pools: tuple[int, ...]
 ) -> None:
-    """What was executed twice under two numbers was done once."""
     nap = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: nap(min(seconds, 0.001)))
     stub = ForgetfulStub(cluster.manager_stub)

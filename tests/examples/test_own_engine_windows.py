@@ -23,7 +23,6 @@ POOLS = (64, 64)
 async def test_a_long_text_keeps_no_more_of_the_window_than_a_short_one(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its scratch is the ring, and of what it has named it keeps a window at most."""
     held: list[tuple[int, int]] = []
     turn = Ring.turn
 
@@ -87,7 +86,6 @@ def _entries(runs: Iterable[common_pb2.BlockRun]) -> list[int]:
 
 
 async def test_the_example_shows_what_it_states_of_a_text(cluster: Cluster) -> None:
-    """The table at its head, and the hit that it promises to the other prompt."""
     text = own_engine_windows.__doc__ or ""
     rows = re.findall(r"^\| (Append|Free) (\d+) \| ([\d, ]*)\| (\d) \| ([\d, ]*)\|", text, re.MULTILINE)
     shown = [
@@ -107,7 +105,6 @@ def _numbers(text: str) -> list[int]:
 
 
 def test_the_ring_has_room_for_every_step_and_never_gives_away_what_the_step_sees() -> None:
-    """Beginning at any place, with steps of any length up to a chunk."""
     draw = np.random.default_rng(1)
     for _ in range(200):
         pool = own_engine.Blocks(32)

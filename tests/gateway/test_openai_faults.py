@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,7 @@ from openai import AsyncOpenAI
 
 from kvpool.client import ClientConfig
 from kvpool.gateway import app
-from tests.cluster.cluster import MANAGER, Cluster
-from tests.cluster.models import make_endless_model
+from tests.cluster.cluster import MANAGER
 from tests.cluster.polling import eventually
 from tests.cluster.two_workers import WORKERS, TwoWorkers
 from tests.gateway.serving import http_client, serving
@@ -27,7 +25,6 @@ NUM_TOKENS = 150
 NUM_BEFORE = 10
 
 
-@dataclass(frozen=True)
 class Served(TwoWorkers):
     openai: AsyncOpenAI
     url: str
@@ -52,17 +49,17 @@ class Served(TwoWorkers):
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """Its gateway waits half a second for a worker when there is none, not five."""
     folder = tmp_path_factory.mktemp("faults")
-    model = make_endless_model(folder / "model", tokenizer=True)
-    async with Cluster(folder, lease_seconds=1.0, keep_alive_seconds=0.2) as cluster, AsyncExitStack() as served_by:
-        settings = {"model": model.path, "block_size": 4, "num_blocks": 257, "step_seconds": 0.005}
-        await cluster.start(dict.fromkeys(WORKERS, settings))
+    async with Served(folder, lease_seconds=1.0, tokenizer=True) as served, AsyncExitStack() as served_by:
+        await served.start_both(num_blocks=257, step_seconds=0.005)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(app, "ClientConfig", partial(ClientConfig, worker_wait=0.5))
-            gateway = await served_by.enter_async_context(serving(cluster.address()))
-        async with cluster.client() as client:
+            gateway = await served_by.enter_async_context(serving(served.address()))
+        served.url = gateway.url
+        async with served.client() as client:
             own = await client.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True).collect()
-            async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as openai:
-                yield Served(cluster, openai, gateway.url, list(own.token_ids))
+            served.expected = list(own.token_ids)
+        async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as served.openai:
+            yield served
 
 
 async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
@@ -70,9 +67,9 @@ async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
 
     async def kill_its_holder() -> None:
         nonlocal killed
-        async with served.cluster.client() as client:
+        async with served.client() as client:
             (killed,) = [worker.worker_id for worker in (await client.describe()).workers if worker.num_sequences]
-        served.cluster.kill(killed)
+        served.kill(killed)
 
     async with served.lent():
         assert await served.stream(kill_its_holder) == served.expected
@@ -88,8 +85,8 @@ async def test_a_worker_that_is_killed_ends_no_answer(served: Served) -> None:
 
 async def test_a_manager_that_is_killed_and_comes_back_ends_no_answer(served: Served) -> None:
     async def kill_the_manager() -> None:
-        served.cluster.kill(MANAGER)
-        await served.cluster.start_manager()
+        served.kill(MANAGER)
+        await served.start_manager()
 
     async with served.lent():
         assert await served.stream(kill_the_manager) == served.expected
@@ -98,7 +95,7 @@ async def test_a_manager_that_is_killed_and_comes_back_ends_no_answer(served: Se
 async def test_without_a_worker_requests_are_503_and_health_says_why(served: Served) -> None:
     async with served.lent(), http_client(served.url, timeout=60) as client:
         for name in WORKERS:
-            served.cluster.kill(name)
+            served.kill(name)
 
         async def is_noticed() -> bool:
             return (await client.get("/health")).status_code == 503

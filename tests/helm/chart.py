@@ -104,7 +104,6 @@ def containers(name: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def flags(container: dict[str, Any]) -> dict[str, list[str]]:
-    """The values of each flag."""
     found: dict[str, list[str]] = {}
     for argument in container["args"]:
         flag, _, value = argument.partition("=")
@@ -161,7 +160,6 @@ def test_an_ingress_without_a_host_is_refused() -> None:
 
 @each_set
 def test_the_processes_take_their_flags(name: str, tmp_path: Path) -> None:
-    """As they read them at their start."""
     keys = tmp_path / "keys"
     keys.write_text("a-long-secret")
     there = {"$(POD_IP)": "10.0.0.9", "$(POD_NAME)": "w-1", "/keys/keys": str(keys)}

@@ -102,7 +102,7 @@ class Arena:
             folder,
             lease_seconds=self.lease_seconds,
             keep_alive_seconds=min(self.lease_seconds / 4, KEEP_ALIVE_SECONDS),
-            turn_seconds=self._turn_seconds,
+            **({} if self._turn_seconds is None else {"turn_seconds": self._turn_seconds}),
         )
         self.cluster = await cluster.__aenter__()
         worker = {

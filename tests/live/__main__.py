@@ -70,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(result: Result, console: Console) -> None:
-    """For people."""
     streams = Table("", "faults", "streams", "tokens", "hit", "moved", title="Streams", title_justify="left")
     for phase in result.phases:
         counts = (phase.faults, phase.streams.num_streams, phase.streams.num_tokens, phase.hit, phase.streams.num_moved)

@@ -31,15 +31,12 @@ WORST_SECONDS: Final = 4.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be done."""
-
     model: str
     kills: int
     worker_faults: int
     outage_seconds: float
     """0: no outage."""
     reserve_seconds: float
-    """In the outage."""
     workers: int
     streams: int
     requests: int
@@ -71,8 +68,6 @@ class Phase:
 
 @dataclass
 class Result:
-    """What came of it."""
-
     settings: Settings
     phases: list[Phase] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)

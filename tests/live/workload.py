@@ -29,7 +29,6 @@ class Model:
 
     path: Path
     tokens: range
-    """Prompts are made of these."""
     num_new_min: int
     num_new_max: int
     block_size: int

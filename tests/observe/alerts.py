@@ -32,13 +32,11 @@ WORKER = "one"
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of a roomy worker."""
     model = make_endless_model(tmp_path_factory.mktemp("model"), tokenizer=True)
     return {"model": model.path, "block_size": 4, "num_blocks": 257}
 
 
 def short(number: int) -> list[int]:
-    """Prompts that have nothing in common."""
     return [1 + (number * 37 + index) % 200 for index in range(9)]
 
 
@@ -82,7 +80,6 @@ async def test_alerts_name_managers_of_which_none_leads(tmp_path: Path, worker: 
 
 
 async def test_alerts_name_a_worker_that_is_gone(tmp_path: Path, worker: dict[str, Any]) -> None:
-    """The only one: whoever asks gets an error."""
     async with observe(tmp_path, {WORKER: worker}, gateway=True) as observed:
         cluster = observed.cluster
         body = {"model": (await cluster.worker(WORKER)).model_name, "prompt": short(1), "max_tokens": 2}
@@ -106,20 +103,13 @@ async def test_alerts_name_a_gateway_that_restarts_and_stays_away(tmp_path: Path
 async def test_alerts_name_a_queue_that_is_full(tmp_path: Path, worker: dict[str, Any]) -> None:
     """Answers of 12 s, one at a time: others wait as long, and five places are few for twelve."""
     slow = {**worker, **TAKES_TIME, "step_seconds": 0.5, "max_num_seqs": 1, "max_num_waiting": 5}
-    async with (
-        observe(tmp_path, {WORKER: slow}) as observed,
-        observed.load(12, short, max_tokens=24),
-    ):
+    async with observe(tmp_path, {WORKER: slow}) as observed, observed.load(12, short, max_tokens=24):
         await observed.until_firing(*FIRED_BY["a_queue_that_is_full"])
 
 
 async def test_alerts_name_a_pool_that_is_too_small(tmp_path: Path, worker: dict[str, Any]) -> None:
-    """Five requests that need two thirds of the pool each."""
     tight = {**worker, **TAKES_TIME, "step_seconds": 0.02, "num_blocks": 25, "max_num_seqs": 5}
-    async with (
-        observe(tmp_path, {WORKER: tight}) as observed,
-        observed.load(5, short, max_tokens=55),
-    ):
+    async with observe(tmp_path, {WORKER: tight}) as observed, observed.load(5, short, max_tokens=55):
         await observed.until_firing(*FIRED_BY["a_pool_that_is_too_small"])
 
 
@@ -129,13 +119,12 @@ async def test_alerts_name_a_budget_that_is_used_up(tmp_path: Path, worker: dict
         async with observed.load(4, short, max_tokens=20):
             await observed.until_firing("KvpoolBudgetNearlyUsed")
         observed.cluster.kill(MANAGER)
-        observed.cluster.set_manager(max_total_blocks=10)
+        observed.cluster.manager_settings["max_total_blocks"] = 10
         await observed.cluster.start_manager()
         await observed.until_firing("KvpoolReportRefused")
 
 
 async def test_alerts_name_a_report_that_does_not_end(tmp_path: Path, worker: dict[str, Any]) -> None:
-    """A worker that registers, says that it holds something, and never says what."""
     async with observe(tmp_path, {WORKER: worker}) as observed:
         numbers = iter(range(1, 1 << 20))
 
@@ -161,10 +150,7 @@ async def test_alerts_name_a_manager_with_mistakes(tmp_path: Path, worker: dict[
 
 async def test_alerts_name_a_worker_whose_steps_fail(tmp_path: Path, worker: dict[str, Any]) -> None:
     modules = {WORKER: "tests.observe.failing_worker"}
-    async with (
-        observe(tmp_path, {WORKER: worker}, modules=modules) as observed,
-        observed.load(2, short, max_tokens=2),
-    ):
+    async with observe(tmp_path, {WORKER: worker}, modules=modules) as observed, observed.load(2, short, max_tokens=2):
         await observed.until_firing(*FIRED_BY["a_worker_whose_steps_fail"])
 
 

@@ -26,14 +26,9 @@ class ObservedCluster(Cluster):
     """A Cluster with metrics. `modules`: what runs under a name, instead of the real service. Other settings are the manager's."""
 
     def __init__(self, folder: Path, modules: Mapping[str, str] | None = None, **manager_settings: Any) -> None:
-        super().__init__(folder)
+        super().__init__(folder, **manager_settings)
         self._modules = dict(modules or {})
-        self._manager_settings |= manager_settings
         self._metrics_ports: dict[str, int] = {MANAGER: free_port()}
-
-    def set_manager(self, **settings: Any) -> None:
-        """Settings of the manager from its next start on."""
-        self._manager_settings |= settings
 
     def _start(self, name: str, module: str, settings: Mapping[str, Any], threads: int = 1) -> Process:
         port = self._metrics_ports.setdefault(name, free_port())
@@ -81,8 +76,6 @@ async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class Observed:
-    """The cluster and its Prometheus."""
-
     def __init__(self, cluster: ObservedCluster, prometheus: Prometheus) -> None:
         self.cluster = cluster
         self.prometheus = prometheus
@@ -127,11 +120,7 @@ class Observed:
 
     @asynccontextmanager
     async def load(
-        self,
-        num_streams: int,
-        make_prompt: Callable[[int], Sequence[int]],
-        *,
-        max_tokens: int,
+        self, num_streams: int, make_prompt: Callable[[int], Sequence[int]], *, max_tokens: int
     ) -> AsyncIterator[None]:
         """So many streams at any time; each begins anew when it has ended or failed."""
         options: GenerateOptions = {"max_tokens": max_tokens, "ignore_eos": True, "timeout": 60}

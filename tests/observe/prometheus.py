@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,8 +19,8 @@ from typing import Any, Final
 import yaml
 
 from tests.cluster.cluster import HOST, free_port
-from tests.cluster.fork_server import END_WITH_PARENT
 from tests.cluster.polling import eventually
+from tests.cluster.process import EXECUTE, Process
 from tests.deploy.expressions import RULES_FILE, SCRAPES_FILE
 
 WINDOW: Final = "15s"
@@ -67,11 +65,8 @@ def scrapes(targets: Mapping[str, Sequence[str]], rules_file: Path) -> str:
 
 
 class Prometheus:
-    """One that runs."""
-
-    def __init__(self, port: int, log: Path) -> None:
+    def __init__(self, port: int) -> None:
         self._url = f"http://{HOST}:{port}"
-        self._log = log
 
     async def query(self, expression: str) -> list[float]:
         """The values of all series, now. AssertionError if Prometheus refuses the expression."""
@@ -99,11 +94,6 @@ class Prometheus:
             return False
         return True
 
-    @property
-    def log(self) -> str:
-        """What it has written."""
-        return self._log.read_text(errors="replace")
-
     async def _get(self, path: str) -> Any:
         answer = json.loads(await asyncio.to_thread(self._read, path))
         assert answer["status"] == "success", answer
@@ -124,10 +114,10 @@ async def run_prometheus(folder: Path, targets: Mapping[str, Sequence[str]]) -> 
     """Start one that keeps all it has in the folder, and end it."""
     port = free_port()
     process = _start(folder, targets, port)
-    prometheus = Prometheus(port, folder / "log")
+    prometheus = Prometheus(port)
 
     async def ready() -> bool:
-        assert process.poll() is None, prometheus.log
+        assert process.status is None, process.log
         return await prometheus.is_ready()
 
     try:
@@ -135,10 +125,9 @@ async def run_prometheus(folder: Path, targets: Mapping[str, Sequence[str]]) -> 
         yield prometheus
     finally:
         process.kill()
-        process.wait(30)
 
 
-def _start(folder: Path, targets: Mapping[str, Sequence[str]], port: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, targets: Mapping[str, Sequence[str]], port: int) -> Process:
     folder.mkdir()
     rules_file, config = folder / "rules.yml", folder / "prometheus.yml"
     rules_file.write_text(rules())
@@ -153,10 +142,4 @@ def _start(folder: Path, targets: Mapping[str, Sequence[str]], port: int) -> sub
         # What is gone from a page is gone from the answers soon, not five minutes later.
         "--query.lookback-delta=5s",
     ]
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), binary, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    return Process("prometheus", ["-c", EXECUTE, binary, *flags], folder / "log", {})

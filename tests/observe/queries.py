@@ -19,8 +19,6 @@ from tests.observe.prometheus import concrete, promtool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DATA_WITHIN_SECONDS = 240.0
-
 
 def conversation(number: int) -> list[int]:
     """Ten conversations with a long beginning in common, and an end of their own."""
@@ -46,13 +44,12 @@ async def until_data(observed: Observed, expressions: dict[str, str]) -> None:
         return not left
 
     try:
-        await eventually(all_seen, "every expression has data", DATA_WITHIN_SECONDS)
+        await eventually(all_seen, "every expression has data", 240.0)
     except AssertionError:
         raise AssertionError(f"without data: {left}") from None
 
 
 async def test_every_expression_has_data_under_load_and_no_alert_fires(tmp_path: Path) -> None:
-    """Also every metric that an alert asks for, and what the variables choose from."""
     model = make_endless_model(tmp_path / "model", tokenizer=True)
     workers: dict[str, dict[str, Any]] = {
         name: {"model": model.path, "block_size": 4, "num_blocks": 257} for name in ("one", "two")

@@ -47,7 +47,6 @@ def test_a_request_that_says_nothing_means_the_defaults_and_filling_in_again_cha
     ],
 )  # fmt: skip
 def test_each_option_overrides_its_own_default_alone(field: str, value: Any) -> None:
-    """Also with 0, 1 and an empty list, and two lists are not joined."""
     asked = worker_pb2.SamplingParams(**{field: value})
     request = filled(worker_pb2.GenerateRequest(sampling=asked))
     assert getattr(request.sampling, field) == value

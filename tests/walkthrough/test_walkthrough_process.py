@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from functools import partial
 
 import pytest
 
 from kvpool.walkthrough.__main__ import STORIES, main
 from kvpool.walkthrough.recording import Story
 from kvpool.walkthrough.worker import Worker
+from tests.cli.terminal_user import at_terminal
+from tests.python_program import run_python
 
-COMMAND = [sys.executable, "-m", "kvpool.walkthrough"]
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The process, with its output in pipes."""
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+run = partial(run_python, "-m", "kvpool.walkthrough")
 
 
 @pytest.mark.parametrize("name", STORIES)
 def test_piped_output_has_all_steps_and_no_escape_codes(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fixed width 120, whatever the environment says about columns."""
     with monkeypatch.context() as patch:
         for variable, value in {"COLUMNS": "40", "TERM": "xterm-256color"}.items():
             patch.setenv(variable, value)
@@ -56,7 +43,6 @@ def test_piped_output_has_all_steps_and_no_escape_codes(
 
 
 def test_the_process_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    """FORCE_COLOR adds the colours, for a pager that shows them."""
     done = run("prefix", COLUMNS="40")
     assert main(["prefix"]) == 0
     assert (done.stdout, done.stderr, done.returncode) == (*capsys.readouterr(), 0)
@@ -73,14 +59,12 @@ def test_no_torch_and_no_grpc_is_imported() -> None:
         "except SystemExit: pass\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    loaded = set(done.stdout.splitlines()[-1].split())
+    loaded = set(run_python("-c", code).stdout.splitlines()[-1].split())
     assert {"kvpool", "rich", "xxhash", "google"} <= loaded
     assert not {"grpc", "torch", "numpy", "pydantic", "asyncio"} & loaded
 
 
 def test_without_a_name_the_stories_are_listed() -> None:
-    """One line each."""
     done = run()
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -89,7 +73,6 @@ def test_without_a_name_the_stories_are_listed() -> None:
 
 
 def test_an_unknown_story_is_refused_with_the_known_ones() -> None:
-    """Exit status 2, nothing on stdout."""
     done = run("evicton")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no story 'evicton'" in done.stderr
@@ -99,32 +82,16 @@ def test_an_unknown_story_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(("term", "has_colours"), [("xterm-256color", True), ("dumb", False)])
 def test_a_terminal_gets_all_steps_in_its_colours(term: str, has_colours: bool) -> None:
     """No key is asked for; a pager may follow."""
-    master, slave = os.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "prefix"],
-        stdin=subprocess.DEVNULL,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "TERM": term},
-    )
-    os.close(slave)
-    output = b""
-    try:
-        with suppress(OSError):  # the end of a pseudo-terminal is an error
-            while select.select([master], [], [], 30)[0]:
-                output += os.read(master, 65536)
-        assert process.wait(1) == 0
-    finally:
-        process.kill()
-        process.wait(10)
-        os.close(master)
-    assert b"prefix 7/7" in output
-    assert (b"\x1b[" in output) is has_colours
+    with at_terminal("-m", "kvpool.walkthrough", "prefix", columns=120, terminal=term) as user:
+        assert user.end() == 0
+    assert b"prefix 7/7" in user.output
+    assert (b"\x1b[" in user.output) is has_colours
 
 
 def test_a_reader_that_leaves_is_not_complained_about() -> None:
     """kvpool walkthrough … | head"""
-    with subprocess.Popen([*COMMAND, "eviction"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", "kvpool.walkthrough", "eviction"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -133,7 +100,6 @@ def test_a_reader_that_leaves_is_not_complained_about() -> None:
 
 
 def test_ascii_output_loses_signs_and_nothing_else() -> None:
-    """A terminal or file of another age is no reason to fail."""
     done = run("prefix", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert "prefix 7/7" in done.stdout
@@ -158,7 +124,6 @@ def _breaks_off(worker: Worker) -> Iterator[str]:
 def test_a_broken_law_is_shown_and_ends_the_story(
     play: object, title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core's own words about it, under the step that broke it; exit status 1."""
     monkeypatch.setitem(STORIES, "broken", Story("broken", "a story with a wrong count", play))  # type: ignore[arg-type]
     assert main(["broken"]) == 1
     output = capsys.readouterr().out
@@ -211,7 +176,6 @@ def test_an_answer_that_the_story_does_not_expect_is_an_error(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A story that no longer fits what it shows is not told."""
     monkeypatch.setitem(STORIES, "changed", Story("changed", "a story that does not fit", play))
     assert main(["changed"]) == 1
     captured = capsys.readouterr()

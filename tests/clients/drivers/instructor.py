@@ -13,7 +13,6 @@ CITY = create_model("City", name=(str, ...))
 
 
 async def drive(job: Any) -> dict[str, Any]:
-    """Ask in two modes."""
     client = openai.OpenAI(base_url=job["base_url"], api_key="any", max_retries=0)
 
     def ask(mode: Any) -> None:

@@ -17,7 +17,6 @@ def answer(message: Any) -> tuple[Any, ...]:
 
 
 async def drive(job: Any) -> dict[str, Any]:
-    """Also by an asynchronous function."""
     options = {"base_url": job["base_url"], "api_key": "any", "model": job["model"], "temperature": 0, "max_retries": 0}
     chat = ChatOpenAI(**options, max_tokens=job["max_tokens"], stream_usage=True)
     text = OpenAI(**options, max_tokens=job["max_tokens"])

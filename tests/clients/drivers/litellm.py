@@ -20,7 +20,6 @@ def chat_answer(whole: Any) -> tuple[Any, ...]:
 
 
 async def drive(job: Any) -> dict[str, Any]:
-    """All of it."""
     limits = {"api_base": job["base_url"], "api_key": "any", "temperature": 0, "max_tokens": job["max_tokens"]}
     chat = {**limits, "model": f"openai/{job['model']}", "messages": job["messages"], "max_retries": 0}
     text = {**limits, "model": f"text-completion-openai/{job['model']}", "prompt": job["prompt"]}

@@ -20,7 +20,6 @@ def answer(text: str, last: Any) -> tuple[Any, ...]:
 
 
 async def drive(job: Any) -> dict[str, Any]:
-    """By its synchronous functions."""
     options: dict[str, Any] = {
         "model": job["model"],
         "api_base": job["base_url"],

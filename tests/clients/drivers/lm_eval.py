@@ -15,7 +15,6 @@ import lm_eval
 
 
 def drive(job: Any) -> dict[str, Any]:
-    """Evaluate a task of these questions."""
     questions = os.path.join(os.environ["HF_HOME"], "questions.jsonl")
     with open(questions, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(question) + "\n" for question in job["questions"])

@@ -24,7 +24,6 @@ def answer(text: str, run: Any) -> tuple[Any, ...]:
 
 
 async def drive(job: Any) -> dict[str, Any]:
-    """By its asynchronous functions."""
     client = openai.AsyncOpenAI(base_url=job["base_url"], api_key="any", max_retries=0)
     system, question = (message["content"] for message in job["messages"])
 

@@ -23,13 +23,11 @@ def weather(city: str) -> str:
 
 
 async def drive(job: Any) -> dict[str, Any]:
-    """By its asynchronous functions."""
     model = OpenAIChatModel(job["model"], provider=OpenAIProvider(base_url=job["base_url"], api_key="any"))
     system, question = (message["content"] for message in job["messages"])
     settings = ModelSettings(temperature=0, max_tokens=job["max_tokens"])
 
     def agent(**more: Any) -> Agent[None, Any]:
-        """An agent without memory."""
         return Agent(model, system_prompt=system, model_settings=settings, **more)
 
     whole = await agent().run(question)
