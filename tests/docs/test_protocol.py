@@ -30,7 +30,6 @@ from kvpool.v1 import cache_pb2, worker_pb2
 from kvpool.worker_service import status as worker_status
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from tests.cache_service.core.desk import Desk
-from tests.cache_service.core.model import Refused
 from tests.docs.blocks import Block, blocks
 from tests.docs.protocol_shell import DOCUMENT, TEXT, ProtocolShell, section
 
@@ -206,7 +205,7 @@ def free(desk: Desk, round: int) -> object:
 
 
 def reasons_of(outcome: object) -> set[str]:
-    return {outcome.reason.value} if isinstance(outcome, Refused) else set()
+    return {outcome.reason.value} if isinstance(outcome, Refusal) else set()
 
 
 def state_of(desk: Desk) -> str:

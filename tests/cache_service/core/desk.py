@@ -26,9 +26,10 @@ from kvpool.cache_service.core.messages import (
     Uplink,
     Wait,
 )
+from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
-from tests.cache_service.core.model import Refused, token_ids
+from tests.cache_service.core.model import token_ids
 
 ROOT = Root(FINGERPRINT)
 EMPTY: Mapping[int, int] = {}
@@ -164,15 +165,21 @@ class Desk:
             num_encoder_tokens,
         )
 
-    def allocate_batch(self, *items: AllocateItem) -> list[Granted | Wait | Refused]:
+    def allocate_batch(self, *items: AllocateItem) -> list[Granted | Wait | Refusal]:
         """One Allocate of several sequences."""
         result = self.lockstep.allocate(self.uplink(), *items)
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         return result[0]
 
-    def allocate(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted | Wait | Refused:
+    def allocate(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted | Wait | Refusal:
         """One Allocate of one sequence; `wanted` as in `item`."""
         return self.allocate_batch(self.item(name, tokens, **wanted))[0]
+
+    def refusal(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Refusal:
+        """An Allocate that the manager refuses; the model is not asked. `wanted` as in `item`."""
+        (outcome,), _ = self.manager.allocate(self.uplink(), [self.item(name, tokens, **wanted)])
+        assert isinstance(outcome, Refusal), outcome
+        return outcome
 
     def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Table:
         """An Allocate that is granted; `wanted` as in `item`."""
@@ -188,14 +195,14 @@ class Desk:
         new_tokens: Sequence[int] = (),
         bound: Sequence[TableEntry] = (),
         want_blocks: int = 0,
-    ) -> Appended | Refused:
+    ) -> Appended | Refusal:
         """One Append: `num_computed_tokens` are computed, by default all that are known before `new_tokens`."""
         named = _key(name)
         known = self.tokens[named]
         computed = len(known) if num_computed_tokens is None else num_computed_tokens
         update = SequenceUpdate(named, len(known), token_bytes(new_tokens), computed, (tuple(bound),) if bound else ())
         result = self.lockstep.append(self.uplink(), AppendItem(update, want_blocks))
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         if isinstance(result[0][0], Appended):
             known += new_tokens
         return result[0][0]
@@ -218,10 +225,10 @@ class Desk:
         update = SequenceUpdate(_key(name), start, token_bytes(new_tokens), computed, (entries,) if entries else ())
         return ForkItem(_key(parent), num_shared_blocks, update)
 
-    def fork(self, *items: ForkItem) -> list[Appended | Refused]:
+    def fork(self, *items: ForkItem) -> list[Appended | Refusal]:
         """One Fork."""
         result = self.lockstep.fork(self.uplink(), *items)
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         return result[0]
 
     def statement(
@@ -249,10 +256,10 @@ class Desk:
             (*before, tuple(TableEntry(i, block, pool.generation(block)) for i, block in released)),
         )
 
-    def tell(self, update: SequenceUpdate) -> Appended | Refused:
+    def tell(self, update: SequenceUpdate) -> Appended | Refusal:
         """One Append of a statement."""
         result = self.lockstep.append(self.uplink(), AppendItem(update))
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         if isinstance(result[0][0], Appended):
             self.tokens[update.key] += token_ids(update.tokens)
         return result[0][0]

@@ -230,24 +230,24 @@ class Lockstep:
 
     # -- one call on both
 
-    def _both(self, real: Callable[[], T], modelled: Callable[[], None], *, stamps: bool | None = False) -> T | Refused:
+    def _both(self, real: Callable[[], T], modelled: Callable[[], None], *, stamps: bool | None = False) -> T | Refusal:
         """Run a call on both; a refusal must be the model's too, and must leave no trace.
 
         A call that `stamps` gets, unless refused, a generation larger than any before; other calls leave it alone. None: it may.
         """
         self.settle()
         before = snapshot(self.manager)
-        result: T | Refused
+        result: T | Refusal
         try:
             result = real()
         except Refusal as refusal:
-            result = Refused(refusal.reason, refusal.position)
-        if isinstance(result, Refused):
+            result = refusal.with_traceback(None)
+        if isinstance(result, Refusal):
             assert snapshot(self.manager) == before, f"{result!r} has changed something"
         generation = self.manager.last_generation
         if stamps is None:
             stamps = generation != before.last_generation
-        if stamps and not isinstance(result, Refused):
+        if stamps and not isinstance(result, Refusal):
             assert generation > self.last_generation, "a granting call needs a stamp larger than any before"
             self.last_generation = generation
         else:
@@ -257,8 +257,8 @@ class Lockstep:
             modelled()
         except Refused as refused:
             expected = refused
-        refused_here = result if isinstance(result, Refused) else None
-        assert refused_here == expected, f"the core says {result!r}, the model {expected!r}"
+        refused_here = result if isinstance(result, Refusal) else None
+        assert expected == refused_here, f"the core says {result!r}, the model {expected!r}"
         self.compare()
         return result
 
@@ -269,7 +269,7 @@ class Lockstep:
             while self.manager.sweep():
                 pass
 
-    def register(self, registration: Registration) -> int | Refused:
+    def register(self, registration: Registration) -> int | Refusal:
         """Register on both; answers with the session's number."""
         number = 0
 
@@ -289,7 +289,7 @@ class Lockstep:
     def _numbers_that_take_prompts(self) -> set[int]:
         return {session.number for session in self.model.sessions if session.takes_prompts}
 
-    def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refused:
+    def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refusal:
         """Renew a lease on both; it takes a stamp if it grants something."""
         before = self.manager.last_generation
 
@@ -315,47 +315,47 @@ class Lockstep:
 
     def _batch(
         self, real: Callable[[], tuple[list[Any], Reply]], modelled: Callable[[], list[Any]]
-    ) -> tuple[list[Any], Reply] | Refused:
+    ) -> tuple[list[Any], Reply] | Refusal:
         """A call on both that has an outcome for each item."""
         found: list[Any] = []
 
         def answered() -> tuple[list[Any], Reply]:
             outcomes, reply = real()
-            found.extend(Refused(one.reason, one.position) if isinstance(one, Refusal) else one for one in outcomes)
+            found.extend(outcomes)
             return found, reply
 
         def compared() -> None:
             expected = modelled()
-            assert found == expected, f"the core says {found}, the model {expected}"
+            assert expected == found, f"the core says {found}, the model {expected}"
 
         return self._both(answered, compared, stamps=True)
 
-    def allocate(self, uplink: Uplink, *items: AllocateItem) -> tuple[list[Granted | Wait | Refused], Reply] | Refused:
+    def allocate(self, uplink: Uplink, *items: AllocateItem) -> tuple[list[Granted | Wait | Refusal], Reply] | Refusal:
         """Allocate on both, after Explain was asked what will be served."""
         prediction = Prediction.of(self.manager, uplink, items)
         result = self._batch(
             lambda: self.manager.allocate(uplink, items),
             lambda: self.model.allocate(uplink, items, self.manager.last_generation),
         )
-        if prediction is not None and not isinstance(result, Refused):
+        if prediction is not None and not isinstance(result, Refusal):
             prediction.require(result[0][0])
         return result
 
-    def append(self, uplink: Uplink, *items: AppendItem) -> tuple[list[Appended | Refused], Reply] | Refused:
+    def append(self, uplink: Uplink, *items: AppendItem) -> tuple[list[Appended | Refusal], Reply] | Refusal:
         """Append on both."""
         return self._batch(
             lambda: self.manager.append(uplink, items),
             lambda: self.model.append(uplink, items, self.manager.last_generation),
         )
 
-    def fork(self, uplink: Uplink, *items: ForkItem) -> tuple[list[Appended | Refused], Reply] | Refused:
+    def fork(self, uplink: Uplink, *items: ForkItem) -> tuple[list[Appended | Refusal], Reply] | Refusal:
         """Fork on both."""
         return self._batch(
             lambda: self.manager.fork(uplink, items),
             lambda: self.model.fork(uplink, items, self.manager.last_generation),
         )
 
-    def free(self, uplink: Uplink, *items: SequenceUpdate) -> Reply | Refused:
+    def free(self, uplink: Uplink, *items: SequenceUpdate) -> Reply | Refusal:
         """Free on both."""
         return self._both(
             lambda: self.manager.free(uplink, items),

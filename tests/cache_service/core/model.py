@@ -33,7 +33,7 @@ from kvpool.cache_service.core.messages import (
     Uplink,
     Wait,
 )
-from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.core.refusal import Reason, Refusal
 
 Prefix = tuple[Root, tuple[int, ...]]
 """What a sealed block holds: the KV of the last block of these tokens, computed behind the others under this root. In a group with
@@ -49,7 +49,7 @@ _OUT_OF_BLOCKS = (Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKE
 
 
 class Refused(Exception):
-    """The model's no."""
+    """The model's no. It is equal to the core's, which has words too."""
 
     def __init__(self, reason: Reason, position: int | None = None) -> None:
         super().__init__(reason.value)
@@ -57,7 +57,7 @@ class Refused(Exception):
         self.position = position
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Refused) and (self.reason, self.position) == (other.reason, other.position)
+        return isinstance(other, Refused | Refusal) and (self.reason, self.position) == (other.reason, other.position)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -97,9 +97,7 @@ def test_a_refusal_names_the_setting() -> None:
     ):
         first, second = desks(limits, 33, 33)
         first.serve("a", [1] * 12)
-        item = second.item("b", [2] * tokens)
-        (outcome,), _ = second.manager.allocate(second.uplink(), [item])
-        assert isinstance(outcome, Refusal)
+        outcome = second.refusal("b", [2] * tokens)
         assert outcome.reason in (Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKENS)
         assert setting in outcome.message
         assert outcome.reason.value.rpartition("_")[2].lower() in setting
@@ -158,8 +156,7 @@ def test_the_longest_text_that_is_shown_is_granted_and_no_longer_one(
         assert worker.session.max_model_len == expected
         return
     assert worker.session.max_model_len == expected
-    (refusal,), _ = worker.manager.allocate(worker.uplink(), [worker.item("more", [1] * expected)])
-    assert isinstance(refusal, Refusal)
+    worker.refusal("more", [1] * expected)
     worker.grant("all", [1] * (expected - 1))
 
 

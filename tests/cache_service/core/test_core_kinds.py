@@ -1,6 +1,6 @@
 """What every kind of group does, whatever it is: one history for all of them, and one for a kind that only this test has.
 
-What is right for one kind alone is in test_core_windows.py, test_core_states.py and test_core_units.py.
+What is right for one kind alone is in test_core_windows.py and test_core_units.py.
 """
 
 from __future__ import annotations

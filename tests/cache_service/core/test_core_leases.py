@@ -9,7 +9,6 @@ from kvpool.cache_service.core.messages import AllocateItem, Limits, Uplink, Wor
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import key, refused, registration, snapshot, successor, token_bytes
-from tests.cache_service.core.model import Refused
 
 LEASE = 6.0
 TICK = 0.5
@@ -384,6 +383,6 @@ def test_a_larger_epoch_begins_larger_sessions_and_generations() -> None:
     assert min(worker.grant("b", range(9, 18)).generations) > before
     assert worker.manager.last_generation >> 40 == 9
     number = worker.lockstep.register(registration("w2"))
-    assert not isinstance(number, Refused)
+    assert not isinstance(number, Refusal)
     assert number >> 40 == 9
     assert number > worker.number

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpool.cache_service.core.description import MAX_BLOCKS_PER_PAGE, MAX_OWNERS_PER_BLOCK
@@ -120,7 +122,7 @@ def test_max_sequences_per_session() -> None:
     """One too many is refused alone: those behind it in the batch are tried, and one that lives gets its table."""
     worker = desk()
     outcomes = worker.allocate_batch(*(worker.item(f"s{i}", [i]) for i in range(3)))
-    assert not any(isinstance(outcome, Refused) for outcome in outcomes)
+    assert not any(isinstance(outcome, Refusal) for outcome in outcomes)
     again = worker.allocate_batch(worker.item("s3", [3]), worker.item("s2", [2]))
     assert again == [Refused(Reason.TOO_MANY_SEQUENCES), outcomes[2]]
     refusal = item_refusal(worker, AllocateItem(key("s3"), ROOT, token_bytes([3])))
@@ -182,7 +184,7 @@ def test_what_can_never_fit_is_told_so_with_the_figures() -> None:
     assert all(word in refusal.message for word in words), refusal.message
     # The KV of the last token is never computed: one new token less fits exactly.
     granted = worker.allocate("s", range(5), max_new_tokens=12)
-    assert not isinstance(granted, Refused)
+    assert not isinstance(granted, Refusal)
 
 
 def test_no_blocks_says_what_is_needed_and_what_there_is() -> None:
@@ -326,13 +328,13 @@ def test_the_downlink_repeats_until_acknowledged_and_never_reorders() -> None:
     worker.refill(1)
     worker.refill(2)
     reply = worker.lockstep.keep_alive(worker.number, 0)
-    assert not isinstance(reply, Refused)
+    assert not isinstance(reply, Refusal)
     assert [(entry.number, type(entry.entry)) for entry in reply.entries] == [(1, Grant), (2, Grant)]
     reply = worker.lockstep.keep_alive(worker.number, 1)
-    assert not isinstance(reply, Refused)
+    assert not isinstance(reply, Refusal)
     assert [entry.number for entry in reply.entries] == [2]
     reply = worker.lockstep.keep_alive(worker.number, 0)
-    assert not isinstance(reply, Refused)
+    assert not isinstance(reply, Refusal)
     assert [entry.number for entry in reply.entries] == [2]
 
 
@@ -392,3 +394,37 @@ def test_a_page_of_the_block_map_is_bounded() -> None:
     assert len(shared.owners) == MAX_OWNERS_PER_BLOCK
     rest = worker.manager.describe_blocks("w1", MAX_BLOCKS_PER_PAGE + 1)
     assert [block.block for block in rest] == list(range(MAX_BLOCKS_PER_PAGE + 1, MAX_BLOCKS_PER_PAGE + 100))
+
+
+# -- several groups
+
+
+def test_the_refusal_names_the_group_that_is_short() -> None:
+    worker = Desk(num_blocks=(9, 4))
+    worker.grant("a", range(8))
+    for num_tokens, words in (
+        (8, "needed 2 blocks of group 1; worker 'w1' has 1 free and 0 evictable of 3"),
+        (20, "the whole pool of group 1 of worker 'w1' has 3"),
+    ):
+        assert words in worker.refusal("b", range(50, 50 + num_tokens)).message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reserve_wishes": (None, 1)},
+        {"returned": ((), (ReservedBlock(1, 1),))},
+    ],
+    ids=str,
+)
+def test_a_group_that_the_worker_does_not_have_is_refused_and_the_call_does_nothing(change: dict[str, Any]) -> None:
+    worker = Desk(num_blocks=9)
+    head = worker.uplink()._replace(**change)
+    refusal = refused(worker.manager.free, head, [])
+    assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, "uplink")
+    assert worker.session.last_call_no == 0
+    worker.grant("a", range(4))
+    bound = ((), (TableEntry(0, 1, 1),))
+    (outcome,), _ = worker.manager.append(worker.uplink(), [AppendItem(SequenceUpdate(key("a"), 4, b"", 4, bound))])
+    assert isinstance(outcome, Refusal)
+    assert outcome.message == "bound: worker 'w1' is registered with 1 groups, got group 1"
