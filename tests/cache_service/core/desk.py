@@ -264,6 +264,10 @@ class Desk:
             self.tokens[update.key] += token_ids(update.tokens)
         return result[0][0]
 
+    def encode(self, name: str | SequenceKey, num_computed_tokens: int = 0) -> Appended | Refusal:
+        """One Append: the encoder has run for a sequence."""
+        return self.tell(SequenceUpdate(_key(name), num_computed_tokens=num_computed_tokens, encoder_computed=True))
+
     def name(self, name: str | SequenceKey, boundary: int, **more: Any) -> dict[int, int]:
         """Compute up to a boundary, in blocks, and name the window there out of scratch, in each group with a window. `more`: as in
         `statement`, of the first. Returns what was named in the first, by table index."""
