@@ -57,38 +57,6 @@ def test_fresh_blocks_are_granted_in_ascending_order_however_far_the_pool_has_gr
     assert worker.free_list == list(range(1, 300))
 
 
-def test_at_the_limit_a_pool_lives_on_the_blocks_that_it_has() -> None:
-    """It stops growing, evicts what is cached, and refuses what that does not cover, having changed nothing."""
-    first, second = desks(Limits(max_total_blocks=10), 33, 33)
-    first.serve("a", [1] * 20)
-    second.grant("b", [2] * 20)
-    assert (first.counts.free, first.counts.cached, first.counts.withheld) == (0, 5, 27)
-    outcome = first.allocate("c", [3] * 24)
-    assert outcome == Refused(Reason.TOO_MANY_BLOCKS)
-    assert first.counts.cached == 5
-    assert first.grant("d", [3] * 20).num_cached_tokens == 0
-    assert first.session.pools[0].num_evicted == 5
-    assert first.manager.budget.num_blocks == 10
-    # What another session had is there for all when it ends.
-    first.lockstep.deregister(second.number)
-    assert first.manager.budget.num_blocks == 5
-    first.grant("c", [4] * 20)
-    assert first.manager.budget.num_blocks == 10
-
-
-def test_grants_step_over_the_blocks_that_are_withheld() -> None:
-    """Free blocks before them, then cached ones after them; and the blocks withheld are still granted in order later."""
-    first, second = desks(Limits(max_total_blocks=12), 65, 65)
-    first.serve("cached", [1] * 8)
-    first.grant("free", [2] * 12)
-    first.free("free")
-    second.grant("b", [3] * 28)
-    assert first.counts[1:3] == (3, 2)
-    assert sorted(first.grant("all", [4] * 20).blocks) == [1, 2, 3, 4, 5]
-    first.lockstep.deregister(second.number)
-    assert first.grant("new", [5] * 8).blocks == (6, 7)
-
-
 def test_a_refusal_names_the_setting() -> None:
     """What was needed, what there is, and what to raise: blocks, their tokens, and tokens of live sequences."""
     for limits, tokens, setting in (
@@ -118,16 +86,6 @@ def test_tokens_of_live_sequences_are_counted_though_they_share_their_blocks() -
     worker.free("a")
     worker.free("c")
     assert worker.manager.budget.num_sequence_tokens == 0
-
-
-def test_what_the_budget_can_never_hold_is_refused_for_good() -> None:
-    (worker,) = desks(Limits(max_total_blocks=5), 33)
-    assert worker.allocate("a", [1] * 21) == Refused(Reason.NEVER_FITS)
-    worker.grant("a", [1] * 20)
-    (few,) = desks(Limits(max_blocks_per_sequence=5), 33)
-    assert few.allocate("a", [1] * 21) == Refused(Reason.NEVER_FITS)
-    few.grant("a", [1] * 20)
-    assert few.report("a", 20, want_blocks=6) == Refused(Reason.NEVER_FITS)
 
 
 ROOMY = Limits()

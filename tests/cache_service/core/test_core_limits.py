@@ -12,7 +12,6 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
-    Grant,
     Granted,
     Layout,
     Limits,
@@ -271,25 +270,6 @@ def test_a_table_may_be_as_long_as_the_pool() -> None:
     assert len(worker.table("s")) == 16, entries
 
 
-def test_a_late_append_of_an_earlier_round_is_refused() -> None:
-    """Words about round 0 mean nothing once round 1 lives; its Allocate neither."""
-    worker = started()
-    worker.free("s")
-    worker.grant(key("s", round=1), range(5))
-    assert item_refusal(worker, AppendItem(UPDATE)).reason is Reason.STALE_ROUND
-    assert item_refusal(worker, GOOD).reason is Reason.STALE_ROUND
-    worker.free("s")
-    assert worker.table("s"), "nor its Free"
-
-
-def test_one_sequence_id_is_one_prompt() -> None:
-    """A live sequence asked for with other tokens is refused; with the beginning of its own it is granted as it stands."""
-    worker = started()
-    assert item_refusal(worker, GOOD._replace(tokens=token_bytes([7]))).reason is Reason.TOKENS_DIFFER
-    outcomes, _ = worker.manager.allocate(worker.uplink(), [GOOD._replace(tokens=token_bytes(range(3)))])
-    assert not isinstance(outcomes[0], Refusal)
-
-
 def test_a_second_stream_for_one_attempt_is_refused_elsewhere() -> None:
     """ALREADY_EXISTS on another worker: the refusal names where it lives and what to do."""
     worker = started()
@@ -320,22 +300,6 @@ def test_max_downlink_entries_bounds_stops() -> None:
         other.grant(SequenceKey(f"s{i}", 2, 0), [i])
     assert len(deaf.session.downlink.pending()) == 2
     assert [deaf.report(f"s{i}", 1) for i in range(3)] == [Refused(Reason.STALE_ATTEMPT)] * 3
-
-
-def test_the_downlink_repeats_until_acknowledged_and_never_reorders() -> None:
-    """Every reply carries all entries above the number acknowledged, in order; a late acknowledgement drops nothing more."""
-    worker = Desk()
-    worker.refill(1)
-    worker.refill(2)
-    reply = worker.lockstep.keep_alive(worker.number, 0)
-    assert not isinstance(reply, Refusal)
-    assert [(entry.number, type(entry.entry)) for entry in reply.entries] == [(1, Grant), (2, Grant)]
-    reply = worker.lockstep.keep_alive(worker.number, 1)
-    assert not isinstance(reply, Refusal)
-    assert [entry.number for entry in reply.entries] == [2]
-    reply = worker.lockstep.keep_alive(worker.number, 0)
-    assert not isinstance(reply, Refusal)
-    assert [entry.number for entry in reply.entries] == [2]
 
 
 def test_foreign_returns_are_ignored() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvpool.cache_service.core.messages import Granted, Wait
-from kvpool.cache_service.core.refusal import Refusal
+from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import Desk
 from tests.cache_service.core.lockstep import key
+from tests.cache_service.core.model import Refused
 
 pytestmark = pytest.mark.usefixtures("every_hash")
 
@@ -42,3 +43,12 @@ def test_the_wait_is_for_the_leader_that_computes_most() -> None:
     worker.allocate("twin", [*PROMPT[:13], 2], no_wait=True)
     assert worker.allocate("x", PROMPT) == Wait(key("long"), 12)
     assert worker.allocate("y", PROMPT[:9]) == Wait(key("short"), 8)
+
+
+def test_nobody_waits_for_another_attempt_of_itself() -> None:
+    """A larger attempt on the same worker is granted at once: granting it fences the smaller one."""
+    worker = Desk()
+    worker.grant("s", PROMPT)
+    assert isinstance(worker.allocate(key("s", attempt=2), PROMPT), Granted)
+    assert worker.report("s") == Refused(Reason.STALE_ATTEMPT)
+    assert worker.allocate("other", PROMPT) == Wait(key("s", attempt=2), 16)

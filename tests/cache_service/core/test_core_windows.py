@@ -10,11 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvpool.cache_service.core.copies import Holder
 from kvpool.cache_service.core.groups.dense import DenseSpec
 from kvpool.cache_service.core.groups.window import WindowSpec
+from kvpool.cache_service.core.hits import cached_along, hits_in
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
+    AllocateItem,
     Boundary,
     Granted,
     Layout,
@@ -66,6 +71,48 @@ def test_a_hit_needs_the_whole_prefix_in_full_groups_and_the_last_window_in_the_
     assert full.blocks[:4] == (1, 2, 3, 4)
     assert (window.start, len(window.blocks), len(window.scratch)) == (2, SPAN, 2)
     assert granted_by(desk, "c", [*range(12), 99, 99]).num_cached_tokens == 0, "no window ends after three blocks"
+
+
+SPANS = [(0, 1), (0, 2), (2, 0), (0, 3), (1,), (3,), (1, 2), (0, 1, 3), (2, 0, 1)]
+"""Layouts: for each group the blocks of its window, 0 for none."""
+
+
+@given(
+    st.sampled_from(SPANS),
+    st.lists(st.tuples(*[st.sampled_from([True] * 3 + [False])] * 3), max_size=9),
+    st.integers(0, 9),
+)
+def test_the_longest_hit_is_what_the_definition_says(
+    spans: tuple[int, ...], held: list[tuple[bool, ...]], max_blocks: int
+) -> None:
+    """`held`: for each node of a path, in which groups there is a copy. Tried length by length, from the longest down."""
+    manager = CacheManager(1)
+    windows = [(span and span * SIZE + 1, span and span + 1) for span in spans]
+    manager.register(registration(num_blocks=(9,) * len(spans), block_size=SIZE, windows=windows), 0.0)
+    session = manager.worker("w1")
+    path: list[Node] = []
+    for depth, slots in enumerate(held):
+        path.append(Node(path[-1] if path else None, b"", depth))
+        if depth % 2:
+            path[-1].set_copy(Holder((77,)), 0, 5)  # the session's copies are not always the ones stored inline
+        for slot in range(len(spans)):
+            if slots[slot]:
+                path[-1].set_copy(session.holder, slot, 10 * depth + slot + 1)
+
+    def needed(num_hits: int, span: int) -> range:
+        return range(max(0, num_hits - span) if span else 0, num_hits)
+
+    expected = next(
+        num_hits
+        for num_hits in range(min(max_blocks, len(held)), -1, -1)
+        if all(held[index][slot] for slot, span in enumerate(spans) for index in needed(num_hits, span))
+    )
+    num, hits = hits_in(session, AllocateItem(key("a"), ROOT, b""), None, path, max_blocks)
+    assert num == expected
+    assert hits == [[10 * i + slot + 1 for i in needed(num, span)] for slot, span in enumerate(spans)]
+    along = cached_along(path, [session], max_blocks)
+    assert along.get(session.holder, 0) == expected
+    assert expected or session.holder not in along
 
 
 # -- what is granted
