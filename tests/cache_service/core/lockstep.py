@@ -35,6 +35,7 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.prefix_tree import Node, RootNode
 from kvpool.cache_service.core.refusal import Refusal
+from kvpool.cache_service.core.routing import RoutedWorker
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.explained import Prediction
 from tests.cache_service.core.kinds import tables, windows
@@ -286,9 +287,6 @@ class Lockstep:
         """End a session on both."""
         self._both(lambda: self.manager.deregister(session), lambda: self.model.deregister(session))
 
-    def _numbers_that_take_prompts(self) -> set[int]:
-        return {session.number for session in self.model.sessions if session.takes_prompts}
-
     def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refusal:
         """Renew a lease on both; it takes a stamp if it grants something."""
         before = self.manager.last_generation
@@ -364,28 +362,20 @@ class Lockstep:
         )
 
     def route(self, root: Root, tokens: bytes) -> None:
-        """Route tells the truth about prefixes and changes nothing."""
+        """Route and Explain tell the truth about prefixes and change nothing."""
         before = snapshot(self.manager)
         ranked = self.manager.route(root, tokens)
-        assert snapshot(self.manager) == before
-        assert {worker.session.number for worker in ranked} == self._numbers_that_take_prompts()
-        for worker in ranked:
-            session = self.model.session(worker.session.number)
-            reach = worker.num_cached_tokens, worker.num_in_flight_tokens
-            assert worker.encoder_cached == self.model.has_unit(session, root)
-            assert reach == self.model.reach(session, root, token_ids(tokens))
-        self._explain(root, tokens)
-
-    def _explain(self, root: Root, tokens: bytes) -> None:
-        """Explain tells the truth about prefixes and changes nothing."""
-        before = snapshot(self.manager)
         explained = self.manager.explain(root, tokens).workers
         assert snapshot(self.manager) == before
-        assert {worker.session.number for worker in explained} == self._numbers_that_take_prompts()
-        for worker in explained:
-            session = self.model.session(worker.session.number)
-            assert worker.num_cached_tokens == self.model.reach(session, root, token_ids(tokens))[0]
-            assert worker.encoder_cached == self.model.has_unit(session, root)
+        takes_prompts = {session.number for session in self.model.sessions if session.takes_prompts}
+        for workers in (ranked, explained):
+            assert {worker.session.number for worker in workers} == takes_prompts
+            for worker in workers:
+                session = self.model.session(worker.session.number)
+                assert worker.encoder_cached == self.model.has_unit(session, root)
+                cached, in_flight = self.model.reach(session, root, token_ids(tokens))
+                assert worker.num_cached_tokens == cached
+                assert not isinstance(worker, RoutedWorker) or worker.num_in_flight_tokens == in_flight
 
     # -- comparing
 

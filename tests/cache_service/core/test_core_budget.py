@@ -228,18 +228,15 @@ def test_a_part_that_names_a_high_block_is_taken_in_after_the_pool_has_grown() -
     """In pieces, between which others are served: the same part is asked for again."""
     manager, session = reporting(Limits(max_growth_per_report_part=1000))
     part = ReportPart(0, True, (contents(50_000),))
-    num_refused = 0
-    reasons: set[Reason] = set()
+    refusals = []
     for call_no in range(1, 20):
         try:
             manager.report(Uplink(session, call_no), part)
             break
         except Refusal as refusal:
-            reasons.add(refusal.reason)
-            assert manager.sessions[0].pools[0].counts().cached == 0
-            num_refused += 1
-    assert num_refused >= 2
-    assert reasons == {Reason.RECOVERING}
+            refusals.append((refusal.reason, manager.sessions[0].pools[0].counts().cached))
+    assert len(refusals) >= 2
+    assert set(refusals) == {(Reason.RECOVERING, 0)}
     assert manager.sessions[0].pools[0].counts().cached == 1
     assert manager.check().violations == []
 

@@ -27,53 +27,39 @@ def prompt(date: int, length: int = 33) -> list[int]:
     return [*range(100, 107), date, *range(200, 200 + length - 8)]
 
 
-DOCUMENT = range(200, 216)
-CLOSEST: dict[str, tuple[list[list[int]], list[int], ClosestPrompt | None]] = {
-    "the token where they part is named, with what it costs": (
-        [prompt(20)],
-        prompt(21),
-        ClosestPrompt(7, 21, 20, 1, 1, 28, False),
-    ),
-    "as many prompts are counted as have the other token": (
-        [*([*prompt(20), index, 1, 2, 3, 4] for index in range(5)), prompt(19)],
-        [*prompt(21), 9],
-        ClosestPrompt(7, 21, 20, 1, 5, 28, False),
-    ),
-    "one that would help most is preferred to one that agrees a token longer": (
-        [[1, 2, 3, 8, 0], [1, 2, 7, 4, *DOCUMENT, 0]],
-        [1, 2, 3, 4, *DOCUMENT, 0],
-        ClosestPrompt(2, 3, 7, 1, 1, 20, False),
-    ),
-    "several tokens of the block that differ are counted": (
-        [[1, 7, 3, 8, *range(200, 209)]],
-        [1, 2, 3, 4, *range(200, 209)],
-        ClosestPrompt(1, 2, 7, 2, 1, 12, False),
-    ),
-    "a prompt that ends before it parts has no token to name": (
-        [prompt(20)],
-        prompt(20)[:6],
-        ClosestPrompt(6, None, None, 0, 1, 0, False),
-    ),
-    "nothing is closer than a hit of all": ([prompt(20)], prompt(20)[:8], None),
-}
-"""What is cached, what is asked for, and what Explain names."""
-
-
-@pytest.mark.parametrize(("cached", "asked", "expected"), CLOSEST.values(), ids=CLOSEST)
-def test_the_closest_prompt(cached: list[list[int]], asked: list[int], expected: ClosestPrompt | None) -> None:
-    desk = Desk(num_blocks=200)
-    for number, tokens in enumerate(cached):
-        desk.serve(str(number), tokens)
-    assert closest(desk, asked) == expected
-
-
-def test_what_would_be_gained_is_served_to_a_prompt_that_has_the_other_token() -> None:
+def test_the_token_where_they_part_is_named_with_what_it_costs() -> None:
+    """Your prompt has 21 where a cached one has 20, at token 7; after it 28 more tokens would have been served."""
     desk = Desk()
     desk.serve("a", prompt(20))
     found = closest(desk, prompt(21))
-    assert found is not None
+    assert found == ClosestPrompt(7, 21, 20, 1, 1, 28, False)
     assert desk.serve("b", prompt(21)) == 4
     assert desk.serve("c", prompt(20)) == 4 + found.num_tokens_gained
+
+
+def test_as_many_prompts_are_counted_as_have_the_other_token() -> None:
+    desk = Desk(num_blocks=200)
+    for index in range(5):
+        desk.serve(str(index), [*prompt(20), index, 1, 2, 3, 4])
+    desk.serve("other", prompt(19))
+    found = closest(desk, [*prompt(21), 9])
+    assert found is not None
+    assert (found.num_equal_tokens, found.cached_token, found.num_prompts) == (7, 20, 5)
+
+
+def test_the_prompt_that_would_help_most_is_preferred_to_one_that_agrees_a_token_longer() -> None:
+    desk = Desk()
+    document = list(range(200, 216))
+    desk.serve("longer", [1, 2, 3, 8, 0])
+    desk.serve("useful", [1, 2, 7, 4, *document, 0])
+    found = closest(desk, [1, 2, 3, 4, *document, 0])
+    assert found == ClosestPrompt(2, 3, 7, 1, 1, 20, False)
+
+
+def test_several_tokens_of_the_block_that_differ_are_counted() -> None:
+    desk = Desk()
+    desk.serve("a", [1, 7, 3, 8, *range(200, 209)])
+    assert closest(desk, [1, 2, 3, 4, *range(200, 209)]) == ClosestPrompt(1, 2, 7, 2, 1, 12, False)
 
 
 def test_nothing_is_gained_from_what_no_worker_holds_as_a_whole() -> None:
@@ -90,6 +76,14 @@ def test_a_prompt_that_is_only_being_computed_is_not_close() -> None:
     desk = Desk()
     desk.grant("a", prompt(20))
     assert closest(desk, prompt(21)) is None
+
+
+def test_a_prompt_that_ends_before_it_parts_has_no_token_to_name() -> None:
+    desk = Desk()
+    desk.serve("a", prompt(20))
+    found = closest(desk, prompt(20)[:6])
+    assert found == ClosestPrompt(6, None, None, 0, 1, 0, False)
+    assert closest(desk, prompt(20)[:8]) is None
 
 
 def test_prompts_under_other_roots_are_not_close() -> None:

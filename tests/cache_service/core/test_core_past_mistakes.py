@@ -57,9 +57,6 @@ def lines_of(operation: Callable[[], object]) -> int:
     return count
 
 
-# -- content
-
-
 def test_the_tenant_salt_separates_on_every_path() -> None:
     """Tenant salt dropped on a second code path: Allocate, waiting, Route and the answer to a retry all keep tenants apart."""
     worker = Desk()
@@ -76,12 +73,6 @@ def test_the_tenant_salt_separates_on_every_path() -> None:
     # A live sequence is handed out again only under its own root.
     assert worker.allocate("mine", prompt, root=theirs) == Refused(Reason.TOKENS_DIFFER, 0)
     assert worker.allocate("mine", prompt, root=mine) == worker.allocate("mine", prompt, root=mine)
-
-
-# -- leaks, retries and late messages
-
-
-# -- cost
 
 
 @pytest.mark.parametrize("position", ["head", "middle", "tail"])
