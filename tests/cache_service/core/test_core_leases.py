@@ -141,6 +141,21 @@ def test_a_stalled_manager_expires_nobody() -> None:
     assert clock.run(TICK) == ["fresh"], "what was left of the lease is left, no more"
 
 
+@pytest.mark.parametrize("order", ["read before the tick", "read after the tick"])
+def test_a_stall_makes_no_lease_longer_than_a_lease(order: str) -> None:
+    """A KeepAlive read between the stall and the tick renews once; a worker that then dies is found as soon as any other."""
+    clock = Clockwork()
+    session = clock.register()
+    clock.now += 1000.0
+    if order == "read before the tick":
+        clock.keep_alive(session)
+    assert clock.manager.tick(clock.now) == []
+    if order == "read after the tick":
+        clock.keep_alive(session)
+    assert clock.run(LEASE - TICK) == []
+    assert clock.run(TICK) == ["w1"]
+
+
 def test_registering_again_fences_the_earlier_session_whose_last_calls_do_nothing() -> None:
     """One session per worker, whichever of two processes has the earlier one."""
     clock = Clockwork()

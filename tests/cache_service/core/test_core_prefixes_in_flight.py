@@ -52,3 +52,13 @@ def test_nobody_waits_for_another_attempt_of_itself() -> None:
     assert isinstance(worker.allocate(key("s", attempt=2), PROMPT), Granted)
     assert worker.report("s") == Refused(Reason.STALE_ATTEMPT)
     assert worker.allocate("other", PROMPT) == Wait(key("s", attempt=2), 16)
+
+
+def test_a_prompt_waits_only_for_what_it_can_use() -> None:
+    """The last token is computed by everybody, and max_cached_tokens bounds what a sequence takes."""
+    worker = Desk()
+    worker.grant("leader", PROMPT)
+    assert worker.allocate("same length", PROMPT[:16]) == Wait(key("leader"), 12)
+    assert isinstance(worker.allocate("first block", PROMPT[:4]), Granted)
+    assert isinstance(worker.allocate("takes nothing", PROMPT, max_cached_tokens=3), Granted)
+    assert worker.allocate("takes one", PROMPT, max_cached_tokens=5) == Wait(key("leader"), 4)

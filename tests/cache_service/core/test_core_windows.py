@@ -272,6 +272,15 @@ def test_a_window_is_to_be_named_where_a_prompt_leaves_one_that_ends_there_and_i
     assert granted_by(desk, "b", [*range(8), *[94] * 9], no_wait=True).boundaries == (8, 16)
 
 
+def test_windows_are_to_be_named_where_the_item_asks_for_it() -> None:
+    """Rounded down to blocks; an interval is rounded up."""
+    desk = worker_with_window()
+    assert granted_by(desk, "a", range(30), boundaries=(10, 3, 99)).boundaries == (8, 28)
+    assert granted_by(desk, "b", range(100, 130), retention_interval=7).boundaries == (8, 16, 24, 28)
+    desk.name("b", 2)
+    assert granted_by(desk, "b", range(100, 130)).boundaries == (16, 24, 28), "those that are still to come"
+
+
 def test_there_are_at_most_eight_and_the_end_is_one_of_them() -> None:
     desk = worker_with_window()
     boundaries = granted_by(desk, "a", range(60), retention_interval=1).boundaries
@@ -291,6 +300,21 @@ def test_a_leader_is_told_where_a_second_prompt_parts_which_then_hits_there() ->
     assert len(desk.session.downlink.pending()) == 1, "it is told once"
     desk.name("a", 3)
     assert granted_by(desk, "b", second).num_cached_tokens == 12
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(max_boundaries=2), Limits(max_downlink_entries=1)], ids=["boundaries", "downlink"]
+)
+def test_a_leader_that_cannot_be_told_of_another_boundary_is_waited_for_up_to_the_last_one_before_it(
+    limits: Limits,
+) -> None:
+    """Because it has as many as it may have, or its downlink is full. Where no boundary comes before, nobody waits."""
+    desk = worker_with_window(limits=limits)
+    granted_by(desk, "a", range(29), boundaries=(8,))
+    desk.refill(1, 1)
+    assert desk.allocate("b", [*range(16), 99]) == Wait(key("a"), 8)
+    assert len(desk.session.downlink.pending()) == 1, "the grant"
+    assert granted_by(desk, "c", [*range(4), 99]).num_cached_tokens == 0
 
 
 # -- looking
@@ -329,6 +353,22 @@ def test_a_pool_that_has_no_room_beside_a_snapshot_is_named_with_its_setting() -
     assert refusal.reason is Reason.NEVER_FITS
     for words in ("needs 3 of group 1, 2 as scratch and 1 in a snapshot", "'w1' has 2", "--state-blocks"):
         assert words in refusal.message, refusal.message
+
+
+def test_what_the_item_asks_for_is_rounded_down_and_its_interval_up() -> None:
+    desk = worker_with_state()
+    assert granted_by(desk, "a", range(33), boundaries=(13, 7, 29)).boundaries == (8, 24, 32)
+    assert granted_by(desk, "b", range(50, 83), retention_interval=9).boundaries == (16, 32)
+
+
+def test_a_second_prompt_waits_for_the_place_of_the_grid_before_it_parts_and_its_leader_is_told() -> None:
+    """The second of the two hits, not the third."""
+    desk = worker_with_state()
+    granted_by(desk, "a", range(33))
+    assert desk.allocate("b", [*range(21), 99]) == Wait(key("a"), 16)
+    assert [one.entry for one in desk.session.downlink.pending()] == [Boundary(key("a"), 16)]
+    desk.name("a", 4)
+    assert granted_by(desk, "b", [*range(21), 99]).num_cached_tokens == 16
 
 
 def test_two_snapshots_of_one_update_are_each_one_of_its_own() -> None:
