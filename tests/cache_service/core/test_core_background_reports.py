@@ -304,15 +304,11 @@ def test_a_unit_of_which_a_block_was_granted_is_left_out() -> None:
     assert pool.is_free(2)
 
 
-class Truth:
+def contents_of(num_blocks: int, rng: random.Random) -> dict[int, tuple[int, tuple[int, ...]]]:
     """What a worker's blocks hold: by block, the generation of the grant and all tokens up to its end."""
-
-    def __init__(self, num_blocks: int, rng: random.Random) -> None:
-        self.held: dict[int, tuple[int, tuple[int, ...]]] = {}
-        chains = [[rng.randrange(2) for _ in range(4 * SIZE)] for _ in range(4)]
-        for block in rng.sample(range(1, num_blocks), num_blocks // 2):
-            chain = rng.choice(chains)
-            self.held[block] = OLD, tuple(chain[: SIZE * rng.randint(1, 4)])
+    chains = [[rng.randrange(2) for _ in range(4 * SIZE)] for _ in range(4)]
+    blocks = rng.sample(range(1, num_blocks), num_blocks // 2)
+    return {block: (OLD, tuple(rng.choice(chains)[: SIZE * rng.randint(1, 4)])) for block in blocks}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -321,12 +317,12 @@ def test_every_hit_is_what_the_worker_has_whatever_happens_between_the_parts(see
     A follower of the contents knows the same."""
     rng = random.Random(seed)
     num_blocks = rng.choice([9, 14, 20])
-    truth = Truth(num_blocks, rng)
+    truth = contents_of(num_blocks, rng)
     worker = Reporter(num_blocks=num_blocks)
     follower = ContentsFollower(seed)
-    parts = [ReportPart(0, False, idle_blocks=(tuple(truth.held),), live=True)]
+    parts = [ReportPart(0, False, idle_blocks=(tuple(truth),), live=True)]
     numbers: dict[tuple[int, ...], int] = {(): 0}
-    for block, (_, tokens) in truth.held.items():
+    for block, (_, tokens) in truth.items():
         for end in range(SIZE, len(tokens) + 1, SIZE):
             if end < len(tokens) and tokens[:end] in numbers:
                 continue
@@ -336,7 +332,7 @@ def test_every_hit_is_what_the_worker_has_whatever_happens_between_the_parts(see
             content = ContentRun(parent, None if parent else ROOT, token_bytes(tokens[end - SIZE : end]), 1, (blocks,))
             parts.append(ReportPart(number, False, (content,)))
             numbers[tokens[:end]] = number
-    parts.append(ReportPart(len(parts), True, idle_blocks=(tuple(truth.held),)))
+    parts.append(ReportPart(len(parts), True, idle_blocks=(tuple(truth),)))
     living: list[tuple[str, list[int]]] = []
     names = iter(range(1000))
     while parts or living:
@@ -357,10 +353,10 @@ def test_every_hit_is_what_the_worker_has_whatever_happens_between_the_parts(see
                 for index, (block, generation) in enumerate(zip(table.blocks, table.generations, strict=True)):
                     end = (index + 1) * SIZE
                     if end <= outcome.num_cached_tokens:
-                        assert truth.held[block] == (generation, tuple(prompt[:end]))
+                        assert truth[block] == (generation, tuple(prompt[:end]))
                     else:
-                        assert generation > truth.held.get(block, (0,))[0]
-                        truth.held[block] = generation, tuple(prompt[:end])
+                        assert generation > truth.get(block, (0,))[0]
+                        truth[block] = generation, tuple(prompt[:end])
         elif living:
             name, prompt = living.pop(rng.randrange(len(living)))
             worker.manager.free(worker.uplink(), [SequenceUpdate(key(name), num_computed_tokens=len(prompt))])

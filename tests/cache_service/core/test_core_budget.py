@@ -58,7 +58,6 @@ def test_fresh_blocks_are_granted_in_ascending_order_however_far_the_pool_has_gr
 
 
 def test_a_refusal_names_the_setting() -> None:
-    """What was needed, what there is, and what to raise: blocks, their tokens, and tokens of live sequences."""
     for limits, tokens, setting in (
         (Limits(max_total_blocks=4), 12, "--max-total-blocks"),
         (Limits(max_total_tokens=19), 12, "--max-total-tokens"),

@@ -22,7 +22,6 @@ def test_the_planted_ancestor_splice_gives_no_hit() -> None:
 
 @pytest.mark.parametrize("hash_name", ["low 8 bits", "constant"])
 def test_roots_with_colliding_hashes_stay_apart(hash_name: str) -> None:
-    """Tenant, adapter, model and encoder input separate prefixes by value, not by hash."""
     worker = Desk(hash_function=HASH_FUNCTIONS[hash_name])
     roots = [
         Root(FINGERPRINT),

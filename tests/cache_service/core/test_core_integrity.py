@@ -337,25 +337,10 @@ def leads_there(
 
 @each_law
 def test_check_names_law_worker_block_and_sequence(law: str, break_it: Break, sequence: SequenceKey | None) -> None:
-    """Breaking a law yields a violation that leads to the place: worker, session, and the block or the sequence."""
     scene = Scene()
     block = break_it(scene)
     violations = scene.manager.check().violations
     assert leads_there(violations, law, scene, block, sequence), violations
-
-
-def test_check_sees_nodes_that_nothing_keeps() -> None:
-    """A node without copy, child or sequence is a leak, even with no worker to name."""
-    scene = Scene()
-    scene.tree.extend([], scene.sequence(A).root, b"\5" * 8, 2, 1)
-    assert any(v.law == "tree" and "no copy, child or sequence" in v.message for v in scene.manager.check().violations)
-
-
-def test_check_sees_nodes_that_are_lost() -> None:
-    """The number of nodes that is shown is the number of nodes there are."""
-    scene = Scene()
-    scene.tree.num_nodes += 1
-    assert [violation.law for violation in scene.manager.check().violations] == ["tree"]
 
 
 def test_check_sees_a_signature_that_is_not_of_its_pools() -> None:
@@ -419,7 +404,6 @@ def test_every_law_of_the_list_is_tried() -> None:
 
 
 def test_check_changes_nothing_and_counts_what_it_saw() -> None:
-    """An audit is a look; and its figures are those of the worker."""
     scene = Scene()
     audit = scene.manager.check()
     assert (audit.num_blocks, audit.num_sequences, audit.num_sessions) == (48, 4, 1)

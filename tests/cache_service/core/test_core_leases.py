@@ -61,7 +61,6 @@ class Clockwork:
 
 
 def test_a_worker_that_stops_renewing_is_fenced() -> None:
-    """Its lease runs out after lease_seconds and not before; calls of the session are refused from then on."""
     clock = Clockwork()
     silent, alive = clock.register("silent"), clock.register("alive")
     assert clock.run(LEASE - TICK) == []
@@ -122,7 +121,6 @@ def test_an_answer_that_was_not_sent_is_not_acknowledged() -> None:
 
 
 def test_the_dead_are_found_whoever_has_registered_before_and_behind_them() -> None:
-    """Looking for leases that have run out does not stop at the first that has not."""
     clock = Clockwork()
     sessions = {name: clock.register(name) for name in ("a", "b", "c", "d", "e")}
     clock.run(LEASE - TICK)
@@ -268,7 +266,6 @@ def test_a_process_that_replaces_another_is_taken_at_once() -> None:
 
 
 def test_known_incarnations_are_bounded_and_never_those_of_live_workers() -> None:
-    """The memory of the past is bounded: the longest-gone workers are forgotten first, live ones never."""
     manager = CacheManager(1, limits=Limits(max_workers=2, max_known_incarnations=3))
     stays = manager.register(registration("stays", incarnation=7), 0.0).session
     for i in range(10):

@@ -15,7 +15,6 @@ from kvpool.cache_service.core.messages import (
     Granted,
     Layout,
     Limits,
-    Registration,
     ReservedBlock,
     Root,
     SequenceKey,
@@ -43,11 +42,6 @@ LIMITS = Limits(
 )
 
 
-def registered(**changes: object) -> tuple[CacheManager, Registration]:
-    """A manager without workers and an introduction that is spoilt by `changes`."""
-    return CacheManager(1, limits=LIMITS), registration()._replace(**changes)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
@@ -72,8 +66,8 @@ def registered(**changes: object) -> tuple[CacheManager, Registration]:
     ],
 )
 def test_a_malformed_registration_names_the_field(changes: dict[str, object], field: str, words: list[str]) -> None:
-    """What was needed, what came, and nothing has changed."""
-    manager, introduction = registered(**changes)
+    manager = CacheManager(1, limits=LIMITS)
+    introduction = registration()._replace(**changes)  # type: ignore[arg-type]
     refusal = refused(manager.register, introduction, 0.0)
     assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, field)
     assert all(word in refusal.message for word in words), refusal.message
@@ -82,7 +76,6 @@ def test_a_malformed_registration_names_the_field(changes: dict[str, object], fi
 
 
 def test_max_workers() -> None:
-    """One worker too many is refused; one that is known already may always register again."""
     manager = CacheManager(1, limits=LIMITS)
     manager.register(registration("a"), 0.0)
     manager.register(registration("b"), 0.0)
@@ -168,7 +161,6 @@ GOOD = AllocateItem(key("s"), ROOT, token_bytes(range(5)))
     ],
 )
 def test_a_malformed_allocate_names_the_field(item: AllocateItem, field: str, words: list[str]) -> None:
-    """BAD_FIELD says which field, what was needed and what came."""
     refusal = item_refusal(desk(), item)
     assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, field)
     assert all(word in refusal.message for word in words), refusal.message
@@ -187,7 +179,6 @@ def test_what_can_never_fit_is_told_so_with_the_figures() -> None:
 
 
 def test_no_blocks_says_what_is_needed_and_what_there_is() -> None:
-    """Needed, free, evictable, held, reserved, and the setting."""
     worker = Desk(num_blocks=9)
     worker.refill(1)
     worker.serve("cached", range(8))
@@ -257,7 +248,6 @@ UPDATE = SequenceUpdate(key("s"), 5, token_bytes([5]), 5)
 def test_a_refused_append_says_why_and_where(
     update: SequenceUpdate, want_blocks: int, reason: Reason, position: int | None, words: list[str]
 ) -> None:
-    """Each refusal of an update has its reason, the position that is needed, and words that help; and changes nothing."""
     refusal = item_refusal(started(), AppendItem(update, want_blocks))
     assert (refusal.reason, refusal.position) == (reason, position)
     assert all(word in refusal.message for word in words), refusal.message
@@ -271,7 +261,6 @@ def test_a_table_may_be_as_long_as_the_pool() -> None:
 
 
 def test_a_second_stream_for_one_attempt_is_refused_elsewhere() -> None:
-    """ALREADY_EXISTS on another worker: the refusal names where it lives and what to do."""
     worker = started()
     other = Desk(33, lockstep=worker.lockstep, worker_id="w2")
     (refusal,) = other.manager.allocate(other.uplink(), [GOOD])[0]
@@ -312,7 +301,6 @@ def test_foreign_returns_are_ignored() -> None:
 
 
 def test_one_block_cannot_be_bound_twice_in_one_update() -> None:
-    """An update that names a reserved block as two entries is broken and changes nothing."""
     worker = started()
     (block,) = worker.refill(1)
     twice = (TableEntry(2, *block), TableEntry(3, *block))
@@ -328,7 +316,6 @@ def test_a_session_without_a_key_takes_none() -> None:
 
 
 def test_route_is_bounded_by_the_same_token_limit() -> None:
-    """Empty, ragged and oversize prompts are told what is needed."""
     worker = desk()
     for tokens in (b"", b"123", token_bytes(range(21))):
         refusal = refused(worker.manager.route, ROOT, tokens)
@@ -338,7 +325,6 @@ def test_route_is_bounded_by_the_same_token_limit() -> None:
 
 
 def test_an_unknown_worker_is_told_who_is_known() -> None:
-    """The block map of a worker that is not there names those that are."""
     worker = desk()
     refusal = refused(worker.manager.describe_blocks, "w9")
     assert refusal.reason is Reason.UNKNOWN_WORKER

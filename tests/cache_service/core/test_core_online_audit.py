@@ -82,7 +82,6 @@ def test_what_is_broken_before_the_beginning_is_found(law: str, break_it: Break,
 
 @each_law
 def test_slices_and_one_go_come_to_the_same(law: str, break_it: Break, sequence: SequenceKey | None) -> None:
-    """While nothing happens, the verdict does not depend on where the audit pauses."""
     scene = Scene()
     audit = fine(scene.manager)
     assert (finish(audit), audit.result()) == ([], scene.manager.check())
@@ -211,7 +210,6 @@ def test_no_false_alarm_whatever_the_network_does(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_false_alarm_in_a_long_history(seed: int, small_structures: None) -> None:
-    """Many audits end in the course of it."""
     machine = AuditedMachine(random.Random(seed), TIGHT)
     machine.units = [1, 8, 40][seed % 3]
     machine.run(200)

@@ -58,7 +58,6 @@ def test_a_worker_that_leaves_is_named_no_more_from_that_moment_on() -> None:
 
 
 def test_cold_ties_are_broken_by_the_hash_of_the_first_block() -> None:
-    """Equal cold prompts meet on one worker, whatever follows their first block, and different ones spread over all."""
     workers = cluster(3)
     winners = set()
     for i in range(60):
@@ -89,7 +88,6 @@ def test_an_empty_fingerprint_means_the_only_model() -> None:
 
 
 def test_only_workers_of_the_model_are_candidates() -> None:
-    """Another fingerprint is another model; an unknown one has no workers."""
     (worker,) = cluster(1)
     worker.manager.register(registration("other")._replace(model_fingerprint="model-b"), 0.0)
     assert ranking(worker, PROMPT) == ["w0"]
