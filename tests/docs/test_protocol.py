@@ -267,7 +267,7 @@ def test_the_example_of_a_lost_reply_is_true() -> None:
     """Calls 7, 8 and 9 of the section on the link."""
     desk = Desk(9)
     desk.grant("another", range(20, 28))  # so that the blocks have the numbers of the example
-    assert desk.grant("a", range(8)).blocks == (3, 4)
+    assert desk.grant("a", range(8)).tables[0].blocks == (3, 4)
     desk.call_no = 6
     lost = desk.report("a", 8, new_tokens=[8], want_blocks=3)
     desk.tokens[SequenceKey("a", 1, 0)] = list(range(8))  # call 8 sends the token again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.groups.window import WindowGroup, WindowTable
@@ -33,20 +33,6 @@ from tests.cache_service.core.model import token_ids
 
 ROOT = Root(FINGERPRINT)
 EMPTY: Mapping[int, int] = {}
-
-
-class Table(NamedTuple):
-    """What was granted of the first group."""
-
-    blocks: tuple[int, ...]
-    generations: tuple[int, ...]
-    num_cached_tokens: int
-
-
-def first_table(granted: Granted) -> Table:
-    """Of the first group."""
-    table = granted.tables[0]
-    return Table(table.blocks, table.generations, granted.num_cached_tokens)
 
 
 class Desk:
@@ -98,12 +84,7 @@ class Desk:
         """The blocks of its first group by state."""
         return self.pool.counts()
 
-    @property
-    def free_list(self) -> list[int]:
-        """Its free blocks in the order in which they will be granted."""
-        return list(self.pool.free_list())
-
-    def free_list_of(self, group: int) -> list[int]:
+    def free_list(self, group: int = 0) -> list[int]:
         """The free blocks of a group in the order in which they will be granted."""
         return list(self.session.pools[group].free_list())
 
@@ -181,11 +162,11 @@ class Desk:
         assert isinstance(outcome, Refusal), outcome
         return outcome
 
-    def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Table:
+    def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted:
         """An Allocate that is granted; `wanted` as in `item`."""
         outcome = self.allocate(name, tokens, **wanted)
         assert isinstance(outcome, Granted), outcome
-        return first_table(outcome)
+        return outcome
 
     def report(
         self,

@@ -52,9 +52,9 @@ def test_a_declared_pool_costs_nothing_and_may_be_larger_than_the_budget() -> No
 def test_fresh_blocks_are_granted_in_ascending_order_however_far_the_pool_has_grown() -> None:
     """Lockstep compares the whole list with the model's, of which all blocks are there from the beginning."""
     (worker,) = desks(Limits(), 300)
-    assert worker.grant("a", [1] * 600).blocks == tuple(range(1, 151))
+    assert worker.grant("a", [1] * 600).tables[0].blocks == tuple(range(1, 151))
     worker.free("a")
-    assert worker.free_list == list(range(1, 300))
+    assert worker.free_list() == list(range(1, 300))
 
 
 def test_a_refusal_names_the_setting() -> None:

@@ -281,9 +281,9 @@ def test_known_incarnations_are_bounded_and_never_those_of_live_workers() -> Non
 def test_a_larger_epoch_begins_larger_sessions_and_generations() -> None:
     """Stamps are epoch << 40 | counter, so those of a later life are larger than all of an earlier one."""
     worker = Desk()
-    before = max(worker.grant("a", range(9)).generations)
+    before = max(worker.grant("a", range(9)).tables[0].generations)
     worker.manager.raise_epoch(9)
-    assert min(worker.grant("b", range(9, 18)).generations) > before
+    assert min(worker.grant("b", range(9, 18)).tables[0].generations) > before
     assert worker.manager.last_generation >> 40 == 9
     number = worker.lockstep.register(registration("w2"))
     assert not isinstance(number, Refusal)

@@ -24,7 +24,7 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session_key import SessionKey
-from tests.cache_service.core.desk import ROOT, Desk, first_table
+from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
 from tests.cache_service.core.model import Refused
 
@@ -198,7 +198,7 @@ def test_the_first_item_without_blocks_ends_the_batch() -> None:
     *others, again = worker.allocate_batch(*items)
     assert others == [Refused(Reason.NO_BLOCKS), Refused(Reason.NOT_TRIED)]
     assert isinstance(again, Granted)
-    assert first_table(again) == living
+    assert again == living
     refusal = worker.manager.allocate(worker.uplink(), items)[0][1]
     assert isinstance(refusal, Refusal)
     assert "ask again" in refusal.message
@@ -294,7 +294,7 @@ def test_max_downlink_entries_bounds_stops() -> None:
 def test_foreign_returns_are_ignored() -> None:
     """A block that is not reserved here with that generation, the null block, and blocks beyond the pool are nobody's surplus."""
     worker = Desk(num_blocks=4)
-    held = worker.grant("s", range(8))
+    (held,) = worker.grant("s", range(8)).tables
     nonsense = [ReservedBlock(held.blocks[0], held.generations[0]), ReservedBlock(0, 0), ReservedBlock(99, 1)]
     worker.lockstep.free(worker.uplink(returned=nonsense))
     assert worker.counts.held == 2
