@@ -222,15 +222,15 @@ def test_the_life_that_is_told() -> None:
     worker.report("first")
     second = worker.grant("second", [*range(40), *range(100, 120)])
     assert second.num_cached_tokens == 32
-    assert list(second.blocks[:2]) == table[:2]
-    assert len(second.blocks) == 4
+    assert list(second.tables[0].blocks[:2]) == table[:2]
+    assert len(second.tables[0].blocks) == 4
     pool = worker.session.pools[0]
     assert [pool.ref_count(block) for block in table] == [2, 2, 1, 1]
     worker.free("first")
     assert [pool.state(block) for block in table] == [State.HELD, State.HELD, State.CACHED, State.FREE]
-    assert worker.free_list[0] == table[3]
+    assert worker.free_list()[0] == table[3]
     worker.free("second")
-    assert worker.free_list[-2:] == [table[1], table[0]]
+    assert worker.free_list()[-2:] == [table[1], table[0]]
 
 
 # -- commands

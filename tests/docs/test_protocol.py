@@ -23,7 +23,6 @@ from kvpool.v1 import cache_pb2, worker_pb2
 from kvpool.worker_service import status as worker_status
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from tests.cache_service.core.desk import Desk
-from tests.cache_service.core.model import Refused
 from tests.docs.blocks import Block, blocks
 from tests.docs.protocol_shell import DOCUMENT, TEXT, ProtocolShell, section
 
@@ -199,7 +198,7 @@ def free(desk: Desk, round: int) -> object:
 
 
 def reasons_of(outcome: object) -> set[str]:
-    return {outcome.reason.value} if isinstance(outcome, Refused) else set()
+    return {outcome.reason.value} if isinstance(outcome, Refusal) else set()
 
 
 def state_of(desk: Desk) -> str:
@@ -262,7 +261,7 @@ def test_the_example_of_a_lost_reply_is_true() -> None:
     """Calls 7, 8 and 9 of the section on the link."""
     desk = Desk(9)
     desk.grant("another", range(20, 28))  # so that the blocks have the numbers of the example
-    assert desk.grant("a", range(8)).blocks == (3, 4)
+    assert desk.grant("a", range(8)).tables[0].blocks == (3, 4)
     desk.call_no = 6
     lost = desk.report("a", 8, new_tokens=[8], want_blocks=3)
     desk.tokens[SequenceKey("a", 1, 0)] = list(range(8))  # call 8 sends the token again

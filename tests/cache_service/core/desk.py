@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvpool.cache_service.core.block_pool import BlockPool
 from kvpool.cache_service.core.groups.window import WindowGroup, WindowTable
@@ -26,26 +26,13 @@ from kvpool.cache_service.core.messages import (
     Uplink,
     Wait,
 )
+from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
-from tests.cache_service.core.model import Refused, token_ids
+from tests.cache_service.core.model import token_ids
 
 ROOT = Root(FINGERPRINT)
 EMPTY: Mapping[int, int] = {}
-
-
-class Table(NamedTuple):
-    """What was granted of the first group."""
-
-    blocks: tuple[int, ...]
-    generations: tuple[int, ...]
-    num_cached_tokens: int
-
-
-def first_table(granted: Granted) -> Table:
-    """Of the first group."""
-    table = granted.tables[0]
-    return Table(table.blocks, table.generations, granted.num_cached_tokens)
 
 
 class Desk:
@@ -97,12 +84,7 @@ class Desk:
         """The blocks of its first group by state."""
         return self.pool.counts()
 
-    @property
-    def free_list(self) -> list[int]:
-        """Its free blocks in the order in which they will be granted."""
-        return list(self.pool.free_list())
-
-    def free_list_of(self, group: int) -> list[int]:
+    def free_list(self, group: int = 0) -> list[int]:
         """The free blocks of a group in the order in which they will be granted."""
         return list(self.session.pools[group].free_list())
 
@@ -164,21 +146,27 @@ class Desk:
             num_encoder_tokens,
         )
 
-    def allocate_batch(self, *items: AllocateItem) -> list[Granted | Wait | Refused]:
+    def allocate_batch(self, *items: AllocateItem) -> list[Granted | Wait | Refusal]:
         """One Allocate of several sequences."""
         result = self.lockstep.allocate(self.uplink(), *items)
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         return result[0]
 
-    def allocate(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted | Wait | Refused:
+    def allocate(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted | Wait | Refusal:
         """One Allocate of one sequence; `wanted` as in `item`."""
         return self.allocate_batch(self.item(name, tokens, **wanted))[0]
 
-    def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Table:
+    def refusal(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Refusal:
+        """An Allocate that the manager refuses; the model is not asked. `wanted` as in `item`."""
+        (outcome,), _ = self.manager.allocate(self.uplink(), [self.item(name, tokens, **wanted)])
+        assert isinstance(outcome, Refusal), outcome
+        return outcome
+
+    def grant(self, name: str | SequenceKey, tokens: Sequence[int], **wanted: Any) -> Granted:
         """An Allocate that is granted; `wanted` as in `item`."""
         outcome = self.allocate(name, tokens, **wanted)
         assert isinstance(outcome, Granted), outcome
-        return first_table(outcome)
+        return outcome
 
     def report(
         self,
@@ -188,14 +176,14 @@ class Desk:
         new_tokens: Sequence[int] = (),
         bound: Sequence[TableEntry] = (),
         want_blocks: int = 0,
-    ) -> Appended | Refused:
+    ) -> Appended | Refusal:
         """One Append: `num_computed_tokens` are computed, by default all that are known before `new_tokens`."""
         named = _key(name)
         known = self.tokens[named]
         computed = len(known) if num_computed_tokens is None else num_computed_tokens
         update = SequenceUpdate(named, len(known), token_bytes(new_tokens), computed, (tuple(bound),) if bound else ())
         result = self.lockstep.append(self.uplink(), AppendItem(update, want_blocks))
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         if isinstance(result[0][0], Appended):
             known += new_tokens
         return result[0][0]
@@ -218,10 +206,10 @@ class Desk:
         update = SequenceUpdate(_key(name), start, token_bytes(new_tokens), computed, (entries,) if entries else ())
         return ForkItem(_key(parent), num_shared_blocks, update)
 
-    def fork(self, *items: ForkItem) -> list[Appended | Refused]:
+    def fork(self, *items: ForkItem) -> list[Appended | Refusal]:
         """One Fork."""
         result = self.lockstep.fork(self.uplink(), *items)
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         return result[0]
 
     def statement(
@@ -249,13 +237,17 @@ class Desk:
             (*before, tuple(TableEntry(i, block, pool.generation(block)) for i, block in released)),
         )
 
-    def tell(self, update: SequenceUpdate) -> Appended | Refused:
+    def tell(self, update: SequenceUpdate) -> Appended | Refusal:
         """One Append of a statement."""
         result = self.lockstep.append(self.uplink(), AppendItem(update))
-        assert not isinstance(result, Refused), result
+        assert not isinstance(result, Refusal), result
         if isinstance(result[0][0], Appended):
             self.tokens[update.key] += token_ids(update.tokens)
         return result[0][0]
+
+    def encode(self, name: str | SequenceKey, num_computed_tokens: int = 0) -> Appended | Refusal:
+        """One Append: the encoder has run for a sequence."""
+        return self.tell(SequenceUpdate(_key(name), num_computed_tokens=num_computed_tokens, encoder_computed=True))
 
     def name(self, name: str | SequenceKey, boundary: int, **more: Any) -> dict[int, int]:
         """Compute up to a boundary, in blocks, and name the window there out of scratch, in each group with a window. `more`: as in

@@ -9,7 +9,6 @@ from kvpool.cache_service.core.explanation import WorkerExplanation
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import AllocateItem, Granted, MissCause, Uplink, Wait
 from kvpool.cache_service.core.refusal import Refusal
-from tests.cache_service.core.model import Refused
 
 
 class Prediction(NamedTuple):
@@ -53,7 +52,7 @@ class Prediction(NamedTuple):
         has_windows = bool(session.dependents)
         return cls(item, explained, bool(own) and leader is not None, has_windows, has_windows and is_full)
 
-    def require(self, outcome: Granted | Wait | Refused) -> None:
+    def require(self, outcome: Granted | Wait | Refusal) -> None:
         """Compare with what Allocate has answered."""
         miss, item = self.explained.miss, self.item
         is_here = miss.cause is MissCause.BEING_COMPUTED and miss.other_worker is None

@@ -35,6 +35,7 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.prefix_tree import Node, RootNode
 from kvpool.cache_service.core.refusal import Refusal
+from kvpool.cache_service.core.routing import RoutedWorker
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.explained import Prediction
 from tests.cache_service.core.kinds import tables, windows
@@ -230,24 +231,24 @@ class Lockstep:
 
     # -- one call on both
 
-    def _both(self, real: Callable[[], T], modelled: Callable[[], None], *, stamps: bool | None = False) -> T | Refused:
+    def _both(self, real: Callable[[], T], modelled: Callable[[], None], *, stamps: bool | None = False) -> T | Refusal:
         """Run a call on both; a refusal must be the model's too, and must leave no trace.
 
         A call that `stamps` gets, unless refused, a generation larger than any before; other calls leave it alone. None: it may.
         """
         self.settle()
         before = snapshot(self.manager)
-        result: T | Refused
+        result: T | Refusal
         try:
             result = real()
         except Refusal as refusal:
-            result = Refused(refusal.reason, refusal.position)
-        if isinstance(result, Refused):
+            result = refusal.with_traceback(None)
+        if isinstance(result, Refusal):
             assert snapshot(self.manager) == before, f"{result!r} has changed something"
         generation = self.manager.last_generation
         if stamps is None:
             stamps = generation != before.last_generation
-        if stamps and not isinstance(result, Refused):
+        if stamps and not isinstance(result, Refusal):
             assert generation > self.last_generation, "a granting call needs a stamp larger than any before"
             self.last_generation = generation
         else:
@@ -257,8 +258,8 @@ class Lockstep:
             modelled()
         except Refused as refused:
             expected = refused
-        refused_here = result if isinstance(result, Refused) else None
-        assert refused_here == expected, f"the core says {result!r}, the model {expected!r}"
+        refused_here = result if isinstance(result, Refusal) else None
+        assert expected == refused_here, f"the core says {result!r}, the model {expected!r}"
         self.compare()
         return result
 
@@ -269,7 +270,7 @@ class Lockstep:
             while self.manager.sweep():
                 pass
 
-    def register(self, registration: Registration) -> int | Refused:
+    def register(self, registration: Registration) -> int | Refusal:
         """Register on both; answers with the session's number."""
         number = 0
 
@@ -286,10 +287,7 @@ class Lockstep:
         """End a session on both."""
         self._both(lambda: self.manager.deregister(session), lambda: self.model.deregister(session))
 
-    def _numbers_that_take_prompts(self) -> set[int]:
-        return {session.number for session in self.model.sessions if session.takes_prompts}
-
-    def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refused:
+    def keep_alive(self, session: int, downlink_ack: int) -> Reply | Refusal:
         """Renew a lease on both; it takes a stamp if it grants something."""
         before = self.manager.last_generation
 
@@ -315,47 +313,47 @@ class Lockstep:
 
     def _batch(
         self, real: Callable[[], tuple[list[Any], Reply]], modelled: Callable[[], list[Any]]
-    ) -> tuple[list[Any], Reply] | Refused:
+    ) -> tuple[list[Any], Reply] | Refusal:
         """A call on both that has an outcome for each item."""
         found: list[Any] = []
 
         def answered() -> tuple[list[Any], Reply]:
             outcomes, reply = real()
-            found.extend(Refused(one.reason, one.position) if isinstance(one, Refusal) else one for one in outcomes)
+            found.extend(outcomes)
             return found, reply
 
         def compared() -> None:
             expected = modelled()
-            assert found == expected, f"the core says {found}, the model {expected}"
+            assert expected == found, f"the core says {found}, the model {expected}"
 
         return self._both(answered, compared, stamps=True)
 
-    def allocate(self, uplink: Uplink, *items: AllocateItem) -> tuple[list[Granted | Wait | Refused], Reply] | Refused:
+    def allocate(self, uplink: Uplink, *items: AllocateItem) -> tuple[list[Granted | Wait | Refusal], Reply] | Refusal:
         """Allocate on both, after Explain was asked what will be served."""
         prediction = Prediction.of(self.manager, uplink, items)
         result = self._batch(
             lambda: self.manager.allocate(uplink, items),
             lambda: self.model.allocate(uplink, items, self.manager.last_generation),
         )
-        if prediction is not None and not isinstance(result, Refused):
+        if prediction is not None and not isinstance(result, Refusal):
             prediction.require(result[0][0])
         return result
 
-    def append(self, uplink: Uplink, *items: AppendItem) -> tuple[list[Appended | Refused], Reply] | Refused:
+    def append(self, uplink: Uplink, *items: AppendItem) -> tuple[list[Appended | Refusal], Reply] | Refusal:
         """Append on both."""
         return self._batch(
             lambda: self.manager.append(uplink, items),
             lambda: self.model.append(uplink, items, self.manager.last_generation),
         )
 
-    def fork(self, uplink: Uplink, *items: ForkItem) -> tuple[list[Appended | Refused], Reply] | Refused:
+    def fork(self, uplink: Uplink, *items: ForkItem) -> tuple[list[Appended | Refusal], Reply] | Refusal:
         """Fork on both."""
         return self._batch(
             lambda: self.manager.fork(uplink, items),
             lambda: self.model.fork(uplink, items, self.manager.last_generation),
         )
 
-    def free(self, uplink: Uplink, *items: SequenceUpdate) -> Reply | Refused:
+    def free(self, uplink: Uplink, *items: SequenceUpdate) -> Reply | Refusal:
         """Free on both."""
         return self._both(
             lambda: self.manager.free(uplink, items),
@@ -364,28 +362,20 @@ class Lockstep:
         )
 
     def route(self, root: Root, tokens: bytes) -> None:
-        """Route tells the truth about prefixes and changes nothing."""
+        """Route and Explain tell the truth about prefixes and change nothing."""
         before = snapshot(self.manager)
         ranked = self.manager.route(root, tokens)
-        assert snapshot(self.manager) == before
-        assert {worker.session.number for worker in ranked} == self._numbers_that_take_prompts()
-        for worker in ranked:
-            session = self.model.session(worker.session.number)
-            reach = worker.num_cached_tokens, worker.num_in_flight_tokens
-            assert worker.encoder_cached == self.model.has_unit(session, root)
-            assert reach == self.model.reach(session, root, token_ids(tokens))
-        self._explain(root, tokens)
-
-    def _explain(self, root: Root, tokens: bytes) -> None:
-        """Explain tells the truth about prefixes and changes nothing."""
-        before = snapshot(self.manager)
         explained = self.manager.explain(root, tokens).workers
         assert snapshot(self.manager) == before
-        assert {worker.session.number for worker in explained} == self._numbers_that_take_prompts()
-        for worker in explained:
-            session = self.model.session(worker.session.number)
-            assert worker.num_cached_tokens == self.model.reach(session, root, token_ids(tokens))[0]
-            assert worker.encoder_cached == self.model.has_unit(session, root)
+        takes_prompts = {session.number for session in self.model.sessions if session.takes_prompts}
+        for workers in (ranked, explained):
+            assert {worker.session.number for worker in workers} == takes_prompts
+            for worker in workers:
+                session = self.model.session(worker.session.number)
+                assert worker.encoder_cached == self.model.has_unit(session, root)
+                cached, in_flight = self.model.reach(session, root, token_ids(tokens))
+                assert worker.num_cached_tokens == cached
+                assert not isinstance(worker, RoutedWorker) or worker.num_in_flight_tokens == in_flight
 
     # -- comparing
 

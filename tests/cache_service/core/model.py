@@ -6,6 +6,7 @@ nothing is hashed, linked or counted: whatever can be derived is derived anew ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,7 +34,7 @@ from kvpool.cache_service.core.messages import (
     Uplink,
     Wait,
 )
-from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.core.refusal import Reason, Refusal
 
 Prefix = tuple[Root, tuple[int, ...]]
 """What a sealed block holds: the KV of the last block of these tokens, computed behind the others under this root. In a group with
@@ -49,7 +50,7 @@ _OUT_OF_BLOCKS = (Reason.NO_BLOCKS, Reason.TOO_MANY_BLOCKS, Reason.TOO_MANY_TOKE
 
 
 class Refused(Exception):
-    """The model's no."""
+    """The model's no. It is equal to the core's, which has words too."""
 
     def __init__(self, reason: Reason, position: int | None = None) -> None:
         super().__init__(reason.value)
@@ -57,7 +58,7 @@ class Refused(Exception):
         self.position = position
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Refused) and (self.reason, self.position) == (other.reason, other.position)
+        return isinstance(other, Refused | Refusal) and (self.reason, self.position) == (other.reason, other.position)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -550,10 +551,7 @@ class Model:
             if is_full and session.find(item.key.sequence_id, item.key.attempt) is None:
                 outcomes.append(Refused(Reason.NOT_TRIED))
                 continue
-            try:
-                outcomes.append(self._allocate(session, item, generation))
-            except Refused as refused:
-                outcomes.append(refused)
+            outcomes.append(_or_refused(self._allocate, session, item, generation))
         return outcomes
 
     def _allocate(self, session: ModelSession, item: AllocateItem, generation: int) -> Granted | Wait:
@@ -769,12 +767,7 @@ class Model:
     def append(self, uplink: Uplink, items: tuple[AppendItem, ...], generation: int) -> list[Appended | Refused]:
         """Merge updates of live sequences."""
         session = self.begin(uplink)
-        outcomes: list[Appended | Refused] = []
-        for item in items:
-            try:
-                outcomes.append(self._append(session, item, generation))
-            except Refused as refused:
-                outcomes.append(refused)
+        outcomes = [_or_refused(self._append, session, item, generation) for item in items]
         self.top_up(session, generation)
         return outcomes
 
@@ -812,12 +805,7 @@ class Model:
     def fork(self, uplink: Uplink, items: tuple[ForkItem, ...], generation: int) -> list[Appended | Refused]:
         """Sequences that begin with blocks of others."""
         session = self.begin(uplink)
-        outcomes: list[Appended | Refused] = []
-        for item in items:
-            try:
-                outcomes.append(self._fork(session, item))
-            except Refused as refused:
-                outcomes.append(refused)
+        outcomes = [_or_refused(self._fork, session, item) for item in items]
         self.top_up(session, generation)
         return outcomes
 
@@ -1103,6 +1091,14 @@ class Model:
 
 
 _T = TypeVar("_T")
+
+
+def _or_refused(call: Callable[..., _T], *arguments: object) -> _T | Refused:
+    """What the call returns or refuses."""
+    try:
+        return call(*arguments)
+    except Refused as refused:
+        return refused
 
 
 def _of(groups: tuple[tuple[_T, ...], ...], pool: ModelPool) -> tuple[_T, ...]:

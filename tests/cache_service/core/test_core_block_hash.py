@@ -48,7 +48,6 @@ def test_a_block_name_is_a_fixed_number() -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 @pytest.mark.parametrize("root", [Root(FINGERPRINT), Root(FINGERPRINT, "adapter", "salt", bytes(range(32)))])
 def test_sealed_blocks_carry_the_chained_names(block_size: int, root: Root) -> None:
-    """The names that the manager shows are the chain over the root's encoding and the tokens."""
     worker = Desk(block_size=block_size)
     tokens = [3, 70_000, 2**32 - 1, 0, 5, 6, 7, 8, 9]
     worker.grant("s", tokens, root=root)
@@ -69,7 +68,6 @@ def test_sealed_blocks_carry_the_chained_names(block_size: int, root: Root) -> N
 
 
 def test_the_encoding_of_a_root_is_injective() -> None:
-    """No two roots or block sizes share an encoding, also where the fields would run into each other."""
     roots = [
         Root("ab", "c", "d"),
         Root("a", "bc", "d"),

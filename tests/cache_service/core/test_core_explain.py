@@ -91,21 +91,17 @@ def test_an_evicted_prefix_is_remembered_with_the_time_and_the_sequence_that_nee
     assert cause(desk, [1, 2, 3, 5, 5]) == (0, MissCause.NEVER_SEEN)
 
 
-def test_a_reserve_evicts_for_nobody() -> None:
+@pytest.mark.parametrize("evictor", [None, "long"], ids=["a reserve", "a longer table"])
+def test_a_reserve_evicts_for_nobody_and_a_longer_table_for_its_sequence(evictor: str | None) -> None:
     desk = _full_pool()
-    desk.refill(4)
+    if evictor is None:
+        desk.refill(4)
+    else:
+        desk.grant(evictor, [*range(50, 54)])
+        desk.report(evictor, want_blocks=4)
     evicted = explained(desk, PROMPT).miss.evicted
     assert evicted is not None
-    assert evicted.key is None
-
-
-def test_a_longer_table_evicts_for_its_sequence() -> None:
-    desk = _full_pool()
-    desk.grant("long", [*range(50, 54)])
-    desk.report("long", want_blocks=4)
-    evicted = explained(desk, PROMPT).miss.evicted
-    assert evicted is not None
-    assert evicted.key == key("long")
+    assert evicted.key == (evictor and key(evictor))
 
 
 def test_a_heartbeat_says_what_the_time_is() -> None:

@@ -29,23 +29,6 @@ def test_a_fork_shares_sealed_blocks_and_binds_its_own() -> None:
     assert (desk.counts.shared, desk.counts.held) == (2, 4)
 
 
-def test_the_shared_blocks_outlive_whoever_ends_first() -> None:
-    desk, reserve = _desk()
-    desk.fork(desk.fork_item("p", "c", 2, new_tokens=[9, 10, 77], bound=reserve[:1]))
-    shared = desk.table("p")[:2]
-    desk.free("p", 10)
-    assert all(desk.pool.ref_count(block) == 1 for block in shared)
-    desk.free("c")
-    assert (desk.counts.held, desk.counts.shared) == (0, 0)
-
-
-def test_a_fork_may_share_nothing() -> None:
-    """Its parent has not computed a full block, so all that the fork has are copies."""
-    desk, reserve = _desk(3)
-    assert desk.fork(desk.fork_item("p", "c", 0, new_tokens=[1, 2, 3, 9], bound=reserve[:1])) == [Appended(0)]
-    assert desk.table("c") == [reserve[0].block]
-
-
 def test_a_fork_may_be_the_parent_of_a_later_one() -> None:
     """Also in the same call, and when those before it have ended."""
     desk, reserve = _desk()
@@ -91,9 +74,7 @@ def test_a_fork_is_refused_that_cannot_be(parent: SequenceKey, fork: SequenceKey
     other.grant("elsewhere", [5])
     desk.grant("old", [6])
     item = desk.fork_item("p", fork, 2)._replace(parent=parent)
-    [outcome] = desk.fork(item)
-    assert isinstance(outcome, Refused)
-    assert outcome.reason is reason
+    assert desk.fork(item) == [Refused(reason)]
 
 
 def test_a_fork_fences_its_smaller_attempts() -> None:

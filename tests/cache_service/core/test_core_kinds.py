@@ -1,6 +1,6 @@
 """What every kind of group does, whatever it is: one history for all of them, and one for a kind that only this test has.
 
-What is right for one kind alone is in test_core_windows.py, test_core_states.py and test_core_units.py.
+What is right for one kind alone is in test_core_windows.py and test_core_units.py.
 """
 
 from __future__ import annotations
@@ -134,12 +134,11 @@ class Worker:
                 scratch.append(tuple(ReservedBlock(b, pool.generation(b)) for b in unsealed))
                 if not group.holds_nodes and sequence.encoder_computed:
                     unit = tuple(ReservedBlock(entry.block, entry.generation) for entry in entries)
-                    root = ROOTS[[self.manager._tree.find_root(r, SIZE) for r in ROOTS].index(sequence.root)]
-                    units[unit] = ReportedUnit(root, group.slot, unit)
+                    units[unit] = ReportedUnit(sequence.root.key[0], group.slot, unit)
             reported.append(
                 ReportedSequence(
                     sequence.key,
-                    next(r for r in ROOTS if self.manager._tree.find_root(r, SIZE) is sequence.root),
+                    sequence.root.key[0],
                     bytes(sequence.tokens),
                     sequence.num_computed_tokens,
                     sequence.num_cached_tokens,
@@ -244,7 +243,6 @@ def test_no_other_file_of_the_manager_knows_a_kind() -> None:
 
 
 def test_the_table_of_the_edge_has_each_kind() -> None:
-    """Each field of the message is a kind of the core, and its fields are what the kind's spec has."""
     messages = common_pb2.KVCacheGroup.DESCRIPTOR.oneofs_by_name["spec"].fields
     assert {one.name for one in messages} == {*group_codec.KINDS}
     assert {*group_codec.KINDS.values()} == {*groups.KINDS}

@@ -9,7 +9,6 @@ from kvpool.cache_service.core.messages import AllocateItem, Limits, Uplink, Wor
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import key, refused, registration, snapshot, successor, token_bytes
-from tests.cache_service.core.model import Refused
 
 LEASE = 6.0
 TICK = 0.5
@@ -62,7 +61,6 @@ class Clockwork:
 
 
 def test_a_worker_that_stops_renewing_is_fenced() -> None:
-    """Its lease runs out after lease_seconds and not before; calls of the session are refused from then on."""
     clock = Clockwork()
     silent, alive = clock.register("silent"), clock.register("alive")
     assert clock.run(LEASE - TICK) == []
@@ -122,26 +120,7 @@ def test_an_answer_that_was_not_sent_is_not_acknowledged() -> None:
     assert clock.manager.sessions[0].lease_end == end
 
 
-def test_a_worker_that_registers_again_and_never_calls_is_not_routed_to() -> None:
-    """The answers do not reach it: each Register begins a session with a new lease, in which it cannot work."""
-    clock = Clockwork()
-
-    def routed() -> list[int]:
-        return [one.session.number for one in clock.manager.route(ROOT, token_bytes([1, 2]))]
-
-    first = clock.register()
-    assert routed() == [first]
-    for register_no in (2, 3):
-        again = clock.register(register_no=register_no)
-        assert routed() == []
-    clock.keep_alive(again)
-    assert routed() == [again]
-    last = clock.register(register_no=4)
-    assert routed() == [last]
-
-
 def test_the_dead_are_found_whoever_has_registered_before_and_behind_them() -> None:
-    """Looking for leases that have run out does not stop at the first that has not."""
     clock = Clockwork()
     sessions = {name: clock.register(name) for name in ("a", "b", "c", "d", "e")}
     clock.run(LEASE - TICK)
@@ -149,16 +128,6 @@ def test_the_dead_are_found_whoever_has_registered_before_and_behind_them() -> N
         clock.keep_alive(sessions[name])
     assert clock.run(TICK) == ["b", "d"]
     assert clock.live == ["a", "c", "e"]
-
-
-def test_keep_alive_renews_for_a_whole_lease() -> None:
-    """A lease counts from the last renewal."""
-    clock = Clockwork()
-    session = clock.register()
-    for _ in range(5):
-        assert clock.run(LEASE - TICK) == []
-        clock.keep_alive(session)
-    assert clock.run(LEASE) == ["w1"]
 
 
 def test_a_stalled_manager_expires_nobody() -> None:
@@ -185,71 +154,17 @@ def test_a_stall_makes_no_lease_longer_than_a_lease(order: str) -> None:
     assert clock.run(TICK) == ["w1"]
 
 
-def test_a_tick_that_is_a_little_late_adds_nothing() -> None:
-    """Up to two ticks are normal jitter; else a manager under steady load would never expire anybody."""
-    clock = Clockwork()
-    clock.register()
-    expired = [worker for _ in range(20) for worker in clock.stall(2 * TICK)]
-    assert expired == ["w1"]
-
-
-def test_a_late_tick_that_adds_time_still_ends_in_expiry() -> None:
-    """A manager that is always far too late counts two ticks for each: the dead are found, only later."""
-    clock = Clockwork()
-    clock.register()
-    assert [len(clock.stall(10.0)) for _ in range(7)] == [0, 0, 0, 0, 0, 1, 0]
-
-
-def test_expiry_fences_the_session_and_keeps_nothing_of_it_alive() -> None:
-    """Sequences of an expired session block nobody: the same attempt may start elsewhere at once."""
-    worker = Desk()
-    worker.grant("s", range(9))
-    worker.lockstep.now = LEASE
-    worker.lockstep.tick()
-    assert worker.manager.sessions == ()
-    other = Desk(lockstep=worker.lockstep, worker_id="w2")
-    assert other.grant("s", range(9)).num_cached_tokens == 0
-    while worker.lockstep.sweep():
-        pass
-
-
-def test_registering_again_fences_the_earlier_session() -> None:
-    """One session per worker: the earlier one's calls are refused, whichever of the two processes it was."""
+def test_registering_again_fences_the_earlier_session_whose_last_calls_do_nothing() -> None:
+    """One session per worker, whichever of two processes has the earlier one."""
     clock = Clockwork()
     first = clock.register()
     second = clock.register(register_no=2)
-    third = clock.register(incarnation=2, register_no=1, replaces=1)
+    third = clock.register(incarnation=2, replaces=1)
     assert first < second < third
     for stale in (first, second):
         assert refused(clock.keep_alive, stale).reason is Reason.STALE_SESSION
+        clock.manager.deregister(stale)
     clock.keep_alive(third)
-    assert clock.live == ["w1"]
-
-
-@pytest.mark.parametrize(
-    ("incarnation", "register_no", "reason"),
-    [
-        (4, 9, Reason.STALE_INCARNATION),
-        (5, 3, Reason.STALE_REGISTER),
-        (5, 2, Reason.STALE_REGISTER),
-    ],
-)
-def test_an_older_registration_is_refused(incarnation: int, register_no: int, reason: Reason) -> None:
-    """While a newer incarnation or register_no is known, a straggler changes nothing, also when the newer one has just left."""
-    clock = Clockwork()
-    session = clock.register(incarnation=5, register_no=3)
-    for _ in range(2):
-        refusal = clock.refused(incarnation=incarnation, register_no=register_no)
-        assert refusal.reason is reason
-        assert "'w1'" in refusal.message
-        clock.manager.deregister(session)
-
-
-def test_a_newer_incarnation_may_count_its_registers_anew() -> None:
-    """register_no orders the registrations of one process only."""
-    clock = Clockwork()
-    clock.register(incarnation=5, register_no=30)
-    clock.register(incarnation=6, register_no=1, replaces=5)
     assert clock.live == ["w1"]
 
 
@@ -350,20 +265,7 @@ def test_a_process_that_replaces_another_is_taken_at_once() -> None:
     clock.manager.register(fourth, clock.now)
 
 
-def test_deregister_is_idempotent() -> None:
-    """A worker that leaves twice has left; its second word does not touch its next session."""
-    clock = Clockwork()
-    first = clock.register()
-    clock.manager.deregister(first)
-    second = clock.register(register_no=2)
-    clock.manager.deregister(first)
-    assert clock.live == ["w1"]
-    clock.manager.deregister(second)
-    assert clock.live == []
-
-
 def test_known_incarnations_are_bounded_and_never_those_of_live_workers() -> None:
-    """The memory of the past is bounded: the longest-gone workers are forgotten first, live ones never."""
     manager = CacheManager(1, limits=Limits(max_workers=2, max_known_incarnations=3))
     stays = manager.register(registration("stays", incarnation=7), 0.0).session
     for i in range(10):
@@ -379,11 +281,11 @@ def test_known_incarnations_are_bounded_and_never_those_of_live_workers() -> Non
 def test_a_larger_epoch_begins_larger_sessions_and_generations() -> None:
     """Stamps are epoch << 40 | counter, so those of a later life are larger than all of an earlier one."""
     worker = Desk()
-    before = max(worker.grant("a", range(9)).generations)
+    before = max(worker.grant("a", range(9)).tables[0].generations)
     worker.manager.raise_epoch(9)
-    assert min(worker.grant("b", range(9, 18)).generations) > before
+    assert min(worker.grant("b", range(9, 18)).tables[0].generations) > before
     assert worker.manager.last_generation >> 40 == 9
     number = worker.lockstep.register(registration("w2"))
-    assert not isinstance(number, Refused)
+    assert not isinstance(number, Refusal)
     assert number >> 40 == 9
     assert number > worker.number

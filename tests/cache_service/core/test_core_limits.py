@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpool.cache_service.core.description import MAX_BLOCKS_PER_PAGE, MAX_OWNERS_PER_BLOCK
@@ -10,11 +12,9 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
-    Grant,
     Granted,
     Layout,
     Limits,
-    Registration,
     ReservedBlock,
     Root,
     SequenceKey,
@@ -24,7 +24,7 @@ from kvpool.cache_service.core.messages import (
 )
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.session_key import SessionKey
-from tests.cache_service.core.desk import ROOT, Desk, first_table
+from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
 from tests.cache_service.core.model import Refused
 
@@ -40,11 +40,6 @@ LIMITS = Limits(
     max_known_incarnations=3,
     max_downlink_entries=2,
 )
-
-
-def registered(**changes: object) -> tuple[CacheManager, Registration]:
-    """A manager without workers and an introduction that is spoilt by `changes`."""
-    return CacheManager(1, limits=LIMITS), registration()._replace(**changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +66,8 @@ def registered(**changes: object) -> tuple[CacheManager, Registration]:
     ],
 )
 def test_a_malformed_registration_names_the_field(changes: dict[str, object], field: str, words: list[str]) -> None:
-    """What was needed, what came, and nothing has changed."""
-    manager, introduction = registered(**changes)
+    manager = CacheManager(1, limits=LIMITS)
+    introduction = registration()._replace(**changes)  # type: ignore[arg-type]
     refusal = refused(manager.register, introduction, 0.0)
     assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, field)
     assert all(word in refusal.message for word in words), refusal.message
@@ -81,7 +76,6 @@ def test_a_malformed_registration_names_the_field(changes: dict[str, object], fi
 
 
 def test_max_workers() -> None:
-    """One worker too many is refused; one that is known already may always register again."""
     manager = CacheManager(1, limits=LIMITS)
     manager.register(registration("a"), 0.0)
     manager.register(registration("b"), 0.0)
@@ -120,7 +114,7 @@ def test_max_sequences_per_session() -> None:
     """One too many is refused alone: those behind it in the batch are tried, and one that lives gets its table."""
     worker = desk()
     outcomes = worker.allocate_batch(*(worker.item(f"s{i}", [i]) for i in range(3)))
-    assert not any(isinstance(outcome, Refused) for outcome in outcomes)
+    assert not any(isinstance(outcome, Refusal) for outcome in outcomes)
     again = worker.allocate_batch(worker.item("s3", [3]), worker.item("s2", [2]))
     assert again == [Refused(Reason.TOO_MANY_SEQUENCES), outcomes[2]]
     refusal = item_refusal(worker, AllocateItem(key("s3"), ROOT, token_bytes([3])))
@@ -167,7 +161,6 @@ GOOD = AllocateItem(key("s"), ROOT, token_bytes(range(5)))
     ],
 )
 def test_a_malformed_allocate_names_the_field(item: AllocateItem, field: str, words: list[str]) -> None:
-    """BAD_FIELD says which field, what was needed and what came."""
     refusal = item_refusal(desk(), item)
     assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, field)
     assert all(word in refusal.message for word in words), refusal.message
@@ -182,11 +175,10 @@ def test_what_can_never_fit_is_told_so_with_the_figures() -> None:
     assert all(word in refusal.message for word in words), refusal.message
     # The KV of the last token is never computed: one new token less fits exactly.
     granted = worker.allocate("s", range(5), max_new_tokens=12)
-    assert not isinstance(granted, Refused)
+    assert not isinstance(granted, Refusal)
 
 
 def test_no_blocks_says_what_is_needed_and_what_there_is() -> None:
-    """Needed, free, evictable, held, reserved, and the setting."""
     worker = Desk(num_blocks=9)
     worker.refill(1)
     worker.serve("cached", range(8))
@@ -206,7 +198,7 @@ def test_the_first_item_without_blocks_ends_the_batch() -> None:
     *others, again = worker.allocate_batch(*items)
     assert others == [Refused(Reason.NO_BLOCKS), Refused(Reason.NOT_TRIED)]
     assert isinstance(again, Granted)
-    assert first_table(again) == living
+    assert again == living
     refusal = worker.manager.allocate(worker.uplink(), items)[0][1]
     assert isinstance(refusal, Refusal)
     assert "ask again" in refusal.message
@@ -256,7 +248,6 @@ UPDATE = SequenceUpdate(key("s"), 5, token_bytes([5]), 5)
 def test_a_refused_append_says_why_and_where(
     update: SequenceUpdate, want_blocks: int, reason: Reason, position: int | None, words: list[str]
 ) -> None:
-    """Each refusal of an update has its reason, the position that is needed, and words that help; and changes nothing."""
     refusal = item_refusal(started(), AppendItem(update, want_blocks))
     assert (refusal.reason, refusal.position) == (reason, position)
     assert all(word in refusal.message for word in words), refusal.message
@@ -269,27 +260,7 @@ def test_a_table_may_be_as_long_as_the_pool() -> None:
     assert len(worker.table("s")) == 16, entries
 
 
-def test_a_late_append_of_an_earlier_round_is_refused() -> None:
-    """Words about round 0 mean nothing once round 1 lives; its Allocate neither."""
-    worker = started()
-    worker.free("s")
-    worker.grant(key("s", round=1), range(5))
-    assert item_refusal(worker, AppendItem(UPDATE)).reason is Reason.STALE_ROUND
-    assert item_refusal(worker, GOOD).reason is Reason.STALE_ROUND
-    worker.free("s")
-    assert worker.table("s"), "nor its Free"
-
-
-def test_one_sequence_id_is_one_prompt() -> None:
-    """A live sequence asked for with other tokens is refused; with the beginning of its own it is granted as it stands."""
-    worker = started()
-    assert item_refusal(worker, GOOD._replace(tokens=token_bytes([7]))).reason is Reason.TOKENS_DIFFER
-    outcomes, _ = worker.manager.allocate(worker.uplink(), [GOOD._replace(tokens=token_bytes(range(3)))])
-    assert not isinstance(outcomes[0], Refusal)
-
-
 def test_a_second_stream_for_one_attempt_is_refused_elsewhere() -> None:
-    """ALREADY_EXISTS on another worker: the refusal names where it lives and what to do."""
     worker = started()
     other = Desk(33, lockstep=worker.lockstep, worker_id="w2")
     (refusal,) = other.manager.allocate(other.uplink(), [GOOD])[0]
@@ -320,33 +291,16 @@ def test_max_downlink_entries_bounds_stops() -> None:
     assert [deaf.report(f"s{i}", 1) for i in range(3)] == [Refused(Reason.STALE_ATTEMPT)] * 3
 
 
-def test_the_downlink_repeats_until_acknowledged_and_never_reorders() -> None:
-    """Every reply carries all entries above the number acknowledged, in order; a late acknowledgement drops nothing more."""
-    worker = Desk()
-    worker.refill(1)
-    worker.refill(2)
-    reply = worker.lockstep.keep_alive(worker.number, 0)
-    assert not isinstance(reply, Refused)
-    assert [(entry.number, type(entry.entry)) for entry in reply.entries] == [(1, Grant), (2, Grant)]
-    reply = worker.lockstep.keep_alive(worker.number, 1)
-    assert not isinstance(reply, Refused)
-    assert [entry.number for entry in reply.entries] == [2]
-    reply = worker.lockstep.keep_alive(worker.number, 0)
-    assert not isinstance(reply, Refused)
-    assert [entry.number for entry in reply.entries] == [2]
-
-
 def test_foreign_returns_are_ignored() -> None:
     """A block that is not reserved here with that generation, the null block, and blocks beyond the pool are nobody's surplus."""
     worker = Desk(num_blocks=4)
-    held = worker.grant("s", range(8))
+    (held,) = worker.grant("s", range(8)).tables
     nonsense = [ReservedBlock(held.blocks[0], held.generations[0]), ReservedBlock(0, 0), ReservedBlock(99, 1)]
     worker.lockstep.free(worker.uplink(returned=nonsense))
     assert worker.counts.held == 2
 
 
 def test_one_block_cannot_be_bound_twice_in_one_update() -> None:
-    """An update that names a reserved block as two entries is broken and changes nothing."""
     worker = started()
     (block,) = worker.refill(1)
     twice = (TableEntry(2, *block), TableEntry(3, *block))
@@ -362,7 +316,6 @@ def test_a_session_without_a_key_takes_none() -> None:
 
 
 def test_route_is_bounded_by_the_same_token_limit() -> None:
-    """Empty, ragged and oversize prompts are told what is needed."""
     worker = desk()
     for tokens in (b"", b"123", token_bytes(range(21))):
         refusal = refused(worker.manager.route, ROOT, tokens)
@@ -372,7 +325,6 @@ def test_route_is_bounded_by_the_same_token_limit() -> None:
 
 
 def test_an_unknown_worker_is_told_who_is_known() -> None:
-    """The block map of a worker that is not there names those that are."""
     worker = desk()
     refusal = refused(worker.manager.describe_blocks, "w9")
     assert refusal.reason is Reason.UNKNOWN_WORKER
@@ -392,3 +344,37 @@ def test_a_page_of_the_block_map_is_bounded() -> None:
     assert len(shared.owners) == MAX_OWNERS_PER_BLOCK
     rest = worker.manager.describe_blocks("w1", MAX_BLOCKS_PER_PAGE + 1)
     assert [block.block for block in rest] == list(range(MAX_BLOCKS_PER_PAGE + 1, MAX_BLOCKS_PER_PAGE + 100))
+
+
+# -- several groups
+
+
+def test_the_refusal_names_the_group_that_is_short() -> None:
+    worker = Desk(num_blocks=(9, 4))
+    worker.grant("a", range(8))
+    for num_tokens, words in (
+        (8, "needed 2 blocks of group 1; worker 'w1' has 1 free and 0 evictable of 3"),
+        (20, "the whole pool of group 1 of worker 'w1' has 3"),
+    ):
+        assert words in worker.refusal("b", range(50, 50 + num_tokens)).message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reserve_wishes": (None, 1)},
+        {"returned": ((), (ReservedBlock(1, 1),))},
+    ],
+    ids=str,
+)
+def test_a_group_that_the_worker_does_not_have_is_refused_and_the_call_does_nothing(change: dict[str, Any]) -> None:
+    worker = Desk(num_blocks=9)
+    head = worker.uplink()._replace(**change)
+    refusal = refused(worker.manager.free, head, [])
+    assert (refusal.reason, refusal.field) == (Reason.BAD_FIELD, "uplink")
+    assert worker.session.last_call_no == 0
+    worker.grant("a", range(4))
+    bound = ((), (TableEntry(0, 1, 1),))
+    (outcome,), _ = worker.manager.append(worker.uplink(), [AppendItem(SequenceUpdate(key("a"), 4, b"", 4, bound))])
+    assert isinstance(outcome, Refusal)
+    assert outcome.message == "bound: worker 'w1' is registered with 1 groups, got group 1"

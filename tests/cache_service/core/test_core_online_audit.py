@@ -27,7 +27,7 @@ from kvpool.cache_service.core.messages import (
 from kvpool.cache_service.core.prefix_tree import Fan, PrefixTree
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, registration, token_bytes
-from tests.cache_service.core.test_core_integrity import Break, Scene, each_law, leads_there
+from tests.cache_service.core.test_core_integrity import ROOTS, Break, Scene, each_law, leads_there
 from tests.cache_service.core.test_core_state_machine import TIGHT, ManagerMachine, explore
 
 
@@ -60,7 +60,7 @@ class Visitor:
         if not self._live:
             tokens = [1, 2, 3, 4, self._call_no, 5, 6]
             name = key(f"visitor-{self._call_no}")
-            outcomes, _ = self._manager.allocate(uplink, [AllocateItem(name, ROOT, token_bytes(tokens), 1, True)])
+            outcomes, _ = self._manager.allocate(uplink, [AllocateItem(name, ROOTS[1], token_bytes(tokens), 1, True)])
             assert isinstance(outcomes[0], Granted)
             self._live.append(name)
         elif self._call_no % 3 == 2:
@@ -82,7 +82,6 @@ def test_what_is_broken_before_the_beginning_is_found(law: str, break_it: Break,
 
 @each_law
 def test_slices_and_one_go_come_to_the_same(law: str, break_it: Break, sequence: SequenceKey | None) -> None:
-    """While nothing happens, the verdict does not depend on where the audit pauses."""
     scene = Scene()
     audit = fine(scene.manager)
     assert (finish(audit), audit.result()) == ([], scene.manager.check())
@@ -93,7 +92,7 @@ def test_slices_and_one_go_come_to_the_same(law: str, break_it: Break, sequence:
 
 
 @each_law
-@pytest.mark.parametrize("part", [0.1, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_what_breaks_during_an_audit(law: str, break_it: Break, sequence: SequenceKey | None, part: float) -> None:
     """It may be found at once, is told truly if it is, and is found by the next audit for certain."""
     pauses = 0
@@ -211,7 +210,6 @@ def test_no_false_alarm_whatever_the_network_does(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_false_alarm_in_a_long_history(seed: int, small_structures: None) -> None:
-    """Many audits end in the course of it."""
     machine = AuditedMachine(random.Random(seed), TIGHT)
     machine.units = [1, 8, 40][seed % 3]
     machine.run(200)

@@ -20,7 +20,6 @@ from kvpool.cache_service.core.messages import (
     Granted,
     Root,
     SequenceUpdate,
-    TableEntry,
     Uplink,
     WorkerLoad,
 )
@@ -29,9 +28,7 @@ from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import (
     FINGERPRINT,
-    Lockstep,
     key,
-    pool_snapshot,
     registration,
     token_bytes,
 )
@@ -60,51 +57,6 @@ def lines_of(operation: Callable[[], object]) -> int:
     return count
 
 
-# -- content
-
-
-def test_a_recycled_block_has_no_stale_entry() -> None:
-    """Stale hash entry for a recycled block: once a block is granted again, its former content is a miss."""
-    worker = Desk(num_blocks=3)
-    old, new = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
-    worker.serve("old", old)
-    worker.grant("new", new)
-    assert worker.session.pools[0].num_evicted == 1
-    worker.free("new")
-    assert worker.manager.num_prefix_nodes == 0
-    assert worker.grant("old again", old).num_cached_tokens == 0
-
-
-def test_an_allocation_that_fails_evicts_nothing() -> None:
-    """Eviction although the allocation then fails: all or nothing, down to the order of the free list."""
-    worker = Desk(num_blocks=9)
-    worker.grant("holds", range(100, 112))
-    worker.serve("cached", range(16))
-    before = pool_snapshot(worker.session.pools[0])
-    assert worker.allocate("too big", range(200, 224)) == Refused(Reason.NO_BLOCKS)
-    assert pool_snapshot(worker.session.pools[0]) == before
-    assert worker.grant("still there", [*range(16), 7]).num_cached_tokens == 16
-
-
-def test_pressure_costs_only_the_blocks_that_are_needed() -> None:
-    """Dropping the whole cache under pressure: a grant of one block evicts one block."""
-    worker = Desk(num_blocks=9)
-    worker.serve("cached", range(32))
-    assert worker.counts.cached == 8
-    worker.grant("small", [99])
-    assert worker.counts.cached == 7
-
-
-def test_a_full_hit_still_computes_one_token() -> None:
-    """Full-prompt hit leaves nothing to compute: at least one token is always left, whatever the length."""
-    for block_size in (1, 2, 4):
-        for length in range(1, 14):
-            worker = Desk(block_size=block_size)
-            worker.serve("first", range(length))
-            cached = worker.grant("second", range(length)).num_cached_tokens
-            assert cached == (length - 1) // block_size * block_size
-
-
 def test_the_tenant_salt_separates_on_every_path() -> None:
     """Tenant salt dropped on a second code path: Allocate, waiting, Route and the answer to a retry all keep tenants apart."""
     worker = Desk()
@@ -121,70 +73,6 @@ def test_the_tenant_salt_separates_on_every_path() -> None:
     # A live sequence is handed out again only under its own root.
     assert worker.allocate("mine", prompt, root=theirs) == Refused(Reason.TOKENS_DIFFER, 0)
     assert worker.allocate("mine", prompt, root=mine) == worker.allocate("mine", prompt, root=mine)
-
-
-def test_different_encoder_inputs_share_no_decoder_prefix() -> None:
-    """Decoder prefix shared between different encoder inputs: the digest of the input is part of the root."""
-    worker = Desk()
-    one, other = (Root(FINGERPRINT, input_digest=bytes([i]) * 32) for i in (1, 2))
-    assert worker.serve("one", range(9), root=one) == 0
-    assert worker.serve("other", range(9), root=other) == 0
-    assert worker.serve("one again", range(9), root=one) == 8
-
-
-# -- leaks, retries and late messages
-
-
-@pytest.mark.parametrize("name_the_bound", [True, False])
-@pytest.mark.parametrize("computed", [0, 3, 4, 9])
-def test_an_abort_at_any_moment_leaks_nothing(computed: int, name_the_bound: bool) -> None:
-    """Leak on abort: freed before, while and after it computes, with blocks of the reserve bound or not, all comes back."""
-    worker = Desk(num_blocks=9)
-    reserve = worker.refill(2)
-    worker.grant("s", range(9))
-    bound = ((TableEntry(3, *reserve[0]),),) if name_the_bound else ()
-    update = SequenceUpdate(key("s"), 9, b"", computed, bound)
-    worker.lockstep.free(worker.uplink(downlink_ack=1, reserve_wish=0), update)
-    assert len(worker.session.sequences) == 0
-    assert (worker.counts.held, worker.counts.reserved) == (0, 1 if name_the_bound else 2)
-    worker.lockstep.free(worker.uplink(returned=reserve))
-    assert (worker.counts.free, worker.counts.cached) == (8 - computed // 4, computed // 4)
-    worker.lockstep.deregister(worker.number)
-    while worker.manager.sweep():
-        pass
-    assert worker.manager.num_prefix_nodes == 0
-
-
-def test_a_named_block_of_an_older_grant_is_ignored_by_free_and_refused_by_append() -> None:
-    """One writer: after a block went back and was granted again, words about its former grant mean nothing."""
-    worker = Desk(num_blocks=4)
-    (old,) = worker.refill(1)
-    worker.lockstep.free(worker.uplink(downlink_ack=1, returned=[old]))
-    pool = worker.session.pools[0]
-    assert pool.is_reserved(old.block, worker.manager.last_generation), "the head of the list is granted at once again"
-    worker.grant("s", [1, 2, 3, 4])
-    assert worker.report("s", 4, bound=[TableEntry(1, *old)]) == Refused(Reason.STALE_GENERATION)
-    worker.lockstep.free(
-        worker.uplink(downlink_ack=2, returned=[old]),
-        SequenceUpdate(key("nobody"), 0, b"", 0, ((TableEntry(0, *old),),)),
-    )
-    assert pool.is_reserved(old.block, pool.generation(old.block))
-
-
-def test_a_fenced_sequence_keeps_its_blocks_until_its_worker_frees_it() -> None:
-    """Fenced is not freed: steps may still write, so its blocks come back by its worker's word alone (rule 5)."""
-    lockstep = Lockstep()
-    slow, fast = Desk(lockstep=lockstep, worker_id="slow"), Desk(lockstep=lockstep, worker_id="fast")
-    slow.grant("s", range(9))
-    fast.grant(key("s", attempt=2), range(9))
-    assert slow.counts.held == 3
-    assert [entry.entry for entry in slow.session.downlink.pending()] == [(key("s"),)]
-    assert slow.report("s") == Refused(Reason.STALE_ATTEMPT)
-    slow.free("s", 8)
-    assert (slow.counts.held, slow.counts.cached) == (0, 2)
-
-
-# -- cost
 
 
 @pytest.mark.parametrize("position", ["head", "middle", "tail"])
@@ -263,20 +151,6 @@ def test_a_slice_of_the_sweep_ends_a_bounded_number_of_sequences() -> None:
         manager.sweep()
         assert before - manager.num_prefix_nodes <= SWEEP_SLICE_NODES + length
         assert manager.check().violations == []
-
-
-def test_nobody_waits_for_the_sweep() -> None:
-    """Retired entries are ignored at once: the worker is served anew, and finds no hit of its former life, before any slice."""
-    lockstep = Lockstep()
-    worker = Desk(lockstep=lockstep)
-    worker.serve("s", range(9))
-    worker.grant("live", range(9, 18))
-    lockstep.register(registration("w1", num_blocks=65, register_no=2))
-    worker.number, worker.call_no = worker.session.number, 0
-    assert worker.grant("live", range(9)).num_cached_tokens == 0
-    assert [routed.num_cached_tokens for routed in worker.manager.route(ROOT, token_bytes(range(9)))] == [0]
-    while lockstep.sweep():
-        pass
 
 
 def test_the_collector_finds_nothing() -> None:

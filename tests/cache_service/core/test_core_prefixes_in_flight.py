@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvpool.cache_service.core.messages import Granted, Wait
-from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.core.refusal import Reason, Refusal
 from tests.cache_service.core.desk import Desk
-from tests.cache_service.core.lockstep import Lockstep, key
+from tests.cache_service.core.lockstep import key
 from tests.cache_service.core.model import Refused
 
 pytestmark = pytest.mark.usefixtures("every_hash")
@@ -16,7 +16,7 @@ PROMPT = list(range(40, 57))
 """Seventeen tokens: four full blocks and a tail."""
 
 
-def sixteen(worker: Desk) -> list[Granted | Wait | Refused]:
+def sixteen(worker: Desk) -> list[Granted | Wait | Refusal]:
     """Sixteen equal prompts in one batch."""
     return worker.allocate_batch(*(worker.item(f"s{i}", PROMPT) for i in range(16)))
 
@@ -35,24 +35,14 @@ def test_sixteen_equal_prompts_have_one_leader() -> None:
     assert worker.counts.shared == 4
 
 
-def test_a_fenced_leader_is_waited_for_no_more() -> None:
-    """The leader's successor lives elsewhere: it is going to stop, so the others are granted."""
-    lockstep = Lockstep()
-    worker, elsewhere = Desk(lockstep=lockstep), Desk(lockstep=lockstep, worker_id="w2")
-    sixteen(worker)
-    elsewhere.grant(key("s0", attempt=2), PROMPT)
-    outcomes = worker.allocate_batch(*(worker.item(f"s{i}", PROMPT) for i in range(1, 4)))
-    assert isinstance(outcomes[0], Granted)
-    assert outcomes[1:] == [Wait(key("s1"), 16)] * 2
-
-
-def test_nobody_waits_for_a_sequence_of_another_session() -> None:
-    """KV of another worker is of no use: the same prompt on two workers has two leaders."""
-    lockstep = Lockstep()
-    one, two = Desk(lockstep=lockstep), Desk(lockstep=lockstep, worker_id="w2")
-    assert isinstance(one.allocate("a", PROMPT), Granted)
-    assert isinstance(two.allocate("b", PROMPT), Granted)
-    assert two.allocate("c", PROMPT) == Wait(key("b"), 16)
+def test_the_wait_is_for_the_leader_that_computes_most() -> None:
+    """Of two leaders of the first missing block the one with the longer common prefix is named; of equals, the older."""
+    worker = Desk()
+    worker.grant("short", PROMPT[:9])
+    worker.allocate("long", [*PROMPT[:13], 1], no_wait=True)
+    worker.allocate("twin", [*PROMPT[:13], 2], no_wait=True)
+    assert worker.allocate("x", PROMPT) == Wait(key("long"), 12)
+    assert worker.allocate("y", PROMPT[:9]) == Wait(key("short"), 8)
 
 
 def test_nobody_waits_for_another_attempt_of_itself() -> None:
@@ -62,32 +52,6 @@ def test_nobody_waits_for_another_attempt_of_itself() -> None:
     assert isinstance(worker.allocate(key("s", attempt=2), PROMPT), Granted)
     assert worker.report("s") == Refused(Reason.STALE_ATTEMPT)
     assert worker.allocate("other", PROMPT) == Wait(key("s", attempt=2), 16)
-
-
-def test_all_leaders_of_a_node_are_remembered() -> None:
-    """Several were let in with no_wait: as each ends, those who ask again wait for the next oldest."""
-    worker = Desk()
-    for name in ("a", "b", "c"):
-        worker.grant(name, PROMPT, no_wait=True)
-    assert worker.allocate("x", PROMPT) == Wait(key("a"), 16)
-    worker.free("a")
-    assert worker.allocate("x", PROMPT) == Wait(key("b"), 16)
-    worker.report("c", 8)
-    assert worker.allocate("x", PROMPT) == Wait(key("b"), 16)
-    worker.free("b")
-    assert worker.allocate("x", PROMPT) == Wait(key("c"), 16)
-    worker.free("c")
-    assert worker.grant("x", PROMPT).num_cached_tokens == 8
-
-
-def test_the_wait_is_for_the_leader_that_computes_most() -> None:
-    """Of two leaders of the first missing block the one with the longer common prefix is named; of equals, the older."""
-    worker = Desk()
-    worker.grant("short", PROMPT[:9])
-    worker.allocate("long", [*PROMPT[:13], 1], no_wait=True)
-    worker.allocate("twin", [*PROMPT[:13], 2], no_wait=True)
-    assert worker.allocate("x", PROMPT) == Wait(key("long"), 12)
-    assert worker.allocate("y", PROMPT[:9]) == Wait(key("short"), 8)
 
 
 def test_a_prompt_waits_only_for_what_it_can_use() -> None:

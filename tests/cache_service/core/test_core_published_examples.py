@@ -1,116 +1,65 @@
-"""The published experiment and worked examples, literally: block size 4, max_tokens=1, under good and bad hashes."""
+"""The published experiment, worked examples, and mistakes of other systems: block size 4, max_tokens=1, good and bad hashes.
+
+Lockstep compares tables, counts, the order of eviction and the tree with the model's after every call.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from kvpool.cache_service.core.block_pool import State
 from tests.cache_service.core.desk import Desk
 
-pytestmark = pytest.mark.usefixtures("every_hash")
+A, B, TAIL = [1, 2, 3, 4], [1, 9, 3, 4], [5, 6, 7, 8]
+
+EXAMPLES: dict[str, tuple[int, list[tuple[Sequence[int], int]]]] = {
+    "an 18-token prompt has 16 tokens cached the second time": (64, [(range(18), 0), (range(18), 16)]),
+    "hello world cat and hello world dog share three blocks": (64, [(b"Hello world cat", 0), (b"Hello world dog", 12)]),
+    "equal blocks after different prefixes are two entries": (
+        64,
+        [([*A, *TAIL], 0), ([*B, *TAIL], 0), ([*A, *TAIL, 0], 8), ([*B, *TAIL, 0], 8)],
+    ),
+    "prompts of 22 and 20 tokens with nothing in common seal 5 blocks each": (
+        64,
+        [(range(22), 0), (range(500, 520), 0), ([*range(20), 7], 20), ([*range(500, 520), 7], 20)],
+    ),
+    "a block that differs early spoils everything after it": (
+        64,
+        [(range(1, 9), 0), (range(1, 11), 8), ([0, *range(2, 11)], 0)],
+    ),
+    "two chats share the system prompt and keep their own tails": (
+        64,
+        [([*range(12), *A], 0), ([*range(12), *B], 12), ([*range(12), *A, 0], 16), ([*range(12), *B, 0], 16)],
+    ),
+    "room for three blocks keeps the last three of four": (3, [(A, 0), (B, 0), (TAIL, 0), ([9] * 4, 0), ([*B, 0], 4)]),
+    "the first of four is the one that has gone": (3, [(A, 0), (B, 0), (TAIL, 0), ([9] * 4, 0), ([*A, 0], 0)]),
+    "a freed chain of three blocks loses its tail first": (3, [(range(12), 0), ([99], 0), (range(9), 8)]),
+    "a hit makes a prefix young again": (
+        4,
+        [([*A, 0], 0), ([*TAIL, 0], 0), ([*A, 1], 4), (range(20, 32), 0), ([*A, 2], 4), ([*TAIL, 2], 0)],
+    ),
+    "a recycled block has no stale entry": (2, [([*A, 0], 0), ([*TAIL, 0], 0), ([*A, 0], 0)]),
+    "under pressure only the blocks that are needed go, not the cache": (
+        8,
+        [(range(32), 0), ([99], 0), (range(29), 28)],
+    ),
+}
+"""Blocks of the pool, and prompts, one after the other, with the number of tokens that are cached."""
 
 
-def characters(text: str) -> list[int]:
-    """One token per character."""
-    return [ord(character) for character in text]
+@pytest.mark.usefixtures("every_hash")
+@pytest.mark.parametrize(("capacity", "prompts"), EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_cached_of_each_prompt(capacity: int, prompts: list[tuple[Sequence[int], int]]) -> None:
+    worker = Desk(capacity + 1)
+    cached = [worker.serve(f"s{number}", list(prompt)) for number, (prompt, _) in enumerate(prompts)]
+    assert cached == [expected for _, expected in prompts]
 
 
-def test_an_18_token_prompt_has_16_tokens_cached_the_second_time() -> None:
-    """Four sealed blocks serve the repetition, which leaves no duplicates behind; the tail of two tokens is nobody's hit."""
-    worker = Desk()
-    prompt = list(range(100, 118))
-    assert worker.serve("first", prompt) == 0
-    assert worker.counts.cached == 4
-    assert worker.serve("second", prompt) == 16
-    assert worker.counts.cached == 4
-    assert worker.manager.num_prefix_nodes == 4
-
-
-def test_hello_world_cat_and_dog_share_three_blocks() -> None:
-    """A common prefix of twelve tokens is three blocks, whatever follows."""
-    worker = Desk()
-    first = worker.grant("cat", characters("Hello world cat"))
-    assert worker.report("cat") is not None
-    second = worker.grant("dog", characters("Hello world dog"))
-    assert second.num_cached_tokens == 12
-    assert second.blocks[:3] == first.blocks[:3]
-    assert second.blocks[3] != first.blocks[3]
-
-
-def test_equal_blocks_behind_different_prefixes_are_two_entries() -> None:
-    """ "the mat.!" behind a cat is not "the mat.!" behind a dog: a block is its tokens and everything before them."""
-    worker = Desk()
-    cat, dog, tail = [1, 2, 3, 4], [1, 9, 3, 4], [5, 6, 7, 8]
-    assert worker.serve("cat", cat + tail) == 0
-    assert worker.serve("dog", dog + tail) == 0
-    assert worker.counts.cached == 4
-    assert worker.manager.num_prefix_nodes == 4
-    assert worker.serve("cat again", [*cat, *tail, 0]) == 8
-    assert worker.serve("dog again", [*dog, *tail, 0]) == 8
-
-
-def test_prompts_of_22_and_20_tokens_with_nothing_in_common_seal_5_blocks_each() -> None:
-    """Neither hits the other, and a third request hits either set."""
-    worker = Desk()
-    first, second = list(range(22)), list(range(500, 520))
-    assert worker.serve("first", first) == 0
-    assert worker.counts.cached == 5
-    assert worker.serve("second", second) == 0
-    assert worker.counts.cached == 10
-    assert worker.serve("third", [*first[:20], 7]) == 20
-    assert worker.serve("fourth", [*second, 7]) == 20
-
-
-def test_room_for_three_cached_blocks_keeps_exactly_the_last_three() -> None:
-    """Eviction takes the least recently used: of four unrelated one-block prompts the first is gone."""
-    worker = Desk(num_blocks=4)
-    prompts = [[10 * i + j for j in range(4)] for i in range(4)]
-    for i, prompt in enumerate(prompts):
-        assert worker.serve(f"s{i}", prompt) == 0
-    pool = worker.session.pools[0]
-    held = {tuple(node.tokens[::4]) for block in range(1, 4) if (node := pool.node(block)) is not None}
-    assert held == {tuple(prompt) for prompt in prompts[1:]}
-    assert pool.num_evicted == 1
-
-
-def test_a_freed_chain_of_three_blocks_loses_its_tail_first() -> None:
-    """A prefix outlives its continuations: pressure of one block costs the chain its last block."""
-    worker = Desk(num_blocks=4)
-    chain = list(range(12))
-    worker.serve("chain", chain)
-    assert worker.counts.cached == 3
-    worker.serve("other", [99])
-    assert worker.counts.cached == 2
-    assert worker.grant("again", chain[:9]).num_cached_tokens == 8
-
-
-def test_a_block_that_differs_early_spoils_everything_behind_it() -> None:
-    """A = [1..8], B = A + [9, 10], C = [0, 2, …, 8, 9, 10]: B reuses both of A's blocks, C none."""
-    worker = Desk()
-    a = list(range(1, 9))
-    table = worker.grant("a", a).blocks
-    worker.report("a")
-    b = worker.grant("b", [*a, 9, 10])
-    assert b.num_cached_tokens == 8
-    assert b.blocks[:2] == table
-    c = worker.grant("c", [0, *a[1:], 9, 10])
-    assert c.num_cached_tokens == 0
-    assert not set(c.blocks) & set(b.blocks)
-
-
-def test_two_chats_share_three_blocks_and_keep_their_own_tails() -> None:
-    """Two chats of four blocks, three equal: ref counts 2, 2, 2 and own tails with 1."""
-    worker = Desk()
-    system = list(range(12))
-    worker.grant("one", [*system, 20, 21, 22, 23])
-    worker.report("one")
-    worker.grant("two", [*system, 30, 31, 32, 33])
-    worker.report("two")
-    one, two = worker.table("one"), worker.table("two")
-    pool = worker.session.pools[0]
-    assert one[:3] == two[:3]
-    assert one[3] != two[3]
-    assert [pool.ref_count(block) for block in one] == [2, 2, 2, 1]
-    assert [pool.ref_count(block) for block in two] == [2, 2, 2, 1]
-    assert worker.counts.shared == 3
-    assert all(pool.state(block) is State.HELD for block in one + two)
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_a_full_hit_still_computes_one_token(block_size: int) -> None:
+    """Otherwise nothing is left to compute, and there are no logits."""
+    for length in range(1, 14):
+        worker = Desk(block_size=block_size)
+        worker.serve("first", range(length))
+        assert worker.serve("second", range(length)) == (length - 1) // block_size * block_size

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
-import pytest
 import xxhash
 
-from kvpool.cache_service.core.messages import AllocateItem, Granted, Root
+from kvpool.cache_service.core.messages import AllocateItem, Root
 from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import Lockstep, key, refused, registration, token_bytes
@@ -61,7 +58,6 @@ def test_a_worker_that_leaves_is_named_no_more_from_that_moment_on() -> None:
 
 
 def test_cold_ties_are_broken_by_the_hash_of_the_first_block() -> None:
-    """Equal cold prompts meet on one worker, whatever follows their first block, and different ones spread over all."""
     workers = cluster(3)
     winners = set()
     for i in range(60):
@@ -92,41 +88,11 @@ def test_an_empty_fingerprint_means_the_only_model() -> None:
 
 
 def test_only_workers_of_the_model_are_candidates() -> None:
-    """Another fingerprint is another model; an unknown one has no workers."""
     (worker,) = cluster(1)
     worker.manager.register(registration("other")._replace(model_fingerprint="model-b"), 0.0)
     assert ranking(worker, PROMPT) == ["w0"]
     assert ranking(worker, PROMPT, Root("model-b")) == ["other"]
     assert ranking(worker, PROMPT, Root("unknown")) == []
-
-
-def test_a_fenced_session_is_no_candidate() -> None:
-    """A worker that left, expired or came back anew is not recommended for what it once held."""
-    workers = cluster(2)
-    workers[0].serve("a", PROMPT)
-    workers[0].lockstep.deregister(workers[0].number)
-    assert ranking(workers[1], PROMPT) == ["w1"]
-    workers[0].lockstep.register(registration("w0", register_no=2))
-    routed = {r.session.worker_id: r.num_cached_tokens for r in workers[1].manager.route(ROOT, token_bytes(PROMPT))}
-    assert routed == {"w0": 0, "w1": 0}
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_reach_is_that_of_the_slow_definition_whoever_computes_what(seed: int) -> None:
-    """Sequences of several workers share prefixes of one prompt, each computed up to some block: held, led, by one or by many.
-    Lockstep compares Route with the model, which asks node after node for each worker."""
-    rng = random.Random(seed)
-    workers = cluster(4)
-    prompt = [rng.randrange(2) for _ in range(32)]
-    for i in range(14):
-        worker = rng.choice(workers)
-        own = prompt[: rng.randrange(1, 33)] + [7] * rng.randrange(4)
-        if isinstance(worker.allocate(f"s{i}", own, no_wait=True, max_cached_tokens=rng.choice([0, 8, 64])), Granted):
-            if rng.random() < 0.6:
-                worker.report(f"s{i}", rng.randrange(len(own) + 1))
-            if rng.random() < 0.3:
-                worker.free(f"s{i}")
-        workers[0].lockstep.route(ROOT, token_bytes([*prompt, 1]))
 
 
 def test_sharers_of_a_prompt_cost_route_no_more_than_one() -> None:

@@ -36,7 +36,7 @@ from kvpool.cache_service.core.messages import (
     TableEntry,
     Uplink,
 )
-from kvpool.cache_service.core.refusal import Reason
+from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.cache_service.core.sequence import Sequence
 from kvpool.cache_service.core.session import Session
 from tests.cache_service.core.contents_follower import ContentsFollower
@@ -49,7 +49,6 @@ from tests.cache_service.core.lockstep import (
     successor,
     token_bytes,
 )
-from tests.cache_service.core.model import Refused
 from tests.cache_service.core.picture_follower import PictureFollower
 
 TIGHT = Limits(
@@ -180,7 +179,7 @@ class ManagerMachine:
         deliver = partial(call, uplink, *items)
         self.late = [*self.late[-5:], (uplink, deliver)]
         if not self._chance(8):
-            assert not isinstance(deliver(), Refused)
+            assert not isinstance(deliver(), Refusal)
 
     def _some(self, session: Session) -> list[Sequence]:
         living = list(session.sequences.values())
@@ -403,8 +402,8 @@ class ManagerMachine:
         known = next((one for one in self.lockstep.manager.sessions if one.number == uplink.session), None)
         is_stale = known is None or uplink.call_no <= known.last_call_no
         answer = deliver()
-        assert isinstance(answer, Refused) == is_stale
-        if isinstance(answer, Refused):
+        assert isinstance(answer, Refusal) == is_stale
+        if isinstance(answer, Refusal):
             assert answer.reason is (Reason.STALE_SESSION if known is None else Reason.STALE_CALL)
             assert snapshot(self.lockstep.manager) == before
 
@@ -424,7 +423,7 @@ class ManagerMachine:
             late = known._replace(incarnation=known.incarnation - back)
             if back:
                 late = late._replace(process_key=b"process %d" % late.incarnation, predecessor_key=b"")
-            assert isinstance(self.lockstep.register(late), Refused)
+            assert isinstance(self.lockstep.register(late), Refusal)
         elif what == "manager":
             self.lockstep.restart()
         else:  # a worker has seen a larger epoch: the same sessions go on under larger stamps

@@ -73,11 +73,6 @@ def encoded(name: str, num_computed_tokens: int = 0) -> SequenceUpdate:
     return SequenceUpdate(key(name), 0, b"", num_computed_tokens, encoder_computed=True)
 
 
-def run_encoder(at: Desk, name: str, num_computed_tokens: int = 0) -> None:
-    """State that."""
-    assert isinstance(at.tell(encoded(name, num_computed_tokens)), Appended)
-
-
 def cache(at: Desk, name: str, root: Root = INPUT, count: int = 10, *, num_tokens: int = 1) -> None:
     """A whole request, whose unit stays as cache."""
     granted(at, name, root, count, tokens=range(num_tokens))
@@ -96,7 +91,7 @@ def test_sequences_with_an_input_share_its_unit_once_the_encoder_has_run_and_aft
     assert (len(unit_of(first)), first.encoder_cached) == (3, False)
     assert asks(worker, "b", tokens=(2,)) == Wait(key("a"), 0)
     assert worker.session.counts()[CROSS].held == 3, "who waits holds nothing"
-    run_encoder(worker, "a")
+    worker.encode("a")
     second = granted(worker, "b", tokens=(2,))
     assert (unit_of(second), second.encoder_cached) == (unit_of(first), True)
     assert worker.session.counts()[CROSS].shared == 3
@@ -172,8 +167,8 @@ def test_a_unit_of_ones_own_becomes_the_roots_if_the_first_was_evicted() -> None
     worker = desk(num_unit_blocks=7)
     granted(worker, "a")
     second = granted(worker, "b", no_wait=True)
-    run_encoder(worker, "a")
-    run_encoder(worker, "b")
+    worker.encode("a")
+    worker.encode("b")
     worker.free("a")
     granted(worker, "c", OTHER, count=12)
     worker.free("b")
@@ -211,7 +206,7 @@ def test_equal_digests_are_of_inputs_of_one_length() -> None:
     worker = desk()
     granted(worker, "a", count=10)
     assert asks(worker, "a", count=13) == Refused(Reason.BAD_FIELD), "another one of the sequence itself"
-    run_encoder(worker, "a")
+    worker.encode("a")
     assert asks(worker, "b", count=8) == Refused(Reason.BAD_FIELD)
     assert isinstance(asks(worker, "c", count=12), Granted), "in as many blocks"
 
@@ -259,7 +254,7 @@ def test_describe_shows_the_blocks_of_a_unit_with_their_places_and_owners() -> N
     granted(worker, "a", count=10)
     before = worker.manager.describe_blocks("w1", group=CROSS)
     assert [(one.table_index, one.token_count, one.sealed) for one in before[:3]] == [(i, 0, False) for i in range(3)]
-    run_encoder(worker, "a")
+    worker.encode("a")
     granted(worker, "b")
     shown = worker.manager.describe_blocks("w1", group=CROSS)
     assert [(one.table_index, one.token_count, one.sealed) for one in shown[:3]] == [(i, SIZE, True) for i in range(3)]
@@ -272,7 +267,7 @@ def test_one_block_of_a_unit_is_shown_with_the_others_of_it() -> None:
     granted(worker, "a", count=10)
     filling = describe_block(worker.session, 2, CROSS)
     assert (filling.root, filling.prefix_blocks, filling.block.owners) == (INPUT, (1, 2), (key("a"),))
-    run_encoder(worker, "a")
+    worker.encode("a")
     sealed = describe_block(worker.session, 2, CROSS)
     assert (sealed.root, sealed.tokens, sealed.prefix_blocks) == (INPUT, b"", (1, 2))
     assert (sealed.block.table_index, sealed.block.owners, sealed.owner_blocks) == (1, (key("a"),), (3,))
@@ -281,7 +276,7 @@ def test_one_block_of_a_unit_is_shown_with_the_others_of_it() -> None:
 def test_the_counters_of_a_worker_count_the_encoders_input_as_part_of_the_prompt() -> None:
     worker = desk()
     granted(worker, "a", count=10, tokens=range(9))
-    run_encoder(worker, "a", 9)
+    worker.encode("a", 9)
     granted(worker, "b", count=10, tokens=range(9))
     assert (worker.session.num_prompt_tokens, worker.session.num_cached_tokens) == (38, 18)
 
