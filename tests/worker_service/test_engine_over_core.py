@@ -12,9 +12,9 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.step import BadLogits
-from tests.tracer import VOCAB_SIZE, expected_text
+from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed, read, read_right
 
@@ -68,25 +68,6 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
         if how in ("stopped", "bad logits"):
             kind = ErrorKind.SUPERSEDED if how == "stopped" else ErrorKind.INTERNAL
             assert (await failed(leader)).error.kind is kind
-
-
-@pytest.mark.parametrize(
-    ("prompt", "count", "field", "words"),
-    [
-        ([], 4, "prompt", "at least one token"),
-        ([1, VOCAB_SIZE], 4, "prompt", f"vocabulary of {VOCAB_SIZE}"),
-        ([1] * 4096, 1, "prompt", "leave no room"),
-        ([1] * 4000, 200, "max_tokens", "at most 96"),
-        ([1] * 300, 10, "max_tokens", "lower max_tokens"),
-    ],
-)
-async def test_a_bad_request_is_told_what_was_needed(prompt: list[int], count: int, field: str, words: str) -> None:
-    """The error names the field, what there is, and what to change; nothing is queued."""
-    async with World(num_blocks=60, block_size=4).running() as world:
-        with pytest.raises(EngineError, match=words) as caught:
-            world.submit(prompt, count)
-        assert caught.value.field == field
-        assert world.engine.load().num_waiting == 0
 
 
 async def test_a_call_never_outgrows_a_message() -> None:

@@ -166,17 +166,6 @@ async def test_a_message_that_is_none_ends_the_stream_and_its_requests(cluster: 
     assert cluster.worker.engine.stats.ended["cancelled"] == 1
 
 
-async def test_cancelling_the_call_ends_all_requests(cluster: InProcessCluster) -> None:
-    async with stream(cluster) as call:
-        for number in (1, 2, 3):
-            await call.write(start(number, LONG))
-        answers = Answers()
-        while len(answers.tokens) < 3:
-            answers.take(await call.read())
-        call.cancel()
-        await until(lambda: cluster.worker.engine.stats.ended["cancelled"] == 3)
-
-
 async def test_a_reader_that_takes_nothing_loses_all_its_requests(cluster: InProcessCluster) -> None:
     """They share a stream, so none can be read without the others."""
     connecting = http2.Connection.open(cluster.worker.port, own_settings={http2.Setting.INITIAL_WINDOW_SIZE: 0})

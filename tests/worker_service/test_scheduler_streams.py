@@ -2,50 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
-
 from kvpool.v1 import worker_pb2
-from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.stream import MAX_CHUNK_TOKENS, EndReason, StreamChunk, TokenStream
 from kvpool.worker_service.step import RowLogprobs, SampledToken
-from tests.tracer import expected_text
-from tests.worker_service.world import World
-
-
-async def test_a_slow_reader_gets_fewer_and_larger_chunks() -> None:
-    """It looks again when ten more tokens are there."""
-    async with World(num_blocks=100, block_size=4).running() as world:
-        request = world.submit([1, 2, 3], 60)
-        tokens: list[int] = []
-        sizes: list[int] = []
-        async with asyncio.timeout(20):
-            while True:
-                while request.num_generated < min(60, len(tokens) + 10):
-                    await asyncio.sleep(0)
-                chunk = await request.stream.get()
-                if chunk is None:
-                    break
-                assert chunk.start_index == len(tokens)
-                tokens += [token.token_id for token in chunk.tokens]
-                sizes.append(len(chunk.tokens))
-        assert tokens == expected_text([1, 2, 3], 60)
-        assert all(size >= 10 for size in sizes[:-1])
-        assert len(sizes) <= 7
-
-
-async def test_what_came_before_an_error_is_read_before_it() -> None:
-    stream = TokenStream()
-    stream.put(StreamChunk(0, [SampledToken(5)], "a", worker_pb2.Usage(num_prompt_tokens=1)))
-    stream.put(StreamChunk(1, [SampledToken(6)], "b"))
-    stream.fail(EngineError(ErrorKind.INTERNAL, "gone"))
-    chunk = await stream.get()
-    assert chunk is not None
-    assert ([token.token_id for token in chunk.tokens], chunk.text) == ([5, 6], "ab")
-    assert chunk.usage == worker_pb2.Usage(num_prompt_tokens=1)
-    with pytest.raises(EngineError, match="gone"):
-        await stream.get()
 
 
 async def test_a_chunk_grows_no_larger_than_a_message_may() -> None:
