@@ -55,8 +55,7 @@ async def test_what_led_to_bad_logits_is_nobodys_hit() -> None:
     async with world.running():
         await failed(world.submit(prompt, 4))
         world.model.bad_behind.clear()
-        again = world.submit(prompt, 4)
-        await read_right(again)
+        again = await world.answered(prompt, 4)
         assert again.num_cached_tokens == 32
 
 
@@ -71,8 +70,7 @@ async def test_a_chunk_that_samples_nothing_is_nobodys_hit_either() -> None:
         assert "position 31: the largest logit is nan" in error.message
         # Two chunks, the second of which was bad; the third never ran.
         assert world.model.num_forwarded == 32
-        again = world.submit(prompt[:30], 4)
-        await read_right(again)
+        again = await world.answered(prompt[:30], 4)
         assert again.num_cached_tokens == 16
 
 

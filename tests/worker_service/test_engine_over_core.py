@@ -114,18 +114,3 @@ async def test_every_request_comes_to_its_end_under_a_small_budget(limits: Limit
         assert budget.num_blocks <= 12
         assert world.manager.worker("w0").pools[0].num_withheld == 499 - budget.num_blocks
         assert world.link.num_sessions == 1
-
-
-async def test_a_report_beyond_the_budget_ends_what_runs_and_the_worker_serves_again() -> None:
-    """A manager that comes back with a smaller budget: nothing is wedged."""
-    async with World(num_blocks=100, block_size=4).running() as world:
-        for i in range(6):
-            await world.answered([i] * 20, 3)
-        old = world.wire.manager
-        world.wire.manager = CacheManager(old.epoch + 1, limits=Limits(max_total_blocks=8))
-        async with asyncio.timeout(30):
-            while not (world.cache.is_ready() and world.is_known()):
-                world.engine.changed_for_link.set()
-                await asyncio.sleep(0.005)
-        assert world.manager.budget.num_blocks == 0
-        await world.answered([1] * 20, 3)

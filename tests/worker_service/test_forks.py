@@ -10,7 +10,6 @@ import pytest
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import ForkedSequence
-from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from tests.worker_service.windowed import Worker, ring_of
 
@@ -57,20 +56,6 @@ def test_blocks_that_the_prompt_needed_go_to_the_forks_that_wait_for_them(num_bl
     assert worker.cache.fork(sequence, "the last") is None
     worker.call_now()
     _fork(worker, sequence, "the last")
-
-
-@pytest.mark.parametrize("num_tokens", [10, 12])
-def test_a_fork_shares_full_blocks_and_gets_a_copy_of_the_tail(num_tokens: int) -> None:
-    worker = _worker()
-    parent = _decoding(worker, "p", num_tokens)
-    child, copies = _fork(worker, parent, "c")
-    assert (child.state, child.tokens, child.num_computed_tokens) == (SequenceState.LIVE, parent.tokens, num_tokens)
-    num_shared = num_tokens // 4
-    assert child.tables[0][:num_shared] == parent.tables[0][:num_shared]
-    tails = zip(parent.tables[0][num_shared:], child.tables[0][num_shared:], strict=True)
-    assert copies == tuple(BlockCopy(0, *tail) for tail in tails)
-    assert len(copies) == (num_tokens % 4 > 0)
-    assert not set(child.tables[0][num_shared:]) & set(parent.tables[0])
 
 
 def test_a_fork_is_as_urgent_as_its_parent_and_may_go_on_with_another_token() -> None:

@@ -132,15 +132,3 @@ def test_a_place_told_in_time_is_kept_and_one_told_too_late_is_not(boundary: int
         one.step(sequence)
     assert snapshot_lengths(one) == kept
     one.check()
-
-
-def test_a_place_told_while_the_step_to_it_runs_is_kept_after_the_step() -> None:
-    one = worker()
-    sequence = one.begin("a", range(42))
-    one.launch(sequence)
-    one.tell("a", 16)
-    one.call()
-    assert snapshots(one) == {}
-    one.finish(sequence)
-    assert snapshot_lengths(one) == [16]
-    one.check()

@@ -73,22 +73,14 @@ def test_units_outlive_the_session() -> None:
     assert begin(worker, "f", root_of("new"), count=4).encoder_cached, "the older one was evicted"
 
 
-@pytest.mark.parametrize("is_forked", [False, True])
-def test_what_the_encoder_has_put_out_is_stated_before_the_fork_and_with_the_free(is_forked: bool) -> None:
-    """Also where the fork shares no block of tokens, which would have to be stated before."""
+def test_what_the_encoder_has_put_out_is_stated_with_the_free() -> None:
     worker = worker_with_units()
-    parent = begin(worker, "p", num_new=6)
-    parent.num_forks_to_come = 1
-    worker.call()
-    worker.compute(parent, 1)
-    forked = worker.cache.fork(parent, "c") if is_forked else None
-    worker.cache.free(parent)
+    sequence = begin(worker, "a", num_new=6)
+    worker.compute(sequence, 1)
+    worker.cache.free(sequence)
     worker.methods.clear()
-    if forked is not None:
-        worker.step(forked.sequence)
-        assert forked.sequence.parent is None
     worker.call()
-    assert worker.methods == (["Append", "Fork", "Free"] if is_forked else ["Free"])
+    assert worker.methods == ["Free"]
     assert begin(worker, "next").encoder_cached
 
 
