@@ -139,6 +139,9 @@ class Story(Worker):
             self.happened["fork of a fork"] += parent.parent is not None
             child.tokens += [self.draw.randrange(90)] * parts
             self.all.append(child)
+            if self.draw.random() < 0.3:  # before a step makes its copies
+                self.talk()
+                self.draw.choice([self.free, self.tell_it])(child)
 
     def free_one(self) -> None:
         if self.waiting or self.live:
@@ -257,6 +260,10 @@ class Story(Worker):
                 with contextlib.suppress(Refusal):
                     self.execute(self.late.pop())
             call = self.cache.next_call(self.candidates, self.now)
+            leaders = [
+                self.cache.state.sequences.get(one.parked_on) for one in self.cache.state.parked if one.parked_on
+            ]
+            assert None not in leaders, "one waits for a leader that has ended"
             if call is None:
                 return
             what = self.draw.choices(["answered", "request lost", "answer lost"], [6, 1, 1])[0]
@@ -286,11 +293,15 @@ class Story(Worker):
     def tell_one(self) -> None:
         """A heartbeat, which may bring a boundary."""
         if self.live and self.cache.settings.keeping_boundaries:
-            one = self.draw.choice(self.live)
-            grid = self.cache.settings.grid_tokens or SIZE
-            self.tell(one.id.sequence_id, grid * self.draw.randint(1, 6), one.round)
+            self.tell_it(self.draw.choice(self.live))
         else:
             self.heartbeat()
+
+    def tell_it(self, one: CacheSequence) -> None:
+        """A boundary of a sequence, often where it is just now."""
+        grid = self.cache.settings.grid_tokens or SIZE
+        at = self.draw.choice([one.num_computed_tokens // grid, self.draw.randint(1, 6)])
+        self.tell(one.id.sequence_id, grid * max(1, at), one.round)
 
     def lose_session(self) -> None:
         """And begin another one, with the same manager or the next; the report may be under way for long."""
@@ -373,7 +384,7 @@ def test_whatever_happens_all_laws_hold(layout: str, monkeypatch: pytest.MonkeyP
     for name in ("_MAX_CONTENTS", "_MAX_BACKGROUND_CONTENTS", "_MAX_BLOCKS"):
         monkeypatch.setattr(report, name, 3)
     happened: Counter[str] = Counter()
-    for seed in range(20):
+    for seed in range(30):
         story = Story(seed, LAYOUTS[layout], happened)
         for _ in range(100):
             story.do()

@@ -11,13 +11,11 @@ from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import ForkedSequence
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from tests.worker_service.windowed import Worker, ring_of
+from tests.worker_service.windowed import Worker
 
 
-def _worker(
-    num_blocks: tuple[int, ...] = (64,), windows: tuple[int, ...] = (), *, grid: int = 0, limits: Limits | None = None
-) -> Worker:
-    return Worker(num_blocks, windows, block_size=4, chunk=8, grid=grid, limits=limits)
+def _worker(limits: Limits | None = None) -> Worker:
+    return Worker((64,), (), block_size=4, chunk=8, limits=limits)
 
 
 def _decoding(worker: Worker, name: str, num_tokens: int, *, num_new: int = 20, num_forks: int = 2) -> CacheSequence:
@@ -170,46 +168,13 @@ def test_what_forks_have_completed_is_cache_again_once_the_manager_has_room() ->
 
 def test_the_ring_of_a_fork_keeps_the_window_at_the_last_place_of_the_grid() -> None:
     """The state can be kept only there, so that is where a conversation can go on from a fork."""
-    worker = _worker((64, 64, 16), (0, 8, 0), grid=8)
+    worker = Worker((64, 64, 16), (0, 8, 0), block_size=4, chunk=8, grid=8)
     parent = _decoding(worker, "p", 14, num_new=40)
     child, _ = _fork(worker, parent, "c")
     while child.num_computed_tokens < 22:
         worker.step(child, 3)
     worker.end(child)
     assert worker.begin("again", child.tokens[:20]).num_cached_tokens == 16
-    worker.check()
-
-
-def test_a_window_is_named_only_when_it_was_copied_to_the_fork() -> None:
-    """Another prompt may part from the fork's where the fork begins, and the manager ask for a window there before the step."""
-    worker = _worker((64, 64), (0, 8))
-    parent = _decoding(worker, "p", 16)
-    child, copies = _fork(worker, parent, "c")
-    worker.call()
-    worker.tell("c", 16)
-    ledger = worker.cache.state.ledgers[1]
-    assert [ledger.content(copy.target) for copy in copies] == [None, None]
-    worker.step(child)
-    assert sorted(ring_of(child).named) == [2, 3]
-    worker.check()
-
-
-@pytest.mark.parametrize("is_in_step", [False, True])
-@pytest.mark.parametrize("grid", [0, 8], ids=["window", "state"])
-def test_what_was_not_copied_to_a_fork_is_no_hit(grid: int, is_in_step: bool) -> None:
-    """The manager knows of the fork, which ends before the step that makes its copies, or that step fails. Its Free would keep for
-    others what is at its end."""
-    worker = _worker((64, 64), (0, 0 if grid else 5), grid=grid)
-    parent = _decoding(worker, "p", 16)
-    child, copies = _fork(worker, parent, "c")
-    assert copies
-    worker.call()
-    if is_in_step:
-        worker.launch(child)
-        worker.cache.fail_step([child])
-    worker.end(child)
-    ledger = worker.cache.state.ledgers[1]
-    assert [ledger.content(copy.target) for copy in copies] == [None] * len(copies)
     worker.check()
 
 
@@ -234,16 +199,3 @@ def test_forks_that_were_not_stated_are_stopped_with_their_superseded_parent(is_
     worker.cache.free(child)
     worker.end(grandchild)
     assert worker.held() == (0,)
-
-
-def test_what_has_ended_while_there_was_no_session_is_not_reported() -> None:
-    worker = _worker()
-    parent = _decoding(worker, "p", 12)
-    child, _ = _fork(worker, parent, "c")
-    worker.call()
-    worker.cache.state.lose_session("the test says so")
-    worker.cache.free(parent)
-    worker.methods.clear()
-    worker.register()
-    assert set(worker.methods) == {"Report"}
-    assert list(worker.manager.sessions[0].sequences) == [child.id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from google.rpc import code_pb2
@@ -41,10 +42,10 @@ class Queue:
         making_way = self.admission.check(self.world.scheduler.waiting, payer, num_prompt, now)
         return [request.params.sequence_id for request in making_way]
 
-    def refused(self, tenant: str = "", *, num_prompt: int = 10, priority: int = 0, now: float = 100.0) -> EngineError:
+    def refused(self, *asked: Any, **more: Any) -> EngineError:
         """The error of one that must be refused."""
         with pytest.raises(EngineError) as caught:
-            self.ask(tenant, num_prompt=num_prompt, priority=priority, now=now)
+            self.ask(*asked, **more)
         assert caught.value.kind is ErrorKind.BUSY
         return caught.value
 
