@@ -43,19 +43,6 @@ def _blocks(parts: list[cache_pb2.ReportRequest]) -> list[int]:
     return [block for part in parts for run in part.contents for block in run.blocks[0].block_ids]
 
 
-def test_what_is_in_use_comes_before_what_is_idle() -> None:
-    """And a worker whose blocks are all in use is done with it."""
-    ledger = BlockLedger(9)
-    _chain(ledger, 1, 2, 3)
-    parts = _parts(Report((ledger,), [], [[]]))
-    assert [part.live for part in parts].index(True) < [bool(part.contents) for part in parts].index(True)
-    assert [list(part.idle_blocks[0].block_ids) for part in parts if part.idle_blocks] == [[1, 2, 3]] * 2
-    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    (only,) = _parts(Report((BlockLedger(9),), [], [[]]))
-    assert only.live
-    assert only.last
-
-
 def test_a_block_that_was_granted_after_the_snapshot_is_stated_without_its_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -71,7 +71,6 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
 
 
 async def test_a_call_never_outgrows_a_message() -> None:
-    """Many long prompts go out in several calls; each is served."""
     async with World(num_blocks=4000, block_size=4, max_call_bytes=2000).running() as world:
         await read_right(*(world.submit([i, *range(200)], 2) for i in range(12)))
         assert world.wire.num_calls["Allocate"] >= 8

@@ -24,26 +24,6 @@ def restart(world: World) -> None:
     world.wire.manager = CacheManager(old.epoch + 1, limits=old.limits)
 
 
-async def test_the_cache_survives_a_restart_of_the_manager() -> None:
-    """Nothing runs: what was cached before is a hit after, in the same blocks, with the same order of eviction."""
-    async with World(num_blocks=60, block_size=4).running() as world:
-        prompts = [[i] * 3 + list(range(21)) for i in range(4)]
-        for prompt in [*prompts, prompts[1]]:
-            await world.answered(prompt, 5)
-        await world.until_idle()
-        pool = world.manager.worker("w0").pools[0]
-        before = [block for block in pool.free_list() if pool.is_cached(block)]
-        restart(world)
-        await until(lambda: world.manager.num_reports)
-        pool = world.manager.worker("w0").pools[0]
-        assert [block for block in pool.free_list() if pool.is_cached(block)] == before
-        forwarded = world.model.num_forwarded
-        for prompt in prompts:
-            request = await world.answered(prompt, 5)
-            assert request.num_cached_tokens == 20
-        assert world.model.num_forwarded - forwarded == 4 * (24 - 20 + 4)
-
-
 async def test_while_the_manager_is_away_decoding_goes_on_from_the_reserve() -> None:
     """Then it pauses, and goes on when the manager is back; nothing is computed twice."""
     world = World(num_blocks=200, block_size=4, reserve_seconds=0.1)

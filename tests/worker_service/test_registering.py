@@ -76,25 +76,21 @@ async def test_a_worker_gives_up_while_another_process_has_its_name(reason: Reas
 # -- a manager that cannot outgrow what the worker has seen
 
 
-class _ForeignWire(Wire):
-    """The manager has lost its state file, and does not raise its epoch."""
-
-    def __init__(self, manager: CacheManager) -> None:
-        super().__init__(manager)
-        self.requests: list[cache_pb2.RegisterRequest] = []
-
-    def _execute(self, name: str, request: Any) -> Any:
-        if name == "Register":
-            self.requests.append(request)
-            if request.highest_epoch_seen > self.manager.epoch:
-                raise Refusal(Reason.FOREIGN_EPOCH, "drop all blocks")
-        return super()._execute(name, request)
-
-
 async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> None:
-    """In the middle of a stream, which ends with UNAVAILABLE; it registers holding nothing, and new requests are answered under
-    generations that are smaller than those it has forgotten."""
-    wire = _ForeignWire(CacheManager(1 << 20))
+    """The manager has lost its state file, and does not raise its epoch. The stream that runs ends with UNAVAILABLE; the worker
+    registers holding nothing, and new requests are answered under smaller generations than those that it has forgotten."""
+    wire = Wire(CacheManager(1 << 20))
+    requests: list[cache_pb2.RegisterRequest] = []
+    execute = wire._execute
+
+    def refuse(name: str, request: Any) -> Any:
+        if name == "Register":
+            requests.append(request)
+            if request.highest_epoch_seen > wire.manager.epoch:
+                raise Refusal(Reason.FOREIGN_EPOCH, "drop all blocks")
+        return execute(name, request)
+
+    wire._execute = refuse  # type: ignore[method-assign]
     async with World(num_blocks=40, block_size=4, wire=wire).running() as world:
         await world.answered(list(range(9)), 5)
         await world.until_idle()
@@ -102,14 +98,14 @@ async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> N
         request = world.submit(list(range(30, 45)), 20)
         await until(lambda: request.sequence.in_step)
         wire.manager = CacheManager(1)
-        await until(lambda: wire.requests[-1].highest_epoch_seen == 1 << 20 and wire.requests[-1].holds_state)
+        await until(lambda: requests[-1].highest_epoch_seen == 1 << 20 and requests[-1].holds_state)
         assert not world.is_open.is_set()
         gate.set()
         _, error = await failed(request)
         assert error.kind is ErrorKind.UNAVAILABLE
         assert "drop all blocks" in error.message
         await until(world.is_open.is_set)
-        last = wire.requests[-1]
+        last = requests[-1]
         assert (last.highest_epoch_seen, last.last_session, last.holds_state) == (0, 0, False)
         assert world.link.highest_epoch == 1
         await world.answered(list(range(9)), 5)
