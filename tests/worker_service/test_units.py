@@ -92,9 +92,14 @@ def change(change_run: Callable[[common_pb2.BlockRun], object]) -> Callable[[cac
     return lambda granted: change_run(granted.tables[CROSS])
 
 
+def in_another_order(run: common_pb2.BlockRun) -> None:
+    run.block_ids.reverse()
+    run.generations.reverse()
+
+
 LIES: dict[str, Callable[[cache_pb2.Granted], object]] = {
     "not all of it": change(lambda run: (run.block_ids.pop(), run.generations.pop())),
-    "in another order": change(lambda run: (run.block_ids.reverse(), run.generations.reverse())),
+    "in another order": change(in_another_order),
     "of another grant": change(lambda run: run.generations.append(run.generations.pop() + 1)),
     "another block": change(lambda run: run.block_ids.append(run.block_ids.pop() + 4)),
     "as new": lambda granted: setattr(granted, "encoder_cached", False),
