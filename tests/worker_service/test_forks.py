@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from kvpool.cache_service.core.messages import Limits
-from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import ForkedSequence
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from tests.worker_service.windowed import Worker
@@ -176,26 +175,3 @@ def test_the_ring_of_a_fork_keeps_the_window_at_the_last_place_of_the_grid() -> 
     worker.end(child)
     assert worker.begin("again", child.tokens[:20]).num_cached_tokens == 16
     worker.check()
-
-
-@pytest.mark.parametrize("is_append_due", [True, False])
-def test_forks_that_were_not_stated_are_stopped_with_their_superseded_parent(is_append_due: bool) -> None:
-    """And theirs, whichever call is refused: the manager is told of none of them any more, so no later answer would stop them."""
-    worker = _worker()
-    parent = _decoding(worker, "p", 10, num_forks=3)
-    if is_append_due:
-        worker.compute(parent, 12)
-    child, _ = _fork(worker, parent, "c")
-    grandchild, _ = _fork(worker, child, "g")
-    worker.manager.sessions[0].sequences["p", 1].fenced = True
-    worker.methods.clear()
-    worker.call()
-    assert worker.methods == (["Append"] if is_append_due else ["Fork"])
-    stopped = [event.sequence for event in worker.cache.take_events() if isinstance(event, events.Stopped)]
-    assert {child, grandchild} <= set(stopped)
-    worker.cache.free(parent)
-    worker.call()
-    assert parent.state is SequenceState.ENDING, "the forks still use its blocks"
-    worker.cache.free(child)
-    worker.end(grandchild)
-    assert worker.held() == (0,)
