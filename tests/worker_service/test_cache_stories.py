@@ -28,6 +28,7 @@ from kvpool.worker_service.cache.groups.state import StateGroup
 from kvpool.worker_service.cache.groups.unit import Unit
 from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.ledger import Content
+from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from tests import tracer
 from tests.worker_service.windowed import Worker
@@ -82,7 +83,7 @@ class Story(Worker):
         """Of the running step; None: there is none."""
         self.late: list[Any] = []
         """Requests of which a duplicate is on its way."""
-        self.late_answers: list[Any] = []
+        self.late_answers: list[tuple[MutatingCall, Any]] = []
         """Calls that were given up, and their answers."""
         groups = self.cache.settings.groups
         self.slots = [tracer.Slots(one.num_blocks, 1 if isinstance(one, StateGroup) else SIZE) for one in groups]
@@ -145,7 +146,7 @@ class Story(Worker):
             self.all.append(child)
             if self.draw.random() < 0.3:  # before a step makes its copies
                 self.talk()
-                self.draw.choice([self.free, self.tell_it])(child)
+                self.draw.choice([self.free, self.tell_it])(self.draw.choice([child, parent]))
 
     def free_one(self) -> None:
         if self.waiting or self.live:
