@@ -7,7 +7,6 @@ import pytest
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import report as report_module
-from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, MutatingCall
 from kvpool.worker_service.cache.report import Report
@@ -44,37 +43,6 @@ def _blocks(parts: list[cache_pb2.ReportRequest]) -> list[int]:
     return [block for part in parts for run in part.contents for block in run.blocks[0].block_ids]
 
 
-def test_what_is_in_use_comes_before_what_is_idle() -> None:
-    """And a worker whose blocks are all in use is done with it."""
-    ledger = BlockLedger(9)
-    _chain(ledger, 1, 2, 3)
-    parts = _parts(Report((ledger,), [], [[]]))
-    assert [part.live for part in parts].index(True) < [bool(part.contents) for part in parts].index(True)
-    assert [list(part.idle_blocks[0].block_ids) for part in parts if part.idle_blocks] == [[1, 2, 3]] * 2
-    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    (only,) = _parts(Report((BlockLedger(9),), [], [[]]))
-    assert only.live
-    assert only.last
-
-
-def test_reserves_and_idle_blocks_are_those_of_all_groups_in_as_many_parts_as_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(report_module, "_MAX_BLOCKS", 4)
-    ledgers = (BlockLedger(9), BlockLedger(9, 1))
-    _chain(ledgers[0], 1, 2, 3)
-    reserves = [[SpareBlock(4, _OLD)], [SpareBlock(block, _OLD) for block in (5, 6, 7)]]
-    report = Report(ledgers, [], reserves)
-    in_use = [report.part]
-    while not report.part.live:
-        report.next_part()
-        in_use.append(report.part)
-    reserved = [(run.group, block) for part in in_use for run in part.reserve for block in run.block_ids]
-    assert sorted(reserved) == [(0, 4), (1, 5), (1, 6), (1, 7)]
-    assert [block for part in in_use for one in part.idle_blocks for block in one.block_ids] == [1, 2, 3]
-    assert len(in_use) == 3
-
-
 def test_a_block_that_was_granted_after_the_snapshot_is_stated_without_its_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,22 +63,6 @@ def test_a_block_that_was_granted_after_the_snapshot_is_stated_without_its_conte
     assert _blocks(parts) == [0, 3]
     assert [run.tokens for part in parts for run in part.contents] == [contents[1].tokens, contents[2].tokens]
     assert [list(part.idle_blocks[0].block_ids) for part in parts if part.idle_blocks] == [[1, 3, 2]]
-
-
-def test_a_unit_of_which_a_block_was_granted_after_the_snapshot_is_not_reported() -> None:
-    """The other one is."""
-    ledger = UnitLedger(9)
-    for first, digest in ((1, b"a" * 32), (3, b"b" * 32)):
-        unit = [first, first + 1]
-        for block in unit:
-            ledger.accept_grant(block, _OLD)
-        ledger.use(*unit)
-        ledger.complete_unit(unit, common_pb2.Root(model_fingerprint="m", input_digest=digest), 2, 1)
-        for block in unit:
-            ledger.drop(block)
-    report = Report((ledger,), [], [[]])
-    ledger.accept_grant(2, _NEW)
-    assert [list(unit.blocks.block_ids) for part in _parts(report) for unit in part.units] == [[3, 4]]
 
 
 def test_blocks_of_the_reserve_hold_nothing_in_a_report() -> None:

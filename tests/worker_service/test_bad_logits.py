@@ -47,33 +47,21 @@ async def test_a_prompt_that_cannot_be_told_of_ends_its_request_only() -> None:
         assert "position 8:" in error.message
 
 
-async def test_what_led_to_bad_logits_is_nobodys_hit() -> None:
-    """Of the step itself: what earlier steps have computed of the prompt stays."""
+@pytest.mark.parametrize(("bad", "num_computed", "num_cached"), [(39, 40, 32), (30, 32, 16)])
+async def test_what_led_to_bad_logits_is_nobodys_hit(bad: int, num_computed: int, num_cached: int) -> None:
+    """All of the step, also of a chunk that samples nothing: its rows attend to each other, those before the bad one may be lost
+    too, and their blocks begin other prompts. What earlier steps have computed of the prompt stays."""
     prompt = list(range(40))
     world = World(num_blocks=200, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
-    world.model.bad_behind[prompt[-1]] = NAN
-    async with world.running():
-        await failed(world.submit(prompt, 4))
-        world.model.bad_behind.clear()
-        again = world.submit(prompt, 4)
-        await read_right(again)
-        assert again.num_cached_tokens == 32
-
-
-async def test_a_chunk_that_samples_nothing_is_nobodys_hit_either() -> None:
-    """Its rows attend to each other: those before the bad one may be lost too, and their blocks begin other prompts."""
-    prompt = list(range(40))
-    world = World(num_blocks=200, block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
-    world.model.bad_rows.add(prompt[30])
+    world.model.bad_rows.add(prompt[bad])
     async with world.running():
         tokens, error = await failed(world.submit(prompt, 4))
         assert tokens == []
-        assert "position 31: the largest logit is nan" in error.message
-        # Two chunks, the second of which was bad; the third never ran.
-        assert world.model.num_forwarded == 32
-        again = world.submit(prompt[:30], 4)
-        await read_right(again)
-        assert again.num_cached_tokens == 16
+        assert f"position {bad + 1}: the largest logit is nan" in error.message
+        assert world.model.num_forwarded == num_computed
+        world.model.bad_rows.clear()
+        again = await world.answered(prompt, 4)
+        assert again.num_cached_tokens == num_cached
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from kvpool.worker_service.cache.groups.state import StateGroup
 from kvpool.worker_service.cache.groups.unit import Unit
 from kvpool.worker_service.cache.groups.window import WindowGroup
 from kvpool.worker_service.cache.ledger import Content
+from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from tests import tracer
 from tests.worker_service.windowed import Worker
@@ -82,6 +83,8 @@ class Story(Worker):
         """Of the running step; None: there is none."""
         self.late: list[Any] = []
         """Requests of which a duplicate is on its way."""
+        self.late_answers: list[tuple[MutatingCall, Any]] = []
+        """Calls that were given up, and their answers."""
         groups = self.cache.settings.groups
         self.slots = [tracer.Slots(one.num_blocks, 1 if isinstance(one, StateGroup) else SIZE) for one in groups]
 
@@ -93,7 +96,7 @@ class Story(Worker):
         """One of the things that can happen."""
         things: list[tuple[Callable[[], None], int]] = [
             (self.submit, 4), (self.talk, 12), (self.launch_step, 6), (self.end_step, 8), (self.fork_one, 5), (self.free_one, 1),
-            (self.preempt_one, 1), (self.tell_one, 1), (self.lose_session, 1),
+            (self.preempt_one, 1), (self.tell_one, 1), (self.lose_session, 1), (self.fence_one, 1),
         ]  # fmt: skip
         functions, weights = zip(*things, strict=True)
         self.now += self.draw.choice([0.0, 0.1, 1.0])
@@ -121,10 +124,12 @@ class Story(Worker):
         self.waiting.append(sequence)
 
     def fork_one(self) -> None:
+        """No sequence is forked while a step uses it, or copies for it."""
         parents = [
             one
             for one in self.live
             if not one.in_step
+            and not (one.num_copies and self.step_parts)
             and one.num_computed_tokens == len(one.tokens) - 1 > 0
             and not one.num_tokens_to_encode
             and one.max_tokens - len(one.tokens) >= 2
@@ -139,6 +144,9 @@ class Story(Worker):
             self.happened["fork of a fork"] += parent.parent is not None
             child.tokens += [self.draw.randrange(90)] * parts
             self.all.append(child)
+            if self.draw.random() < 0.3:  # before a step makes its copies
+                self.talk()
+                self.draw.choice([self.free, self.tell_it])(self.draw.choice([child, parent]))
 
     def free_one(self) -> None:
         if self.waiting or self.live:
@@ -257,6 +265,10 @@ class Story(Worker):
                 with contextlib.suppress(Refusal):
                     self.execute(self.late.pop())
             call = self.cache.next_call(self.candidates, self.now)
+            leaders = [
+                self.cache.state.sequences.get(one.parked_on) for one in self.cache.state.parked if one.parked_on
+            ]
+            assert None not in leaders, "one waits for a leader that has ended"
             if call is None:
                 return
             what = self.draw.choices(["answered", "request lost", "answer lost"], [6, 1, 1])[0]
@@ -267,6 +279,9 @@ class Story(Worker):
                 self.cache.on_reply(call, answer, self.now)
             else:
                 self.cache.on_failure(call, "", self.now)
+                self.late_answers += [(call, answer)] * (answer is not None)
+            if self.late_answers and self.draw.random() < 0.2:
+                self.cache.on_reply(*self.late_answers.pop(), self.now)
 
     def candidates(self) -> list[CacheSequence]:
         return [one for one in self.waiting if one.state is SequenceState.WAITING]
@@ -274,9 +289,13 @@ class Story(Worker):
     def note_events(self) -> None:
         """None says that the worker and the manager disagree."""
         for event in self.cache.take_events():
-            assert isinstance(event, events.Granted) or (
-                isinstance(event, events.SessionLost) and event.why == "in this story"
-            ), event
+            if isinstance(event, events.SessionLost):
+                assert event.why == "in this story"
+            elif isinstance(event, events.Stopped):
+                self.free(event.sequence)
+            elif isinstance(event, events.Refused):
+                self.waiting.remove(event.sequence)
+            self.happened[type(event).__name__] += 1
         for one in self.waiting:
             self.happened["hit"] += one.num_cached_tokens > 0
             self.happened["unit hit"] += one.encoder_cached
@@ -286,19 +305,32 @@ class Story(Worker):
     def tell_one(self) -> None:
         """A heartbeat, which may bring a boundary."""
         if self.live and self.cache.settings.keeping_boundaries:
-            one = self.draw.choice(self.live)
-            grid = self.cache.settings.grid_tokens or SIZE
-            self.tell(one.id.sequence_id, grid * self.draw.randint(1, 6), one.round)
+            self.tell_it(self.draw.choice(self.live))
         else:
             self.heartbeat()
 
+    def tell_it(self, one: CacheSequence) -> None:
+        """A boundary of a sequence, often where it is just now."""
+        grid = self.cache.settings.grid_tokens or SIZE
+        at = self.draw.choice([one.num_computed_tokens // grid, self.draw.randint(1, 6)])
+        self.tell(one.id.sequence_id, grid * max(1, at), one.round)
+
     def lose_session(self) -> None:
-        """And begin another one, with the same manager or the next; the report may be under way for long."""
+        """And begin another one, with the same manager or the next; the report may be under way for long. The answer to the last
+        heartbeat comes late."""
+        session, request = self.cache.session, self.cache.keep_alive(common_pb2.WorkerLoad())
+        answer = self.execute(request)
         self.cache.state.lose_session("in this story")
         if self.draw.random() < 0.5:
             self.manager = CacheManager(self.manager.epoch + 1)
-        self.late = []
+        self.late, self.late_answers = [], []
         self.begin_report()
+        self.cache.on_keep_alive(session, answer)
+
+    def fence_one(self) -> None:
+        """A larger attempt of a sequence runs on another worker."""
+        if known := list(self.manager.sessions[-1].sequences.values()):
+            self.draw.choice(known).fenced = True
 
     # -- laws
 
@@ -356,12 +388,13 @@ class Story(Worker):
         """All calls that are due, answered."""
         for _ in range(3):
             self.now += 10.0
-            self.call_now(*self.candidates())
-        self.note_events()
+            while (call := self.cache.next_call(self.candidates, self.now)) is not None:
+                self.answer(call)
+                self.note_events()
 
 
 ALWAYS = {
-    "well", "bad", "failed", "fork", "fork of a fork", "hit", "parked", "freed in a step",
+    "well", "bad", "failed", "fork", "fork of a fork", "hit", "parked", "freed in a step", "Stopped", "Refused",
     *(f"{call}Request {what}" for call in ("Allocate", "Append", "Fork", "Free", "Report")
       for what in ("answered", "request lost", "answer lost")),
 }  # fmt: skip
@@ -373,7 +406,7 @@ def test_whatever_happens_all_laws_hold(layout: str, monkeypatch: pytest.MonkeyP
     for name in ("_MAX_CONTENTS", "_MAX_BACKGROUND_CONTENTS", "_MAX_BLOCKS"):
         monkeypatch.setattr(report, name, 3)
     happened: Counter[str] = Counter()
-    for seed in range(20):
+    for seed in range(30):
         story = Story(seed, LAYOUTS[layout], happened)
         for _ in range(100):
             story.do()

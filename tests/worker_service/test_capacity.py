@@ -28,13 +28,18 @@ def test_without_a_limit_a_text_is_as_long_as_the_pool_lets_all_beams_be(num_bea
     found = capacity.max_tokens(asking(10, 0, num_beams))
     assert found == expected
     assert capacity.max_tokens(asking(10, found, num_beams)) == found
-    with pytest.raises(EngineError) as caught:
+    whose = f"of each of {num_beams} beams " if num_beams > 1 else ""
+    with pytest.raises(EngineError, match=rf"{whose}need \d+ blocks of 4; this worker has 14") as caught:
         capacity.max_tokens(asking(10, found + 1, num_beams))
     assert caught.value.kind is ErrorKind.NEVER_FITS
 
 
+def test_a_search_needs_as_many_places_as_it_has_beams() -> None:
+    with pytest.raises(EngineError, match="9 beams are computed together"):
+        Capacity(MODEL, CacheSettings(block_size=4, groups=groups_of((99,)))).max_tokens(asking(1, 4, 9))
+
+
 def test_a_text_needs_blocks_of_each_group() -> None:
-    """What the smallest pool can never hold is refused at once."""
     capacity = Capacity(MODEL, CacheSettings(block_size=4, groups=groups_of((100, 9))))
     assert capacity.max_tokens(asking(20, 13)) == 13
     with pytest.raises(EngineError, match="this worker has 8") as caught:

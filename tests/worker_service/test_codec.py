@@ -64,14 +64,6 @@ def test_every_field_arrives() -> None:
     assert params.num_answers == 2
 
 
-def test_a_continuation_tells_nothing_of_its_prompt() -> None:
-    asked = request()
-    asked.prompt_logprobs = 0
-    assert decode_generate(asked, PROMPTS).wants_prompt_logprobs
-    asked.num_delivered_tokens = 1
-    assert not decode_generate(asked, PROMPTS).wants_prompt_logprobs
-
-
 @pytest.mark.parametrize("count", [0, 1, MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS + 1, 3 * MAX_PROMPT_LOGPROBS])
 def test_a_long_prompt_is_told_in_several_messages(count: int) -> None:
     """In order, each small enough for gRPC's default limit of 4 MiB; everything else is in the last, the end of all."""

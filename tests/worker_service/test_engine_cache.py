@@ -1,4 +1,4 @@
-"""The worker's cache side alone, with hand-made answers: what it says, how often, and which answers it drops."""
+"""The worker's cache side alone, with hand-made answers: what it says, how often, and which answers end its session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
-from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.ledger import Content
@@ -43,19 +42,11 @@ def _call(cache: EngineCache, method: str, *candidates: CacheSequence, now: floa
     return call
 
 
-def _downlink(blocks: Sequence[int], generation: int = 1) -> cache_pb2.Downlink:
-    """Grants the blocks for the reserve."""
-    downlink = cache_pb2.Downlink()
-    grant = downlink.entries.add(number=1).grant
-    grant.block_ids[:], grant.generations[:] = blocks, [generation] * len(blocks)
-    return downlink
-
-
-def _grants(tables: Sequence[int], reserve: Sequence[int], generation: int = 1) -> cache_pb2.AllocateResponse:
-    """The answer to an Allocate: for each item a table of one block, and blocks for the reserve."""
-    answer = cache_pb2.AllocateResponse(downlink=_downlink(reserve, generation))
-    for block in tables:
-        answer.results.add().granted.tables.add(block_ids=[block], generations=[generation])
+def _grants(reserve: Sequence[int]) -> cache_pb2.AllocateResponse:
+    """The answer to an Allocate of one item: block 1 is its table, the others are for the reserve."""
+    answer = _table(0, ([1], [1]))
+    grant = answer.downlink.entries.add(number=1).grant
+    grant.block_ids[:], grant.generations[:] = reserve, [1] * len(reserve)
     return answer
 
 
@@ -65,7 +56,7 @@ def test_calls_grow_with_time_and_not_with_steps(report_seconds: float, steps_on
     """Each step fills a block; those of `report_seconds` go out in one call, also where the answer takes longer than a step."""
     cache = _cache(block_size=1, num_blocks=256, report_seconds=report_seconds)
     sequence = _sequence("s", [1], 200)
-    cache.on_reply(_call(cache, "Allocate", sequence), _grants([1], range(2, 201)), 0.0)
+    cache.on_reply(_call(cache, "Allocate", sequence), _grants(range(2, 201)), 0.0)
     num_calls, num_steps = 0, 180
     on_the_way: list[tuple[int, MutatingCall]] = []
     for step in range(num_steps):
@@ -99,25 +90,6 @@ def test_a_preempted_sequence_comes_back_in_its_next_round() -> None:
     worker.call(again)
     assert worker.methods[:2] == ["Free", "Allocate"]
     assert worker.manager.sessions[0].sequences[again.id].key.round == again.round
-
-
-@pytest.mark.parametrize("is_fenced", [False, True])
-def test_what_a_lost_answer_may_have_granted_is_freed(is_fenced: bool) -> None:
-    """The Allocate was executed and its answer lost; then the request ends, or is refused because a larger attempt has fenced it.
-    The manager holds blocks that only a Free lets go."""
-    worker = Worker((8,), (), block_size=1)
-    sequence = worker.sequence("s", [1], 2)
-    call = worker.next_call(sequence)
-    worker.execute(call.request)
-    worker.cache.on_failure(call, "", 0.0)
-    if is_fenced:
-        worker.manager.sessions[0].sequences[sequence.id].fenced = True
-        worker.call(sequence)
-        assert [type(event) for event in worker.cache.take_events()] == [events.Refused]
-    else:
-        worker.end(sequence)
-    assert sequence.state is SequenceState.ENDED
-    assert (worker.cache.is_idle, worker.held()) == (True, (0,))
 
 
 def test_one_call_speaks_for_all_sequences() -> None:
@@ -189,7 +161,7 @@ def _table(num_cached_tokens: int, *tables: tuple[list[int], list[int]]) -> cach
 
 
 def _grant() -> cache_pb2.AllocateResponse:
-    answer = _grants([1], [4, 5])
+    answer = _grants([4, 5])
     answer.results[0].granted.num_cached_tokens = 2
     del answer.downlink.entries[0].grant.generations[1]
     return answer
@@ -213,29 +185,3 @@ def test_a_table_that_makes_no_sense_ends_the_session(answer: cache_pb2.Allocate
     assert cache.session == 0, "the session is given up"
     assert sequence.state is SequenceState.WAITING
     assert not cache.state.ledgers[0].num_used
-
-
-# -- what comes late is of the past
-
-
-def test_the_reply_to_a_heartbeat_is_for_its_own_session_only() -> None:
-    """The grants of a session that is over are void: the manager has its blocks back."""
-    cache = _cache(block_size=4, num_blocks=8)
-    cache.state.lose_session("the lease ran out")
-    cache.on_registered(cache_pb2.RegisterResponse(epoch=1, session=2))
-    cache.on_keep_alive(1, cache_pb2.KeepAliveResponse(downlink=_downlink([3])))
-    assert cache.num_spare_blocks == (0,)
-    cache.on_keep_alive(2, cache_pb2.KeepAliveResponse(downlink=_downlink([3])))
-    assert cache.num_spare_blocks == (1,)
-
-
-def test_the_reply_to_a_call_that_was_given_up_is_dropped_whole() -> None:
-    """Its state is on the way again under a larger number; grants and tables come with that reply."""
-    cache, sequence = _cache(block_size=4, num_blocks=8), _sequence("s", [1, 2], 1)
-    call, late = _call(cache, "Allocate", sequence), _grants([1], [3], generation=7)
-    cache.on_failure(call, "", 0.0)
-    cache.on_reply(call, late, 0.0)
-    assert sequence.state is SequenceState.WAITING
-    assert (sequence.tables, cache.num_spare_blocks) == ((), (0,))
-    cache.on_reply(_call(cache, "Allocate", sequence, now=1.0), late, 1.0)
-    assert (sequence.tables, cache.num_spare_blocks) == (([1],), (1,))

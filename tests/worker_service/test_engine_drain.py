@@ -56,16 +56,6 @@ async def test_an_idle_engine_is_empty_at_once() -> None:
         await asyncio.wait_for(subject.engine.wait_until_empty(), 30)
 
 
-@pytest.mark.parametrize("grace", [None, 2.5])
-async def test_the_managers_order_reaches_the_engine(grace: float | None) -> None:
-    """Whatever runs: the order comes with the next heartbeat or reply."""
-    async with (subject := world()).running():
-        subject.manager.drain("w0", grace)
-        await asyncio.wait_for(subject.engine.drain_asked.wait(), 30)
-        assert subject.engine.drain_grace_seconds == grace
-        assert not subject.engine.is_draining, "the process decides when"
-
-
 async def test_the_heartbeat_tells_the_manager_at_once() -> None:
     async with (subject := world()).running():
         subject.engine.begin_drain()

@@ -12,9 +12,9 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.engine.errors import EngineError, ErrorKind
+from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.step import BadLogits
-from tests.tracer import VOCAB_SIZE, expected_text
+from tests.tracer import expected_text
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed, read, read_right
 
@@ -70,27 +70,7 @@ async def test_those_who_wait_go_on_when_their_leader_ends(how: str) -> None:
             assert (await failed(leader)).error.kind is kind
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count", "field", "words"),
-    [
-        ([], 4, "prompt", "at least one token"),
-        ([1, VOCAB_SIZE], 4, "prompt", f"vocabulary of {VOCAB_SIZE}"),
-        ([1] * 4096, 1, "prompt", "leave no room"),
-        ([1] * 4000, 200, "max_tokens", "at most 96"),
-        ([1] * 300, 10, "max_tokens", "lower max_tokens"),
-    ],
-)
-async def test_a_bad_request_is_told_what_was_needed(prompt: list[int], count: int, field: str, words: str) -> None:
-    """The error names the field, what there is, and what to change; nothing is queued."""
-    async with World(num_blocks=60, block_size=4).running() as world:
-        with pytest.raises(EngineError, match=words) as caught:
-            world.submit(prompt, count)
-        assert caught.value.field == field
-        assert world.engine.load().num_waiting == 0
-
-
 async def test_a_call_never_outgrows_a_message() -> None:
-    """Many long prompts go out in several calls; each is served."""
     async with World(num_blocks=4000, block_size=4, max_call_bytes=2000).running() as world:
         await read_right(*(world.submit([i, *range(200)], 2) for i in range(12)))
         assert world.wire.num_calls["Allocate"] >= 8
@@ -133,18 +113,3 @@ async def test_every_request_comes_to_its_end_under_a_small_budget(limits: Limit
         assert budget.num_blocks <= 12
         assert world.manager.worker("w0").pools[0].num_withheld == 499 - budget.num_blocks
         assert world.link.num_sessions == 1
-
-
-async def test_a_report_beyond_the_budget_ends_what_runs_and_the_worker_serves_again() -> None:
-    """A manager that comes back with a smaller budget: nothing is wedged."""
-    async with World(num_blocks=100, block_size=4).running() as world:
-        for i in range(6):
-            await world.answered([i] * 20, 3)
-        old = world.wire.manager
-        world.wire.manager = CacheManager(old.epoch + 1, limits=Limits(max_total_blocks=8))
-        async with asyncio.timeout(30):
-            while not (world.cache.is_ready() and world.is_known()):
-                world.engine.changed_for_link.set()
-                await asyncio.sleep(0.005)
-        assert world.manager.budget.num_blocks == 0
-        await world.answered([1] * 20, 3)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import TOKEN_BYTES
+from kvpool.cache_service.core.messages import TOKEN_BYTES, Limits
 from kvpool.worker_service.cache.reserve import DecodingRate, spare_target
 from kvpool.worker_service.engine.errors import ErrorKind
 from tests.until import until
@@ -22,27 +22,6 @@ def restart(world: World) -> None:
     """The manager dies with all it knows; another one stands in its place."""
     old = world.manager
     world.wire.manager = CacheManager(old.epoch + 1, limits=old.limits)
-
-
-async def test_the_cache_survives_a_restart_of_the_manager() -> None:
-    """Nothing runs: what was cached before is a hit after, in the same blocks, with the same order of eviction."""
-    async with World(num_blocks=60, block_size=4).running() as world:
-        prompts = [[i] * 3 + list(range(21)) for i in range(4)]
-        for prompt in [*prompts, prompts[1]]:
-            await world.answered(prompt, 5)
-        await world.until_idle()
-        pool = world.manager.worker("w0").pools[0]
-        before = [block for block in pool.free_list() if pool.is_cached(block)]
-        restart(world)
-        await until(lambda: world.manager.num_reports)
-        pool = world.manager.worker("w0").pools[0]
-        assert [block for block in pool.free_list() if pool.is_cached(block)] == before
-        forwarded = world.model.num_forwarded
-        for prompt in prompts:
-            request = world.submit(prompt, 5)
-            await read_right(request)
-            assert request.num_cached_tokens == 20
-        assert world.model.num_forwarded - forwarded == 4 * (24 - 20 + 4)
 
 
 async def test_while_the_manager_is_away_decoding_goes_on_from_the_reserve() -> None:
@@ -106,15 +85,18 @@ async def test_what_was_held_at_register_and_is_gone_since_is_reported_as_nothin
         await world.answered([4, 5, 6], 3)
 
 
-async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_ever() -> None:
-    """A defect of the manager, answered INTERNAL: the worker gives its blocks up, and serves."""
-    async with World(num_blocks=60, block_size=4).running() as world:
-        await world.answered(list(range(20)), 4)
-        restart(world)
-        world.wire.break_reports = True
+@pytest.mark.parametrize("limits", [Limits(), Limits(max_total_blocks=8)], ids=["a defect", "a smaller budget"])
+async def test_a_report_that_is_refused_for_whatever_reason_is_not_repeated_for_ever(limits: Limits) -> None:
+    """A defect of the manager is answered INTERNAL. The worker gives its blocks up, and serves."""
+    async with World(num_blocks=100, block_size=4).running() as world:
+        for token in range(6):
+            await world.answered([token] * 20, 3)
+        world.wire.break_reports = limits == Limits()
+        world.wire.manager = CacheManager(world.manager.epoch + 1, limits=limits)
         await until(lambda: not world.cache.state.holds_anything)
         await until(world.is_open.is_set)
-        await world.answered(list(range(20)), 4)
+        assert world.manager.budget.num_blocks == 0
+        await world.answered([1] * 20, 3)
         assert world.wire.num_calls["Report"] == 1
 
 

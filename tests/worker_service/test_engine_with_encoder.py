@@ -14,8 +14,8 @@ from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.prompt import EncoderSettings, PromptEncoder
 from kvpool.worker_service.engine.request import Request
 from tests.lockstep import in_lockstep
-from tests.tracer import VOCAB_SIZE, expected_text
-from tests.worker_service.world import World, failed, read, read_right, searching, several
+from tests.tracer import expected_text
+from tests.worker_service.world import World, read, read_right, searching, several
 
 pytestmark = pytest.mark.usefixtures("brief_backoff")
 
@@ -109,18 +109,6 @@ async def test_what_was_delivered_is_the_beginning_of_the_decoders_text() -> Non
         assert world.model.num_forwarded < 2 * (11 + 19), "the decoder's prefix of the first request was a hit"
 
 
-async def test_an_evicted_unit_is_computed_again_for_a_decoder_that_hits() -> None:
-    prompt, other = list(range(40)), list(range(100, 140))
-    whole = expected_text([START], 30, encoder_tokens=prompt)
-    async with world_with(num_unit_blocks=16).running() as world:
-        await answered(world, prompt, 30)
-        await answered(world, other, 2)
-        before = world.model.num_forwarded
-        await answered(world, prompt, 5, tuple(whole[:25]))
-        assert world.model.num_encoded == 3 * 40
-        assert world.model.num_forwarded - before == 26 - 24 + 4, "24 of the decoder's 26 tokens were cached"
-
-
 async def test_a_preempted_request_goes_on_with_its_unit() -> None:
     """The decoder's pool is too small for all: the last in rank is computed again, and its encoder is not."""
     world = world_with(num_blocks=20, max_num_seqs=4, reserve_seconds=0.0)
@@ -155,49 +143,39 @@ async def test_at_most_one_encoder_beyond_the_budget_is_in_a_step() -> None:
         assert max(largest) == 50
 
 
-async def test_a_step_that_fails_leaves_no_unit_behind() -> None:
-    async with world_with().running() as world:
-        world.model.fail_next = True
-        assert (await failed(ask(world, list(range(20)), 3))).error.kind is ErrorKind.INTERNAL
-        request = await answered(world, list(range(20)), 3)
-        assert request.num_cached_tokens == 0
+FULL = {"max_model_len": 12}
 
 
-# -- what is refused
+@pytest.mark.parametrize(
+    ("limits", "asked", "words"),
+    [
+        ({}, ([1] * 257, 3), "257 tokens are more than the encoder takes on this worker, which is 256"),
+        ({}, ([1000], 3), "token id 1000 is outside the encoder's vocabulary of 1000"),
+        ({}, ([], 3), "at least one token for the encoder"),
+        (FULL, ([1, 2], 12), "1 tokens at the beginning of the decoder's text and 12 new ones exceed"),
+        (FULL, ([1, 2], 1, tuple(range(11))), "12 tokens leave no room to generate"),
+        ({"num_unit_blocks": 0, "encoder": None}, ([1, 2], 3), "has no encoder"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_with_the_figures(
+    limits: dict[str, Any], asked: tuple[Any, ...], words: str
+) -> None:
+    async with world_with(**limits).running() as world:
+        with pytest.raises(EngineError, match=words):
+            ask(world, *asked)
 
 
-def refusal(world: World, prompt: list[int], **params: Any) -> EngineError:
-    """Why a request is refused."""
-    with pytest.raises(EngineError) as caught:
-        ask(world, prompt, 3, **params)
-    return caught.value
-
-
-async def test_inputs_that_the_encoder_does_not_take_are_refused_with_the_figures() -> None:
+async def test_an_input_whose_output_never_fits_is_refused_with_the_figures() -> None:
+    words = "33 prompt tokens need 9 blocks of 4 for the encoder's output; this worker has 8"
     async with world_with(num_unit_blocks=9).running() as world:
-        assert "257 tokens are more than the encoder takes on this worker, which is 256" in str(
-            refusal(world, [1] * 257)
-        )
-        assert "token id 1000 is outside the encoder's vocabulary of 1000" in str(refusal(world, [1000]))
-        assert "at least one token for the encoder" in str(refusal(world, []))
-        error = refusal(world, [1] * 33)
-        assert (error.kind, error.field) == (ErrorKind.NEVER_FITS, "prompt")
-        assert "33 prompt tokens need 9 blocks of 4 for the encoder's output; this worker has 8" in str(error)
+        with pytest.raises(EngineError, match=words) as caught:
+            ask(world, [1] * 33, 3)
+    assert (caught.value.kind, caught.value.field) == (ErrorKind.NEVER_FITS, "prompt")
 
 
-async def test_a_decoder_whose_text_is_full_is_refused() -> None:
-    async with world_with(max_model_len=12).running() as world:
-        with pytest.raises(EngineError, match="1 tokens at the beginning of the decoder's text and 12 new ones exceed"):
-            ask(world, [1, 2], 12)
-        with pytest.raises(EngineError, match="12 tokens leave no room to generate"):
-            ask(world, [1, 2], 1, tuple(range(11)))
+async def test_without_a_limit_a_text_is_as_long_as_the_decoder_takes() -> None:
+    async with world_with(**FULL).running() as world:
         assert len(await read(ask(world, [1, 2], 0))) == 11
-
-
-async def test_a_model_without_an_encoder_takes_no_input_of_one() -> None:
-    async with World(num_blocks=20, block_size=4).running() as world:
-        with pytest.raises(EngineError, match="has no encoder"):
-            ask(world, [1, 2], 3)
 
 
 # -- the worker's edge
@@ -219,11 +197,6 @@ def test_a_prompt_is_split_at_what_was_delivered() -> None:
     assert params.num_prompt_tokens == 4
 
 
-def test_without_an_encoder_the_prompt_is_the_beginning_of_the_text() -> None:
-    params = decode_generate(request_of(5, 6, 8, num_delivered_tokens=1), PromptEncoder(None, 16))
-    assert (params.encoder_token_ids, params.token_ids, params.num_prompt_tokens) == ([], [5, 6, 8], 3)
-
-
 @pytest.mark.parametrize("fields", [{"echo": True}, {"prompt_logprobs": 0}])
 def test_what_shows_the_prompt_in_the_answer_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="feeds its encoder") as caught:
@@ -241,7 +214,6 @@ def test_delivered_tokens_do_not_count_towards_the_encoders_input() -> None:
 
 def test_as_many_ids_are_read_as_a_request_may_state() -> None:
     assert (PROMPTS.max_ids, PromptEncoder(None, 16).max_ids) == (24, 16)
-    assert VOCAB_SIZE > 1000
 
 
 # -- several answers

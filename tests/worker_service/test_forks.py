@@ -8,17 +8,13 @@ from __future__ import annotations
 import pytest
 
 from kvpool.cache_service.core.messages import Limits
-from kvpool.worker_service.cache import events
 from kvpool.worker_service.cache.engine_cache import ForkedSequence
-from kvpool.worker_service.cache.entry import BlockCopy
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from tests.worker_service.windowed import Worker, ring_of
+from tests.worker_service.windowed import Worker
 
 
-def _worker(
-    num_blocks: tuple[int, ...] = (64,), windows: tuple[int, ...] = (), *, grid: int = 0, limits: Limits | None = None
-) -> Worker:
-    return Worker(num_blocks, windows, block_size=4, chunk=8, grid=grid, limits=limits)
+def _worker(limits: Limits | None = None) -> Worker:
+    return Worker((64,), (), block_size=4, chunk=8, limits=limits)
 
 
 def _decoding(worker: Worker, name: str, num_tokens: int, *, num_new: int = 20, num_forks: int = 2) -> CacheSequence:
@@ -57,20 +53,6 @@ def test_blocks_that_the_prompt_needed_go_to_the_forks_that_wait_for_them(num_bl
     assert worker.cache.fork(sequence, "the last") is None
     worker.call_now()
     _fork(worker, sequence, "the last")
-
-
-@pytest.mark.parametrize("num_tokens", [10, 12])
-def test_a_fork_shares_full_blocks_and_gets_a_copy_of_the_tail(num_tokens: int) -> None:
-    worker = _worker()
-    parent = _decoding(worker, "p", num_tokens)
-    child, copies = _fork(worker, parent, "c")
-    assert (child.state, child.tokens, child.num_computed_tokens) == (SequenceState.LIVE, parent.tokens, num_tokens)
-    num_shared = num_tokens // 4
-    assert child.tables[0][:num_shared] == parent.tables[0][:num_shared]
-    tails = zip(parent.tables[0][num_shared:], child.tables[0][num_shared:], strict=True)
-    assert copies == tuple(BlockCopy(0, *tail) for tail in tails)
-    assert len(copies) == (num_tokens % 4 > 0)
-    assert not set(child.tables[0][num_shared:]) & set(parent.tables[0])
 
 
 def test_a_fork_is_as_urgent_as_its_parent_and_may_go_on_with_another_token() -> None:
@@ -185,7 +167,7 @@ def test_what_forks_have_completed_is_cache_again_once_the_manager_has_room() ->
 
 def test_the_ring_of_a_fork_keeps_the_window_at_the_last_place_of_the_grid() -> None:
     """The state can be kept only there, so that is where a conversation can go on from a fork."""
-    worker = _worker((64, 64, 16), (0, 8, 0), grid=8)
+    worker = Worker((64, 64, 16), (0, 8, 0), block_size=4, chunk=8, grid=8)
     parent = _decoding(worker, "p", 14, num_new=40)
     child, _ = _fork(worker, parent, "c")
     while child.num_computed_tokens < 22:
@@ -193,72 +175,3 @@ def test_the_ring_of_a_fork_keeps_the_window_at_the_last_place_of_the_grid() -> 
     worker.end(child)
     assert worker.begin("again", child.tokens[:20]).num_cached_tokens == 16
     worker.check()
-
-
-def test_a_window_is_named_only_when_it_was_copied_to_the_fork() -> None:
-    """Another prompt may part from the fork's where the fork begins, and the manager ask for a window there before the step."""
-    worker = _worker((64, 64), (0, 8))
-    parent = _decoding(worker, "p", 16)
-    child, copies = _fork(worker, parent, "c")
-    worker.call()
-    worker.tell("c", 16)
-    ledger = worker.cache.state.ledgers[1]
-    assert [ledger.content(copy.target) for copy in copies] == [None, None]
-    worker.step(child)
-    assert sorted(ring_of(child).named) == [2, 3]
-    worker.check()
-
-
-@pytest.mark.parametrize("is_in_step", [False, True])
-@pytest.mark.parametrize("grid", [0, 8], ids=["window", "state"])
-def test_what_was_not_copied_to_a_fork_is_no_hit(grid: int, is_in_step: bool) -> None:
-    """The manager knows of the fork, which ends before the step that makes its copies, or that step fails. Its Free would keep for
-    others what is at its end."""
-    worker = _worker((64, 64), (0, 0 if grid else 5), grid=grid)
-    parent = _decoding(worker, "p", 16)
-    child, copies = _fork(worker, parent, "c")
-    assert copies
-    worker.call()
-    if is_in_step:
-        worker.launch(child)
-        worker.cache.fail_step([child])
-    worker.end(child)
-    ledger = worker.cache.state.ledgers[1]
-    assert [ledger.content(copy.target) for copy in copies] == [None] * len(copies)
-    worker.check()
-
-
-@pytest.mark.parametrize("is_append_due", [True, False])
-def test_forks_that_were_not_stated_are_stopped_with_their_superseded_parent(is_append_due: bool) -> None:
-    """And theirs, whichever call is refused: the manager is told of none of them any more, so no later answer would stop them."""
-    worker = _worker()
-    parent = _decoding(worker, "p", 10, num_forks=3)
-    if is_append_due:
-        worker.compute(parent, 12)
-    child, _ = _fork(worker, parent, "c")
-    grandchild, _ = _fork(worker, child, "g")
-    worker.manager.sessions[0].sequences["p", 1].fenced = True
-    worker.methods.clear()
-    worker.call()
-    assert worker.methods == (["Append"] if is_append_due else ["Fork"])
-    stopped = [event.sequence for event in worker.cache.take_events() if isinstance(event, events.Stopped)]
-    assert {child, grandchild} <= set(stopped)
-    worker.cache.free(parent)
-    worker.call()
-    assert parent.state is SequenceState.ENDING, "the forks still use its blocks"
-    worker.cache.free(child)
-    worker.end(grandchild)
-    assert worker.held() == (0,)
-
-
-def test_what_has_ended_while_there_was_no_session_is_not_reported() -> None:
-    worker = _worker()
-    parent = _decoding(worker, "p", 12)
-    child, _ = _fork(worker, parent, "c")
-    worker.call()
-    worker.cache.state.lose_session("the test says so")
-    worker.cache.free(parent)
-    worker.methods.clear()
-    worker.register()
-    assert set(worker.methods) == {"Report"}
-    assert list(worker.manager.sessions[0].sequences) == [child.id]

@@ -128,16 +128,6 @@ async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:
         assert group.num_preemptions > 0
 
 
-async def test_beams_that_never_fit_are_refused_with_the_figures() -> None:
-    async with World(num_blocks=21, block_size=4, max_num_seqs=4).running() as world:
-        with pytest.raises(EngineError, match="of each of 4 beams need 22 blocks of 4; this worker has 20") as caught:
-            world.submit(list(range(10)), 19, **searching(4, 1))
-        assert caught.value.kind is ErrorKind.NEVER_FITS
-        with pytest.raises(EngineError, match="5 beams are computed together"):
-            world.submit([1], 4, **searching(5, 1))
-        await world.answered(list(range(10)), 15, **searching(4, 2))
-
-
 async def test_no_step_of_beams_waits_for_a_call() -> None:
     async with World(num_blocks=400, block_size=4, max_num_seqs=8, reserve_seconds=1.0).running() as world:
         await world.answered([1, 2, 3], 40, **searching(4, 1))

@@ -53,14 +53,6 @@ def test_whoever_waits_asks_again_when_the_prefix_is_reported(
     assert (waiter.state, waiter.no_wait, state.parked) == (SequenceState.WAITING, False, [])
 
 
-def test_whoever_waits_asks_again_when_the_leader_has_ended(
-    state: CacheState, leader: CacheSequence, waiter: CacheSequence
-) -> None:
-    state.end(leader)
-    parking.wake(state, 1.0)
-    assert (waiter.state, waiter.no_wait, state.parked) == (SequenceState.WAITING, False, [])
-
-
 def test_whoever_waits_for_a_leader_that_stands_still_computes_it_itself(
     state: CacheState, leader: CacheSequence, waiter: CacheSequence
 ) -> None:

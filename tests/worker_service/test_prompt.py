@@ -275,13 +275,6 @@ def test_a_text_of_too_many_tokens_is_refused_unlisted() -> None:
     assert len(prompts.encode("x" * 19)) == 19
 
 
-def test_a_text_without_a_tokenizer_is_refused() -> None:
-    with pytest.raises(EngineError, match="send token_ids"):
-        check_generate(asked(text="x"), PromptEncoder(None, 100), "fp")
-    with pytest.raises(EngineError, match="got neither"):
-        check_generate(asked(), PromptEncoder(None, 100), "fp")
-
-
 def test_the_letters_of_bytes_are_those_of_tokenizers() -> None:
     assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = byte_level()
@@ -314,13 +307,3 @@ def test_a_text_of_which_bytes_are_dropped_may_fill_a_message() -> None:
     """No more than that, whatever the bound of texts says."""
     assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, TextBound(4000, b"\x04")) == MAX_MESSAGE_BYTES
     assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, TextBound(MAX_MESSAGE_BYTES + 1)) == MAX_MESSAGE_BYTES
-
-
-def test_a_tokenizer_that_shortens_texts_gets_room_for_them() -> None:
-    """A megabyte of spaces may be one token."""
-    tokenizer = byte_level()
-    assert (
-        max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_measure(tokenizer).bound(MAX_MODEL_LEN)) <= 10 * MAX_MODEL_LEN
-    )
-    tokenizer.normalizer = normalizers.Strip()
-    assert max_prompt_bytes(MAX_MODEL_LEN, VOCAB_SIZE, text_measure(tokenizer).bound(MAX_MODEL_LEN)) >= 1 << 20

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import WorkerLoad
 from kvpool.cache_service.core.refusal import Reason, Refusal
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.link_state import BACKOFF_FIRST_SECONDS, BACKOFF_MOST_SECONDS, LinkState
@@ -21,9 +16,6 @@ from kvpool.worker_service.manager_link import RegistrationRefused
 from kvpool.worker_service.registration import POLL_SECONDS, Patience
 from tests.until import until
 from tests.worker_service.world import Wire, World, failed
-
-LEASE_SECONDS = 0.2
-
 
 # -- how long it waits
 
@@ -67,70 +59,38 @@ def test_the_pause_between_failed_calls_grows_up_to_a_bound() -> None:
     assert link.retry_at == BACKOFF_FIRST_SECONDS
 
 
-# -- over the manager's core
-
-
-@contextlib.asynccontextmanager
-async def with_another_process(world: World, *, is_alive: bool, incarnation: int) -> AsyncIterator[int]:
-    """Another process has the worker's name; the manager ticks, and that process renews its lease as long as it `is_alive`."""
-    manager = world.wire.manager = CacheManager(1, lease_seconds=LEASE_SECONDS, tick_seconds=60.0)
-    other = cache_pb2.RegisterRequest()
-    other.CopyFrom(world.link._registration.introduction)
-    other.incarnation, other.register_no, other.process_key = incarnation, 1, b"another"
-    session = manager.register(worker_codec.decode_registration(other), world.wire.now()).session
-
-    async def tick() -> None:
-        while True:
-            if is_alive:
-                manager.keep_alive(session, 0, WorkerLoad(), world.wire.now())
-            manager.tick(world.wire.now())
-            await asyncio.sleep(0.02)
-
-    ticking = asyncio.create_task(tick())
-    try:
-        yield session
-    finally:
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
-
-
-@pytest.mark.parametrize("incarnation", [1, 9])
-async def test_a_worker_gives_up_while_the_other_process_lives(incarnation: int) -> None:
-    """Newer or older than that one: it says what can be done about it."""
+@pytest.mark.parametrize("reason", [Reason.WORKER_ELSEWHERE, Reason.STALE_INCARNATION])
+async def test_a_worker_gives_up_while_another_process_has_its_name(reason: Reason) -> None:
+    """After some refusals, the last of which it passes on."""
     world = World(num_blocks=20, block_size=4)
-    world.link._registration.introduction.incarnation = 7
-    async with with_another_process(world, is_alive=True, incarnation=incarnation) as session:
-        with pytest.raises(RegistrationRefused) as caught:
-            await world.link.talk_to(world.wire)  # type: ignore[arg-type]
-        assert [live.number for live in world.manager.sessions] == [session]
-    for cure in ("stop that process", "another --worker-id", "restart the manager", "Ask again in"):
-        assert cure in str(caught.value)
-    assert ("WORKER_ELSEWHERE" if incarnation < 7 else "STALE_INCARNATION") in str(caught.value)
+
+    def refuse(name: str, request: Any) -> Any:
+        raise Refusal(reason, "another process has this name", retry_seconds=0.2)
+
+    world.wire._execute = refuse  # type: ignore[method-assign]
+    with pytest.raises(RegistrationRefused, match=rf"another process has this name \({reason.value}\)"):
+        await world.link.talk_to(world.wire)  # type: ignore[arg-type]
     assert world.wire.num_calls["Register"] > 2
 
 
 # -- a manager that cannot outgrow what the worker has seen
 
 
-class _ForeignWire(Wire):
-    """The manager has lost its state file, and does not raise its epoch."""
-
-    def __init__(self, manager: CacheManager) -> None:
-        super().__init__(manager)
-        self.requests: list[cache_pb2.RegisterRequest] = []
-
-    def _execute(self, name: str, request: Any) -> Any:
-        if name == "Register":
-            self.requests.append(request)
-            if request.highest_epoch_seen > self.manager.epoch:
-                raise Refusal(Reason.FOREIGN_EPOCH, "drop all blocks")
-        return super()._execute(name, request)
-
-
 async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> None:
-    """In the middle of a stream, which ends with UNAVAILABLE; it registers holding nothing, and new requests are answered under
-    generations that are smaller than those it has forgotten."""
-    wire = _ForeignWire(CacheManager(1 << 20))
+    """The manager has lost its state file, and does not raise its epoch. The stream that runs ends with UNAVAILABLE; the worker
+    registers holding nothing, and new requests are answered under smaller generations than those that it has forgotten."""
+    wire = Wire(CacheManager(1 << 20))
+    requests: list[cache_pb2.RegisterRequest] = []
+    execute = wire._execute
+
+    def refuse(name: str, request: Any) -> Any:
+        if name == "Register":
+            requests.append(request)
+            if request.highest_epoch_seen > wire.manager.epoch:
+                raise Refusal(Reason.FOREIGN_EPOCH, "drop all blocks")
+        return execute(name, request)
+
+    wire._execute = refuse  # type: ignore[method-assign]
     async with World(num_blocks=40, block_size=4, wire=wire).running() as world:
         await world.answered(list(range(9)), 5)
         await world.until_idle()
@@ -138,14 +98,14 @@ async def test_a_worker_that_is_told_to_drops_its_blocks_and_serves_again() -> N
         request = world.submit(list(range(30, 45)), 20)
         await until(lambda: request.sequence.in_step)
         wire.manager = CacheManager(1)
-        await until(lambda: wire.requests[-1].highest_epoch_seen == 1 << 20 and wire.requests[-1].holds_state)
+        await until(lambda: requests[-1].highest_epoch_seen == 1 << 20 and requests[-1].holds_state)
         assert not world.is_open.is_set()
         gate.set()
         _, error = await failed(request)
         assert error.kind is ErrorKind.UNAVAILABLE
         assert "drop all blocks" in error.message
         await until(world.is_open.is_set)
-        last = wire.requests[-1]
+        last = requests[-1]
         assert (last.highest_epoch_seen, last.last_session, last.holds_state) == (0, 0, False)
         assert world.link.highest_epoch == 1
         await world.answered(list(range(9)), 5)

@@ -110,23 +110,6 @@ def test_a_block_that_is_copied_is_released_after_the_copy() -> None:
     assert (statement.released, dropped) == ((named,), [named.block])
 
 
-def test_what_was_named_is_not_stated_as_scratch_any_more() -> None:
-    """A replacement that is named before it was stated goes out as what it is now."""
-    ring = Ring(1, SIZE, [], blocks(1, 2))
-    ring.advance(0, SIZE)
-    ring.name(1, blocks(50, 1))
-    assert [one.block for one in ring.state()[0].scratch] == [50]
-    assert ring.num_unstated == 1
-    ring.advance(SIZE, 2 * SIZE)
-    (entry,) = ring.name(2)
-    statement, _ = ring.state()
-    assert entry.block == 50
-    assert statement.scratch == ()
-    assert [one.block for one in statement.bound] == [2, 50]
-    ring.acknowledge(statement)
-    assert ring.num_unstated == 0
-
-
 def test_chunks_are_about_a_window_long() -> None:
     assert largest_chunk([512, 4096], 2048) == 2048
     assert largest_chunk([1024], 2048) == 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from google.rpc import code_pb2
@@ -13,9 +14,7 @@ from kvpool.worker_service.engine.admission import MOST_RETRY_SECONDS, UNKNOWN_R
 from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.engine.policy import SchedulingPolicy
 from kvpool.worker_service.engine.request import Payer
-from tests.until import until
 from tests.worker_service.scheduler_world import SchedulerWorld
-from tests.worker_service.world import World, failed, read_right
 
 
 class Queue:
@@ -43,10 +42,10 @@ class Queue:
         making_way = self.admission.check(self.world.scheduler.waiting, payer, num_prompt, now)
         return [request.params.sequence_id for request in making_way]
 
-    def refused(self, tenant: str = "", *, num_prompt: int = 10, priority: int = 0, now: float = 100.0) -> EngineError:
+    def refused(self, *asked: Any, **more: Any) -> EngineError:
         """The error of one that must be refused."""
         with pytest.raises(EngineError) as caught:
-            self.ask(tenant, num_prompt=num_prompt, priority=priority, now=now)
+            self.ask(*asked, **more)
         assert caught.value.kind is ErrorKind.BUSY
         return caught.value
 
@@ -164,30 +163,6 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert rate.tokens_per_second(99.0) == pytest.approx(1000, rel=0.01)
     assert rate.tokens_per_second(1000.0) < 20
     assert len(rate._marks) <= 22
-
-
-async def test_the_engine_refuses_and_serves_the_others() -> None:
-    """Whoever makes way is told BUSY on its stream, and has got nothing before; the rest get their texts."""
-    world = World(num_blocks=200, block_size=4, max_num_seqs=1, max_num_waiting=3)
-    world.model.step_seconds = 0.001
-    async with world.running():
-        await world.answered([1, 2, 3], 20)
-        running = world.submit([9], 20, tenant="flood")
-        await until(lambda: running.has_begun, pause=0)
-        flood = [world.submit([i], 4, tenant="flood") for i in range(3)]
-        with pytest.raises(EngineError) as caught:
-            world.submit([7], 4, tenant="flood")
-        assert caught.value.kind is ErrorKind.BUSY
-        assert caught.value.retry_seconds is not None
-        assert 0.1 <= caught.value.retry_seconds <= MOST_RETRY_SECONDS
-        quiet = world.submit([8], 4, tenant="quiet")
-        _, sent_away = await failed(flood[-1])
-        assert sent_away.kind is ErrorKind.BUSY
-        assert "taken its place" in sent_away.message
-        await read_right(running, *flood[:-1], quiet)
-        assert quiet.times.granted_at is not None
-        assert flood[1].times.granted_at is not None
-        assert quiet.times.granted_at < flood[1].times.granted_at, "its share comes before the flood's second"
 
 
 def test_a_running_request_that_has_more_to_compute_after_a_pause_pays_like_others() -> None:

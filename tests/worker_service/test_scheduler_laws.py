@@ -316,15 +316,6 @@ def test_a_prompt_whose_grant_was_not_answered_counts_for_its_tenant() -> None:
     assert [sequence.id.sequence_id for sequence in world.scheduler.candidates()] == ["0", "2"]
 
 
-def test_a_prompt_whose_grant_was_not_answered_is_asked_for_first() -> None:
-    """Also before one of a better level: the manager may hold blocks for it that others need."""
-    world = SchedulerWorld(scheduling_policy=SchedulingPolicy.priority)
-    world.submit(9, 1, priority=1)
-    world.talk(lose_answer=True)
-    world.submit(9, 1)
-    assert [sequence.id.sequence_id for sequence in world.scheduler.candidates()] == ["0", "1"]
-
-
 def test_a_tenant_that_decodes_in_a_step_has_had_that_much_of_it() -> None:
     """Two prompts of two tenants with equal accounts: the tenant that also decodes in this step comes second."""
     world = SchedulerWorld(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=64, max_mixed_prefill_tokens=4)

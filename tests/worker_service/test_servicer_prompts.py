@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,20 +115,6 @@ async def test_the_loop_goes_on_while_a_long_text_is_tokenised() -> None:
     assert ticks > 1
 
 
-async def test_a_caller_that_leaves_while_it_waits_costs_no_tokenising() -> None:
-    edge = Edge()
-    first = edge.ask(TOKENISE_ALONE_CHARS + 1)
-    await until(lambda: edge.tokenizer.running)
-    leaving = edge.ask(TOKENISE_ALONE_CHARS + 2)
-    await asyncio.sleep(0)
-    leaving.cancel()
-    await asyncio.wait([leaving])
-    last = edge.ask(TOKENISE_ALONE_CHARS + 3)
-    edge.tokenizer.may_go_on.set()
-    assert (await first, await last) == (TOKENISE_ALONE_CHARS + 1, TOKENISE_ALONE_CHARS + 3)
-    assert edge.tokenizer.num_done == 2
-
-
 # -- the line of long texts
 
 
@@ -150,13 +135,10 @@ class Line:
             self.go_on.wait(30)
             self.done.append(name)
 
-        task = self.tasks[name] = asyncio.create_task(self._quietly(self.texts.run(tenant, num_chars, work)))
+        task = self.tasks[name] = asyncio.create_task(self.texts.run(tenant, num_chars, work))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return task
-
-    async def _quietly(self, running: Coroutine[Any, Any, None]) -> None:
-        await running
 
     async def finish(self) -> list[str]:
         """Let all be done; returns the order."""

@@ -73,39 +73,18 @@ def test_units_outlive_the_session() -> None:
     assert begin(worker, "f", root_of("new"), count=4).encoder_cached, "the older one was evicted"
 
 
-@pytest.mark.parametrize("is_forked", [False, True])
-def test_what_the_encoder_has_put_out_is_stated_before_the_fork_and_with_the_free(is_forked: bool) -> None:
-    """Also where the fork shares no block of tokens, which would have to be stated before."""
+def test_what_the_encoder_has_put_out_is_stated_with_the_free() -> None:
     worker = worker_with_units()
-    parent = begin(worker, "p", num_new=6)
-    parent.num_forks_to_come = 1
-    worker.call()
-    worker.compute(parent, 1)
-    forked = worker.cache.fork(parent, "c") if is_forked else None
-    worker.cache.free(parent)
+    sequence = begin(worker, "a", num_new=6)
+    worker.compute(sequence, 1)
+    worker.cache.free(sequence)
     worker.methods.clear()
-    if forked is not None:
-        worker.step(forked.sequence)
-        assert forked.sequence.parent is None
     worker.call()
-    assert worker.methods == (["Append", "Fork", "Free"] if is_forked else ["Free"])
+    assert worker.methods == ["Free"]
     assert begin(worker, "next").encoder_cached
 
 
 # -- the guard: a manager that is wrong costs a session and never a text
-
-
-def as_new(granted: cache_pb2.Granted) -> None:
-    granted.encoder_cached = False
-
-
-def as_cached(granted: cache_pb2.Granted) -> None:
-    granted.encoder_cached = True
-
-
-def in_another_order(run: common_pb2.BlockRun) -> None:
-    run.block_ids.reverse()
-    run.generations.reverse()
 
 
 def change(change_run: Callable[[common_pb2.BlockRun], object]) -> Callable[[cache_pb2.Granted], object]:
@@ -113,28 +92,34 @@ def change(change_run: Callable[[common_pb2.BlockRun], object]) -> Callable[[cac
     return lambda granted: change_run(granted.tables[CROSS])
 
 
-LIES = {
+def in_another_order(run: common_pb2.BlockRun) -> None:
+    run.block_ids.reverse()
+    run.generations.reverse()
+
+
+LIES: dict[str, Callable[[cache_pb2.Granted], object]] = {
     "not all of it": change(lambda run: (run.block_ids.pop(), run.generations.pop())),
     "in another order": change(in_another_order),
     "of another grant": change(lambda run: run.generations.append(run.generations.pop() + 1)),
     "another block": change(lambda run: run.block_ids.append(run.block_ids.pop() + 4)),
-    "as new": as_new,
-    "as cached": as_cached,
+    "as new": lambda granted: setattr(granted, "encoder_cached", False),
+    "as cached": lambda granted: setattr(granted, "encoder_cached", True),
 }
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: Callable[[cache_pb2.Granted], object]) -> None:
+@pytest.mark.parametrize("lie", LIES)
+def test_a_unit_is_taken_whole_and_as_it_was_computed(lie: str) -> None:
     """And none by a worker without an encoder, which is told that one is cached."""
-    worker = worker_with_units() if lie is not as_cached else Worker((33,), (), block_size=SIZE)
+    worker = Worker((33,), (), block_size=SIZE)
     second = worker.sequence("b", [1], 4)
-    if lie is not as_cached:
+    if lie != "as cached":
+        worker = worker_with_units()
         worker.step(begin(worker, "a"))
         second = worker.sequence("b", [1], 4, root=INPUT, num_encoder_tokens=10)
     worker.now += 1
     call = worker.next_call(second)
     response = worker.execute(call.request)
-    lie(response.results[0].granted)
+    LIES[lie](response.results[0].granted)
     worker.cache.on_reply(call, response, worker.now)
     (lost,) = [one for one in worker.cache.take_events() if isinstance(one, events.SessionLost)]
     assert "disagree" in lost.why

@@ -148,7 +148,6 @@ async def test_an_unanswered_call_is_counted_as_failed() -> None:
 
 
 async def test_what_requests_say_never_becomes_a_label() -> None:
-    """However they are called and end: the series are as many as before the first."""
     async with one_world().running() as world:
         before = look(world).values.keys()
         for index in range(8):
