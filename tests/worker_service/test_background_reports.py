@@ -7,6 +7,7 @@ import pytest
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache import report as report_module
+from kvpool.worker_service.cache.groups.unit import UnitLedger
 from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, MutatingCall
 from kvpool.worker_service.cache.report import Report
@@ -63,6 +64,22 @@ def test_a_block_that_was_granted_after_the_snapshot_is_stated_without_its_conte
     assert _blocks(parts) == [0, 3]
     assert [run.tokens for part in parts for run in part.contents] == [contents[1].tokens, contents[2].tokens]
     assert [list(part.idle_blocks[0].block_ids) for part in parts if part.idle_blocks] == [[1, 3, 2]]
+
+
+def test_a_unit_of_which_a_block_was_granted_after_the_snapshot_is_not_reported() -> None:
+    """The other one is."""
+    ledger = UnitLedger(9)
+    for first, digest in ((1, b"a" * 32), (3, b"b" * 32)):
+        unit = [first, first + 1]
+        for block in unit:
+            ledger.accept_grant(block, _OLD)
+        ledger.use(*unit)
+        ledger.complete_unit(unit, common_pb2.Root(model_fingerprint="m", input_digest=digest), 2, 1)
+        for block in unit:
+            ledger.drop(block)
+    report = Report((ledger,), [], [[]])
+    ledger.accept_grant(2, _NEW)
+    assert [list(unit.blocks.block_ids) for part in _parts(report) for unit in part.units] == [[3, 4]]
 
 
 def test_blocks_of_the_reserve_hold_nothing_in_a_report() -> None:

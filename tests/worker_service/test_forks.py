@@ -10,7 +10,7 @@ import pytest
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.engine_cache import ForkedSequence
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from tests.worker_service.windowed import Worker
+from tests.worker_service.windowed import Worker, ring_of
 
 
 def _worker(limits: Limits | None = None) -> Worker:
@@ -174,4 +174,37 @@ def test_the_ring_of_a_fork_keeps_the_window_at_the_last_place_of_the_grid() -> 
         worker.step(child, 3)
     worker.end(child)
     assert worker.begin("again", child.tokens[:20]).num_cached_tokens == 16
+    worker.check()
+
+
+def test_a_window_is_named_only_when_it_was_copied_to_the_fork() -> None:
+    """Another prompt may part from the fork's where the fork begins, and the manager ask for a window there before the step."""
+    worker = Worker((64, 64), (0, 8), block_size=4, chunk=8)
+    parent = _decoding(worker, "p", 16)
+    child, copies = _fork(worker, parent, "c")
+    worker.call()
+    worker.tell("c", 16)
+    ledger = worker.cache.state.ledgers[1]
+    assert [ledger.content(copy.target) for copy in copies] == [None, None]
+    worker.step(child)
+    assert sorted(ring_of(child).named) == [2, 3]
+    worker.check()
+
+
+@pytest.mark.parametrize("is_in_step", [False, True])
+@pytest.mark.parametrize("grid", [0, 8], ids=["window", "state"])
+def test_what_was_not_copied_to_a_fork_is_no_hit(grid: int, is_in_step: bool) -> None:
+    """The manager knows of the fork, which ends before the step that makes its copies, or that step fails. Its Free would keep for
+    others what is at its end."""
+    worker = Worker((64, 64), (0, 0 if grid else 5), block_size=4, chunk=8, grid=grid)
+    parent = _decoding(worker, "p", 16)
+    child, copies = _fork(worker, parent, "c")
+    assert copies
+    worker.call()
+    if is_in_step:
+        worker.launch(child)
+        worker.cache.fail_step([child])
+    worker.end(child)
+    ledger = worker.cache.state.ledgers[1]
+    assert [ledger.content(copy.target) for copy in copies] == [None] * len(copies)
     worker.check()

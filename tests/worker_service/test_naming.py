@@ -146,6 +146,20 @@ def test_a_boundary_that_is_told_with_the_grant_is_kept() -> None:
     one.check()
 
 
+def test_a_boundary_that_is_reached_but_not_named_is_not_reported_as_still_to_come() -> None:
+    """The reserve cannot replace the window's blocks: it is tried again after the next step, of which the manager need not know."""
+    one = worker(window_blocks=1 + 5 + 2)
+    one.begin("b", range(50, 56), 2)
+    sequence = one.begin("a", range(41))
+    one.step(sequence)
+    one.step(sequence)
+    one.tell("a", sequence.num_computed_tokens)
+    assert sequence.boundaries == (16, 40)
+    one.lose_session()
+    assert one.manager.sessions[0].sequences["a", 1].boundaries == (10,)
+    one.check()
+
+
 # -- snapshots of a running state
 
 
