@@ -286,8 +286,8 @@ def test_the_budget_lists_the_group_and_where_its_size_comes_from() -> None:
 @pytest.mark.parametrize("kind", ["t5", "t5gemma"])
 def test_a_model_without_weights_needs_what_the_loaded_one_needs(kind: str, tmp_path: Path) -> None:
     loaded = make_subject(kind, tmp_path).loaded
-    assert loaded.facts.encoder is not None
-    limit = loaded.facts.encoder.max_tokens
+    assert loaded.encoder is not None
+    limit = loaded.encoder.max_tokens
     meta_model = build_meta_model(loaded.runtime.config, limit)
     assert cross_needs(meta_model.layers, torch.float32, limit) == cross_needs(
         loaded.runtime.layers, torch.float32, limit

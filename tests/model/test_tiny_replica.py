@@ -241,7 +241,7 @@ def test_a_rule_that_goes_by_the_longest_text_of_the_row_is_seen_in_the_replica(
 
 def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:
     """The choice is part of the fingerprint, hence of every root; the length itself is not."""
-    names = {length: load(longrope, max_model_len=length).facts.fingerprint for length in (16, ORIGINAL, 64, 128)}
+    names = {length: load(longrope, max_model_len=length).facts.model_fingerprint for length in (16, ORIGINAL, 64, 128)}
     assert names[16] == names[ORIGINAL] != names[64] == names[128]
 
 
