@@ -218,7 +218,7 @@ def test_absolute_numbers_do_not_tell_states_apart() -> None:
     session = twice.manager.sessions[0]
     session.last_call_no += 5
     twice.peers[0].engine.cache.state.link.num_calls += 5  # type: ignore[union-attr]
-    twice.manager._last_stamp += 7
+    twice.manager.last_generation += 7
     assert fingerprint(fresh) == fingerprint(twice)
     assert twice.manager.last_generation > generation
 
