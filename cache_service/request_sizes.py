@@ -11,7 +11,7 @@ from kvpool.v1 import cache_pb2
 
 from .core.messages import TOKEN_BYTES, Limits
 
-_SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 _ROOM: Final = 64 << 10
 """Bytes for everything but tokens: names, roots, options."""
@@ -39,4 +39,4 @@ def request_limits(limits: Limits) -> Mapping[str, RequestLimit]:
         "Explain": route,
         "Check": SMALL,
     }
-    return {f"/{_SERVICE}/{name}": limit for name, limit in by_name.items()}
+    return {f"/{SERVICE}/{name}": limit for name, limit in by_name.items()}

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from kvpool.process.address import PortError, is_loopback
 from kvpool.process.grpc_server import GrpcServer, Services
-from kvpool.v1 import cache_pb2, cache_pb2_grpc
+from kvpool.v1 import cache_pb2_grpc
 
 from .core.manager import CacheManager
 from .core.messages import Limits
@@ -23,7 +23,7 @@ from .counts import EdgeCounts
 from .election.epoch import EpochStore
 from .garbage import collect_young
 from .leader_gate import LeaderGate
-from .request_sizes import request_limits
+from .request_sizes import SERVICE, request_limits
 from .servicer import CacheServicer
 from .settings import ManagerSettings
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from kvpool.process.metrics import MetricsPage, MetricsServer
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
-
-SERVICE: Final[str] = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING

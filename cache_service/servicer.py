@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -25,15 +26,14 @@ from .core.closest_prompt import BRIEF, THOROUGH, Bounds
 from .core.description import describe_block
 from .core.facts import cluster_facts
 from .core.manager import CacheManager
-from .core.messages import AllocateOutcome, AppendOutcome, Registration, Reply, Root, Uplink
+from .core.messages import AllocateOutcome, AppendOutcome, Reply, Root, Uplink
 from .core.refusal import Reason, Refusal, bad_field
-from .core.session import Session, SessionEnd
+from .core.session import SessionEnd
 from .core.session_key import SessionKey
 from .counts import EdgeCounts
 from .election.epoch import MAX_EPOCH, EpochStore, LeadershipLost, StateError
 from .foreign_epochs import ForeignEpochs
 from .garbage import collect_young
-from .keys import make_session_key
 from .watching.contents import ContentsFeed
 from .watching.stream import Watching
 
@@ -41,6 +41,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("kvpool.manager")
 
 MAX_SEQUENCES_PER_ANSWER = 1000
 """Sequences in one answer of Describe, over all workers: more would delay other calls for more than some milliseconds."""
+
+SESSION_KEY_BYTES = 16
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -113,6 +115,11 @@ def answering_stream(method: Stream[Request, Response]) -> Stream[Request, Respo
     return answer
 
 
+def make_session_key() -> SessionKey:
+    """Make a secret from the operating system's source of randomness: the core has none of its own."""
+    return SessionKey(secrets.token_bytes(SESSION_KEY_BYTES))
+
+
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     """The RPCs. `clock` gives the monotonic seconds that leases are measured in, `make_key` the secret of each new session."""
 
@@ -175,14 +182,22 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         # Only a worker that would be taken may raise the epoch.
         self._manager.require_acceptable(registration, self.clock())
         await self._outgrow(request.highest_epoch_seen, request.last_session, registration.worker_id)
-        earlier = self._live(registration.worker_id)
+        earlier = next((one for one in self._manager.sessions if one.worker_id == registration.worker_id), None)
         key = self._make_key()
         epoch, number = self._manager.register(registration, self.clock(), key)
         if earlier is not None:
             log.warning(
                 "session fenced", worker_id=earlier.worker_id, session=f"{earlier.number:#x}", by=f"{number:#x}"
             )
-        _log_registered(registration, number)
+        log.info(
+            "worker registered",
+            worker_id=registration.worker_id,
+            session=f"{number:#x}",
+            address=registration.address,
+            model=registration.model_name,
+            num_blocks=[group.num_blocks for group in registration.layout.groups],
+            block_size=registration.layout.block_size,
+        )
         return cache_pb2.RegisterResponse(
             epoch=epoch,
             session=number,
@@ -299,9 +314,6 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         session = self._manager.drain(request.worker_id, grace)
         log.info("worker draining", worker_id=session.worker_id, session=f"{session.number:#x}")
         return cache_pb2.DrainResponse(session=session.number)
-
-    def _live(self, worker_id: str) -> Session | None:
-        return next((session for session in self._manager.sessions if session.worker_id == worker_id), None)
 
     # -- sequences
 
@@ -429,15 +441,3 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if audit.violations:
             log.error("laws broken", count=len(audit.violations), first=audit.violations[0])
         return client_codec.encode_audit(audit)
-
-
-def _log_registered(registration: Registration, number: int) -> None:
-    log.info(
-        "worker registered",
-        worker_id=registration.worker_id,
-        session=f"{number:#x}",
-        address=registration.address,
-        model=registration.model_name,
-        num_blocks=[group.num_blocks for group in registration.layout.groups],
-        block_size=registration.layout.block_size,
-    )

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kvpool.process.address import DEFAULT_PORT, join_host_port
+from kvpool.process.address import DEFAULT_PORT
 from kvpool.process.logs import LogFormat, LogLevel
 from kvpool.process.server_settings import ServerSettings
 from kvpool.process.settings import state_home
@@ -128,8 +128,3 @@ class ManagerSettings(ServerSettings):
         if self.state_dir is not None:
             return self.state_dir
         return state_home() / f"manager-{self.port}"
-
-    @property
-    def address(self) -> str:
-        """host:port to listen on."""
-        return join_host_port(self.host, self.port)

@@ -14,13 +14,13 @@ from typing import Final
 
 from kvpool.process.metrics import MetricsPage
 from kvpool.process.version import installed_version
+from kvpool.v1 import worker_pb2
 
 from .engine.engine import Engine
 from .engine.errors import ErrorKind
 from .engine.stats import CANCELLED
 from .engine.stream import EndReason
 from .manager_link import ManagerLink
-from .model.facts import ModelFacts
 
 OUTCOMES: Final = (
     *(reason.name.lower() for reason in EndReason),
@@ -42,7 +42,7 @@ class WorkerMetrics:
         self,
         engine: Engine,
         link: ManagerLink,
-        facts: ModelFacts,
+        facts: worker_pb2.ModelFacts,
         kv_cache_bytes: int,
         num_server_rebuilds: Callable[[], int],
     ) -> None:
@@ -119,7 +119,7 @@ class WorkerMetrics:
             "Version, model and device.",
             1,
             version=installed_version(),
-            model_name=facts.name,
+            model_name=facts.model_name,
             dtype=facts.dtype,
             device=facts.device,
         )
@@ -142,9 +142,9 @@ ENGINE: Final = "0"
 """vLLM numbers the engines of one process; a worker is one."""
 
 
-def fill_vllm_names(page: MetricsPage, engine: Engine, facts: ModelFacts) -> None:
+def fill_vllm_names(page: MetricsPage, engine: Engine, facts: worker_pb2.ModelFacts) -> None:
     """Fill in all of vLLM's metrics that kvpool has."""
-    labels = {"model_name": facts.name, "engine": ENGINE}
+    labels = {"model_name": facts.model_name, "engine": ENGINE}
     scheduler, stats, cache = engine.scheduler, engine.stats, engine.cache
     page.gauge("vllm:num_requests_running", "Requests in the running batch.", scheduler.num_running, **labels)
     page.gauge("vllm:num_requests_waiting", "Requests that wait.", scheduler.num_waiting, **labels)

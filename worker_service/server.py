@@ -39,7 +39,6 @@ from .manager_link import ManagerLink
 from .metrics import WorkerMetrics
 from .model.device import choose_device, enter_device, lower_priority
 from .model.errors import ModelError
-from .model.facts import ModelFacts
 from .model.forward.kv_plan import KVCachePlan
 from .model.forward.runner import ModelRunner
 from .model.load import LoadedModel, load_model
@@ -124,17 +123,22 @@ class WorkerServer:
         self._grpc = grpc_server
         self.port = port = grpc_server.port
         self.worker_id = settings.name(port)
-        self.facts = loaded.facts
         self.runner = runner
         plan = runner.kv_cache.plan
-        self.engine = _build_engine(settings, loaded.facts, runner, model_thread)
-        files = _model_files(loaded.facts)
-        keeps_boundaries = bool(self.engine.cache.settings.keeping_boundaries)
-        facts = _encode_facts(settings, loaded.facts, self.worker_id, files, keeps_boundaries=keeps_boundaries)
+        self.engine = _build_engine(settings, loaded, runner, model_thread)
+        self.facts = facts = worker_pb2.ModelFacts(
+            worker_id=self.worker_id,
+            max_num_seqs=settings.max_num_seqs,
+            block_size=settings.block_size,
+            files=codec.encode_files(loaded.files),
+            keeps_boundaries=bool(self.engine.cache.settings.keeping_boundaries),
+        )
+        facts.MergeFrom(loaded.facts)
+        facts.facts_digest = codec.facts_digest(facts)
         self._servicer = WorkerServicer(
             self.engine,
             facts,
-            files,
+            loaded.files,
             reader_seconds=settings.reader_seconds,
             max_requests_of_stream=settings.max_concurrent_streams,
         )
@@ -158,9 +162,7 @@ class WorkerServer:
         """Set while the worker drains: the running streams end at once."""
         self.metrics: MetricsServer | None = None
         if metrics_listener is not None:
-            metrics = WorkerMetrics(
-                self.engine, self._link, loaded.facts, plan.total_bytes, lambda: grpc_server.num_rebuilds
-            )
+            metrics = WorkerMetrics(self.engine, self._link, facts, plan.total_bytes, lambda: grpc_server.num_rebuilds)
             self.metrics = MetricsServer(metrics_listener, metrics.fill, is_serving=self._grpc.is_answering)
         self._throughput: asyncio.Task[None] | None = None
 
@@ -207,7 +209,7 @@ class WorkerServer:
                 on_refused=self._servicer.on_unread,
             )
         )
-        log.info("listening", worker_id=self.worker_id, address=self.address, model=self.facts.name)
+        log.info("listening", worker_id=self.worker_id, address=self.address, model=self.facts.model_name)
         if not is_loopback(self._settings.host):
             log.warning("listening beyond loopback without encryption or authentication", host=self._settings.host)
         self._tasks = [
@@ -319,7 +321,7 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     return loaded, loaded.runner(plan, backend, sizes)
 
 
-def check_default_beams(facts: ModelFacts, max_num_seqs: int) -> None:
+def check_default_beams(facts: worker_pb2.ModelFacts, max_num_seqs: int) -> None:
     """ModelError if a request that says nothing could never be served."""
     num_beams = facts.defaults.beam_search.num_beams
     if num_beams > max_num_seqs:
@@ -329,7 +331,7 @@ def check_default_beams(facts: ModelFacts, max_num_seqs: int) -> None:
         )
 
 
-def log_batch_invariance(facts: ModelFacts) -> None:
+def log_batch_invariance(facts: worker_pb2.ModelFacts) -> None:
     found = facts.batch_invariance
     # It should hold in float32 on every CPU; for others it is not promised, and its lack is no fault.
     is_missing = not found.promised and facts.dtype == "float32" and facts.device == "cpu"
@@ -345,9 +347,9 @@ _OF_ENGINE: Final = {
 
 
 def _build_engine(
-    settings: WorkerSettings, facts: ModelFacts, runner: ModelRunner, model_thread: ThreadPoolExecutor
+    settings: WorkerSettings, loaded: LoadedModel, runner: ModelRunner, model_thread: ThreadPoolExecutor
 ) -> Engine:
-    plan = runner.kv_cache.plan
+    facts, plan = loaded.facts, runner.kv_cache.plan
     cache_settings = CacheSettings(
         block_size=plan.block_size,
         groups=_groups(plan),
@@ -357,14 +359,15 @@ def _build_engine(
         reserve_seconds=settings.reserve_seconds,
     )
     engine_settings = EngineSettings(
-        model_fingerprint=facts.fingerprint,
+        model_fingerprint=facts.model_fingerprint,
         vocab_size=facts.vocab_size,
         max_model_len=facts.max_model_len,
         eos_token_ids=frozenset(facts.eos_token_ids),
         **settings.model_dump(include=_OF_ENGINE),
-        encoder=facts.encoder,
+        encoder=loaded.encoder,
     )
-    tokenizer = None if facts.tokenizer_json is None else Tokenizer.from_str(facts.tokenizer_json.decode())
+    tokenizer_json = loaded.files.get(worker_pb2.MODEL_FILE_TOKENIZER)
+    tokenizer = None if tokenizer_json is None else Tokenizer.from_str(tokenizer_json.decode())
     return Engine(engine_settings, EngineCache(cache_settings), runner, tokenizer, model_thread)
 
 
@@ -379,44 +382,3 @@ def _groups(plan: KVCachePlan) -> tuple[Group, ...]:
     if plan.cross is not None:
         groups.append(UnitGroup(plan.cross.num_blocks, plan.cross.max_tokens))
     return tuple(groups)
-
-
-def _model_files(facts: ModelFacts) -> codec.ModelFiles:
-    files: codec.ModelFiles = {}
-    if facts.tokenizer_json is not None:
-        files[worker_pb2.MODEL_FILE_TOKENIZER] = facts.tokenizer_json
-        files[worker_pb2.MODEL_FILE_SPECIAL_TOKENS] = facts.special_tokens_json
-    if facts.chat_template is not None:
-        files[worker_pb2.MODEL_FILE_CHAT_TEMPLATE] = facts.chat_template.encode()
-    return files
-
-
-def _encode_facts(
-    settings: WorkerSettings, facts: ModelFacts, worker_id: str, files: codec.ModelFiles, *, keeps_boundaries: bool
-) -> worker_pb2.ModelFacts:
-    encoder = facts.encoder
-    start, *forced = (0,) if encoder is None else encoder.decoder_prompt
-    encoded = worker_pb2.ModelFacts(
-        worker_id=worker_id,
-        model_name=facts.name,
-        model_fingerprint=facts.fingerprint,
-        architecture=facts.architecture,
-        dtype=facts.dtype,
-        device=facts.device,
-        vocab_size=facts.vocab_size,
-        max_model_len=facts.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        block_size=settings.block_size,
-        eos_token_ids=facts.eos_token_ids,
-        files=codec.encode_files(files),
-        batch_invariance=facts.batch_invariance,
-        is_encoder_decoder=encoder is not None,
-        decoder_start_token_id=start,
-        max_encoder_tokens=0 if encoder is None else encoder.max_tokens,
-        forced_bos_token_id=forced[0] if forced else None,
-        keeps_boundaries=keeps_boundaries,
-        defaults=facts.defaults,
-        end_of_turn_token_ids=facts.end_of_turn_token_ids,
-    )
-    encoded.facts_digest = codec.facts_digest(encoded)
-    return encoded

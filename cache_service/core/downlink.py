@@ -24,7 +24,8 @@ class Downlink:
         self._max_blocks = max_blocks
         self._entries: list[DownlinkEntry] = []
         self._weight = 0
-        self._last_number = 0
+        self.last_number = 0
+        """Number of the newest entry ever pushed."""
 
     @property
     def is_full(self) -> bool:
@@ -34,25 +35,20 @@ class Downlink:
     def push(self, entry: Entry) -> None:
         """Append an entry under the next number. The list must not be full, except for the session's one Drain."""
         assert not self.is_full or isinstance(entry, Drain)
-        self._last_number += 1
+        self.last_number += 1
         self._weight += _weight(entry)
-        self._entries.append(DownlinkEntry(self._last_number, entry))
+        self._entries.append(DownlinkEntry(self.last_number, entry))
 
     def acknowledge(self, number: int) -> None:
         """Drop entries up to `number`. A late acknowledgement drops nothing."""
         entries = self._entries
         if not entries or entries[0].number > number:
             return
-        if number >= self._last_number:  # nearly always
+        if number >= self.last_number:  # nearly always
             self._entries, self._weight = [], 0
             return
         self._entries = [entry for entry in entries if entry.number > number]
         self._weight = sum(_weight(entry.entry) for entry in self._entries)
-
-    @property
-    def last_number(self) -> int:
-        """Number of the newest entry ever pushed."""
-        return self._last_number
 
     def pending(self) -> tuple[DownlinkEntry, ...]:
         """Entries not acknowledged, oldest first, as many as one reply may have."""

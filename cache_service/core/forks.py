@@ -18,7 +18,7 @@ from .prefix_tree import PrefixTree
 from .refusal import Reason, Refusal
 from .sequence import Sequence, require_key
 from .session import Session
-from .updates import Merge, append, apply, check, find
+from .updates import Merge, append, apply, check, find, num_common
 
 
 def fork(tree: PrefixTree, attempts: Fencing, session: Session, item: ForkItem, limits: Limits) -> Appended:
@@ -87,15 +87,5 @@ def _enter(
     begin = len(child.tokens)
     apply(tree, session, child, merge)
     # What the parent has computed and the fork was given a copy of is not generated twice.
-    num_copied = _num_common(child.tokens[begin:], parent.tokens[begin:])
+    num_copied = num_common(child.tokens[begin:], parent.tokens[begin:])
     session.num_generated_tokens = max(num_generated, session.num_generated_tokens - num_copied)
-
-
-def _num_common(one: bytearray, other: bytearray) -> int:
-    """Leading tokens that are the same."""
-    count = 0
-    for begin in range(0, min(len(one), len(other)), TOKEN_BYTES):
-        if one[begin : begin + TOKEN_BYTES] != other[begin : begin + TOKEN_BYTES]:
-            break
-        count += 1
-    return count

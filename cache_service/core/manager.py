@@ -130,7 +130,8 @@ class CacheManager:
         """The journal of contents, while somebody follows it."""
         self._last_event = self._last_node = 0
         """The last numbers of events and nodes that ended journals may have used; the next journal continues after them."""
-        self._last_stamp = epoch << EPOCH_SHIFT
+        self.last_generation = epoch << EPOCH_SHIFT
+        """The largest generation given so far."""
         self._last_session = self._sessions_from = (epoch << EPOCH_SHIFT) + session_start
         self._last_tick: float | None = None
         self._now = 0.0
@@ -153,18 +154,13 @@ class CacheManager:
         """Sessions that have ended and still have entries in the tree, which `sweep` removes."""
         return len(self._retired)
 
-    @property
-    def last_generation(self) -> int:
-        """The largest generation given so far."""
-        return self._last_stamp
-
     def raise_epoch(self, epoch: int) -> None:
         """Continue under a larger epoch, because a worker has seen one as large as ours. The caller has made it durable."""
         assert epoch > self.epoch
         self._last_session += (epoch - self.epoch) << EPOCH_SHIFT
         self._sessions_from = self._last_session
         self.epoch = epoch
-        self._last_stamp = epoch << EPOCH_SHIFT
+        self.last_generation = epoch << EPOCH_SHIFT
 
     def register(self, registration: Registration, now: float, key: SessionKey = NO_KEY) -> Registered:
         """Begin a session and fence the worker's earlier one. A worker that holds state must report it before it is served.
@@ -192,7 +188,7 @@ class CacheManager:
         session.registered_at = now
         if registration.holds_state:
             session.recovering = True
-            self._recoveries[session.number] = Recovery(session, self._last_stamp)
+            self._recoveries[session.number] = Recovery(session, self.last_generation)
         elif self.contents is not None:
             self.contents.open(session)
         session.follows_unheard = earlier is not None and not earlier.has_called
@@ -558,8 +554,8 @@ class CacheManager:
 
     def _stamp(self) -> int:
         """A generation for the grants of one call: larger than any before."""
-        self._last_stamp += 1
-        return self._last_stamp
+        self.last_generation += 1
+        return self.last_generation
 
     def _num_to_grant(self, session: Session, group: int) -> int:
         """Blocks that the reserve of a group lacks and that can be granted at once. Blocks of entries that are not acknowledged are
@@ -783,7 +779,9 @@ class CacheManager:
         return OnlineAudit(self._world())
 
     def _world(self) -> World:
-        return World(self._tree, self._attempts, self.budget, self._sessions, self._retired, lambda: self._last_stamp)
+        return World(
+            self._tree, self._attempts, self.budget, self._sessions, self._retired, lambda: self.last_generation
+        )
 
 
 def _check_acknowledgement(session: Session, downlink_ack: int) -> None:

@@ -55,6 +55,16 @@ def find(session: Session, key: SequenceKey) -> Sequence:
     return sequence
 
 
+def num_common(one: bytes | bytearray, other: bytes | bytearray) -> int:
+    """Leading tokens that are the same."""
+    count = 0
+    for begin in range(0, min(len(one), len(other)), TOKEN_BYTES):
+        if one[begin : begin + TOKEN_BYTES] != other[begin : begin + TOKEN_BYTES]:
+            break
+        count += 1
+    return count
+
+
 def _new_tokens(sequence: Sequence, known: int, update: SequenceUpdate, limits: Limits) -> bytes:
     """The tokens that the update adds to the `known` ones; those that overlap must be equal."""
     stated, start = update.tokens, update.start
@@ -78,12 +88,7 @@ def _new_tokens(sequence: Sequence, known: int, update: SequenceUpdate, limits: 
     overlap = min(known - start, num_stated) * TOKEN_BYTES
     begin = start * TOKEN_BYTES
     if sequence.tokens[begin : begin + overlap] != stated[:overlap]:
-        position = next(
-            start + i
-            for i in range(overlap // TOKEN_BYTES)
-            if sequence.tokens[begin + i * TOKEN_BYTES : begin + (i + 1) * TOKEN_BYTES]
-            != stated[i * TOKEN_BYTES : (i + 1) * TOKEN_BYTES]
-        )
+        position = start + num_common(sequence.tokens[begin : begin + overlap], stated)
         raise Refusal(
             Reason.TOKENS_DIFFER,
             f"sequence {update.key.sequence_id!r} is known with another token at position {position}: "

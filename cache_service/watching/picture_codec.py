@@ -11,7 +11,6 @@ from kvpool.v1 import cache_pb2
 
 from ..client_codec import BLOCK_STATES, encode_facts, encode_sequence
 from ..core.block_mirror import Columns
-from ..core.facts import ClusterFacts
 from ..core.pictures import Change, SessionChange, Wish
 from ..core.refusal import bad_field
 from ..group_codec import TIER
@@ -48,7 +47,14 @@ def encode(change: Change) -> Iterator[cache_pb2.WatchResponse]:
     part = cache_pb2.Picture(epoch=change.epoch, number=change.number, whole=change.is_whole)
     part.ended_sessions.extend(change.ended_sessions)
     if change.cluster is not None:
-        part.cluster.CopyFrom(_encode_cluster(change.cluster))
+        part.cluster.CopyFrom(
+            cache_pb2.ClusterPicture(
+                num_prefix_nodes=change.cluster.num_prefix_nodes,
+                budget=cache_pb2.Budget(**change.cluster.budget._asdict()),
+                num_audits=change.cluster.num_audits,
+                num_violations=change.cluster.num_violations,
+            )
+        )
     weight = 0
     for session in change.sessions:
         for piece, piece_weight in _pieces(session):
@@ -111,12 +117,3 @@ def _little_endian(numbers: array[int]) -> bytes:
         numbers = numbers[:]
         numbers.byteswap()
     return numbers.tobytes()
-
-
-def _encode_cluster(facts: ClusterFacts) -> cache_pb2.ClusterPicture:
-    return cache_pb2.ClusterPicture(
-        num_prefix_nodes=facts.num_prefix_nodes,
-        budget=cache_pb2.Budget(**facts.budget._asdict()),
-        num_audits=facts.num_audits,
-        num_violations=facts.num_violations,
-    )

@@ -13,11 +13,11 @@ import torch
 
 from bench.floors import ModelSizes
 from bench.stopwatch import Stopwatch, timed_calls
+from kvpool.v1 import worker_pb2
 from kvpool.worker_service.attention import torch_backend
 from kvpool.worker_service.attention.layer import AttentionBackend
 from kvpool.worker_service.attention.packing import Packer, StepSizes
 from kvpool.worker_service.model.device import enter_device
-from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.model.forward import runner as runner_module
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan
 from kvpool.worker_service.model.forward.modules import RowSelector, modules_of
@@ -25,7 +25,6 @@ from kvpool.worker_service.model.forward.runner import ModelRunner
 from kvpool.worker_service.model.guard.support import guarded
 from kvpool.worker_service.model.load import LoadedModel
 from kvpool.worker_service.model.memory.facts import kv_bytes_per_token
-from kvpool.worker_service.model.placement import dtype_name
 from kvpool.worker_service.step import SamplingParams, SequencePart, Step
 
 from .cases import AddRow, Case, attempt
@@ -95,20 +94,8 @@ def _loaded(shape: Shape, device: torch.device) -> LoadedModel:
     """A LoadedModel without files."""
     model = build(shape, _DTYPE, device)
     runtime = guarded(model, model.config, _DTYPE, device, MAX_MODEL_LEN)
-    facts = ModelFacts(
-        name=shape.name,
-        fingerprint="",
-        architecture="llama",
-        dtype=dtype_name(_DTYPE),
-        device=str(device),
-        vocab_size=model.config.vocab_size,
-        max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=(),
-        tokenizer_json=None,
-        chat_template=None,
-        special_tokens={},
-    )
-    return LoadedModel(facts, runtime)
+    facts = worker_pb2.ModelFacts(vocab_size=model.config.vocab_size, max_model_len=MAX_MODEL_LEN)
+    return LoadedModel(facts, {}, None, runtime)
 
 
 @dataclass(frozen=True, slots=True)

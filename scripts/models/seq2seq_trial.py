@@ -97,8 +97,8 @@ def _first_difference(loaded: LoadedModel, truths: _Truths) -> str | None:
 def _truths(folder: Path, loaded: LoadedModel, use_cache: bool = True) -> _Truths:
     """The oracle's answers to inputs for which they do not depend on rounding."""
     oracle = Oracle.of(folder, use_cache)
-    assert loaded.facts.encoder is not None
-    start, limit = loaded.facts.encoder.decoder_prompt[0], loaded.facts.encoder.max_tokens
+    assert loaded.encoder is not None
+    start, limit = loaded.encoder.decoder_prompt[0], loaded.encoder.max_tokens
     for seed in SEEDS:
         numbers = random.Random(seed)
         inputs = [_tokens(numbers, min(length, limit)) for length in _INPUT_LENGTHS]

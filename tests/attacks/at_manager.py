@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple, cast
 import grpc
 
 from kvpool.cache_service.core.messages import Limits
-from kvpool.cache_service.request_sizes import request_limits
-from kvpool.cache_service.server import SERVICE
+from kvpool.cache_service.request_sizes import SERVICE, request_limits
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2 as pb

@@ -40,7 +40,7 @@ async def test_a_worker_tells_of_itself_and_a_refused_request_is_one(
             await cluster.until_idle()
             page = await scrape(cluster.worker.metrics.url)
             await until(lambda: any(line.get("generated_tokens_per_s", 0) > 0 for line in said))
-    labels = {"model_name": cluster.worker.facts.name, "engine": "0"}
+    labels = {"model_name": cluster.worker.facts.model_name, "engine": "0"}
     assert page.value("vllm:prompt_tokens_total", **labels) == 3
     assert page.value("vllm:generation_tokens_total", **labels) == 5
     assert page.value("kvpool_worker_requests_ended_total", outcome="length") == 1

@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import SERVICE, ManagerServer
+from kvpool.cache_service.request_sizes import SERVICE
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client
 from kvpool.v1 import cache_pb2_grpc

@@ -194,7 +194,7 @@ def test_absolute_numbers_do_not_tell_states_apart() -> None:
     before = fingerprint(world)
     world.manager.sessions[0].last_call_no += 5
     world.peers[0].engine.cache.state.link.num_calls += 5  # type: ignore[union-attr]
-    world.manager._last_stamp += 7
+    world.manager.last_generation += 7
     assert fingerprint(world) == before
 
 

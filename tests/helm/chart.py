@@ -18,7 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvpool.cache_service.server import SERVICE as CACHE_SERVICE
+from kvpool.cache_service.request_sizes import SERVICE as CACHE_SERVICE
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.gateway.settings import GatewaySettings
 from kvpool.process.settings import ProcessSettings, load_settings

@@ -247,8 +247,8 @@ class PagedModel(RequestLoop):
         self._free_states = list(range(_NUM_STATE_BLOCKS - 1, 0, -1)) if mixers else []
         states = StatesPlan(_NUM_STATE_BLOCKS, state_bytes(mixers)) if mixers else None
         cross = None
-        if loaded.facts.encoder is not None:
-            cross = CrossPlan(num_blocks, 0, loaded.facts.encoder.max_tokens)
+        if loaded.encoder is not None:
+            cross = CrossPlan(num_blocks, 0, loaded.encoder.max_tokens)
         self._free_cross = list(range(1, num_blocks))
         random.Random(4).shuffle(self._free_cross)
         num_bytes = kv_bytes_per_token(loaded.runtime.layers, loaded.runtime.dtype)

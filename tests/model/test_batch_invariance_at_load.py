@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +155,12 @@ async def test_the_log_says_it_and_a_client_learns_it_from_get_model(tmp_path: P
         asked = worker_pb2.GetModelRequest(facts_only=True)
         (message,) = [message async for message in worker_pb2_grpc.WorkerServiceStub(channel).GetModel(asked)]
         facts = cluster.worker.facts
-    said, sent = facts.batch_invariance, message.facts.batch_invariance
-    assert sent == said
-    assert said.attention_partition > 0
+    assert message.facts == facts
+    assert facts.batch_invariance.attention_partition > 0
     for promised, level in ((True, "info"), (False, "warning")):
         with capture_logs() as logs:
-            as_found = worker_pb2.BatchInvariance(promised=promised, reason="as it was found")
-            log_batch_invariance(replace(facts, batch_invariance=as_found))
+            facts.batch_invariance.CopyFrom(worker_pb2.BatchInvariance(promised=promised, reason="as it was found"))
+            log_batch_invariance(facts)
         (entry,) = logs
         assert entry["log_level"] == level
         assert "as it was found" in entry["event"]

@@ -15,7 +15,6 @@ from kvpool.v1 import worker_pb2
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.generation import (
     FIELDS,
-    GenerationDefaults,
     Use,
     read_generation,
     read_generation_config,
@@ -44,7 +43,7 @@ ASKS: dict[str, Any] = {
 
 def read(
     folder: Path, generation: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None, **facts: Any
-) -> GenerationDefaults:
+) -> tuple[worker_pb2.ModelFacts, list[str]]:
     (folder / "config.json").write_text(json.dumps(config or {}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -69,13 +68,13 @@ def test_a_default_is_what_a_request_means_that_does_not_say(name: str, tmp_path
         assert found.defaults == worker_pb2.GenerationDefaults()
         return
     assert names.get(name, name) in options
-    assert any("defaults of requests" in line and name in line for line in found.lines)
+    assert any("defaults of requests" in line and name in line for line in lines)
 
 
 def test_tokens_that_are_forced_count_as_new_ones_and_are_none_of_an_answer(tmp_path: Path) -> None:
-    found = read(tmp_path, {"max_new_tokens": 50, "min_new_tokens": 4}, num_forced=1).defaults.stop
+    found = read(tmp_path, {"max_new_tokens": 50, "min_new_tokens": 4}, num_forced=1)[0].defaults.stop
     assert (found.max_tokens, found.min_tokens) == (49, 3)
-    least = read(tmp_path, {"max_new_tokens": 1, "min_new_tokens": 1}, num_forced=1).defaults.stop
+    least = read(tmp_path, {"max_new_tokens": 1, "min_new_tokens": 1}, num_forced=1)[0].defaults.stop
     assert (least.max_tokens, least.min_tokens) == (1, 0)
 
 
@@ -87,21 +86,22 @@ def test_what_texts_depend_on_and_is_not_carried_out_is_refused_by_name(name: st
     with pytest.raises(ModelError, match=rf"^generation_config\.json: {name}.*take the field out of the file"):
         read(tmp_path, {name: ASKS[name], **sampled})
     if sampled:
-        assert any("without effect" in line and name in line for line in read(tmp_path, {name: ASKS[name]}).lines)
+        assert any("without effect" in line and name in line for line in read(tmp_path, {name: ASKS[name]})[1])
 
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.use is Use.NOTHING and name in ASKS])
 def test_what_has_no_effect_is_named(name: str, tmp_path: Path) -> None:
-    found = read(tmp_path, {"do_sample": True, name: ASKS[name]})
-    assert found.defaults == read(tmp_path, {"do_sample": True}).defaults
-    assert any("without effect" in line and name in line for line in found.lines)
+    found, lines = read(tmp_path, {"do_sample": True, name: ASKS[name]})
+    assert found.defaults == read(tmp_path, {"do_sample": True})[0].defaults
+    assert any("without effect" in line and name in line for line in lines)
 
 
 def test_values_that_ask_for_nothing_are_taken_and_not_named(tmp_path: Path) -> None:
     usual = GenerationConfig._get_default_generation_params()
-    found = read(tmp_path, {name: value for name, value in usual.items() if name not in ("top_k", "max_length")})
-    assert not any("without effect" in line for line in found.lines)
-    assert read(tmp_path, {"a_field_of_their_own": 1}).lines[-1].endswith("without effect: a_field_of_their_own")
+    _, lines = read(tmp_path, {name: value for name, value in usual.items() if name not in ("top_k", "max_length")})
+    assert not any("without effect" in line for line in lines)
+    _, lines = read(tmp_path, {"a_field_of_their_own": 1})
+    assert lines[-1].endswith("without effect: a_field_of_their_own")
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ def test_fields_that_cannot_hold_together_are_refused(together: dict[str, Any], 
 def test_the_ids_that_end_a_text_are_the_files_or_else_those_that_config_json_states(
     generation: dict[str, Any] | None, config: dict[str, Any], ids: tuple[int, ...], tmp_path: Path
 ) -> None:
-    found = read(tmp_path, generation, config)
-    assert found.eos_token_ids == ids
+    found, lines = read(tmp_path, generation, config)
+    assert tuple(found.eos_token_ids) == ids
     given = [] if generation is None else generation.get("eos_token_id") or []
     is_outside = any(not 0 <= one < VOCAB_SIZE for one in (given if isinstance(given, list) else [given]))
-    assert any("outside the vocabulary" in line for line in found.lines) == is_outside
+    assert any("outside the vocabulary" in line for line in lines) == is_outside
 
 
 def test_the_tokenizers_end_of_turn_ends_chats_too_and_is_said(tmp_path: Path) -> None:
-    found = read(tmp_path, {"eos_token_id": 2}, end_of_turn={"<|im_end|>": 9, "</s>": 2})
-    assert (found.eos_token_ids, found.end_of_turn_token_ids) == ((2,), (9,))
-    assert any("in chats" in line and "9 (<|im_end|>)" in line for line in found.lines)
+    found, lines = read(tmp_path, {"eos_token_id": 2}, end_of_turn={"<|im_end|>": 9, "</s>": 2})
+    assert ([*found.eos_token_ids], [*found.end_of_turn_token_ids]) == ([2], [9])
+    assert any("in chats" in line and "9 (<|im_end|>)" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,13 @@ def test_a_gguf_file_ends_texts_at_the_end_of_a_turn_too(
 
 def test_ids_outside_the_vocabulary_are_left_out_of_rules(tmp_path: Path) -> None:
     """No token has them; of a run with such an id no other part is banned."""
-    found = read(tmp_path, {"suppress_tokens": [-1, 5, 400], "bad_words_ids": [[5, 400], [6]]})
+    found, _ = read(tmp_path, {"suppress_tokens": [-1, 5, 400], "bad_words_ids": [[5, 400], [6]]})
     assert list(found.defaults.sampling.suppress_tokens.ids) == [5]
     assert [list(one.ids) for one in found.defaults.sampling.bad_words_ids.lists] == [[6]]
 
 
 def test_without_the_file_config_json_says_it(tmp_path: Path) -> None:
-    found = read(tmp_path, None, {"num_beams": 4, "no_repeat_ngram_size": 3, "model_type": "bart"})
+    found, _ = read(tmp_path, None, {"num_beams": 4, "no_repeat_ngram_size": 3, "model_type": "bart"})
     assert (found.defaults.beam_search.num_beams, found.defaults.sampling.no_repeat_ngram_size) == (4, 3)
 
 

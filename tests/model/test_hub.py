@@ -117,14 +117,14 @@ def test_a_model_from_the_hub_runs(
     """It is the folder that it was made of: test_truth.py has the texts of these."""
     tiny = make_tiny_model("llama", tmp_path / "tiny", tokenizer=True, eos_token_id=EOS_TOKEN_ID)
     server.repos["org/tiny"] = repo_of(tiny.path)
-    facts = load(tiny.path).facts
+    expected = load(tiny.path)
     output = machine.run("org/tiny")
     assert "fetched org/tiny in" in output
     monkeypatch.setattr(resolve, "fetch_model", lambda *_: _path(output))
     loaded = load(Path("org/tiny"), cache_dir=tmp_path)
-    assert loaded.facts.name == "org/tiny"
-    assert loaded.facts.fingerprint == facts.fingerprint
-    assert loaded.facts.chat_template == facts.chat_template
+    assert loaded.facts.model_name == "org/tiny"
+    assert loaded.facts.model_fingerprint == expected.facts.model_fingerprint
+    assert loaded.files == expected.files
 
 
 def test_only_what_is_loaded_is_fetched_and_once(server: HubServer, machine: Machine) -> None:

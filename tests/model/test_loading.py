@@ -184,11 +184,12 @@ def make(kind: str, folder: Path) -> Path:
 
 def test_the_facts_say_that_the_prompt_feeds_an_encoder(tmp_path: Path) -> None:
     lines: list[str] = []
-    facts = load(make("t5", tmp_path), lines.append, max_model_len=100, runtime="auto").facts
-    assert facts.encoder == EncoderSettings(512, 264, (0,))
-    assert facts.max_model_len == 100
+    loaded = load(make("t5", tmp_path), lines.append, max_model_len=100, runtime="auto")
+    assert loaded.encoder == EncoderSettings(512, 264, (0,))
+    assert (loaded.facts.is_encoder_decoder, loaded.facts.max_encoder_tokens) == (True, 512)
+    assert loaded.facts.max_model_len == 100
     assert "runtime: torch; not native: it computes no encoder-decoder models" in lines
-    shorter = load(tmp_path, lines.append, max_encoder_tokens=40, runtime="auto").facts.encoder
+    shorter = load(tmp_path, lines.append, max_encoder_tokens=40, runtime="auto").encoder
     assert shorter is not None
     assert shorter.max_tokens == 40
 
@@ -231,9 +232,9 @@ def test_a_limit_of_the_encoder_needs_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["t5", "t5gemma", "m2m_100"])
 def test_a_model_in_bfloat16_passes_its_check_and_runs(kind: str, tmp_path: Path) -> None:
     loaded = load(make(kind, tmp_path), dtype="bfloat16")
-    assert loaded.facts.encoder is not None
+    assert loaded.encoder is not None
     paged = PagedModel(loaded, backend=loaded.attention_backend("auto", BLOCK_SIZE, quiet))
-    prompt = [*loaded.facts.encoder.decoder_prompt, 33, 44]
+    prompt = [*loaded.encoder.decoder_prompt, 33, 44]
     paged.run([paged.request(prompt, 2, encoder=paged.encoder([20, 30, 40, 50, 60, 70, 80]))])
 
 

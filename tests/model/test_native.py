@@ -159,7 +159,7 @@ def test_int8_halves_the_weights_and_is_another_model(llama: Path) -> None:
     lines: list[str] = []
     how: dict[str, Any] = {"dtype": "bfloat16", "runtime": "native"}
     exact, rounded = load(llama, **how), load(llama, lines.append, **how, quantize="int8")
-    assert rounded.facts.fingerprint != exact.facts.fingerprint
+    assert rounded.facts.model_fingerprint != exact.facts.model_fingerprint
     assert rounded.runtime.num_bytes() < 0.75 * exact.runtime.num_bytes()  # the embedding keeps its type
     assert [line for line in lines if line.startswith("runtime: native (") and "weights of int8" in line]
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from kvpool.v1 import worker_pb2
 from kvpool.worker_service.model.device import choose_device
 from kvpool.worker_service.model.errors import ModelError
 from kvpool.worker_service.model.facts import TokenizerFiles
@@ -94,21 +95,24 @@ def test_models_with_code_of_their_own_are_refused(tiny: Path) -> None:
 
 def test_the_facts_of_a_model(tiny: Path) -> None:
     lines: list[str] = []
-    facts = load(tiny, lines.append).facts
+    loaded = load(tiny, lines.append)
+    facts, files = loaded.facts, loaded.files
     assert lines[-1].startswith("loaded llama (float32 on cpu) in ")
     assert load(tiny, max_model_len=100).facts.max_model_len == 100
     with pytest.raises(ModelError, match=r"not within 2 … 512"):
         load(tiny, max_model_len=513)
-    assert (facts.name, facts.architecture, facts.dtype, facts.device) == ("llama", "llama", "float32", "cpu")
-    assert (facts.vocab_size, facts.max_model_len, facts.eos_token_ids) == (VOCAB_SIZE, MAX_MODEL_LEN, (EOS_TOKEN_ID,))
-    assert facts.tokenizer_json is not None
-    tokenizer = Tokenizer.from_str(facts.tokenizer_json.decode())
+    assert (facts.model_name, facts.architecture, facts.dtype, facts.device) == ("llama", "llama", "float32", "cpu")
+    assert (facts.vocab_size, facts.max_model_len, [*facts.eos_token_ids]) == (
+        VOCAB_SIZE,
+        MAX_MODEL_LEN,
+        [EOS_TOKEN_ID],
+    )
+    tokenizer = Tokenizer.from_str(files[worker_pb2.MODEL_FILE_TOKENIZER].decode())
     text = "Hello world cat"
     assert len(tokenizer.encode(text).ids) == len(text)
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert facts.chat_template is not None
-    assert "message['content']" in facts.chat_template
-    assert json.loads(facts.special_tokens_json) == {"eos_token": "<eos>"}
+    assert "message['content']" in files[worker_pb2.MODEL_FILE_CHAT_TEMPLATE].decode()
+    assert json.loads(files[worker_pb2.MODEL_FILE_SPECIAL_TOKENS]) == {"eos_token": "<eos>"}
 
 
 def added(content: str) -> dict[str, Any]:
@@ -150,10 +154,9 @@ def test_templates_find_the_special_tokens_that_transformers_gives_them(
 def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     lines: list[str] = []
     folder = make_tiny_model("gpt2", tmp_path).path
-    facts = load(folder, lines.append).facts
+    loaded = load(folder, lines.append)
     assert f"{folder} has no tokenizer.json: prompts and answers are token ids" in lines
-    assert (facts.tokenizer_json, facts.chat_template) == (None, None)
-    assert (facts.special_tokens, facts.eos_token_ids) == ({}, ())
+    assert (loaded.files, [*loaded.facts.eos_token_ids]) == ({}, [])
 
 
 def test_the_fingerprint_names_what_shapes_the_kv(tiny: Path, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_longrope_is_served_under_one_list_of_factors(longrope: Path) -> None:
 
 def test_kv_of_different_factors_never_mixes(longrope: Path) -> None:
     """The choice is part of the fingerprint, hence of every root; the length itself is not."""
-    names = {length: load(longrope, max_model_len=length).facts.fingerprint for length in (16, ORIGINAL, 64, 128)}
+    names = {length: load(longrope, max_model_len=length).facts.model_fingerprint for length in (16, ORIGINAL, 64, 128)}
     assert names[16] == names[ORIGINAL] != names[64] == names[128]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.cache_service.core.block_pool import HELD, RESERVED, BlockPool
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
-from kvpool.cache_service.core.integrity.findings import Findings
+from kvpool.cache_service.core.integrity.findings import Audit
 from kvpool.cache_service.core.integrity.pools import PoolLaws
 from kvpool.cache_service.core.integrity.sequences import SequenceLaws
 from kvpool.cache_service.core.manager import REPORT_FIRST_SECONDS
@@ -251,7 +251,7 @@ class Laws:
     def of_session(self, manager: ManagerProcess, session: Session) -> None:
         """The laws of one session's blocks and sequences, and that its worker means the same by them."""
         core = manager.core
-        findings = Findings(1 << 20)
+        findings = Audit(1 << 20)
         pools = [PoolLaws(session, group, lambda: core.last_generation, findings).course() for group in session.by_slot]
         for course in (*pools, SequenceLaws(session, findings).course()):
             for _ in course:

@@ -11,9 +11,8 @@ from kvpool.cache_service.core.session_key import SessionKey
 from kvpool.cache_service.election.epoch import EpochStore, LeadershipLost, StateError
 from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.election.kubernetes import LeaseEpochs, LeaseName
-from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.leader_gate import LeaderGate
-from kvpool.cache_service.servicer import CacheServicer
+from kvpool.cache_service.servicer import SESSION_KEY_BYTES, CacheServicer
 from kvpool.v1 import cache_pb2_grpc
 from tests.simulation import lease_server
 from tests.simulation.disk import Path, PowerLoss

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from kvpool.cache_service import worker_codec
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Root
-from kvpool.cache_service.keys import make_session_key
+from kvpool.cache_service.servicer import make_session_key
 from kvpool.worker_service.cache.link_state import MAX_STALE_CALLS
 from tests.until import until
 from tests.worker_service.world import FINGERPRINT, Wire, World, read_right

@@ -152,7 +152,7 @@ async def test_every_method_has_a_limit_of_its_own() -> None:
 async def test_the_largest_legal_request_is_taken(cluster: InProcessCluster, channel: Any) -> None:
     """Every field at its limit, the prompt of the largest ids, one tag for each."""
     asked = request("s" * 128, max_tokens=1, tenant="t" * 256, tenant_salt="u" * 256)
-    asked.model_fingerprint = cluster.worker.facts.fingerprint
+    asked.model_fingerprint = cluster.worker.facts.model_fingerprint
     asked.token_ids.ids[:] = [263] * (MAX_MODEL_LEN - 1)
     asked.sampling.CopyFrom(
         worker_pb2.SamplingParams(

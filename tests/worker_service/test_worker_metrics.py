@@ -9,16 +9,16 @@ from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
 from kvpool.process.metrics import MetricsPage
+from kvpool.v1 import worker_pb2
 from kvpool.worker_service.engine.errors import ErrorKind
 from kvpool.worker_service.metrics import OUTCOMES, WorkerMetrics
-from kvpool.worker_service.model.facts import ModelFacts
 from kvpool.worker_service.throughput import ThroughputLog
 from tests.scrape import Scrape
 from tests.until import until
 from tests.worker_service.world import World
 
 MODEL = {"model_name": "tracer", "engine": "0"}
-FACTS = ModelFacts("tracer", "", "", "float32", "cpu", 1, 1, (), None, None, {})
+FACTS = worker_pb2.ModelFacts(model_name="tracer", dtype="float32", device="cpu")
 KV_CACHE_BYTES = 65 * 512
 VLLM_TYPES = {
     "vllm:num_requests_running": "gauge",

@@ -16,7 +16,7 @@ from kvpool.cache_service import status
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.refusal import Refusal
 from kvpool.cache_service.core.session_key import NO_KEY
-from kvpool.cache_service.keys import make_session_key
+from kvpool.cache_service.servicer import make_session_key
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.engine_cache import EngineCache
 from kvpool.worker_service.cache.settings import CacheSettings

@@ -1,9 +1,8 @@
-"""Facts of a model that a worker reports: plain data, no tensors."""
+"""What a model's folder says of its tokenizer, and of how its texts begin."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,50 +15,6 @@ from ..engine.prompt import EncoderSettings
 from .errors import ModelError, one_line
 from .source.files import TOKENIZER, TOKENIZER_CONFIG, is_there, read_bytes, read_object, read_text
 
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts about a loaded model."""
-
-    name: str
-    """Shown to users."""
-    fingerprint: str
-    """Hex SHA-256 of all inputs that determine the KV."""
-    architecture: str
-    """`model_type` of the config, e.g. llama."""
-    dtype: str
-    """Type of weights and KV, e.g. bfloat16."""
-    device: str
-    """cpu or cuda:N."""
-    vocab_size: int
-    """Token ids are 0 … vocab_size − 1."""
-    max_model_len: int
-    """Prompt and generated tokens together; with an encoder, tokens of the decoder."""
-    eos_token_ids: tuple[int, ...]
-    """Ids that end a text, ascending."""
-    tokenizer_json: bytes | None
-    """tokenizer.json of the `tokenizers` library; None: prompts and answers are token ids."""
-    chat_template: str | None
-    """Jinja template; render it in a sandbox."""
-    special_tokens: dict[str, str]
-    """bos_token, eos_token, … for the chat template."""
-    batch_invariance: worker_pb2.BatchInvariance = field(
-        default_factory=lambda: worker_pb2.BatchInvariance(reason="it was not tried")
-    )
-    """Whether the bits of a row's logits are the same in every step, as tested at load."""
-    encoder: EncoderSettings | None = None
-    """None: the prompt is the beginning of the text."""
-    end_of_turn_token_ids: tuple[int, ...] = ()
-    """Ids that also end a text in chats."""
-    defaults: worker_pb2.GenerationDefaults = field(default_factory=worker_pb2.GenerationDefaults)
-    """Defaults of requests, from the model's files."""
-
-    @property
-    def special_tokens_json(self) -> bytes:
-        """`special_tokens` as a JSON object, UTF-8."""
-        return json.dumps(self.special_tokens, ensure_ascii=False, sort_keys=True).encode()
-
-
 _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
@@ -69,6 +24,18 @@ class TokenizerFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._config = self._json(TOKENIZER_CONFIG)
+
+    def served(self) -> dict[worker_pb2.ModelFile, bytes]:
+        """The content of the files that clients are given. Raises ModelError."""
+        files = {}
+        tokenizer, template = self.tokenizer_json(), self.chat_template()
+        special = json.dumps(self.special_tokens(), ensure_ascii=False, sort_keys=True)
+        if tokenizer is not None:
+            files[worker_pb2.MODEL_FILE_TOKENIZER] = tokenizer
+            files[worker_pb2.MODEL_FILE_SPECIAL_TOKENS] = special.encode()
+        if template is not None:
+            files[worker_pb2.MODEL_FILE_CHAT_TEMPLATE] = template.encode()
+        return files
 
     def tokenizer_json(self) -> bytes | None:
         """The content of tokenizer.json; None: there is none. Raises ModelError if the tokenizers library cannot read it."""

@@ -6,7 +6,6 @@ Without that file `generate` reads the same fields from config.json, and so does
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -122,20 +121,6 @@ _NEUTRAL: Final[Mapping[str, Any]] = GenerationConfig._get_default_generation_pa
 """Values that ask for nothing, other than none, false and empty ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """What a model's files ask of texts."""
-
-    eos_token_ids: tuple[int, ...]
-    """Ids that end a text, ascending."""
-    end_of_turn_token_ids: tuple[int, ...]
-    """Ids that also end a text in chats."""
-    defaults: worker_pb2.GenerationDefaults
-    """Defaults of requests."""
-    lines: tuple[str, ...]
-    """Lines for the log at load."""
-
-
 def read_generation_config(folder: Path) -> GenerationConfig:
     """Read the file, or its fields in config.json if there is no such file. Raises ModelError."""
     with library_errors(f"transformers cannot read {folder / _source(folder)}", "Correct the file, or fetch it again."):
@@ -158,10 +143,10 @@ def read_generation(
     end_of_turn: Mapping[str, int],
     num_forced: int = 0,
     has_tokenizer: bool = True,
-) -> GenerationDefaults:
-    """Check the fields and make them defaults of requests and lines for the log. `end_of_turn`: names and ids of tokens that end a
-    turn of a chat; `num_forced`: tokens that generate counts as new ones, and that are no part of an answer. Raises ModelError,
-    naming the field."""
+) -> tuple[worker_pb2.ModelFacts, list[str]]:
+    """Check the fields and make them facts (ids that end a text, ids that also end one in chats, both ascending, and defaults of
+    requests) and lines for the log. `end_of_turn`: names and ids of tokens that end a turn of a chat; `num_forced`: tokens that
+    generate counts as new ones, and that are no part of an answer. Raises ModelError, naming the field."""
     source = _source(folder)
     fields = {name: value for name, value in vars(config).items() if name in FIELDS and _says(name, value)}
     _refuse(fields, source)
@@ -169,7 +154,7 @@ def read_generation(
         raise _wrong(source, "stop_strings", "this model has no tokenizer, so there is no text to find them in")
     lines: list[str] = []
     eos, where = _eos(config, folder, source)
-    eos_token_ids = tuple(sorted(set(_in_vocabulary(eos, "eos_token_id", where, vocab_size, lines))))
+    eos_token_ids = sorted(set(_in_vocabulary(eos, "eos_token_id", where, vocab_size, lines)))
     more = {name: token_id for name, token_id in end_of_turn.items() if token_id not in eos_token_ids}
     ends = ", ".join(map(str, eos_token_ids)) or "none"
     lines.append(f"ids that end a text: {ends} ({where})")
@@ -193,7 +178,10 @@ def read_generation(
     unknown = sorted(name for name in vars(config) if name not in FIELDS and not name.startswith("_"))
     if unknown:
         lines.append(f"{source}: unknown, and without effect: {', '.join(unknown)}")
-    return GenerationDefaults(eos_token_ids, tuple(sorted(set(more.values()))), defaults, tuple(lines))
+    facts = worker_pb2.ModelFacts(
+        eos_token_ids=eos_token_ids, end_of_turn_token_ids=sorted(set(more.values())), defaults=defaults
+    )
+    return facts, lines
 
 
 def _says(name: str, value: Any) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 import structlog
+
+from kvpool.v1 import worker_pb2
 
 from ..attention.layer import AttentionBackend, AttentionSpec
 from ..attention.packing import StepSizes
@@ -15,13 +16,13 @@ from ..attention.selection import BackendName, UnsuitableBackend, choose_backend
 from ..engine.prompt import EncoderSettings
 from .device import choose_device
 from .errors import ModelError, library_errors
-from .facts import ModelFacts, TokenizerFiles, read_encoder_settings
+from .facts import TokenizerFiles, read_encoder_settings
 from .forward.contract import Runtime
 from .forward.kv_cache import KVCache
 from .forward.kv_plan import KVCachePlan
 from .forward.native import NativeRuntime
 from .forward.runner import ModelRunner
-from .generation import GenerationDefaults, read_generation, read_generation_config
+from .generation import read_generation, read_generation_config
 from .guard.batch_invariance import find_batch_invariance
 from .guard.support import check_config, check_replica
 from .length import (
@@ -39,18 +40,23 @@ from .native.timing import Measure, measure_runtime
 from .placement import Prepared, choose_dtype, dtype_name, own_dtype, read_config
 from .progress import Progress
 from .runtimes import NO_ENCODERS, RuntimeLoader, not_native
-from .settings import MemorySettings, ModelSettings, QuantizationName
+from .settings import MemorySettings, ModelSettings
 from .source.cache_dir import open_cache_dir
 from .source.files import TOKENIZER, check_small_files, check_weights
 from .source.fingerprint import fingerprint
-from .source.resolve import ModelSource, resolve_model
+from .source.resolve import resolve_model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model that passed the guard, for one runner. The facts do not refer to the weights."""
 
-    facts: ModelFacts
+    facts: worker_pb2.ModelFacts
+    """What GetModel answers, without what the worker's settings and its files make of it."""
+    files: dict[worker_pb2.ModelFile, bytes]
+    """The content of the files that clients are given."""
+    encoder: EncoderSettings | None
+    """None: the prompt is the beginning of the text."""
     runtime: Runtime
 
     def attention_backend(
@@ -72,11 +78,14 @@ class LoadedModel:
     def try_batch_invariance(self, backend: AttentionBackend | None) -> Self:
         """The same model, with the test's result in its facts. Takes some forward passes; call it before `runner`."""
         batch_invariance = find_batch_invariance(self.runtime, self.facts.max_model_len, backend)
-        return replace(self, facts=replace(self.facts, batch_invariance=batch_invariance))
+        facts = worker_pb2.ModelFacts()
+        facts.CopyFrom(self.facts)
+        facts.batch_invariance.CopyFrom(batch_invariance)
+        return replace(self, facts=facts)
 
     def plan(self, settings: MemorySettings, backend: AttentionBackend | None = None) -> MemoryBudget:
         """Size of the KV cache and use of the memory; keeps nothing allocated. backend: see runner. Raises ModelError."""
-        limit = None if self.facts.encoder is None else self.facts.encoder.max_tokens
+        limit = None if self.encoder is None else self.encoder.max_tokens
         facts = facts_of_loaded(
             self.runtime, self.facts.max_model_len, settings, lambda plan: self.runner(plan, backend), limit
         )
@@ -113,14 +122,28 @@ def load_model(
         check_weights(folder.path)
         if (line := describe_regime(config, prepared.rope_regime)) is not None:
             progress(line)
-        facts = _read_facts(folder, config, prepared, settings.quantize, cache_dir, progress)
-        if facts.tokenizer_json is None:
+        tokenizer_files = TokenizerFiles(folder.path)
+        facts, encoder, lines = read_ends_and_defaults(tokenizer_files, config, prepared.max_encoder_tokens)
+        for line in lines:
+            progress(line)
+        dtype = dtype_name(prepared.dtype)
+        facts.model_name = folder.name
+        facts.model_fingerprint = fingerprint(
+            folder.path, dtype, cache_dir, progress, prepared.rope_regime, settings.quantize
+        )
+        facts.architecture = config.model_type
+        facts.dtype = dtype
+        facts.device = str(prepared.device)
+        facts.vocab_size = config.get_text_config(decoder=True).vocab_size
+        facts.max_model_len = prepared.max_model_len
+        files = tokenizer_files.served()
+        if worker_pb2.MODEL_FILE_TOKENIZER not in files:
             progress(f"{folder.path} has no {TOKENIZER}: prompts and answers are token ids")
         started = time.monotonic()
         loader = RuntimeLoader(folder.path, config, prepared, settings, cache_dir, progress)
-        runtime = loader.load(facts.fingerprint, measure)
-        progress(f"loaded {facts.name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
-        return LoadedModel(facts, runtime)
+        runtime = loader.load(facts.model_fingerprint, measure)
+        progress(f"loaded {facts.model_name} ({facts.dtype} on {facts.device}) in {time.monotonic() - started:.1f} s")
+        return LoadedModel(facts, files, encoder, runtime)
 
 
 def prepare(config: Any, settings: ModelSettings) -> Prepared:
@@ -151,14 +174,14 @@ def prepare(config: Any, settings: ModelSettings) -> Prepared:
 
 def read_ends_and_defaults(
     files: TokenizerFiles, config: Any, max_encoder_tokens: int | None
-) -> tuple[EncoderSettings | None, GenerationDefaults]:
-    """Read how texts begin and end, and what requests mean by default. Raises ModelError."""
+) -> tuple[worker_pb2.ModelFacts, EncoderSettings | None, list[str]]:
+    """Read how texts begin and end, and what requests mean by default; the lines are for the log. Raises ModelError."""
     generation_config = read_generation_config(files.folder)
     encoder = None
     if max_encoder_tokens is not None:
         vocab_size = encoder_config(config).vocab_size
         encoder = read_encoder_settings(generation_config, config, max_encoder_tokens, vocab_size)
-    generation = read_generation(
+    facts, lines = read_generation(
         generation_config,
         files.folder,
         vocab_size=config.get_text_config(decoder=True).vocab_size,
@@ -166,35 +189,10 @@ def read_ends_and_defaults(
         num_forced=0 if encoder is None else len(encoder.decoder_prompt) - 1,
         has_tokenizer=files.tokenizer_json() is not None,
     )
-    return encoder, generation
-
-
-def _read_facts(
-    folder: ModelSource,
-    config: Any,
-    prepared: Prepared,
-    quantize: QuantizationName,
-    cache_dir: Path,
-    progress: Progress,
-) -> ModelFacts:
-    files = TokenizerFiles(folder.path)
-    dtype = dtype_name(prepared.dtype)
-    encoder, generation = read_ends_and_defaults(files, config, prepared.max_encoder_tokens)
-    for line in generation.lines:
-        progress(line)
-    return ModelFacts(
-        name=folder.name,
-        fingerprint=fingerprint(folder.path, dtype, cache_dir, progress, prepared.rope_regime, quantize),
-        architecture=config.model_type,
-        dtype=dtype,
-        device=str(prepared.device),
-        vocab_size=config.get_text_config(decoder=True).vocab_size,
-        max_model_len=prepared.max_model_len,
-        eos_token_ids=generation.eos_token_ids,
-        tokenizer_json=files.tokenizer_json(),
-        chat_template=files.chat_template(),
-        special_tokens=files.special_tokens(),
-        encoder=encoder,
-        end_of_turn_token_ids=generation.end_of_turn_token_ids,
-        defaults=generation.defaults,
-    )
+    if encoder is not None:
+        facts.is_encoder_decoder = True
+        facts.max_encoder_tokens = encoder.max_tokens
+        facts.decoder_start_token_id = encoder.decoder_prompt[0]
+        if len(encoder.decoder_prompt) > 1:
+            facts.forced_bos_token_id = encoder.decoder_prompt[1]
+    return facts, encoder, lines

@@ -6,10 +6,10 @@ from collections.abc import Sequence as List
 
 from ..budget import Budget
 from ..session import Session
-from .findings import Findings
+from .findings import Audit
 
 
-def compare_budget(sessions: List[Session], budget: Budget, findings: Findings) -> None:
+def compare_budget(sessions: List[Session], budget: Budget, findings: Audit) -> None:
     """Each session's account is what its pool and its sequences have, and the totals are the sums of the accounts. Takes place
     within one slice, some 0.2 ms per 1,000 sequences."""
     num_blocks = num_slots = num_tokens = 0

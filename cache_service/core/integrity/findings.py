@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..messages import SequenceKey
@@ -31,26 +32,17 @@ class Violation(NamedTuple):
     """Number of the group whose pool has the block."""
 
 
-class Audit(NamedTuple):
-    """The result: violations, and what was checked."""
+@dataclass(slots=True)
+class Audit:
+    """The violations found so far, and what was checked."""
 
-    violations: list[Violation]
-    num_blocks: int
-    num_sequences: int
-    num_nodes: int
-    num_sessions: int
-
-
-class Findings:
-    """The violations found so far. `portion`: blocks, table entries or nodes that are checked without a yield."""
-
-    def __init__(self, portion: int) -> None:
-        self.portion = portion
-        self.violations: list[Violation] = []
-        self.num_blocks = 0
-        self.num_sequences = 0
-        self.num_nodes = 0
-        self.num_sessions = 0
+    portion: int = field(compare=False)
+    """Blocks, table entries or nodes that are checked without a yield."""
+    violations: list[Violation] = field(default_factory=list)
+    num_blocks: int = 0
+    num_sequences: int = 0
+    num_nodes: int = 0
+    num_sessions: int = 0
 
     def add(
         self,

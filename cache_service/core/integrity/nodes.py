@@ -6,14 +6,14 @@ from collections.abc import Container
 
 from ..copies import Holder, block_at
 from ..prefix_tree import Leader, Leaders, Node, PrefixTree, RootNode, Walk
-from .findings import Course, Findings
+from .findings import Audit, Course
 from .world import World
 
 
 class NodeLaws:
     """Checks each node, as it is. `counted`: nodes whose number of sequences was checked by `count_all`."""
 
-    def __init__(self, world: World, walk: Walk, counted: Container[Node], findings: Findings) -> None:
+    def __init__(self, world: World, walk: Walk, counted: Container[Node], findings: Audit) -> None:
         self._world = world
         self._tree: PrefixTree = world.tree
         self._walk = walk
@@ -39,7 +39,7 @@ class NodeLaws:
             )
 
     def _add(self, law: str, message: str, node: Node) -> None:
-        """Record a violation with a block that holds the node; `Findings.name_owners` adds the owner."""
+        """Record a violation with a block that holds the node; `Audit.name_owners` adds the owner."""
         for holder in node.holders():
             session = self._world.session_of(holder)
             if session is not None:

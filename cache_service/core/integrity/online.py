@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .budget import compare_budget
-from .findings import Audit, Course, Findings
+from .findings import Audit, Course
 from .nodes import NodeLaws
 from .pools import PoolLaws
 from .sequences import SequenceLaws, compare_attempts, count_all
@@ -44,7 +44,7 @@ class OnlineAudit:
 
     def __init__(self, world: World, *, portion: int = PORTION, in_slices: bool = True) -> None:
         self._world = world
-        self._findings = Findings(portion)
+        self._findings = Audit(portion)
         self._walk = world.tree.begin_walk(in_portions=in_slices)
         self._course: Iterator[int] = self._run()
 
@@ -58,8 +58,7 @@ class OnlineAudit:
 
     def result(self) -> Audit:
         """The findings; complete after `step` has returned False."""
-        found = self._findings
-        return Audit(found.violations, found.num_blocks, found.num_sequences, found.num_nodes, found.num_sessions)
+        return self._findings
 
     def close(self) -> None:
         """End the tree's notifications. Idempotent."""

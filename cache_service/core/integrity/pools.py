@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..block_pool import CACHED, FREE, HELD, RESERVED, State
 from ..groups.group import Group
 from ..session import Session
-from .findings import Course, Findings
+from .findings import Audit, Course
 
 _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
 """Translates states into whether blocks in them are on the free list."""
@@ -17,7 +17,7 @@ _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
 class PoolLaws:
     """Checks the pool of one group of a session."""
 
-    def __init__(self, session: Session, group: Group, last_generation: Callable[[], int], findings: Findings) -> None:
+    def __init__(self, session: Session, group: Group, last_generation: Callable[[], int], findings: Audit) -> None:
         self._session = session
         self._group = group
         self._pool = group.pool

@@ -10,13 +10,13 @@ from ..messages import TOKEN_BYTES
 from ..prefix_tree import Node
 from ..sequence import Sequence
 from ..session import Session
-from .findings import Course, Findings
+from .findings import Audit, Course
 
 
 class SequenceLaws:
     """Checks the sequences of one session, as they are; those that have ended since are skipped."""
 
-    def __init__(self, session: Session, findings: Findings) -> None:
+    def __init__(self, session: Session, findings: Audit) -> None:
         self._session = session
         self._findings = findings
 
@@ -100,7 +100,7 @@ class SequenceLaws:
 # The laws that need all live sequences at one moment: each of these takes place within one slice, some 0.5 ms per 1,000 of them.
 
 
-def count_all(sessions: Iterable[Session], suspects: Iterable[Node], findings: Findings) -> Counter[Node]:
+def count_all(sessions: Iterable[Session], suspects: Iterable[Node], findings: Audit) -> Counter[Node]:
     """Compare the sequences whose path ends at a node with the node's count; also those of the suspects. Returns how many end
     where."""
     sequences = [sequence for session in sessions for sequence in session.sequences.values()]
@@ -114,7 +114,7 @@ def count_all(sessions: Iterable[Session], suspects: Iterable[Node], findings: F
     return ending
 
 
-def compare_attempts(sessions: Iterable[Session], attempts: Fencing, findings: Findings) -> None:
+def compare_attempts(sessions: Iterable[Session], attempts: Fencing, findings: Audit) -> None:
     """The index of attempts holds exactly the live sequences."""
     living = {sequence for session in sessions for sequence in session.sequences.values()}
     indexed = set(attempts)

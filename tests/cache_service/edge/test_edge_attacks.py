@@ -13,8 +13,8 @@ import structlog
 from google.rpc import error_details_pb2
 
 from kvpool.cache_service.core.messages import Limits
-from kvpool.cache_service.request_sizes import request_limits
-from kvpool.cache_service.server import SERVICE, ManagerServer
+from kvpool.cache_service.request_sizes import SERVICE, request_limits
+from kvpool.cache_service.server import ManagerServer
 from kvpool.process.request_guard import SMALL
 from kvpool.protocol.limits import MAX_MESSAGE_BYTES
 from kvpool.v1 import cache_pb2 as pb

@@ -11,7 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cache_service.election.file import FileEpochs
-from kvpool.cache_service.server import SERVICE, ManagerServer
+from kvpool.cache_service.request_sizes import SERVICE
+from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc

@@ -10,8 +10,8 @@ from google.rpc import error_details_pb2
 from structlog.testing import capture_logs
 
 from kvpool.cache_service import worker_codec
-from kvpool.cache_service.keys import SESSION_KEY_BYTES
 from kvpool.cache_service.server import ManagerServer
+from kvpool.cache_service.servicer import SESSION_KEY_BYTES
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc
 from tests.attacks import at_manager

@@ -45,8 +45,8 @@ class Encoders(SharingSubject):
 
     @property
     def start(self) -> int:
-        assert self.loaded.facts.encoder is not None
-        return self.loaded.facts.encoder.decoder_prompt[0]
+        assert self.loaded.encoder is not None
+        return self.loaded.encoder.decoder_prompt[0]
 
     @cached_property
     def oracle(self) -> Oracle:
