@@ -66,7 +66,7 @@ class RingCache(RequestLoop):
         if by_window:
             groups = group_needs(loaded.runtime.layers, loaded.runtime.dtype)
         groups = [replace(group, num_blocks=num_blocks + 3 * group.index) for group in groups]
-        encoder = loaded.facts.encoder
+        encoder = loaded.encoder
         cross = None if encoder is None else CrossPlan(num_blocks, 0, encoder.max_tokens)
         self.plan = KVCachePlan(block_size, tuple(groups), cross=cross)
         self.runner = loaded.runner(self.plan, backend)

@@ -59,7 +59,7 @@ def test_every_field_that_transformers_has_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.use is Use.DEFAULT])
 def test_a_default_is_what_a_request_means_that_does_not_say(name: str, tmp_path: Path) -> None:
-    found = read(tmp_path, {name: ASKS[name]})
+    found, lines = read(tmp_path, {name: ASKS[name]})
     options = {entry.name for entry, _ in found.defaults.sampling.ListFields()}
     for part in (found.defaults.stop, found.defaults.beam_search, found.defaults):
         options |= {entry.name for entry, _ in part.ListFields()}

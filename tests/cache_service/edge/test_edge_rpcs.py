@@ -10,7 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool.cache_service import servicer
-from kvpool.cache_service.server import SERVICE, ManagerServer
+from kvpool.cache_service.request_sizes import SERVICE
+from kvpool.cache_service.server import ManagerServer
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.cache_service.edge.peer import ROOT, Worker, item, key, prompt, refused, registration, run, tokens, update
