@@ -237,3 +237,4 @@ def supersede(state: CacheState, sequence: CacheSequence) -> None:
             if not child.is_superseded and child.state is SequenceState.LIVE:
                 state.events.append(events.Stopped(child))
             child.is_superseded = True
+    sequence.is_superseded = True

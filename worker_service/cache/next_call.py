@@ -168,10 +168,8 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
     size = state.settings.block_size
     unreported = ending + [
         sequence
-        for sequence in state.sequences.values()
-        if sequence.state is SequenceState.LIVE
-        and sequence.parent is None
-        and (sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens or sequence.has_news)
+        for sequence in _appendable(state)
+        if sequence.num_computed_tokens // size * size > sequence.acked_computed_tokens or sequence.has_news
     ]
     reports = _one_call(state, unreported)
     if len(reports) == len(unreported):
@@ -187,6 +185,15 @@ def _append(state: CacheState, link: LinkState, targets: list[int], now: float) 
         num_full = sequence.num_computed_tokens // size * size
         stated.append(_state(state, request.items.add().update, sequence, num_full, num_full))
     return _call(state, link, request, stated, wishes)
+
+
+def _appendable(state: CacheState) -> list[CacheSequence]:
+    """The live sequences of which the manager would take an Append."""
+    return [
+        sequence
+        for sequence in state.sequences.values()
+        if sequence.state is SequenceState.LIVE and sequence.parent is None and not sequence.is_superseded
+    ]
 
 
 def _wants_refill(state: CacheState, targets: list[int]) -> bool:
@@ -210,11 +217,7 @@ def _makes_room_for_a_fork(state: CacheState, targets: list[int]) -> bool:
     wait for the forks, and then no progress of theirs would state it."""
     if not state.settings.keeping_boundaries or not state.num_forks_to_come:
         return False
-    live = [
-        sequence
-        for sequence in state.sequences.values()
-        if sequence.state is SequenceState.LIVE and sequence.parent is None
-    ]
+    live = _appendable(state)
     for group in state.settings.keeping_boundaries:
         if len(state.reserves[group]) < targets[group]:
             copied = forks.blocks_to_copy(state, group)

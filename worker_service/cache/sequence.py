@@ -103,7 +103,7 @@ class CacheSequence:
         self.lacks_copies = False
         """A fork that ended before a step had made its copies: what it does not share is not there."""
         self.is_superseded = False
-        """A fork that cannot be stated to the manager, because a larger attempt of it or of its parent runs elsewhere."""
+        """It cannot be stated to the manager any more, because a larger attempt of it or of its parent runs elsewhere."""
         self.maybe_granted = False
         """An Allocate or a Fork of this round was sent and not refused: the manager may hold blocks for it."""
         self.acked_tokens = 0
