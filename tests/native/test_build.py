@@ -229,7 +229,7 @@ def loaded() -> list[str]:
         (["other"], {}, ["The native step needs a CPU with simd, which this one lacks."]),
         (["simd"], {"TARGETS": (FOREIGN,)}, [f"There is no native step for {MACHINE}."]),
     ],
-    ids=str,
+    ids=["fast", "slow", "all cpus", "tiles", "no tiles", "other flags", "other machine"],
 )
 def test_the_fastest_that_every_cpu_can_run_is_loaded(
     cpus: list[str],
