@@ -19,7 +19,7 @@ from kvpool.worker_service.model.forward.native import NativeRuntime
 from kvpool.worker_service.model.load import LoadedModel, load_model
 from kvpool.worker_service.model.native import comparison
 from kvpool.worker_service.model.native import load as native_load
-from kvpool.worker_service.model.native.timing import Measure, StepSeconds, TimedWorkload, measure_runtime
+from kvpool.worker_service.model.native.timing import Measure, StepSeconds, TimedWorkload
 from kvpool.worker_service.model.settings import ModelSettings
 from kvpool.worker_service.native.cpu import cpu_info
 from tests.model.paged import loaded_models, next_token
@@ -238,11 +238,3 @@ def test_a_choice_that_another_worker_has_kept_meanwhile_comes_first(worker: Wor
 
     assert isinstance(worker.start(measure).runtime, NativeRuntime)
     assert worker.line("runtime: native; not torch: ").endswith(f"another worker's choice, kept in {worker.kept[0]}")
-
-
-def test_a_real_choice_is_kept(worker: Worker) -> None:
-    """Timed by the clock, so either runtime may be the faster one here."""
-    first = worker.start(measure_runtime)
-    assert len(worker.kept) == 1
-    assert [line for line in worker.lines if "timed now, kept in" in line]
-    assert next_token(worker.restart(type(first.runtime)), PROMPT) == next_token(first, PROMPT)

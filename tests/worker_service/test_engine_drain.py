@@ -49,13 +49,6 @@ async def test_a_preempted_request_has_begun_and_may_end() -> None:
         await read_right(older, younger)
 
 
-async def test_an_idle_engine_is_empty_at_once() -> None:
-    async with (subject := world()).running():
-        await subject.answered(PROMPT, 3)
-        subject.engine.begin_drain()
-        await asyncio.wait_for(subject.engine.wait_until_empty(), 30)
-
-
 async def test_the_heartbeat_tells_the_manager_at_once() -> None:
     async with (subject := world()).running():
         subject.engine.begin_drain()

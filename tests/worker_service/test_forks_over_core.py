@@ -50,7 +50,11 @@ async def test_the_prompt_is_computed_once_and_only_tails_are_held_beside_it() -
     assert most_used <= num_full + n * (num_all - num_full)
 
 
-@pytest.mark.parametrize("seed", range(5))
+EARLY_STOPPING = worker_pb2.EarlyStopping.values()
+FEW_ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 512))
+
+
+@pytest.mark.parametrize("seed", range(7))
 async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
     """Of many requests of both kinds, in every policy and size of pool and blocks; some lose their reader."""
     rng = random.Random(seed)
@@ -75,7 +79,12 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
         requests = []
         for number, prompt in enumerate(prompts_with_shared_beginnings(rng, 14, 40)):
             num_beams = rng.randint(2, 4)
-            options = searching(num_beams, rng.randint(1, num_beams)) if number % 3 == 0 else several(rng.randint(1, 6))
+            if number % 3 == 0:
+                how = {"early_stopping": rng.choice(EARLY_STOPPING), "length_penalty": rng.choice([0.0, 1.0])}
+                options = searching(num_beams, rng.randint(1, num_beams), **how)
+                options["stop_token_ids"] = rng.choice([frozenset(), FEW_ENDING])
+            else:
+                options = several(rng.randint(1, 6))
             options |= {"tenant": rng.choice("ab"), "priority": rng.randint(-1, 1)}
             requests.append(world.submit(prompt, rng.randint(1, 14), **options))
         gone = rng.sample(requests, 3)
@@ -91,32 +100,6 @@ async def test_a_bad_wire_and_a_tight_pool_change_no_answer(seed: int) -> None:
                 assert error.message == "gone"  # noqa: PT017 - most of these requests do not fail
             else:
                 assert texts == right_texts(request)
-
-
-FEW_ENDING = frozenset(range(0, tracer.VOCAB_SIZE, 512))
-
-
-@pytest.mark.parametrize("early_stopping", worker_pb2.EarlyStopping.values())
-@pytest.mark.parametrize("block_size", [1, 4])
-async def test_beams_find_what_a_search_that_shares_nothing_finds(
-    early_stopping: worker_pb2.EarlyStopping, block_size: int
-) -> None:
-    """With chunks, beside others, and with texts that end early."""
-    rng = random.Random(3)
-    world = World(num_blocks=1500, block_size=block_size, max_num_seqs=12, max_num_batched_tokens=16)
-    async with world.running():
-        requests = [
-            world.submit(
-                prompt,
-                rng.randint(1, 12),
-                **searching(
-                    num, rng.randint(1, num), early_stopping=early_stopping, length_penalty=rng.choice([0.0, 1.0])
-                ),
-                stop_token_ids=rng.choice([frozenset(), FEW_ENDING]),
-            )
-            for num, prompt in zip([2, 3, 4, 4, 6, 2], prompts_with_shared_beginnings(rng, 6, 40), strict=True)
-        ]
-        await read_right(*requests, world.submit([1, 2, 3], 30, **several(3)))
 
 
 async def test_a_search_goes_on_whose_forks_the_manager_refuses() -> None:

@@ -151,16 +151,6 @@ def test_nobody_starves_however_long_a_flood_lasts(
         assert world.num_computed < bound, "starved"
 
 
-@pytest.mark.parametrize(("num_blocks", "num_beams", "num_others"), [(9, 2, 2), (10, 3, 1), (10, 3, 2)])
-def test_a_search_that_lacks_blocks_for_a_fork_is_found(num_blocks: int, num_beams: int, num_others: int) -> None:
-    """Also when the sequence that was its first has ended: the books, after each step, look for each request by its sequence."""
-    world = SchedulerWorld(num_blocks=num_blocks, max_num_seqs=5, max_num_batched_tokens=64)
-    for _ in range(num_others):
-        world.submit(8, 9)
-    world.submit(5, 9, num_beams=num_beams)
-    world.run_dry()
-
-
 @settings(max_examples=15)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 8)), min_size=2, max_size=4),
