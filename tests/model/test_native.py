@@ -71,10 +71,6 @@ def served_by_torch(path: Path, why: str, **settings: Any) -> LoadedModel:
     return loaded
 
 
-def test_auto_says_why_a_model_is_not_native_and_serves_it(tmp_path: Path) -> None:
-    served_by_torch(make_tiny_model("gpt_oss", tmp_path).path, "it has attention sinks")
-
-
 def test_a_model_that_fails_the_check_is_loaded_again_for_torch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are gone from the modules by then."""
     monkeypatch.setattr(check, "_TOLERANCE", {torch.float32: 1e-4, torch.bfloat16: 0.0})

@@ -13,22 +13,9 @@ from kvpool.worker_service.cache.link_state import BACKOFF_MOST_SECONDS, Mutatin
 from kvpool.worker_service.cache.report import Report
 from kvpool.worker_service.cache.reserve import SpareBlock
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
-from tests.worker_service.windowed import Worker
+from tests.worker_service.windowed import ROOT, Worker, fill
 
-_ROOT = common_pb2.Root(model_fingerprint="m")
-_OLD, _NEW = 5, 9
-
-
-def _chain(ledger: BlockLedger, *blocks: int) -> list[Content]:
-    """Complete and idle blocks, each after the one before."""
-    contents: list[Content] = []
-    for block in blocks:
-        ledger.accept_grant(block, _OLD)
-        ledger.use(block)
-        contents.append(Content(contents[-1] if contents else None, _ROOT, pack_tokens([block])))
-        ledger.complete(block, contents[-1])
-        ledger.drop(block)
-    return contents
+_OLD, _NEW = 1, 9
 
 
 def _parts(report: Report) -> list[cache_pb2.ReportRequest]:
@@ -50,7 +37,7 @@ def test_a_block_that_was_granted_after_the_snapshot_is_stated_without_its_conte
     """Between two parts the manager granted 2, in whose place something else is computed now, and 4."""
     monkeypatch.setattr(report_module, "_MAX_BACKGROUND_CONTENTS", 1)
     ledger = BlockLedger(9)
-    contents = _chain(ledger, 1, 2, 3, 4)
+    contents = fill(ledger, 1, *(pack_tokens([block]) for block in (1, 2, 3, 4)))
     report = Report((ledger,), [], [[]])
     while not report.part.contents:
         assert not report.next_part()
@@ -58,7 +45,7 @@ def test_a_block_that_was_granted_after_the_snapshot_is_stated_without_its_conte
     for block in (2, 4):
         ledger.accept_grant(block, _NEW)
     ledger.use(2)
-    ledger.complete(2, Content(None, _ROOT, pack_tokens([77])))
+    ledger.complete(2, Content(None, ROOT, pack_tokens([77])))
     ledger.drop(2)
     parts = _parts(report)[1:]
     assert _blocks(parts) == [0, 3]
@@ -85,11 +72,11 @@ def test_a_unit_of_which_a_block_was_granted_after_the_snapshot_is_not_reported(
 def test_blocks_of_the_reserve_hold_nothing_in_a_report() -> None:
     """A fork has completed block 3 of its own, which the manager hears of when the fork is stated."""
     ledger = BlockLedger(9)
-    parent, child = _chain(ledger, 2, 3)
+    parent, child = fill(ledger, 2, pack_tokens([2]), pack_tokens([3]))
     ledger.use(3)
     ledger.empty(2)
     parent.blocks[0] = 0
-    last = Content(child, _ROOT, pack_tokens([4]))
+    last = Content(child, ROOT, pack_tokens([4]))
     ledger.accept_grant(4, _OLD)
     ledger.use(4)
     ledger.complete(4, last)

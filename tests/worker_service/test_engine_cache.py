@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from kvpool.protocol.tokens import pack_tokens
-from kvpool.v1 import cache_pb2, common_pb2
+from kvpool.v1 import cache_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.groups.dense import DenseGroup
-from kvpool.worker_service.cache.ledger import Content
 from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
-from tests.worker_service.windowed import Worker
+from tests.worker_service.windowed import ROOT, Worker, fill
 
 _STEP_SECONDS = 0.001
-_ROOT = common_pb2.Root(model_fingerprint="m")
 
 
 def _cache(**settings: Any) -> EngineCache:
@@ -31,7 +29,7 @@ def _cache(**settings: Any) -> EngineCache:
 
 
 def _sequence(name: str, prompt: list[int], max_new_tokens: int) -> CacheSequence:
-    return CacheSequence(name, 1, _ROOT, prompt, max_new_tokens=max_new_tokens)
+    return CacheSequence(name, 1, ROOT, prompt, max_new_tokens=max_new_tokens)
 
 
 def _call(cache: EngineCache, method: str, *candidates: CacheSequence, now: float = 0.0) -> Any:
@@ -134,14 +132,8 @@ def test_a_head_start_comes_with_the_tables_unless_it_would_take_their_blocks(nu
 
 def _with_complete_blocks(num_complete: int) -> EngineCache:
     """Blocks 1 … hold the tokens 1, 2 · 3, 4 · … and are in no table."""
-    cache, before = _cache(block_size=2, num_blocks=8), None
-    ledger = cache.state.ledgers[0]
-    for block in range(1, 1 + num_complete):
-        ledger.accept_grant(block, 1)
-        ledger.use(block)
-        before = Content(before, _ROOT, pack_tokens([2 * block - 1, 2 * block]))
-        ledger.complete(block, before)
-        ledger.drop(block)
+    cache = _cache(block_size=2, num_blocks=8)
+    fill(cache.state.ledgers[0], 1, *(pack_tokens([2 * block - 1, 2 * block]) for block in range(1, 1 + num_complete)))
     return cache
 
 

@@ -158,22 +158,6 @@ def test_a_fork_of_every_kind_has_its_own_blocks_and_those_that_it_shares(name: 
     assert {target for _, target in copies} <= {one.block for one in spare}
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_report_states_everything_of_every_kind(name: str) -> None:
-    subject = Subject(KINDS[name], Random(2))
-    for _ in range(6):
-        subject.advance()
-        subject.name()
-    dropped = subject.table.acknowledge_all()
-    assert (subject.table.has_news, subject.table.num_unstated) == (False, 0)
-    assert not set(dropped) & set(subject.table.blocks())
-    statement, _ = subject.table.state()
-    assert not any(statement)
-    assert sorted(subject.table.blocks()) == sorted(
-        [*(one.block for one in subject.table.entries()), *(one.block for one in subject.table.scratch())]
-    ), "a report leaves nothing out"
-
-
 def test_a_grant_without_the_scratch_of_a_group_names_the_group() -> None:
     granted = cache_pb2.Granted(tables=[common_pb2.BlockRun(group=0), common_pb2.BlockRun(group=1)])
     text = CacheSequence("s", 1, common_pb2.Root(), [1] * 9, max_new_tokens=1)

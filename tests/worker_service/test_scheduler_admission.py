@@ -36,6 +36,11 @@ class Queue:
         self.admission.on_finished(done)
         self.world.cancel(done)
 
+    def fill(self, *nums_prompt: int, **params: Any) -> None:
+        """Requests with so many prompt tokens wait."""
+        for num_prompt in nums_prompt or (10,) * 4:
+            self.world.submit(num_prompt, 1, **params)
+
     def ask(self, tenant: str = "", *, num_prompt: int = 10, priority: int = 0, now: float = 100.0) -> list[str]:
         """Names of those that make way. Raises EngineError."""
         payer = Payer(priority if self.world.scheduler.policy is SchedulingPolicy.priority else 0, tenant)
@@ -54,8 +59,7 @@ def test_the_refused_learn_when_there_will_be_room() -> None:
     """Work of a request / tokens per second for each place; who was refused before comes first; time passes."""
     queue = Queue()
     queue.measure(tokens_per_second=1000, work=500)
-    for _ in range(4):
-        queue.world.submit(10, 1)
+    queue.fill()
     assert [queue.refused(now=100.0).retry_seconds for _ in range(3)] == pytest.approx([0.5, 1.0, 1.5])
     assert queue.refused(now=101.0).retry_seconds == pytest.approx(
         1.0 * 500 / (10_000 / 11) / 0.5 * 0.5 + 0.5, rel=0.01
@@ -69,23 +73,20 @@ def test_what_the_cache_served_is_no_work() -> None:
     """A second's worth of tokens, half of them from the cache: the place is free after half a second."""
     queue = Queue()
     queue.measure(tokens_per_second=1000, work=1000, num_cached_tokens=500)
-    for _ in range(4):
-        queue.world.submit(10, 1)
+    queue.fill()
     assert queue.refused().retry_seconds == pytest.approx(0.5)
 
 
 def test_before_anything_is_measured_the_refused_get_a_fixed_time() -> None:
     queue = Queue()
-    for _ in range(4):
-        queue.world.submit(10, 1)
+    queue.fill()
     assert queue.refused().retry_seconds == UNKNOWN_RETRY_SECONDS
 
 
 def test_a_refusal_says_what_there_is_and_what_to_change() -> None:
     queue = Queue(requests=2, tokens=70)
     queue.measure(tokens_per_second=100, work=100)
-    queue.world.submit(30, 1)
-    queue.world.submit(40, 1)
+    queue.fill(30, 40)
     error = queue.refused()
     assert "2 requests with 70 prompt tokens are waiting, the limits are 2 and 70" in error.message
     assert "--max-num-waiting" in error.message
@@ -100,8 +101,7 @@ def test_prompt_tokens_that_wait_are_limited_too() -> None:
     queue = Queue(tokens=100)
     queue.measure(tokens_per_second=1000, work=500)
     assert queue.ask(num_prompt=5000) == []
-    for _ in range(2):
-        queue.world.submit(50, 1)
+    queue.fill(50, 50)
     assert queue.refused(num_prompt=50).retry_seconds == pytest.approx(0.5)
     assert queue.refused(num_prompt=100).retry_seconds == pytest.approx(0.5 + 1.0)
     queue.world.cancel(queue.world.requests[-1])
@@ -112,21 +112,19 @@ def test_prompt_tokens_that_wait_are_limited_too() -> None:
 def test_a_flood_of_one_tenant_does_not_lock_others_out() -> None:
     """They take places from it, youngest first, until all have the same."""
     queue = Queue(requests=5)
-    for _ in range(4):
-        queue.world.submit(10, 1, tenant="flood")
-    queue.world.submit(10, 1, tenant="quiet")
+    queue.fill(tenant="flood")
+    queue.fill(10, tenant="quiet")
     assert queue.ask("new") == ["3"]
     assert queue.ask("quiet") == ["3"]
     queue.world.cancel(queue.world.requests[3])
-    queue.world.submit(10, 1, tenant="quiet")
+    queue.fill(10, tenant="quiet")
     queue.refused("quiet")
     queue.refused("flood")
 
 
 def test_in_tokens_a_flood_of_few_long_prompts_makes_way_too() -> None:
     queue = Queue(tokens=1000)
-    queue.world.submit(500, 1, tenant="long")
-    queue.world.submit(480, 1, tenant="long")
+    queue.fill(500, 480, tenant="long")
     assert queue.ask("short", num_prompt=100) == ["1"]
     queue.refused("short", num_prompt=600)
 
@@ -147,8 +145,7 @@ def test_a_better_priority_takes_the_place_of_a_worse_one() -> None:
 
 def test_what_the_manager_may_hold_blocks_for_makes_no_way() -> None:
     queue = Queue(requests=2)
-    for _ in range(2):
-        queue.world.submit(10, 1, tenant="a")
+    queue.fill(10, 10, tenant="a")
     queue.world.talk(lose_answer=True)
     queue.refused("b")
 

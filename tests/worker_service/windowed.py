@@ -11,6 +11,7 @@ from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
 from kvpool.worker_service.cache.groups.state import RunningState
 from kvpool.worker_service.cache.groups.window import Ring
+from kvpool.worker_service.cache.ledger import BlockLedger, Content
 from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence, SequenceState
 from kvpool.worker_service.cache.settings import CacheSettings
@@ -189,6 +190,20 @@ class Worker:
     def check(self) -> None:
         """Every law of the manager holds."""
         assert self.manager.check().violations == []
+
+
+def fill(ledger: BlockLedger, first_block: int, *pieces: bytes, root: common_pb2.Root = ROOT) -> list[Content]:
+    """The contents of complete and idle blocks from this one on, each computed after the one before; all have generation 1."""
+    chain: list[Content] = []
+    for block, tokens in enumerate(pieces, first_block):
+        ledger.accept_grant(block, 1)
+        ledger.use(block)
+        ledger.complete(block, Content(chain[-1] if chain else None, root, tokens))
+        ledger.drop(block)
+        content = ledger.content(block)
+        assert content is not None
+        chain.append(content)
+    return chain
 
 
 def ring_of(sequence: CacheSequence, group: int = 1) -> Ring:
