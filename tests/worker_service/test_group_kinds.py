@@ -112,11 +112,22 @@ class Subject:
             self.table.acknowledge(statement)
             assert (self.table.has_news, self.table.num_unstated, self.table.from_reserve) == (False, 0, [])
 
+    def stated(self) -> list[int]:
+        """The blocks that a report names."""
+        return [*(entry.block for entry in self.table.entries()), *(spare.block for spare in self.table.scratch())]
+
+    def report(self) -> None:
+        """Everything is stated."""
+        dropped = self.table.acknowledge_all()
+        assert (self.table.has_news, self.table.num_unstated) == (False, 0)
+        assert not set(dropped) & set(self.table.blocks())
+        assert not any(self.table.state()[0])
+        assert sorted(self.table.blocks()) == sorted(self.stated()), "a report leaves nothing out"
+
     def check(self) -> None:
         blocks = list(self.table.blocks())
         assert len(blocks) == len(set(blocks)), "no block twice"
-        stated = [*(entry.block for entry in self.table.entries()), *(spare.block for spare in self.table.scratch())]
-        assert set(stated) <= set(blocks), "a report names what is used"
+        assert set(self.stated()) <= set(blocks), "a report names what is used"
         indexes = [entry.table_index for entry in self.table.entries()]
         assert indexes == sorted(set(indexes))
         assert len(self.table.from_reserve) == self.table.num_unstated
@@ -136,6 +147,7 @@ def test_every_kind_keeps_its_books(name: str, seed: int) -> None:
         if subject.random.random() < 0.7:
             subject.state()
         subject.check()
+    subject.report()
 
 
 @pytest.mark.parametrize("name", KINDS)
