@@ -12,7 +12,7 @@ import pytest
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import Limits
 from kvpool.worker_service.cache.sequence import SequenceState
-from kvpool.worker_service.engine.errors import ErrorKind
+from kvpool.worker_service.engine.errors import EngineError, ErrorKind
 from kvpool.worker_service.step import BadLogits
 from tests.tracer import expected_text
 from tests.until import until
@@ -113,3 +113,52 @@ async def test_every_request_comes_to_its_end_under_a_small_budget(limits: Limit
         assert budget.num_blocks <= 12
         assert world.manager.worker("w0").pools[0].num_withheld == 499 - budget.num_blocks
         assert world.link.num_sessions == 1
+
+
+# -- leaving: what runs ends, what waits is sent away at once, and nothing new is taken
+
+
+PROMPT = list(range(20))
+
+
+def for_two() -> World:
+    """One that runs two requests at a time."""
+    return World(num_blocks=200, block_size=4, max_num_seqs=2)
+
+
+async def test_what_runs_ends_and_what_waits_is_sent_away() -> None:
+    async with (subject := for_two()).running():
+        running = [subject.submit([i, *PROMPT], 40) for i in range(2)]
+        for request in running:
+            await request.stream.get()
+        waiting = [subject.submit([i, *PROMPT], 40) for i in range(7, 10)]
+        subject.engine.begin_drain()
+        for request in waiting:
+            assert (await failed(request)).error.kind is ErrorKind.DRAINING
+        with pytest.raises(EngineError) as refused:
+            subject.submit(PROMPT, 1)
+        assert refused.value.kind is ErrorKind.DRAINING
+        await asyncio.wait_for(subject.engine.wait_until_empty(), 20)
+        for i, request in enumerate(running):
+            rest = [token.token_id for token in (await request.stream.get() or pytest.fail("no chunk")).tokens]
+            assert rest == expected_text([i, *PROMPT], 40)[-len(rest) :]
+            assert request.num_generated == 40
+
+
+async def test_a_preempted_request_has_begun_and_may_end() -> None:
+    """The pool holds one of the two: the younger one waits, half done, when the draining begins."""
+    subject = World(num_blocks=14, block_size=4, max_num_seqs=2)
+    async with subject.running():
+        older, younger = subject.submit([1, *PROMPT], 24), subject.submit([2, *PROMPT], 24)
+        await until(lambda: younger.num_preemptions, pause=0)
+        assert subject.engine.scheduler.num_waiting == 1
+        subject.engine.begin_drain()
+        await read_right(older, younger)
+
+
+async def test_an_idle_engine_is_empty_and_tells_the_manager_at_once() -> None:
+    async with (subject := for_two()).running():
+        subject.engine.begin_drain()
+        await asyncio.wait_for(subject.engine.wait_until_empty(), 30)
+        subject.link.send_heartbeat()
+        await until(lambda: subject.manager.worker("w0").draining, pause=0)
