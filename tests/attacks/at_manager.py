@@ -20,6 +20,7 @@ from kvpool.protocol.tokens import pack_tokens
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
 from tests.attacks.spoil import spoil
+from tests.rich_status import code_of
 
 LARGEST: Final = (1 << 64) - 1
 NO_MESSAGE: Final = (b"\x0a\x04\xff\xfe", b"\x0a\x7f\x01")
@@ -62,14 +63,6 @@ class Scene:
 Send = Callable[[Scene], Awaitable[Any]]
 
 
-_CODES: Final = {
-    "WRONG_KEY": grpc.StatusCode.PERMISSION_DENIED,
-    "WORKER_ELSEWHERE": grpc.StatusCode.ALREADY_EXISTS,
-    "STALE_INCARNATION": grpc.StatusCode.FAILED_PRECONDITION,
-}
-"""By reason; all others are INVALID_ARGUMENT."""
-
-
 class Attack(NamedTuple):
     """A message, and the reason for which it is refused."""
 
@@ -83,7 +76,7 @@ class Attack(NamedTuple):
 
     @property
     def code(self) -> grpc.StatusCode:
-        return _CODES.get(self.reason, grpc.StatusCode.INVALID_ARGUMENT)
+        return code_of(self.reason)
 
     def __str__(self) -> str:
         return self.name

@@ -12,7 +12,7 @@ from google.rpc import status_pb2
 
 from kvpool.v1 import cache_pb2 as pb
 from kvpool.v1 import cache_pb2_grpc, common_pb2
-from tests.rich_status import reason_of, status_of
+from tests.rich_status import code_of, reason_of, status_of
 
 BLOCK_SIZE = 4
 FINGERPRINT = "model-a"
@@ -166,10 +166,10 @@ class Worker:
         return await self.stub.Deregister(request, timeout=self.seconds)
 
 
-async def refused(call: Awaitable[object], code: grpc.StatusCode, reason: str) -> status_pb2.Status:
-    """The rich status of a call that fails as a whole, which it must, so."""
+async def refused(call: Awaitable[object], reason: str) -> status_pb2.Status:
+    """The rich status of a call that fails as a whole, which it must, for this reason and with its code."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     status = status_of(caught.value)
-    assert (caught.value.code(), reason_of(status)) == (code, reason), caught.value
+    assert (caught.value.code(), reason_of(status)) == (code_of(reason), reason), caught.value
     return status

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-
 from kvpool.cache_service.core.messages import Root
 from kvpool.cache_service.explain_codec import encode_explanation
 from kvpool.cache_service.server import ManagerServer
@@ -121,11 +119,9 @@ async def test_what_cannot_be_explained_is_refused(stub: Stub) -> None:
     answer = await stub.Explain(pb.ExplainRequest(root=ROOT, tokens=prompt(4)))
     assert (len(answer.workers), answer.num_workers, answer.HasField("closest")) == (0, 0, False)
     for bad in (b"", b"abc"):
-        await refused(
-            stub.Explain(pb.ExplainRequest(root=ROOT, tokens=bad)), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD"
-        )
+        await refused(stub.Explain(pb.ExplainRequest(root=ROOT, tokens=bad)), "BAD_FIELD")
     unknown = pb.ExplainRequest(root=ROOT, tokens=prompt(1), worker_id="x")
-    await refused(stub.Explain(unknown), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER")
+    await refused(stub.Explain(unknown), "UNKNOWN_WORKER")
 
 
 async def test_a_route_that_asks_why_has_the_same_answer_with_it(stub: Stub, worker: Worker) -> None:

@@ -48,9 +48,7 @@ async def test_only_a_heartbeat_that_acknowledges_news_renews_the_lease(
     numbers: list[int] = []
     assert [await renews(ack) for ack in (0, 0, 2, 1, None)] == [True, False, True, False, True]
     assert numbers == [1, 2, 3, 4, 5]
-    assert (
-        "at most 5" in (await refused(stub.KeepAlive(beat(6)), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")).message
-    )
+    assert "at most 5" in (await refused(stub.KeepAlive(beat(6)), "BAD_FIELD")).message
 
 
 # -- registration
@@ -68,7 +66,7 @@ async def test_an_epoch_that_cannot_be_written_is_unavailable_and_changes_nothin
 ) -> None:
     (settings.state_folder / "epoch.tmp").mkdir()
     request = registration(highest_epoch_seen=7)
-    await refused(stub.Register(request), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
+    await refused(stub.Register(request), "RECOVERING")
     assert server.manager.epoch == 1
     (settings.state_folder / "epoch.tmp").rmdir()
     assert (await stub.Register(request)).epoch == 8

@@ -26,7 +26,7 @@ async def test_it_serves_stops_at_sigterm_and_comes_back_from_a_kill_with_a_larg
             async with grpc.aio.insecure_channel(address) as channel:
                 worker = Worker(cache_pb2_grpc.CacheServiceStub(channel), registration())
                 worker.registered = before
-                await refused(worker.allocate(), grpc.StatusCode.FAILED_PRECONDITION, "STALE_SESSION")
+                await refused(worker.allocate(), "STALE_SESSION")
                 worker.request.highest_epoch_seen = before.epoch
                 registered = await worker.register()
                 assert (registered.epoch, registered.session > before.session) == (life, True)
@@ -50,7 +50,7 @@ async def test_it_stops_while_a_worker_goes_on_calling(tmp_path: Path, managers:
         async with grpc.aio.insecure_channel(address) as channel:
             worker = await Worker.begin(cache_pb2_grpc.CacheServiceStub(channel), registration())
             process.send(signal.SIGTERM)
-            found = await refused(call_for_ever(worker), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
+            found = await refused(call_for_ever(worker), "RECOVERING")
             assert "shutting down" in found.message
         assert process.wait() == 0
 

@@ -20,7 +20,6 @@ from tests.rich_status import reason_of
 from tests.scrape import scrape
 
 Stub = cache_pb2_grpc.CacheServiceStub
-FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_register_and_heartbeats_report_the_lease_and_describe_the_load(stub: Stub, worker: Worker) -> None:
@@ -217,7 +216,7 @@ async def test_deregister_is_idempotent_and_every_call_after_it_is_refused(stub:
         await worker.deregister()
     assert not (await stub.Describe(pb.DescribeRequest())).workers
     for call in (worker.allocate(), worker.append(), worker.free(), worker.keep_alive()):
-        assert "register again" in (await refused(call, FAILED, "STALE_SESSION")).message
+        assert "register again" in (await refused(call, "STALE_SESSION")).message
 
 
 async def test_drain_tells_the_worker_once_and_routes_nobody_to_it(stub: Stub, worker: Worker) -> None:
@@ -270,10 +269,10 @@ async def test_a_worker_that_says_it_drains_is_routed_to_no_more(stub: Stub, wor
 
 
 async def test_drain_refuses_what_makes_no_sense(stub: Stub, worker: Worker) -> None:
-    unknown = await refused(stub.Drain(pb.DrainRequest(worker_id="x")), grpc.StatusCode.NOT_FOUND, "UNKNOWN_WORKER")
+    unknown = await refused(stub.Drain(pb.DrainRequest(worker_id="x")), "UNKNOWN_WORKER")
     assert "live are: w" in unknown.message
     too_long = pb.DrainRequest(worker_id="w", grace_ms=3_600_001)
-    await refused(stub.Drain(too_long), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")
+    await refused(stub.Drain(too_long), "BAD_FIELD")
     assert not (await worker.keep_alive()).downlink.entries
 
 

@@ -167,7 +167,7 @@ async def test_what_has_not_changed_is_not_sent_again_and_nothing_is_kept_once_t
 @pytest.mark.parametrize("options", [None, {"interval_ms": 99}, {"interval_ms": 10_001}, {"worker_id": "w" * 129}])
 async def test_bad_options_are_refused(stub: Stub, options: dict[str, Any] | None) -> None:
     request = pb.WatchRequest(picture=None if options is None else pb.PictureOptions(**options))
-    await refused(stub.Watch(request).read(), grpc.StatusCode.INVALID_ARGUMENT, "BAD_FIELD")
+    await refused(stub.Watch(request).read(), "BAD_FIELD")
 
 
 async def test_a_manager_that_stops_ends_the_stream_with_unavailable(server: ManagerServer, stub: Stub) -> None:
@@ -175,7 +175,7 @@ async def test_a_manager_that_stops_ends_the_stream_with_unavailable(server: Man
     await call.read()
     server._servicer.refuse_calls()
     async with asyncio.timeout(5):
-        await refused(call.read(), grpc.StatusCode.UNAVAILABLE, "RECOVERING")
+        await refused(call.read(), "RECOVERING")
     server._servicer._stopping = False  # Check, at the end
 
 
