@@ -24,9 +24,8 @@ from kvpool.v1 import cache_pb2
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.client.processes import cpu_ticks, is_alive, state
 from tests.cluster.forked_children import forked_children
-from tests.cluster.polling import eventually
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, Oracle, TinyModel, make_tiny_model
-from tests.until import until
+from tests.until import eventually, until
 
 SERVED = ServedRequest("counting", range(10, 100), 1000)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.cli.top import view
@@ -23,7 +22,7 @@ from kvpool.cli.top.view import Picture, render
 from kvpool.client import Client, ClientConfig
 from kvpool.client.block_map import BlockMap
 from kvpool.v1 import cache_pb2, common_pb2
-from tests.cache_service.edge.conftest import channel, server, settings, stub
+from tests.cache_service.edge.conftest import channel, running, server, settings, stub
 from tests.cache_service.edge.peer import BLOCK_SIZE, Worker, item, key, prompt, registration, tokens
 from tests.cli.terminal_user import TerminalUser, at_terminal
 from tests.client.commands import kvpool, run_kvpool
@@ -461,16 +460,14 @@ async def test_the_terminal_is_left_as_it_was_whatever_ends_it(
 
 
 async def test_it_waits_for_a_manager_and_says_when_it_is_away(settings: ManagerSettings) -> None:
-    epochs = FileEpochs.open(settings.state_folder)
-    async with ManagerServer(settings, epochs) as first:
+    async with running(settings) as first:
         settings = settings.model_copy(update={"port": first.port})
     with top_at_terminal(f"127.0.0.1:{settings.port}") as user:
         await asyncio.to_thread(see, user, lambda screen: "no answer yet" in screen)
-        async with ManagerServer(settings, epochs):
+        async with running(settings):
             await asyncio.to_thread(see, user, lambda screen: "no live worker" in screen)
         await asyncio.to_thread(see, user, lambda screen: "no answer for" in screen)
-        async with ManagerServer(settings, epochs):
+        async with running(settings):
             await asyncio.to_thread(see, user, lambda screen: "no live worker" in screen and "no answer" not in screen)
         user.press(b"q")
         assert user.end() == 0
-    epochs.close()

@@ -20,8 +20,8 @@ from tests.clients.environments import program
 from tests.clients.served import GATEWAYS, MAX_TOKENS, MODEL, Served, messages_about, text_about
 from tests.clients.table import ROUTERS, chosen
 from tests.cluster.cluster import HOST, free_port
-from tests.cluster.polling import eventually
 from tests.cluster.process import EXECUTE, Process
+from tests.until import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

@@ -20,8 +20,8 @@ from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.cluster.fork_server import HURRIED_MANAGER_MODULE, MANAGER_MODULE, SLOW_WORKER_MODULE, WORKER_MODULE
-from tests.cluster.polling import eventually
 from tests.cluster.process import Process, computing
+from tests.until import eventually
 
 HOST = "127.0.0.1"
 MANAGER = "manager"

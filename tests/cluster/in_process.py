@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from kvpool.cache_service.election.file import FileEpochs
 from kvpool.cache_service.server import ManagerServer
 from kvpool.cache_service.settings import ManagerSettings
 from kvpool.client import Client, Completion, GenerateOptions
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.server import WorkerServer
 from kvpool.worker_service.settings import WorkerSettings
-from tests.cluster.polling import eventually
-from tests.until import until
+from tests.cache_service.edge.conftest import running
+from tests.until import eventually, until
 
 WORKER = "worker"
 TIGHT = {"block_size": 4, "num_blocks": 21, "max_num_batched_tokens": 7, "max_num_seqs": 5}
@@ -64,33 +63,23 @@ class InProcessCluster:
 async def in_process_cluster(model: Path, folder: Path, **settings: Any) -> AsyncIterator[InProcessCluster]:
     """Serve the model in float32 with `settings` of the worker; every KV slot holds NaN at first. `folder` is for state
     and caches. In the end everything has come back and every law holds."""
-    epochs = FileEpochs.open(folder / "state")
-    try:
-        manager_settings = ManagerSettings(port=0, state_dir=folder / "state", lease_seconds=60)
-        async with ManagerServer(manager_settings, epochs) as manager:
-            address = f"127.0.0.1:{manager.port}"
-            worker = await WorkerServer.load(
-                WorkerSettings(
-                    **{
-                        "manager": address,
-                        "worker_id": WORKER,
-                        "model": str(model),
-                        "dtype": "float32",
-                        "device": "cpu",
-                        "cache_dir": folder / "cache",
-                        "state_dir": folder / "state-worker",
-                        "block_size": 4,
-                        "num_blocks": 129,
-                        **settings,
-                    }
-                )
-            )
-            worker.runner.kv_cache.fill(float("nan"))
-            async with worker, Client(address) as client:
-                cluster = InProcessCluster(manager, worker, client)
-                await until(worker.engine.cache.is_ready)
-                yield cluster
-                await cluster.until_idle()
-                assert manager.manager.check().violations == []
-    finally:
-        epochs.close()
+    async with running(ManagerSettings(port=0, state_dir=folder / "state", lease_seconds=60)) as manager:
+        address = f"127.0.0.1:{manager.port}"
+        own = {
+            "manager": address,
+            "worker_id": WORKER,
+            "model": str(model),
+            "dtype": "float32",
+            "device": "cpu",
+            "cache_dir": folder / "cache",
+            "state_dir": folder / "state-worker",
+            "block_size": 4,
+            "num_blocks": 129,
+        }
+        worker = await WorkerServer.load(WorkerSettings(**{**own, **settings}))
+        worker.runner.kv_cache.fill(float("nan"))
+        async with worker, Client(address) as client:
+            cluster = InProcessCluster(manager, worker, client)
+            await until(worker.engine.cache.is_ready)
+            yield cluster
+            await cluster.until_idle()

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from tests.client.processes import cpu_ticks
 from tests.cluster.fork_server import ForkedProcess, ForkServer, ending_with_this_process
-from tests.cluster.polling import eventually
+from tests.until import eventually
 
 EXECUTE = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 """For a program that is not in Python: its path and arguments follow `-c` and this."""

@@ -15,7 +15,7 @@ import pytest_asyncio
 from tests.client.commands import kvpool, start_kvpool
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import make_endless_model
-from tests.cluster.polling import eventually
+from tests.until import eventually
 
 ROOMY = "roomy"
 """A llama with a tokenizer of one token per character, over 1,024 blocks."""

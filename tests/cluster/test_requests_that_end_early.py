@@ -18,9 +18,8 @@ from kvpool.process.call_status import details_of
 from kvpool.v1 import cache_pb2, worker_pb2
 from tests.cluster.cluster import Cluster
 from tests.cluster.models import ENDLESS_MODEL_LEN, make_endless_model
-from tests.cluster.polling import eventually
 from tests.cluster.process import Process
-from tests.until import until
+from tests.until import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -21,10 +21,9 @@ from kvpool.v1 import worker_pb2
 from kvpool.worker_service import incarnation
 from tests.client.clients import begun
 from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
-from tests.cluster.polling import eventually
 from tests.cluster.truth import NUM_TOP, Truth, truths_of
 from tests.cluster.two_workers import TwoWorkers
-from tests.until import until
+from tests.until import eventually, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.client import Client, Completion, GenerateOptions, GenerateStream
 from tests.cluster.cluster import MANAGER
-from tests.cluster.polling import eventually
 from tests.cluster.two_workers import TwoWorkers
 from tests.load.judge import Delivered, problems
 from tests.load.workload import Call, Reference, Request
 from tests.model.sampling_oracle import uniform
 from tests.tiny_models import MIN_MARGIN
+from tests.until import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -14,8 +14,8 @@ import grpc
 from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
 from kvpool.client.health import ask_health
 from kvpool.v1 import cache_pb2, worker_pb2, worker_pb2_grpc
-from tests.cluster.polling import eventually
 from tests.compose.project import NAME, PORTS, compose_command, compose_environment
+from tests.until import eventually
 
 HOST = "127.0.0.1"
 MANAGER = "manager"

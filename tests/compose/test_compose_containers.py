@@ -22,10 +22,10 @@ from kvpool.client import Client, Completion, FinishReason, KvpoolError
 from kvpool.client.health import ask_health
 from kvpool.v1 import cache_pb2
 from kvpool.worker_service.native.cpu import cpu_info
-from tests.cluster.polling import eventually
 from tests.compose.containers import MANAGER, NETWORK, SERVICES, WORKERS, Containers, Ended, address, container
 from tests.compose.project import NAME, TAG, leftovers
 from tests.scrape import Scrape
+from tests.until import eventually
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

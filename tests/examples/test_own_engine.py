@@ -21,7 +21,6 @@ from kvpool.v1 import common_pb2
 from tests.client.commands import kvpool
 from tests.client.fakes import FakeWorker, serving
 from tests.cluster.cluster import Cluster
-from tests.cluster.polling import eventually
 from tests.cluster.process import Process
 from tests.examples.engines import (
     NUM_SHARED_BLOCKS,
@@ -34,6 +33,7 @@ from tests.examples.engines import (
     Start,
     assert_nothing_is_left,
 )
+from tests.until import eventually
 
 NUM_BLOCKS_FOR_ONE = 17
 """Blocks that the longest text needs, and the null block: not enough for two of them."""

@@ -27,10 +27,10 @@ from rich.progress import MofNCompleteColumn
 
 from tests.cluster.cluster import GATEWAY, HOST, Cluster
 from tests.cluster.models import make_endless_model
-from tests.cluster.polling import eventually
 from tests.gateway.serving import completion
 from tests.soak.watch import Growth, Holding, growth
 from tests.telling import Tell, tell_result, told
+from tests.until import eventually
 
 WORKER: Final = "worker-0"
 WAYS: Final = ("close", "reset", "half")

@@ -12,9 +12,9 @@ import pytest
 from kvpool.client import GenerateOptions
 from kvpool.gateway.openai.logprobs import shown
 from kvpool.process.address import listen
-from tests.cluster.polling import eventually
 from tests.gateway.conftest import Front, ids_of
 from tests.gateway.serving import completion, http_client, serving
+from tests.until import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from kvpool.client import ClientConfig
 from kvpool.gateway import app
 from tests.cluster.cluster import MANAGER
-from tests.cluster.polling import eventually
 from tests.cluster.two_workers import WORKERS, TwoWorkers
 from tests.gateway.serving import http_client, serving
+from tests.until import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

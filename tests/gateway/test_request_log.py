@@ -15,10 +15,10 @@ from kvpool.client import Chunk, FinishReason, KvpoolError
 from kvpool.gateway.pages.hub import Hub
 from kvpool.gateway.pages.request_feed import RequestFeed
 from kvpool.gateway.request_log import RequestLog
-from tests.cluster.polling import eventually
 from tests.gateway.conftest import Front
 from tests.gateway.scripted_pictures import ScriptedPictures
 from tests.gateway.serving import calling
+from tests.until import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,9 +16,9 @@ import grpc
 from kvpool.client import Client, KvpoolError
 from kvpool.v1 import worker_pb2
 from tests.cluster.cluster import MANAGER, Cluster
-from tests.cluster.polling import eventually
 from tests.load.load import Load
 from tests.load.workload import Request
+from tests.until import eventually
 
 RECOVERED_SECONDS = 120.0
 PROBE_SECONDS = 0.02

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from kvpool.client import GenerateOptions, KvpoolError
 from tests.cluster.cluster import GATEWAY, HOST, MANAGER, Cluster, free_port
-from tests.cluster.polling import eventually
 from tests.cluster.process import Process
 from tests.observe.prometheus import Prometheus, run_prometheus
+from tests.until import eventually
 
 FIRES_WITHIN_SECONDS: Final = 180.0
 

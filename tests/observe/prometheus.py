@@ -19,9 +19,9 @@ from typing import Any, Final
 import yaml
 
 from tests.cluster.cluster import HOST, free_port
-from tests.cluster.polling import eventually
 from tests.cluster.process import EXECUTE, Process
 from tests.deploy.expressions import RULES_FILE, SCRAPES_FILE
+from tests.until import eventually
 
 WINDOW: Final = "15s"
 """Instead of five minutes, and of Grafana's $__rate_interval."""

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.cluster.models import make_endless_model
-from tests.cluster.polling import eventually
 from tests.deploy.expressions import DASHBOARD, RULES_FILE, alerts, metrics_in, queries
 from tests.observe.observed_cluster import Observed, ObservedCluster, meanwhile, observe
 from tests.observe.prometheus import concrete, promtool
+from tests.until import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

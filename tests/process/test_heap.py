@@ -1,13 +1,16 @@
-"""After a large request freed memory goes back to the system, at most once a second; after others it stays."""
+"""Memory of a process: what a large request took goes back, at most once a second; imports are left out of collections."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 
 from kvpool.process import heap
 from kvpool.process.heap import LARGE_BYTES, Heap
+from kvpool.process.imports import without_collections
 from tests.python_program import run_python
 from tests.until import until
 
@@ -67,3 +70,22 @@ def test_what_the_allocator_kept_is_given_back() -> None:
     kept, left, _ = map(int, done.stdout.split())
     assert kept > 40
     assert left < 10
+
+
+def test_imported_objects_are_left_out_of_collections() -> None:
+    gc.collect()  # garbage would be frozen too, and kept
+    objects: list[Any] = []
+    with without_collections():
+        assert not gc.isenabled()
+        objects.append([objects])
+        num_frozen = gc.get_freeze_count()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > num_frozen
+    assert not any(found is objects for found in gc.get_objects())
+
+
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    gc.collect()
+    with pytest.raises(ImportError), without_collections():
+        raise ImportError
+    assert gc.isenabled()

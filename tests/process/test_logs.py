@@ -1,9 +1,11 @@
-"""The log of a service: what it says, and what it need not."""
+"""The log of a service: what it says, and what it need not; gRPC's C core writes to stderr too."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
+
+import pytest
 
 from tests.python_program import run_python
 
@@ -102,3 +104,32 @@ def test_names_of_others_do_nothing_in_a_log_for_programs() -> None:
     assert "not for the log" not in text
     assert found[0]["worker_id"] == HOSTILE
     assert found[1]["event"] == f"event {HOSTILE}"
+
+
+SERVE = """
+import asyncio
+{first}
+import grpc.aio
+from tests import http2
+
+async def main():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with await http2.Connection.open(port) as connection:
+        fields = [(b":method", b"GOT"), (b":scheme", b"http"), (b":path", b"/x"), (b"content-type", b"application/grpc")]
+        await connection.send(http2.headers(b"".join(http2.literal(*field) for field in fields), 1, 5))
+        while (frame := await connection.read()) is not None and frame.kind not in (http2.Kind.HEADERS, http2.Kind.RST_STREAM):
+            pass
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("first", "is_quiet"), [("", False), ("import kvpool.process.quiet_core", True)])
+def test_a_peer_s_headers_write_nothing_into_the_log_of_a_service(first: str, is_quiet: bool) -> None:
+    """Without it there is a line for each of them: should gRPC stop that, the module can go."""
+    done = run_python("-c", SERVE.format(first=first))
+    assert done.returncode == 0, done.stderr
+    assert ("hpack_parser" not in done.stderr) is is_quiet, done.stderr
