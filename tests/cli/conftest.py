@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import pytest
 
@@ -23,10 +23,8 @@ class Ran(NamedTuple):
     err: str
 
 
-class Run(Protocol):
-    """Runs a command in a thread next to the fakes' event loop, `on` the cluster of a manager if one is given."""
-
-    def __call__(self, *arguments: str, on: FakeManager | str | None = None) -> Awaitable[Ran]: ...
+Run = Callable[..., Awaitable[Ran]]
+"""Runs a command in a thread next to the fakes' event loop, `on` the cluster of a manager if one is given."""
 
 
 @pytest.fixture

@@ -295,11 +295,11 @@ async def test_a_host_that_does_not_resolve_is_named(run: Run) -> None:
 
 @pytest.mark.usefixtures("no_manager_comes")
 @pytest.mark.parametrize(
-    "command", [["generate", "the"], ["chat", "the"], ["chat"], ["status"], ["blocks"], ["check"], ["status", "--json"]]
+    "command", ["generate the", "chat the", "chat", "status", "status --json", "blocks", "check", "top --once"]
 )
-async def test_a_missing_manager_is_one_helpful_line(command: list[str], run: Run) -> None:
+async def test_a_missing_manager_is_one_helpful_line(command: str, run: Run) -> None:
     address = f"127.0.0.1:{free_port()}"
-    ran = await run(*command, on=address)
+    ran = await run(*command.split(), on=address)
     assert (ran.status, ran.out, ran.err.count("\n")) == (1, "", 1)
     assert address in ran.err
     assert "kvpool up" in ran.err

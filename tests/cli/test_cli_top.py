@@ -384,15 +384,11 @@ async def test_without_a_terminal_it_looks_once(manager: str, workers: tuple[Wor
     assert "requests of first: 2 hold blocks" in done.stdout
 
 
-async def test_once_says_what_is_wrong(
-    manager: str, workers: tuple[Worker, Worker], no_manager_comes: None, capsys: pytest.CaptureFixture[str]
+async def test_once_names_a_worker_that_is_not_there(
+    manager: str, workers: tuple[Worker, Worker], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments, said in (
-        (("--worker", "third", "--manager", manager), "no live worker 'third'"),
-        (("--manager", "127.0.0.1:1"), "no manager answers"),
-    ):
-        assert await kvpool("top", "--once", "--interval", "0.1", *arguments) == 1
-        assert said in capsys.readouterr().err
+    assert await kvpool("top", "--once", "--worker", "third", "--manager", manager) == 1
+    assert "no live worker 'third'" in capsys.readouterr().err
 
 
 # -- on a terminal

@@ -80,7 +80,6 @@ def test_a_status_without_good_details_still_becomes_its_exception(details: byte
 
 
 async def test_a_prompt_larger_than_a_message_is_refused_here() -> None:
-    """The transport would answer in its own words, after sending 16 MiB."""
     async with Client(config=ClientConfig(manager="127.0.0.1:1")) as connected:
         with pytest.raises(client.InvalidRequest, match="a message holds"):
             await connected.route([1] * (5 * 1024 * 1024))

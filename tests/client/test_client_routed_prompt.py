@@ -1,17 +1,20 @@
-"""What a client tells the manager of a prompt, and what it refuses by itself, for models whose prompt feeds an encoder."""
+"""What a client makes of a prompt for models that have an encoder, or keep boundaries: what it sends, and what it refuses."""
 
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 
 from kvpool.client.errors import InvalidRequest
 from kvpool.client.explanation import Explanation
 from kvpool.client.model import Model
+from kvpool.client.options import GenerateOptions
 from kvpool.client.prompt import EncoderModel, routed_prompt
+from kvpool.client.request import attempt_request, build_request
 from kvpool.v1 import cache_pb2, common_pb2, worker_pb2
+from tests.client import words
 
 ROOT = common_pb2.Root(model_fingerprint="f", adapter="a", tenant_salt="s")
 ENCODER = EncoderModel(max_tokens=4, decoder_prompt=(2, 9))
@@ -83,3 +86,74 @@ def test_an_explanation_says_who_has_the_encoders_output() -> None:
     assert second.startswith("b does not have the encoder's output")
     shown = explanation.as_object()
     assert (shown["num_encoder_tokens"], [one["encoder_cached"] for one in shown["workers"]]) == (3, [True, False])
+
+
+# -- where chats with one system prompt part: the client knows it from the template, and tells workers to whom it matters
+
+TEMPLATE = (
+    "{% for message in messages %}[ {{ message.role }} : {{ message.content }} ] {% endfor %}"
+    "{% if add_generation_prompt %}[ assistant : {% endif %}"
+)
+NEEDS_USER = "{% if messages[-1].role != 'user' %}{{ raise_exception('nobody asks') }}{% endif %}" + TEMPLATE
+SYSTEM = {"role": "system", "content": "be brief and kind"}
+DEVELOPER = {"role": "developer", "content": "be brief"}
+USER = {"role": "user", "content": "why is the sky blue"}
+SAID = "[ ] : system user assistant developer be brief and kind why is the sky blue"
+WORDS = (*words.WORDS[:5], *SAID.split())
+
+
+def chat_model(template: str = TEMPLATE, *, keeps_boundaries: bool = True) -> Model:
+    facts = worker_pb2.ModelFacts(
+        model_name="m", vocab_size=len(WORDS), max_model_len=100, keeps_boundaries=keeps_boundaries
+    )
+    return Model.from_parts(facts, words.text_files(template, WORDS))
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([SYSTEM, USER], ["[ system : be brief and kind ]"]),
+        ([SYSTEM, DEVELOPER, USER], ["[ system : be brief and kind ] [ developer : be brief ]"]),
+        ([USER], []),
+        ([SYSTEM], []),
+        ([USER, SYSTEM, USER], []),
+    ],
+    ids=["system", "developer", "none", "nothing else", "later"],
+)
+def test_a_chat_has_a_boundary_at_the_end_of_its_system_prompt(messages: list[Any], expected: list[str]) -> None:
+    prompt = chat_model().chat_prompt(messages)
+    assert prompt.token_ids == chat_model().encode_chat(messages)
+    assert [prompt.token_ids[:length] for length in prompt.boundaries] == [
+        [WORDS.index(word) for word in beginning.split()] for beginning in expected
+    ]
+
+
+def test_a_template_that_wants_a_user_to_speak_is_no_error() -> None:
+    prompt = chat_model(NEEDS_USER).chat_prompt([SYSTEM, USER])
+    assert (prompt.boundaries, len(prompt.token_ids) > 0) == ((), True)
+
+
+def test_nothing_is_rendered_twice_for_a_model_that_keeps_everything() -> None:
+    assert chat_model(keeps_boundaries=False).chat_prompt([SYSTEM, USER]).boundaries == ()
+
+
+def test_the_boundaries_of_a_request_go_before_those_of_its_prompt() -> None:
+    def sent(**options: Unpack[GenerateOptions]) -> list[int]:
+        request = attempt_request(
+            build_request(options),
+            token_ids=[1, 2, 3],
+            boundaries=(2,),
+            num_delivered=0,
+            sequence_id="s",
+            attempt=1,
+            model_fingerprint="f",
+        )
+        return list(request.boundaries)
+
+    assert sent() == [2]
+    assert sent(boundaries=[1, 3]) == [1, 3]
+
+
+def test_more_boundaries_than_a_worker_takes_are_refused_before_they_are_sent() -> None:
+    with pytest.raises(InvalidRequest, match="boundaries must be at most 8 lengths; got 9"):
+        build_request({"boundaries": range(1, 10)})

@@ -7,7 +7,8 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, Unpack
@@ -20,6 +21,7 @@ from kvpool.client import Client, ClientConfig, Completion, GenerateOptions
 from kvpool.v1 import cache_pb2, cache_pb2_grpc, worker_pb2_grpc
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from tests.cluster.fork_server import HURRIED_MANAGER_MODULE, MANAGER_MODULE, SLOW_WORKER_MODULE, WORKER_MODULE
+from tests.cluster.models import make_endless_model
 from tests.cluster.process import Process, computing
 from tests.until import eventually
 
@@ -304,3 +306,43 @@ class Cluster:
     def resume(self, name: str) -> None:
         """Let a frozen service go on."""
         self.processes[name].send(signal.SIGCONT)
+
+
+WORKERS = ("a", "b")
+
+
+class TwoWorkers(Cluster):
+    """Both workers serve one model, whose texts never end."""
+
+    def __init__(self, folder: Path, *, lease_seconds: float, tokenizer: bool = False) -> None:
+        super().__init__(folder, lease_seconds=lease_seconds, keep_alive_seconds=0.2)
+        self.model = make_endless_model(folder / "endless", tokenizer=tokenizer)
+
+    async def start_both(self, **settings: Any) -> None:
+        """Start the manager and both workers, with blocks of 4 tokens and these settings."""
+        settings = {"model": self.model.path, "block_size": 4, **settings}
+        await self.start(dict.fromkeys(WORKERS, settings))
+
+    async def both_live(self) -> None:
+        """Both are registered, all blocks have come back, and every law holds."""
+        await self.until_registered(*WORKERS)
+        await self.until_clean()
+
+    async def _repair(self) -> None:
+        """Let a test that has failed in the middle not take others with it."""
+        if self.processes[MANAGER].status is not None:
+            await self.start_manager()
+        for name in WORKERS:
+            self.resume(name)
+            if self.processes[name].status is not None:
+                self.start_worker(name)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Both live before a test and behind it, whatever it has done."""
+        await self.both_live()
+        try:
+            yield
+        finally:
+            await self._repair()
+            await self.both_live()

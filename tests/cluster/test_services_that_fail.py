@@ -20,9 +20,8 @@ from kvpool.client import Client, GenerateStream, Unavailable
 from kvpool.v1 import worker_pb2
 from kvpool.worker_service import incarnation
 from tests.client.clients import begun
-from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster
+from tests.cluster.cluster import MANAGER, START_SECONDS, Cluster, TwoWorkers
 from tests.cluster.truth import NUM_TOP, Truth, truths_of
-from tests.cluster.two_workers import TwoWorkers
 from tests.until import eventually, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpool.client import Client, Completion, GenerateOptions, GenerateStream
-from tests.cluster.cluster import MANAGER
-from tests.cluster.two_workers import TwoWorkers
+from tests.cluster.cluster import MANAGER, TwoWorkers
 from tests.load.judge import Delivered, problems
 from tests.load.workload import Call, Reference, Request
 from tests.model.sampling_oracle import uniform

@@ -13,8 +13,7 @@ from openai import AsyncOpenAI
 
 from kvpool.client import ClientConfig
 from kvpool.gateway import app
-from tests.cluster.cluster import MANAGER
-from tests.cluster.two_workers import WORKERS, TwoWorkers
+from tests.cluster.cluster import MANAGER, WORKERS, TwoWorkers
 from tests.gateway.serving import http_client, serving
 from tests.until import eventually
 

@@ -140,7 +140,6 @@ async def test_a_bad_path_costs_nothing(served: Served) -> None:
 
 
 async def test_calls_of_one_method_are_served_at_once_and_one_of_none_is_refused(served: Served) -> None:
-    """None waits for the end of another."""
     calls = [served.channel.unary_stream("/test/Hang")(b"") for _ in range(20)]
     async with asyncio.timeout(20):
         assert [await call.read() for call in calls] == [b"begun"] * 20

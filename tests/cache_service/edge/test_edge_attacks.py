@@ -86,7 +86,6 @@ async def test_a_message_of_a_stranger_is_refused_and_changes_nothing(
 
 
 async def test_bytes_that_are_no_message_are_counted_and_one_line(server: ManagerServer, channel: Any) -> None:
-    """However many there are."""
     with structlog.testing.capture_logs() as logged:
         for _ in range(10):
             await refused(channel.unary_unary(f"/{SERVICE}/Check")(at_manager.NO_MESSAGE[0]), "MALFORMED")

@@ -59,7 +59,6 @@ def watched(server: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 async def test_other_calls_are_answered_between_the_slices(stub: Stub, worker: Worker, watched: Watched) -> None:
-    """Requests come and go while an audit stands still in the middle, and its verdict is that all is well."""
     await worker.allocate(item("a", prompt(9)))
     check = await watched.begin(stub)
     await worker.grant("b", prompt(9, 50))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import pytest
 
 from kvpool.cache_service.core.session import SessionEnd
@@ -132,19 +130,3 @@ async def test_leases_end_although_sessions_are_begun_and_ended_without_end(
     assert server.manager.num_unswept_sessions < 200
     assert [session.worker_id for session in server.manager.sessions] == ["again"]
     epochs.close()
-
-
-async def test_after_a_deadline_or_a_cancellation_the_state_goes_out_again(stub: Stub, worker: Worker) -> None:
-    """Whether the given up call was executed nobody knows; the next one with a larger call_no makes it the same."""
-    for timeout in (1e-6, 1e-3, 3e-3):
-        request = pb.AllocateRequest(uplink=worker.uplink(wish=2), items=[item("a", prompt(9))])
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await stub.Allocate(request, timeout=timeout)
-    request = pb.AllocateRequest(uplink=worker.uplink(wish=2), items=[item("a", prompt(9))])
-    call = stub.Allocate(request)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    reply = await worker.allocate(item("a", prompt(9)), wish=2)
-    assert reply.results[0].status.code == 0
-    assert (reply.downlink.counts[0].held, reply.downlink.counts[0].reserved) == (3, 2)

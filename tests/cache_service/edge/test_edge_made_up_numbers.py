@@ -139,7 +139,6 @@ async def test_an_honest_worker_is_taken_whatever_epoch_it_has_seen(begin: Begin
 
 
 async def test_a_register_that_is_refused_raises_no_epoch(begin: Begin) -> None:
-    """An overtaken one, or one with a bad field."""
     life = begin(7)
     assert not isinstance(await life.register("w", no=5), str)
     assert await life.register("w", no=5, seen=41) == "STALE_REGISTER"

@@ -67,7 +67,6 @@ async def test_blocks_tokens_and_hits_are_those_of_the_pool(server: ManagerServe
 async def test_calls_are_told_by_method_and_code_and_refusals_by_reason(
     server: ManagerServer, worker: Worker, stub: Stub
 ) -> None:
-    """One refusal of a whole call, one of an item of a batch that went well."""
     await stub.Describe(pb.DescribeRequest())
     await stub.Describe(pb.DescribeRequest())
     with pytest.raises(grpc.aio.AioRpcError):
@@ -91,7 +90,6 @@ async def test_calls_are_told_by_method_and_code_and_refusals_by_reason(
 async def test_a_bug_and_a_call_given_up_are_told_by_their_codes(
     server: ManagerServer, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call is counted once, however it ends."""
     counts = server._servicer.counts
 
     def fail(*_: object) -> None:
@@ -147,7 +145,6 @@ async def test_reports_are_told_with_their_time_and_what_they_became(
 
 
 async def test_what_clients_send_never_becomes_a_label(server: ManagerServer, worker: Worker, stub: Stub) -> None:
-    """However many names are asked for: the series are as many as before."""
 
     async def ask(name: str) -> None:
         root = common_pb2.Root(model_fingerprint=name, tenant_salt=name)

@@ -34,7 +34,6 @@ async def test_register_and_heartbeats_report_the_lease_and_describe_the_load(st
 
 
 async def test_a_sequence_lives_from_allocate_to_free_and_its_blocks_serve_the_next(worker: Worker) -> None:
-    """The whole life of a request: grant, reserve, bind, seal, free; and the hit of a second one."""
     reply = await worker.allocate(item("a", prompt(10), max_new_tokens=8), wish=2)
     (result,) = reply.results
     (table,) = result.granted.tables
@@ -121,7 +120,6 @@ async def test_describe_shows_the_oldest_sequences_if_asked_for_them(stub: Stub,
 async def test_a_larger_attempt_on_another_worker_fences_the_smaller_until_it_is_freed(
     stub: Stub, worker: Worker
 ) -> None:
-    """Its worker is told to stop, and Describe shows it."""
     other = await Worker.begin(stub, registration("v"))
     await worker.allocate(item("a", prompt(9)))
     elsewhere = (await other.allocate(item("a", prompt(9)))).results[0].status
@@ -193,7 +191,6 @@ async def test_route_explains_why_no_worker_serves(stub: Stub) -> None:
 async def test_check_counts_what_it_looked_at_and_names_what_is_broken(
     server: ManagerServer, stub: Stub, worker: Worker
 ) -> None:
-    """The block, the sequence and their owner; and the metrics count audits and violations."""
     block = (await worker.grant("a", prompt(9))).tables[0].block_ids[1]
     audit = await stub.Check(pb.CheckRequest())
     counts = audit.num_blocks_checked, audit.num_sequences_checked, audit.num_nodes_checked, audit.num_sessions_checked

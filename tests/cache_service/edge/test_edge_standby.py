@@ -98,19 +98,3 @@ def test_a_state_that_is_damaged_ends_a_standby_and_says_why(tmp_path: Path, man
     code, said = managers.fails(*arguments(tmp_path))
     assert code == 1
     assert "is damaged" in said
-
-
-@pytest.mark.parametrize(
-    ("election", "code", "says"),
-    [
-        *((election, 2, "election") for election in ("etcd:1.2.3.4:2379", "kubernetes:", "kubernetes:name", "files")),
-        ("kubernetes:default/kvpool", 1, "--kubernetes-api"),
-    ],
-)
-def test_an_election_that_there_is_not_is_refused(
-    tmp_path: Path, managers: Managers, election: str, code: int, says: str
-) -> None:
-    """That of Kubernetes outside a pod."""
-    status, said = managers.fails("--port", "0", "--state-dir", str(tmp_path), "--election", election)
-    assert status == code
-    assert says in said

@@ -78,7 +78,6 @@ async def assert_equals_describe(stub: Stub, view: WorkerView) -> None:
 async def test_a_view_put_together_from_changes_equals_describe(
     server: ManagerServer, stub: Stub, worker: Worker
 ) -> None:
-    """A whole picture first, then only what has changed; sequences and sessions come and go."""
     view = PictureView()
     async with Client(f"127.0.0.1:{server.port}") as client:
         watching = client.watch(interval=0.1, blocks=True, max_sequences=10)
@@ -189,7 +188,6 @@ async def test_a_stream_ends_with_the_age_of_a_connection(server: ManagerServer,
 
 
 async def test_views_come_through_a_restart_of_the_manager(settings: ManagerSettings) -> None:
-    """The client goes on by itself, with pictures and with contents."""
     settings = settings.model_copy(update={"port": free_port()})
     view, contents = PictureView(), ContentsView()
     async with (
@@ -210,7 +208,6 @@ async def test_views_come_through_a_restart_of_the_manager(settings: ManagerSett
 
 
 async def test_one_block_is_described_with_its_prefix_and_its_owners(server: ManagerServer, worker: Worker) -> None:
-    """A sealed block, shared by two; a block that is being filled; a free one; and one that does not exist."""
     table = list((await worker.grant("a", prompt(10))).tables[0].block_ids)
     await worker.append(update("a", 8, start=10))
     await worker.allocate(item("b", prompt(9)))

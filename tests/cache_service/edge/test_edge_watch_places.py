@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
@@ -59,9 +59,10 @@ class Room:
     ],
     ids=["connection", "host", "same host", "connections of its host", "hosts", "same connection"],
 )
-def test_a_peer_finds_a_place_whoever_has_all_of_them(hoarder: object, newcomer: str, wait: float) -> None:
+def test_a_peer_finds_a_place_whoever_has_all_of_them(
+    hoarder: Callable[[int], str], newcomer: str, wait: float
+) -> None:
     """At once if somebody has two more than it; else when the oldest stream has had its turn. Behind a proxy all are one peer."""
-    assert callable(hoarder)
     room = Room(8)
     for number in range(8):
         room.take(hoarder(number), now=float(number) / 100)
