@@ -87,7 +87,7 @@ class _EndlessCache(EngineCache):
             sequence.state = SequenceState.LIVE
             # As in the real run, where one request computes the shared prefix and the others wait for it.
             sequence.num_computed_tokens = 0 if not granted else 512
-            granted.append(events.Granted(sequence))
+            granted.append(events.TableGranted(sequence))
         return granted
 
 

@@ -21,7 +21,7 @@ from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import AppendItem, Granted, SequenceUpdate, Uplink, Wait
 from kvpool.v1 import cache_pb2, common_pb2
 from kvpool.worker_service.cache.engine_cache import Computed, EngineCache
-from kvpool.worker_service.cache.events import Granted as GrantedEvent
+from kvpool.worker_service.cache.events import TableGranted
 from kvpool.worker_service.cache.groups.dense import DenseGroup
 from kvpool.worker_service.cache.link_state import MutatingCall
 from kvpool.worker_service.cache.sequence import CacheSequence
@@ -119,7 +119,7 @@ class Recorder:
 
     def _take_events(self) -> None:
         for event in self._cache.timed(self._cache.take_events):
-            assert isinstance(event, GrantedEvent), event
+            assert isinstance(event, TableGranted), event
             self._scheduler.on_granted(event.sequence)
 
     def _end_step(self, batch: list[Scheduled], now: float) -> None:

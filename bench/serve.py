@@ -33,7 +33,7 @@ from bench.serve_sides import OURS, SERVED, WAIT_POLICIES, Sides, require_instal
 from kvpool.client.errors import KvpoolError
 from kvpool.load.engine import EngineUnderLoad
 from kvpool.load.kvpool_engine import KvpoolEngine
-from kvpool.load.load import Watch, run_load
+from kvpool.load.load import LoadObserver, run_load
 from kvpool.load.plan import CacheCase, LoadPlan
 from kvpool.worker_service.model.source.cache_dir import default_cache_dir
 from kvpool.worker_service.model.source.resolve import resolve_model
@@ -109,7 +109,7 @@ async def _measure(name: str, plan: LoadPlan, sides: Sides, num_runs: int, measu
         conversations = plan.conversations(SERVED, repetition)
         found: list[tuple[CacheCase, str, Measured]] = []
         for side, engine in engines.items():
-            watch = Watch(stall_seconds=STALL_SECONDS)
+            watch = LoadObserver(stall_seconds=STALL_SECONDS)
             if name == "mixed" and isinstance(engine, KvpoolEngine):
                 engine.forget()
                 watch = replace(watch, look_at_blocks=engine.waste)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from kvpool.v1 import cache_pb2
 
-from .core.explanation import Explanation, Miss, WorkerExplanation
-from .core.messages import MissCause
+from .core.explanation import BlockMiss, PromptExplanation, SessionExplanation
+from .core.messages import BlockMissCause
 from .worker_codec import encode_key, encode_unsalted_root
 
 _MAX_AGE_MS = (1 << 32) - 1
 
-_CAUSES: dict[MissCause, cache_pb2.MissCause] = {
-    cause: getattr(cache_pb2, f"MISS_CAUSE_{cause.name}") for cause in MissCause
+_CAUSES: dict[BlockMissCause, cache_pb2.MissCause] = {
+    cause: getattr(cache_pb2, f"MISS_CAUSE_{cause.name}") for cause in BlockMissCause
 }
 
 
-def encode_explanation(explanation: Explanation, epoch: int, now: float) -> cache_pb2.ExplainResponse:
+def encode_explanation(explanation: PromptExplanation, epoch: int, now: float) -> cache_pb2.ExplainResponse:
     """Encode the whole answer. `now` is the manager's monotonic time in seconds."""
     closest = explanation.closest
     return cache_pb2.ExplainResponse(
@@ -26,7 +26,7 @@ def encode_explanation(explanation: Explanation, epoch: int, now: float) -> cach
     )
 
 
-def _encode_worker(worker: WorkerExplanation, now: float) -> cache_pb2.WorkerExplanation:
+def _encode_worker(worker: SessionExplanation, now: float) -> cache_pb2.WorkerExplanation:
     return cache_pb2.WorkerExplanation(
         worker_id=worker.session.worker_id,
         num_cached_tokens=worker.num_cached_tokens,
@@ -35,7 +35,7 @@ def _encode_worker(worker: WorkerExplanation, now: float) -> cache_pb2.WorkerExp
     )
 
 
-def _encode_miss(miss: Miss, now: float) -> cache_pb2.Miss:
+def _encode_miss(miss: BlockMiss, now: float) -> cache_pb2.Miss:
     encoded = cache_pb2.Miss(
         position=miss.position, cause=_CAUSES[miss.cause], num_passed_tokens=miss.num_passed_tokens
     )

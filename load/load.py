@@ -31,7 +31,7 @@ class WrongAnswer(KvpoolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class LoadObserver:
     """The callbacks of a run, and how long it waits for an answer."""
 
     on_request: Callable[[RequestSample], None] = lambda sample: None
@@ -45,17 +45,20 @@ class Watch:
 
 
 async def run_load(
-    engine: EngineUnderLoad, conversations: Sequence[Conversation], arrivals: Arrivals, watch: Watch | None = None
+    engine: EngineUnderLoad,
+    conversations: Sequence[Conversation],
+    arrivals: Arrivals,
+    watch: LoadObserver | None = None,
 ) -> LoadRun:
     """Have all conversations, and return the records. An error that ends the run early is in `LoadRun.error`, with the figures so
     far. Cancelling ends all requests."""
-    return await _Load(engine, arrivals, watch or Watch()).run(conversations)
+    return await _Load(engine, arrivals, watch or LoadObserver()).run(conversations)
 
 
 class _Load:
     """One run. Use it once."""
 
-    def __init__(self, engine: EngineUnderLoad, arrivals: Arrivals, watch: Watch) -> None:
+    def __init__(self, engine: EngineUnderLoad, arrivals: Arrivals, watch: LoadObserver) -> None:
         self._engine = engine
         self._arrivals = arrivals
         self._watch = watch

@@ -11,7 +11,7 @@ from kvpool.client.errors import InvalidRequest
 
 from .arrivals import Arrivals
 from .engine import EngineUnderLoad, ServedRequest
-from .load import Watch, run_load
+from .load import LoadObserver, run_load
 from .sample import LoadRun
 from .workload import DEFAULT_SIZES, Conversation, LoadWorkload, RequestSizes, make_workload, require_sense
 
@@ -91,7 +91,7 @@ class Measured:
 
 
 async def measure(
-    engine: EngineUnderLoad, plan: LoadPlan, measured: Measured, watch: Watch, on_run: Callable[[str], None]
+    engine: EngineUnderLoad, plan: LoadPlan, measured: Measured, watch: LoadObserver, on_run: Callable[[str], None]
 ) -> None:
     """Fill `measured` run by run; `on_run` is called with the name of each run when it begins. Raises an error if the plan itself
     is wrong, or if the engine is absent from the beginning."""

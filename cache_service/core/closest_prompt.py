@@ -36,7 +36,7 @@ MAX_HOLDERS = 8
 """Holders of one child that are followed further down, at most."""
 
 
-class ClosestPrompt(NamedTuple):
+class ClosestPath(NamedTuple):
     """What another prompt that is cached has in common with this one."""
 
     num_equal_tokens: int
@@ -72,7 +72,7 @@ def find_closest(
     tokens: bytes,
     block_size: int,
     bounds: Bounds = THOROUGH,
-) -> ClosestPrompt | None:
+) -> ClosestPath | None:
     """The closest prompt that one of `holders` has; `path` are the nodes of the prompt below `root`, `cached` how many of them each
     holder has. None if all of the prompt is cached, and if nothing is that shares a token with it."""
     num_cached = max((count for holder, count in cached.items() if holder in holders), default=0)
@@ -106,7 +106,7 @@ def find_closest(
     common = wanted if is_at_end else best.node.tokens[: (num_equal + 1) * TOKEN_BYTES]
     prompts = _Prompts(bounds.num_nodes)
     num_prompts = sum(prompts.count(one.node) for one in siblings if one.node.tokens.startswith(common))
-    return ClosestPrompt(
+    return ClosestPath(
         num_equal_tokens=num_equal_before + num_equal,
         prompt_token=None if is_at_end else _token(wanted, num_equal),
         cached_token=None if is_at_end else _token(best.node.tokens, num_equal),

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from .block_pool import BlockPool, State
-from .groups.group import Group
+from .groups.group import SessionGroup
 from .messages import TOKEN_BYTES, Root, SequenceKey
 from .prefix_tree import Node, RootNode
 from .refusal import bad_field
@@ -37,7 +37,7 @@ class BlockDescription(NamedTuple):
     group: int = 0
 
 
-def _group_of(session: Session, group: int) -> Group:
+def _group_of(session: Session, group: int) -> SessionGroup:
     if not 0 <= group < len(session.by_slot):
         raise bad_field("group", f"worker {session.worker_id!r} has groups 0 to {len(session.pools) - 1}, got {group}")
     return session.by_slot[group]
@@ -133,7 +133,7 @@ def describe_block(session: Session, block: int, group: int = 0) -> BlockContent
     )
 
 
-def _others(group: Group, owners: Iterable[Sequence], blocks: Iterable[int]) -> tuple[int, ...]:
+def _others(group: SessionGroup, owners: Iterable[Sequence], blocks: Iterable[int]) -> tuple[int, ...]:
     """Blocks in the tables of the first owners, without these."""
     found: set[int] = set()
     for owner in islice(owners, MAX_OWNERS_PER_BLOCK):

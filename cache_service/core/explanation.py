@@ -22,12 +22,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from .allocation import longest_run
-from .closest_prompt import Bounds, ClosestPrompt, find_closest
+from .closest_prompt import Bounds, ClosestPath, find_closest
 from .copies import Holder
 from .evictions import Evicted, EvictionMemory
 from .hashing import HashFunction, block_hash, root_bytes
 from .hits import cached_along, longest_hit, reach
-from .messages import TOKEN_BYTES, MissCause, Root, Wait
+from .messages import TOKEN_BYTES, BlockMissCause, Root, Wait
 from .other_roots import OtherRoot, OtherRoots
 from .prefix_tree import Leader, Node, PrefixTree
 from .session import Session
@@ -43,11 +43,11 @@ MAX_NAMES = 8
 """Looked for among the evictions, for each block size: the workers that serve most of the prompt come first."""
 
 
-class Miss(NamedTuple):
+class BlockMiss(NamedTuple):
     """The first token that a worker would not serve, and why."""
 
     position: int
-    cause: MissCause
+    cause: BlockMissCause
     evicted: Evicted | None = None
     """The eviction if the cause is EVICTED. Its key is None if the sequence had another salt: its identity is nobody else's
     business."""
@@ -63,25 +63,25 @@ class Miss(NamedTuple):
     tokens up to the last block held."""
 
 
-class WorkerExplanation(NamedTuple):
+class SessionExplanation(NamedTuple):
     """One worker's part in an explanation."""
 
     session: Session
     num_cached_tokens: int
     """What Allocate would serve now, if it need not wait."""
-    miss: Miss
+    miss: BlockMiss
     encoder_cached: bool = False
     """It holds the KV of the encoder's input."""
 
 
-class Explanation(NamedTuple):
+class PromptExplanation(NamedTuple):
     """The answer of Explain."""
 
-    workers: list[WorkerExplanation]
+    workers: list[SessionExplanation]
     """Those that serve most tokens first; at most MAX_WORKERS."""
     num_workers: int
     """All that were asked for."""
-    closest: ClosestPrompt | None
+    closest: ClosestPath | None
 
 
 class Search(NamedTuple):
@@ -133,9 +133,9 @@ class _Prompt:
         held = (index for index in range(len(self.path) - 1, -1, -1) if self.path[index].blocks_in(holder))
         return next(held, -1) + 1
 
-    def lacking(self, session: Session, num_passed: int) -> MissCause:
+    def lacking(self, session: Session, num_passed: int) -> BlockMissCause:
         """What dependent groups lack for a hit of so many nodes that the whole groups have."""
-        causes = [cause for cause in MissCause if any(group.miss is cause for group in session.dependents)]
+        causes = [cause for cause in BlockMissCause if any(group.miss is cause for group in session.dependents)]
         for cause in causes[:0:-1]:
             others = [group for group in session.dependents if group.miss is not cause]
             num = longest_hit(self.path, others, min(self.max_hits, num_passed))
@@ -189,7 +189,7 @@ class _Prompt:
         return found
 
 
-def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: bytes) -> Explanation:
+def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: bytes) -> PromptExplanation:
     """Explain a prompt of at least one token to these sessions, which serve the root's model.
 
     The walk along the prompt grows with its length, as Route's does; all else is bounded by constants.
@@ -203,7 +203,7 @@ def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: byt
     served.sort(key=lambda pair: (-pair[0].num_hits(pair[1]) * pair[0].block_size, pair[1].worker_id))
     elsewhere = OtherRoots(search.tree, search.holders, root, tokens, across_salts=search.across_salts)
     workers = [
-        WorkerExplanation(
+        SessionExplanation(
             session,
             prompt.num_hits(session) * prompt.block_size,
             _miss(search, prompt, session, elsewhere),
@@ -217,37 +217,41 @@ def explain(search: Search, sessions: Sequence[Session], root: Root, tokens: byt
         for prompt in prompts.values()
         if prompt.root_node is not None
     ]
-    closest = max((one for one in found if one is not None), key=ClosestPrompt.rank, default=None)
-    return Explanation(workers, len(sessions), closest)
+    closest = max((one for one in found if one is not None), key=ClosestPath.rank, default=None)
+    return PromptExplanation(workers, len(sessions), closest)
 
 
-def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoots) -> Miss:
+def _miss(search: Search, prompt: _Prompt, session: Session, elsewhere: OtherRoots) -> BlockMiss:
     """Why the block after the served ones is not served; the cases as in the table above."""
     index = prompt.num_hits(session)
     position = index * prompt.block_size
     if index == session.on_grid(prompt.max_hits):
         is_the_last_tokens = prompt.is_whole and session.on_grid(prompt.max_hits + 1) > index
-        return Miss(position, MissCause.LAST_TOKEN if is_the_last_tokens else MissCause.PARTIAL_TAIL)
+        return BlockMiss(position, BlockMissCause.LAST_TOKEN if is_the_last_tokens else BlockMissCause.PARTIAL_TAIL)
     leader = prompt.in_flight(index, session.holder)
     if leader is not None:
-        return Miss(position, MissCause.BEING_COMPUTED, leader=leader)
+        return BlockMiss(position, BlockMissCause.BEING_COMPUTED, leader=leader)
     num_passed = prompt.num_passed(session.holder) if session.dependents else 0
     if session.on_grid(num_passed) > index:
-        return Miss(position, prompt.lacking(session, num_passed), num_passed_tokens=num_passed * prompt.block_size)
+        return BlockMiss(
+            position, prompt.lacking(session, num_passed), num_passed_tokens=num_passed * prompt.block_size
+        )
     fullest = prompt.fullest
     other = search.holders[fullest] if fullest is not None and prompt.cached[fullest] > index else None
     evicted = prompt.evictions(index).get(session.holder.signatures[0])
     if evicted is not None:
         if evicted.salt != prompt.root.tenant_salt and not search.across_salts:
             evicted = evicted._replace(key=None)
-        return Miss(position, MissCause.EVICTED, evicted=evicted, other_worker=other)
+        return BlockMiss(position, BlockMissCause.EVICTED, evicted=evicted, other_worker=other)
     if other is not None:
-        return Miss(position, MissCause.ON_ANOTHER_WORKER, other_worker=other)
+        return BlockMiss(position, BlockMissCause.ON_ANOTHER_WORKER, other_worker=other)
     for holder in prompt.leaders(index):
         leader = prompt.in_flight(index, holder)
         if leader is not None:
-            return Miss(position, MissCause.BEING_COMPUTED, leader=leader, other_worker=search.holders[holder])
+            return BlockMiss(
+                position, BlockMissCause.BEING_COMPUTED, leader=leader, other_worker=search.holders[holder]
+            )
     found = elsewhere.find(position, prompt.block_size)
     if found is not None:
-        return Miss(position, MissCause.OTHER_ROOT, other_root=found, other_worker=found.session)
-    return Miss(position, MissCause.NEVER_SEEN)
+        return BlockMiss(position, BlockMissCause.OTHER_ROOT, other_root=found, other_worker=found.session)
+    return BlockMiss(position, BlockMissCause.NEVER_SEEN)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
 from .copies import Holder
-from .groups.group import Group
+from .groups.group import SessionGroup
 from .messages import AllocateItem
 from .prefix_tree import Node, RootNode
 from .session import Session
@@ -34,7 +34,7 @@ def hits_in(
     return num, hits
 
 
-def longest_hit(path: List[Node], dependents: List[Group], most: int) -> int:
+def longest_hit(path: List[Node], dependents: List[SessionGroup], most: int) -> int:
     """The longest hit in these groups, of at most `most` nodes, of which all whole groups have copies."""
     while True:
         num = most

@@ -20,7 +20,7 @@ from .copies import Holder
 from .description import BlockDescription, describe_blocks
 from .downlink import Downlink
 from .evictions import EvictionMemory
-from .explanation import Explanation, Search, explain
+from .explanation import PromptExplanation, Search, explain
 from .fencing import Fencing
 from .groups import make_groups
 from .hashing import HashFunction, xxh64
@@ -700,7 +700,7 @@ class CacheManager:
         """What the workers that route() may name serve, whatever their size; None: there is none. Raises Refusal: BAD_FIELD."""
         return self._candidates.of_model(self._with_fingerprint(root).model_fingerprint).served()
 
-    def explain(self, root: Root, tokens: bytes, worker_id: str = "", bounds: Bounds = THOROUGH) -> Explanation:
+    def explain(self, root: Root, tokens: bytes, worker_id: str = "", bounds: Bounds = THOROUGH) -> PromptExplanation:
         """How much of a prompt each worker would serve from its cache, and why no more. Of the workers that Route would name, or of
         one: that one may be draining, and may serve no text. `bounds` are those of the search for the closest prompt; the others
         are constants. Changes nothing.

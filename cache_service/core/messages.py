@@ -400,7 +400,7 @@ class Appended(NamedTuple):
 AppendOutcome = Appended | Refusal
 
 
-class MissCause(Enum):
+class BlockMissCause(Enum):
     """Why a block of a prompt is not served from the cache."""
 
     NEVER_SEEN = "never seen"

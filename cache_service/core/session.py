@@ -8,7 +8,7 @@ from enum import Enum
 
 from .budget import Account
 from .downlink import Downlink
-from .groups.group import Group
+from .groups.group import SessionGroup
 from .messages import BlockCounts, Drain, Limits, Registration, Root, SequenceKey, WorkerLoad
 from .refusal import Reason, Refusal, bad_field
 from .sequence import Sequence
@@ -39,7 +39,7 @@ class Session:
         self,
         number: int,
         registration: Registration,
-        groups: tuple[Group, ...],
+        groups: tuple[SessionGroup, ...],
         account: Account,
         downlink: Downlink,
         lease_end: float,

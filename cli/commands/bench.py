@@ -15,7 +15,7 @@ from kvpool.client.errors import InvalidRequest, KvpoolError
 from kvpool.load import report
 from kvpool.load.arrivals import DEFAULT_MAX_IN_FLIGHT, MAX_IN_FLIGHT, Arrivals, ClosedLoop, OpenLoop, Pattern
 from kvpool.load.kvpool_engine import KvpoolEngine
-from kvpool.load.load import DEFAULT_STALL_SECONDS, Watch
+from kvpool.load.load import DEFAULT_STALL_SECONDS, LoadObserver
 from kvpool.load.plan import MAX_REPETITIONS, CacheCase, LoadPlan, Measured, default_sizes, measure
 from kvpool.load.sample import RequestSample
 from kvpool.load.workload import DEFAULT_CONVERSATIONS, LoadWorkload
@@ -235,7 +235,7 @@ async def _measure(engine: KvpoolEngine, measured: Measured, *, looks: bool, sta
         def on_request(sample: RequestSample) -> None:
             progress.advance(bar)
 
-        watch = Watch(
+        watch = LoadObserver(
             on_request=on_request, look_at_blocks=engine.waste if looks else None, stall_seconds=stall_seconds
         )
         try:

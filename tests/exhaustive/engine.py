@@ -228,7 +228,7 @@ class TinyEngine:
         if self.step:
             return
         for event in self.cache.take_events():
-            if isinstance(event, events.Granted):
+            if isinstance(event, events.TableGranted):
                 if event.sequence in self.waiting:
                     self.waiting.remove(event.sequence)
                     self.running.append(event.sequence)

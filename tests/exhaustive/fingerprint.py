@@ -22,7 +22,7 @@ from kvpool.cache_service.core.prefix_tree import Node
 from kvpool.cache_service.core.recovery import Recovery
 from kvpool.cache_service.core.sequence import Sequence
 from kvpool.cache_service.core.session import Session
-from kvpool.worker_service.cache.events import Granted, Refused, Stopped
+from kvpool.worker_service.cache.events import Refused, Stopped, TableGranted
 from kvpool.worker_service.cache.groups.dense import DenseTable
 from kvpool.worker_service.cache.groups.group import GroupTable
 from kvpool.worker_service.cache.groups.scratch import Scratch
@@ -201,7 +201,7 @@ def _all_sequences(engine: TinyEngine) -> list[CacheSequence]:
         [stated.sequence for stated in in_flight],
         [one for copying in (*state.copies_due, *state.copies_made) for one in (copying.source, copying.fork)],
         [copied.fork for copied in engine.copies],
-        [event.sequence for event in state.events if isinstance(event, Granted | Refused | Stopped)],
+        [event.sequence for event in state.events if isinstance(event, TableGranted | Refused | Stopped)],
     ]
     return list({id(sequence): sequence for place in places for sequence in place}.values())
 

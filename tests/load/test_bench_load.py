@@ -12,7 +12,7 @@ from kvpool.client.block_map import BlockMap
 from kvpool.client.errors import Unavailable
 from kvpool.load.arrivals import ClosedLoop, OpenLoop
 from kvpool.load.engine import Delivery, RefusedRequest, ServedRequest
-from kvpool.load.load import Stalled, Watch, WrongAnswer, run_load
+from kvpool.load.load import LoadObserver, Stalled, WrongAnswer, run_load
 from kvpool.load.plan import CacheCase, LoadPlan, Measured, measure
 from kvpool.load.sample import RequestSample
 from kvpool.load.waste import WasteSample, summarise, waste_of
@@ -74,7 +74,9 @@ async def test_a_turn_s_prompt_is_the_whole_conversation_so_far() -> None:
 
 async def test_what_came_is_noted_with_its_time_and_what_was_cached() -> None:
     seen: list[RequestSample] = []
-    run = await run_load(ScriptedEngine(), single(2, num_generated=5), ClosedLoop(2), Watch(on_request=seen.append))
+    run = await run_load(
+        ScriptedEngine(), single(2, num_generated=5), ClosedLoop(2), LoadObserver(on_request=seen.append)
+    )
     assert len(seen) == 2
     for sample in run.samples:
         assert sample.num_cached_tokens == 1
@@ -120,7 +122,7 @@ async def test_an_engine_that_falls_silent_ends_the_run() -> None:
             await asyncio.sleep(0)
 
     engine = ScriptedEngine(None, HANG)
-    watch = Watch(stall_seconds=30.0, clock=lambda: now, sleep=sleep)
+    watch = LoadObserver(stall_seconds=30.0, clock=lambda: now, sleep=sleep)
     run = await run_load(engine, single(3), ClosedLoop(1), watch)
     assert isinstance(run.error, Stalled)
     assert "nothing has come for 33 s" in str(run.error)
@@ -142,7 +144,7 @@ async def test_blocks_are_looked_at_while_it_runs_and_a_look_that_fails_is_left_
     async def sleep(seconds: float) -> None:
         await asyncio.sleep(0)
 
-    run = await run_load(ScriptedEngine(), single(5), ClosedLoop(1), Watch(look_at_blocks=look, sleep=sleep))
+    run = await run_load(ScriptedEngine(), single(5), ClosedLoop(1), LoadObserver(look_at_blocks=look, sleep=sleep))
     before = num_looks
     await asyncio.sleep(0.01)
     assert before > 2
@@ -158,7 +160,7 @@ async def test_a_measurement_warms_up_and_repeats_with_fresh_tokens() -> None:
         LoadWorkload.CHATS, ClosedLoop(2), 3, DEFAULT_SIZES[LoadWorkload.CHATS], repetitions=2, cases=tuple(CacheCase)
     )
     measured = Measured(plan)
-    await measure(engine, plan, measured, Watch(), told.append)
+    await measure(engine, plan, measured, LoadObserver(), told.append)
     assert told == [
         "warm-up, cold", "warm-up, warm", "repetition 1 of 2, cold", "repetition 1 of 2, warm",
         "repetition 2 of 2, cold", "repetition 2 of 2, warm",
@@ -175,7 +177,7 @@ async def test_a_measurement_warms_up_and_repeats_with_fresh_tokens() -> None:
 async def test_an_error_in_the_warm_up_ends_the_measurement_with_nothing() -> None:
     plan = LoadPlan(LoadWorkload.SHARED, ClosedLoop(2), 3, DEFAULT_SIZES[LoadWorkload.SHARED])
     measured = Measured(plan)
-    await measure(ScriptedEngine(None, ValueError("gone")), plan, measured, Watch(), lambda what: None)
+    await measure(ScriptedEngine(None, ValueError("gone")), plan, measured, LoadObserver(), lambda what: None)
     assert (measured.runs, str(measured.error)) == ({}, "gone")
 
 

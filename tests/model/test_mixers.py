@@ -18,7 +18,7 @@ from kvpool.worker_service.model.forward import mixers as finding
 from kvpool.worker_service.model.forward.kv_cache import KVCache
 from kvpool.worker_service.model.forward.kv_plan import KVCachePlan, StatesPlan
 from kvpool.worker_service.model.forward.layers import find_attention_layers
-from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, MixerPiece, StateSpec, state_bytes
+from kvpool.worker_service.model.forward.mixer import MixerCall, MixerForward, MixerPiece, MixerState, state_bytes
 from kvpool.worker_service.model.forward.mixer_binding import MixerBinding, lay_out
 from kvpool.worker_service.model.forward.mixers import find_mixers
 from kvpool.worker_service.model.guard.support import check_layers, check_replica, guarded
@@ -47,7 +47,7 @@ def hooks_of(model: Any) -> int:
 def test_each_recurrent_layer_is_found_with_its_states() -> None:
     (conv,) = find_mixers(model_of("lfm2"), CPU)
     assert (conv.name, conv.layer_idx) == ("model.layers.0.conv", 0)
-    assert conv.states == (StateSpec("conv", 0, (32, 3), torch.float32),)
+    assert conv.states == (MixerState("conv", 0, (32, 3), torch.float32),)
     assert conv.by_token == {"hidden_states"}
     (mamba,) = find_mixers(model_of("jamba"), CPU)
     assert [(spec.kind, spec.shape) for spec in mamba.states] == [("conv", (64, 4)), ("recurrent", (64, 8))]

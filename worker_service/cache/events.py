@@ -9,7 +9,7 @@ from google.rpc import status_pb2
 from .sequence import CacheSequence
 
 
-class Granted(NamedTuple):
+class TableGranted(NamedTuple):
     """The sequence has its block table and is live."""
 
     sequence: CacheSequence
@@ -50,4 +50,4 @@ class GivenUp(NamedTuple):
     """The manager and this worker contradict each other; else the manager has lost its state."""
 
 
-Event = Granted | Refused | Stopped | DrainAsked | SessionLost | GivenUp
+Event = TableGranted | Refused | Stopped | DrainAsked | SessionLost | GivenUp

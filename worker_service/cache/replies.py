@@ -108,7 +108,7 @@ def _on_allocated(state: CacheState, stated: Stated, result: cache_pb2.AllocateR
         _take_table(state, sequence, stated.prompt, result.granted)
         if not is_withdrawn:
             sequence.state = SequenceState.LIVE
-            state.events.append(events.Granted(sequence))
+            state.events.append(events.TableGranted(sequence))
         return
     reason = reason_of(result.status)
     if result.status.code and reason not in _NO_ROOM:

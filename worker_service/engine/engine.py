@@ -334,7 +334,7 @@ class Engine:
 
     def _take_events(self) -> None:
         for event in self.cache.take_events():
-            if isinstance(event, events.Granted):
+            if isinstance(event, events.TableGranted):
                 if request := self.scheduler.on_granted(event.sequence):
                     self.stats.on_granted(request, self._clock())
             elif isinstance(event, events.Refused):

@@ -7,24 +7,24 @@ from array import array
 from ..budget import Account
 from ..messages import GroupSpec, Registration
 from ..prefix_tree import PrefixTree
-from .dense import DenseGroup, DenseSpec
-from .group import Group
-from .state import StateGroup, StateSpec
-from .unit import UnitGroup, UnitSpec
-from .window import WindowGroup, WindowSpec
+from .dense import DenseSessionGroup, DenseSpec
+from .group import SessionGroup
+from .state import StateSessionGroup, StateSpec
+from .unit import UnitSessionGroup, UnitSpec
+from .window import WindowSessionGroup, WindowSpec
 
-KINDS: dict[type[GroupSpec], type[Group]] = {
-    DenseSpec: DenseGroup,
-    WindowSpec: WindowGroup,
-    StateSpec: StateGroup,
-    UnitSpec: UnitGroup,
+KINDS: dict[type[GroupSpec], type[SessionGroup]] = {
+    DenseSpec: DenseSessionGroup,
+    WindowSpec: WindowSessionGroup,
+    StateSpec: StateSessionGroup,
+    UnitSpec: UnitSessionGroup,
 }
 """The class of the groups that a worker introduces so."""
 
 
 def make_groups(
     registration: Registration, tree: PrefixTree, account: Account, evicted: array[int] | None = None
-) -> tuple[Group, ...]:
+) -> tuple[SessionGroup, ...]:
     """The groups of a new session, with their pools, under a new holder. `evicted`: where block hashes of what is evicted go."""
     size, specs = registration.layout
     kinds = [KINDS[type(spec)] for spec in specs]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..copies import SLOT_MASK
 from ..messages import AllocateItem, GroupSpec
 from ..prefix_tree import Node, RootNode
-from .group import Group
+from .group import SessionGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class DenseSpec(GroupSpec):
     """How a worker introduces such layers."""
 
 
-class DenseGroup(Group):
+class DenseSessionGroup(SessionGroup):
     """A hit of m nodes needs the copies of all of them."""
 
     is_whole = True

@@ -27,9 +27,9 @@ from typing import Any, ClassVar, TypeVar
 from ..block_pool import CACHED, FREE, RESERVED, BlockPool, State
 from ..messages import (
     AllocateItem,
+    BlockMissCause,
     GrantedTable,
     GroupSpec,
-    MissCause,
     ReportedSequence,
     ReportedUnit,
     ReservedBlock,
@@ -53,7 +53,7 @@ def of_slot(groups: tuple[tuple[_Entry, ...], ...], slot: int) -> tuple[_Entry, 
     return groups[slot] if slot < len(groups) else ()
 
 
-class Group:
+class SessionGroup:
     """One group of a session, and its pool. See the top of this file. What is the same for most kinds is here: a table is a list
     of blocks."""
 
@@ -64,7 +64,7 @@ class Group:
 
     grid_blocks = 1
     """What it keeps for others it keeps after multiples of so many blocks."""
-    miss: MissCause | None = None
+    miss: BlockMissCause | None = None
     """The cause that Explain gives if a dependent group lacks what a hit needs; None: it is not dependent."""
     longest_input = 0
     """Tokens of the longest encoder's input that can be served."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..block_pool import BlockPool
-from ..messages import GroupSpec, Limits, MissCause
+from ..messages import BlockMissCause, GroupSpec, Limits
 from ..refusal import bad_field
-from .group import Group
-from .window import WindowGroup
+from .group import SessionGroup
+from .window import WindowSessionGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,15 @@ class StateSpec(GroupSpec):
             )
 
 
-class StateGroup(WindowGroup):
+class StateSessionGroup(WindowSessionGroup):
     """A hit of m nodes needs the copy of the last one."""
 
-    miss = MissCause.SNAPSHOT_NOT_KEPT
+    miss = BlockMissCause.SNAPSHOT_NOT_KEPT
     kept = "snapshot"
     setting = "--state-blocks"
 
     def __init__(self, spec: StateSpec, pool: BlockPool, block_size: int) -> None:
-        Group.__init__(self, spec, pool, block_size)
+        SessionGroup.__init__(self, spec, pool, block_size)
         self.span = 1
         self.grid_blocks = spec.grid_tokens // block_size
         self.scratch_blocks = spec.scratch_blocks

@@ -37,7 +37,7 @@ from ..prefix_tree import Node, PrefixTree, RootNode
 from ..refusal import Reason, Refusal, bad_field
 from ..restored import Case, Restored, refuse, refuse_twice
 from ..sequence import Sequence
-from .group import Group, Problem, of_slot
+from .group import Problem, SessionGroup, of_slot
 from .unit_pool import UnitPool
 
 
@@ -64,7 +64,7 @@ class UnitSpec(GroupSpec):
             raise bad_field(f"{field}.cross_attention", "needed another group, for the KV of the decoder's own tokens")
 
 
-class UnitGroup(Group):
+class UnitSessionGroup(SessionGroup):
     """A group with cross attention."""
 
     holds_nodes = False

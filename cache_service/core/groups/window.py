@@ -16,10 +16,10 @@ from ..copies import SLOT_MASK
 from ..messages import (
     TOKEN_BYTES,
     AllocateItem,
+    BlockMissCause,
     GrantedTable,
     GroupSpec,
     Limits,
-    MissCause,
     ReportedSequence,
     ReservedBlock,
     SequenceUpdate,
@@ -29,7 +29,7 @@ from ..prefix_tree import Node, PrefixTree, RootNode
 from ..refusal import Reason, Refusal, bad_field
 from ..restored import Case, Restored, refuse
 from ..sequence import Sequence
-from .group import Group, Problem, of_slot
+from .group import Problem, SessionGroup, of_slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class WindowTable:
         return len(self.entries) + len(self.scratch)
 
 
-class WindowGroup(Group):
+class WindowSessionGroup(SessionGroup):
     """A hit of m nodes needs the copies of the last min(m, span)."""
 
     is_dependent = True
-    miss = MissCause.WINDOW_NOT_KEPT
+    miss = BlockMissCause.WINDOW_NOT_KEPT
     kept = "window"
     """What it keeps at a boundary, in words."""
     setting = "--window-blocks"

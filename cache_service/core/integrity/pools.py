@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 
 from ..block_pool import CACHED, FREE, HELD, RESERVED, State
-from ..groups.group import Group
+from ..groups.group import SessionGroup
 from ..session import Session
 from .findings import Audit, Course
 
@@ -17,7 +17,9 @@ _LISTED = bytes(int(state in (FREE, CACHED)) for state in range(256))
 class PoolLaws:
     """Checks the pool of one group of a session."""
 
-    def __init__(self, session: Session, group: Group, last_generation: Callable[[], int], findings: Audit) -> None:
+    def __init__(
+        self, session: Session, group: SessionGroup, last_generation: Callable[[], int], findings: Audit
+    ) -> None:
         self._session = session
         self._group = group
         self._pool = group.pool

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.cache_service.core.block_pool import BlockPool
-from kvpool.cache_service.core.groups.window import WindowGroup, WindowTable
+from kvpool.cache_service.core.groups.window import WindowSessionGroup, WindowTable
 from kvpool.cache_service.core.hashing import HashFunction
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -254,7 +254,7 @@ class Desk:
         `statement`, of the first. Returns what was named in the first, by table index."""
         named: list[dict[int, int]] = []
         for of in self.session.dependents:
-            assert isinstance(of, WindowGroup)
+            assert isinstance(of, WindowSessionGroup)
             window = self.window(name, of.slot)
             missing = [i for i in range(max(0, boundary - of.span), boundary) if i not in window.entries]
             bound = dict(zip(missing, self.scratch(name, of.slot), strict=False))

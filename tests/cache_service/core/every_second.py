@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
-from kvpool.cache_service.core.groups.group import Group, Problem, of_slot
+from kvpool.cache_service.core.groups.group import Problem, SessionGroup, of_slot
 from kvpool.cache_service.core.messages import TOKEN_BYTES as TOKEN_BYTES
-from kvpool.cache_service.core.messages import AllocateItem, GroupSpec, MissCause, ReportedSequence, SequenceUpdate
+from kvpool.cache_service.core.messages import AllocateItem, BlockMissCause, GroupSpec, ReportedSequence, SequenceUpdate
 from kvpool.cache_service.core.prefix_tree import Node, PrefixTree, RootNode
 from kvpool.cache_service.core.refusal import Reason, Refusal, bad_field
 from kvpool.cache_service.core.restored import Restored, refuse
@@ -25,11 +25,11 @@ def _half(num_blocks: int) -> int:
     return (num_blocks + 1) // 2
 
 
-class EverySecondGroup(Group):
+class EverySecondGroup(SessionGroup):
     """Entry i of a table is for block 2i of the text. A hit of m nodes needs the copies of the even ones."""
 
     is_dependent = True
-    miss = MissCause.WINDOW_NOT_KEPT
+    miss = BlockMissCause.WINDOW_NOT_KEPT
 
     def most_blocks(self, most: int) -> int:
         return min(most, 2 * self.pool.capacity)

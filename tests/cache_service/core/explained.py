@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvpool.cache_service.core.explanation import WorkerExplanation
+from kvpool.cache_service.core.explanation import SessionExplanation
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, Granted, MissCause, Uplink, Wait
+from kvpool.cache_service.core.messages import AllocateItem, BlockMissCause, Granted, Uplink, Wait
 from kvpool.cache_service.core.refusal import Refusal
 
 
@@ -15,7 +15,7 @@ class Prediction(NamedTuple):
     """Of the first item of an Allocate."""
 
     item: AllocateItem
-    explained: WorkerExplanation
+    explained: SessionExplanation
     waits_for_itself: bool
     """The prompt would wait for another attempt of its own sequence, which Allocate never lets it do."""
     has_windows: bool
@@ -55,7 +55,7 @@ class Prediction(NamedTuple):
     def require(self, outcome: Granted | Wait | Refusal) -> None:
         """Compare with what Allocate has answered."""
         miss, item = self.explained.miss, self.item
-        is_here = miss.cause is MissCause.BEING_COMPUTED and miss.other_worker is None
+        is_here = miss.cause is BlockMissCause.BEING_COMPUTED and miss.other_worker is None
         if isinstance(outcome, Wait) and not outcome.position:  # for an encoder, which says nothing of the prompt
             assert item.max_cached_tokens == 0 or not self.explained.encoder_cached
         elif isinstance(outcome, Wait) and not self.waits_for_itself:

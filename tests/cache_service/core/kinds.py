@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.cache_service.core.groups.unit import UnitGroup
+from kvpool.cache_service.core.groups.unit import UnitSessionGroup
 from kvpool.cache_service.core.groups.unit_pool import UnitPool
 from kvpool.cache_service.core.groups.window import WindowTable
 from kvpool.cache_service.core.sequence import Sequence
@@ -21,4 +21,4 @@ def tables(sequence: Sequence) -> list[list[int]]:
 
 def unit_pool(session: Session) -> UnitPool | None:
     """Of the group with cross attention, if there is one."""
-    return next((group.pool for group in session.groups if isinstance(group, UnitGroup)), None)
+    return next((group.pool for group in session.groups if isinstance(group, UnitSessionGroup)), None)

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core import closest_prompt, other_roots
-from kvpool.cache_service.core.closest_prompt import MAX_CHILDREN, ClosestPrompt
+from kvpool.cache_service.core.closest_prompt import MAX_CHILDREN, ClosestPath
 from kvpool.cache_service.core.groups.dense import DenseSpec
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, Layout, MissCause, Root, SequenceUpdate, Uplink
+from kvpool.cache_service.core.messages import AllocateItem, BlockMissCause, Layout, Root, SequenceUpdate, Uplink
 from kvpool.cache_service.core.prefix_tree import Node, PrefixTree
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, registration, token_bytes
 from tests.cache_service.core.test_core_past_mistakes import lines_of
 
 
-def closest(desk: Desk, tokens: list[int]) -> ClosestPrompt | None:
+def closest(desk: Desk, tokens: list[int]) -> ClosestPath | None:
     """What Explain says of all workers."""
     return desk.manager.explain(ROOT, token_bytes(tokens)).closest
 
@@ -32,7 +32,7 @@ def test_the_token_where_they_part_is_named_with_what_it_costs() -> None:
     desk = Desk()
     desk.serve("a", prompt(20))
     found = closest(desk, prompt(21))
-    assert found == ClosestPrompt(7, 21, 20, 1, 1, 28, False)
+    assert found == ClosestPath(7, 21, 20, 1, 1, 28, False)
     assert desk.serve("b", prompt(21)) == 4
     assert desk.serve("c", prompt(20)) == 4 + found.num_tokens_gained
 
@@ -53,13 +53,13 @@ def test_the_prompt_that_would_help_most_is_preferred_to_one_that_agrees_a_token
     desk.serve("longer", [1, 2, 3, 8, 0])
     desk.serve("useful", [1, 2, 7, 4, *document, 0])
     found = closest(desk, [1, 2, 3, 4, *document, 0])
-    assert found == ClosestPrompt(2, 3, 7, 1, 1, 20, False)
+    assert found == ClosestPath(2, 3, 7, 1, 1, 20, False)
 
 
 def test_several_tokens_of_the_block_that_differ_are_counted() -> None:
     desk = Desk()
     desk.serve("a", [1, 7, 3, 8, *range(200, 209)])
-    assert closest(desk, [1, 2, 3, 4, *range(200, 209)]) == ClosestPrompt(1, 2, 7, 2, 1, 12, False)
+    assert closest(desk, [1, 2, 3, 4, *range(200, 209)]) == ClosestPath(1, 2, 7, 2, 1, 12, False)
 
 
 def test_nothing_is_gained_from_what_no_worker_holds_as_a_whole() -> None:
@@ -82,7 +82,7 @@ def test_a_prompt_that_ends_before_it_parts_has_no_token_to_name() -> None:
     desk = Desk()
     desk.serve("a", prompt(20))
     found = closest(desk, prompt(20)[:6])
-    assert found == ClosestPrompt(6, None, None, 0, 1, 0, False)
+    assert found == ClosestPath(6, None, None, 0, 1, 0, False)
     assert closest(desk, prompt(20)[:8]) is None
 
 
@@ -145,10 +145,10 @@ def test_thousands_of_roots_cost_no_more_than_a_thousand(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(PrefixTree, "match", counting)
     (found,) = manager.explain(ROOT, token_bytes([2999, 1, 2, 3, 4])).workers
-    assert found.miss.cause is MissCause.OTHER_ROOT
+    assert found.miss.cause is BlockMissCause.OTHER_ROOT
     assert len(visited) == 1
     (found,) = manager.explain(ROOT, token_bytes([0, 1, 2, 3, 4])).workers
-    assert found.miss.cause is MissCause.NEVER_SEEN
+    assert found.miss.cause is BlockMissCause.NEVER_SEEN
     assert len(visited) - 1 == other_roots.MAX_ROOTS
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvpool.cache_service.core.evictions import EvictionMemory
-from kvpool.cache_service.core.explanation import WorkerExplanation
+from kvpool.cache_service.core.explanation import SessionExplanation
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, MissCause, Root, SequenceUpdate, Uplink, WorkerLoad
+from kvpool.cache_service.core.messages import AllocateItem, BlockMissCause, Root, SequenceUpdate, Uplink, WorkerLoad
 from kvpool.cache_service.core.refusal import Reason
 from tests.cache_service.core.desk import ROOT, Desk
 from tests.cache_service.core.lockstep import FINGERPRINT, Lockstep, key, refused, registration, snapshot, token_bytes
@@ -19,7 +19,7 @@ PROMPT = list(range(100, 110))
 """Two blocks of four and a tail."""
 
 
-def explained(desk: Desk, tokens: list[int], root: Root = ROOT) -> WorkerExplanation:
+def explained(desk: Desk, tokens: list[int], root: Root = ROOT) -> SessionExplanation:
     """One worker's part in the explanation, which changes nothing."""
     before = snapshot(desk.manager)
     (found,) = desk.manager.explain(root, token_bytes(tokens), desk.worker_id).workers
@@ -27,7 +27,7 @@ def explained(desk: Desk, tokens: list[int], root: Root = ROOT) -> WorkerExplana
     return found
 
 
-def cause(desk: Desk, tokens: list[int], root: Root = ROOT) -> tuple[int, MissCause]:
+def cause(desk: Desk, tokens: list[int], root: Root = ROOT) -> tuple[int, BlockMissCause]:
     """Where the prompt misses first, and why."""
     found = explained(desk, tokens, root)
     assert found.miss.position == found.num_cached_tokens
@@ -36,24 +36,24 @@ def cause(desk: Desk, tokens: list[int], root: Root = ROOT) -> tuple[int, MissCa
 
 def test_a_prompt_that_nobody_has_sent_was_never_seen() -> None:
     desk = Desk()
-    assert cause(desk, PROMPT) == (0, MissCause.NEVER_SEEN)
+    assert cause(desk, PROMPT) == (0, BlockMissCause.NEVER_SEEN)
     desk.serve("a", [*PROMPT[:4], 1, 2, 3, 4, 5])
-    assert cause(desk, PROMPT) == (4, MissCause.NEVER_SEEN)
+    assert cause(desk, PROMPT) == (4, BlockMissCause.NEVER_SEEN)
 
 
 def test_the_rest_that_fills_no_block_is_a_partial_tail() -> None:
     desk = Desk()
     desk.serve("a", PROMPT)
-    assert cause(desk, PROMPT) == (8, MissCause.PARTIAL_TAIL)
-    assert cause(desk, PROMPT[:3]) == (0, MissCause.PARTIAL_TAIL)
+    assert cause(desk, PROMPT) == (8, BlockMissCause.PARTIAL_TAIL)
+    assert cause(desk, PROMPT[:3]) == (0, BlockMissCause.PARTIAL_TAIL)
 
 
 def test_the_last_token_is_always_computed_and_its_block_with_it() -> None:
     desk = Desk()
     desk.serve("a", PROMPT)
-    assert cause(desk, PROMPT[:8]) == (4, MissCause.LAST_TOKEN)
+    assert cause(desk, PROMPT[:8]) == (4, BlockMissCause.LAST_TOKEN)
     assert desk.serve("b", PROMPT[:8]) == 4
-    assert cause(desk, PROMPT[:4]) == (0, MissCause.LAST_TOKEN)
+    assert cause(desk, PROMPT[:4]) == (0, BlockMissCause.LAST_TOKEN)
 
 
 def test_what_a_sequence_computes_now_is_said_with_its_name_and_reach() -> None:
@@ -61,12 +61,12 @@ def test_what_a_sequence_computes_now_is_said_with_its_name_and_reach() -> None:
     desk = Desk()
     desk.grant("a", PROMPT)
     found = explained(desk, [*PROMPT, 1, 2, 3])
-    assert (found.num_cached_tokens, found.miss.cause) == (0, MissCause.BEING_COMPUTED)
+    assert (found.num_cached_tokens, found.miss.cause) == (0, BlockMissCause.BEING_COMPUTED)
     assert found.miss.leader == desk.allocate("b", [*PROMPT, 1, 2, 3]) == (key("a"), 8)
     desk.report("a", 4)
-    assert cause(desk, PROMPT) == (4, MissCause.BEING_COMPUTED)
+    assert cause(desk, PROMPT) == (4, BlockMissCause.BEING_COMPUTED)
     desk.free("a", 4)
-    assert cause(desk, PROMPT) == (4, MissCause.NEVER_SEEN)
+    assert cause(desk, PROMPT) == (4, BlockMissCause.NEVER_SEEN)
 
 
 def _full_pool(lockstep: Lockstep | None = None) -> Desk:
@@ -84,11 +84,11 @@ def test_an_evicted_prefix_is_remembered_with_the_time_and_the_sequence_that_nee
     lockstep.tick()
     desk.serve("reason", [*range(50, 63)])
     found = explained(desk, PROMPT)
-    assert (found.num_cached_tokens, found.miss.cause) == (0, MissCause.EVICTED)
+    assert (found.num_cached_tokens, found.miss.cause) == (0, BlockMissCause.EVICTED)
     assert found.miss.evicted is not None
     assert (found.miss.evicted.at, found.miss.evicted.key) == (lockstep.now, key("reason"))
-    assert cause(desk, [1, 2, 3, 4, 5]) == (0, MissCause.EVICTED)
-    assert cause(desk, [1, 2, 3, 5, 5]) == (0, MissCause.NEVER_SEEN)
+    assert cause(desk, [1, 2, 3, 4, 5]) == (0, BlockMissCause.EVICTED)
+    assert cause(desk, [1, 2, 3, 5, 5]) == (0, BlockMissCause.NEVER_SEEN)
 
 
 @pytest.mark.parametrize("evictor", [None, "long"], ids=["a reserve", "a longer table"])
@@ -120,7 +120,7 @@ def test_what_is_cached_again_is_served_and_its_eviction_is_history() -> None:
     desk = _full_pool()
     desk.serve("reason", [*range(50, 63)])
     desk.serve("again", PROMPT)
-    assert cause(desk, PROMPT) == (8, MissCause.PARTIAL_TAIL)
+    assert cause(desk, PROMPT) == (8, BlockMissCause.PARTIAL_TAIL)
 
 
 def test_a_block_whose_content_another_block_still_serves_was_not_evicted() -> None:
@@ -134,7 +134,7 @@ def test_a_block_whose_content_another_block_still_serves_was_not_evicted() -> N
     desk.grant("c", [1, 2, 3, 4, 5, 6])
     assert desk.manager._evictions is not None
     assert len(desk.manager._evictions) == 0
-    assert cause(desk, PROMPT[:5]) == (4, MissCause.PARTIAL_TAIL)
+    assert cause(desk, PROMPT[:5]) == (4, BlockMissCause.PARTIAL_TAIL)
 
 
 def test_without_a_memory_an_evicted_prefix_was_never_seen() -> None:
@@ -144,7 +144,7 @@ def test_without_a_memory_an_evicted_prefix_was_never_seen() -> None:
     assert manager.explain(ROOT, token_bytes(PROMPT[:5])).workers[0].num_cached_tokens == 4
     _serve(manager, number, ROOT, [1, 2, 3, 4, 5], call_no=3)
     (found,) = manager.explain(ROOT, token_bytes(PROMPT[:5])).workers
-    assert (found.num_cached_tokens, found.miss.cause) == (0, MissCause.NEVER_SEEN)
+    assert (found.num_cached_tokens, found.miss.cause) == (0, BlockMissCause.NEVER_SEEN)
 
 
 def test_the_memory_is_bounded_and_keeps_the_latest() -> None:
@@ -153,7 +153,7 @@ def test_the_memory_is_bounded_and_keeps_the_latest() -> None:
         desk.serve(str(first), [first, 0, 0, 0])
     assert desk.manager._evictions is not None
     assert len(desk.manager._evictions) <= 64
-    remembered = [cause(desk, [first, 0, 0, 0, 0])[1] is MissCause.EVICTED for first in range(199)]
+    remembered = [cause(desk, [first, 0, 0, 0, 0])[1] is BlockMissCause.EVICTED for first in range(199)]
     assert remembered == [False] * (199 - sum(remembered)) + [True] * sum(remembered)
     assert sum(remembered) >= 48
 
@@ -206,12 +206,12 @@ def test_another_worker_that_has_the_prefix_is_named() -> None:
     first = _full_pool(lockstep)
     second = Desk(worker_id="w2", lockstep=lockstep)
     found = explained(second, PROMPT)
-    assert (found.num_cached_tokens, found.miss.cause) == (0, MissCause.ON_ANOTHER_WORKER)
+    assert (found.num_cached_tokens, found.miss.cause) == (0, BlockMissCause.ON_ANOTHER_WORKER)
     assert found.miss.other_worker is first.session
     second.serve("b", PROMPT)
     first.serve("reason", [*range(50, 63)])
     found = explained(first, PROMPT)
-    assert (found.miss.cause, found.miss.other_worker) == (MissCause.EVICTED, second.session)
+    assert (found.miss.cause, found.miss.other_worker) == (BlockMissCause.EVICTED, second.session)
 
 
 def test_a_worker_that_has_left_has_nothing() -> None:
@@ -220,7 +220,7 @@ def test_a_worker_that_has_left_has_nothing() -> None:
     second = Desk(worker_id="w2", lockstep=lockstep)
     first.serve("a", PROMPT)
     lockstep.deregister(first.number)
-    assert cause(second, PROMPT) == (0, MissCause.NEVER_SEEN)
+    assert cause(second, PROMPT) == (0, BlockMissCause.NEVER_SEEN)
 
 
 def test_a_sequence_of_another_worker_that_computes_the_prefix_is_named() -> None:
@@ -229,7 +229,7 @@ def test_a_sequence_of_another_worker_that_computes_the_prefix_is_named() -> Non
     second = Desk(worker_id="w2", lockstep=lockstep)
     first.grant("a", PROMPT)
     found = explained(second, PROMPT)
-    assert found.miss.cause is MissCause.BEING_COMPUTED
+    assert found.miss.cause is BlockMissCause.BEING_COMPUTED
     assert (found.miss.leader, found.miss.other_worker) == ((key("a"), 8), first.session)
 
 
@@ -244,11 +244,11 @@ def test_another_root_that_has_the_tokens_is_named(root: Root) -> None:
     desk = Desk()
     desk.serve("a", PROMPT, root=root)
     miss = explained(desk, PROMPT).miss
-    assert miss.cause is MissCause.OTHER_ROOT
+    assert miss.cause is BlockMissCause.OTHER_ROOT
     assert miss.other_root is not None
     assert (miss.other_root.root, miss.other_root.block_size) == (root, 4)
     assert (miss.other_worker, miss.other_root.is_other_salt) == (desk.session, False)
-    assert cause(desk, [*PROMPT[:3], 1, *PROMPT[4:]]) == (0, MissCause.NEVER_SEEN)
+    assert cause(desk, [*PROMPT[:3], 1, *PROMPT[4:]]) == (0, BlockMissCause.NEVER_SEEN)
 
 
 def test_another_model_that_has_the_tokens_is_named() -> None:
@@ -269,10 +269,10 @@ def test_another_block_size_that_has_the_tokens_is_named() -> None:
     small, large = Desk(lockstep=lockstep), Desk(worker_id="w2", block_size=8, lockstep=lockstep)
     large.serve("a", PROMPT)
     miss = explained(small, PROMPT).miss
-    assert miss.cause is MissCause.OTHER_ROOT
+    assert miss.cause is BlockMissCause.OTHER_ROOT
     assert miss.other_root is not None
     assert (miss.other_root.root, miss.other_root.block_size) == (ROOT, 8)
-    assert cause(large, PROMPT) == (8, MissCause.PARTIAL_TAIL)
+    assert cause(large, PROMPT) == (8, BlockMissCause.PARTIAL_TAIL)
 
 
 def _serve(manager: CacheManager, session: int, root: Root, tokens: list[int] = PROMPT, call_no: int = 1) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.cache_service.core.manager import CacheManager
-from kvpool.cache_service.core.messages import AllocateItem, MissCause, Root, SequenceUpdate, Uplink
+from kvpool.cache_service.core.messages import AllocateItem, BlockMissCause, Root, SequenceUpdate, Uplink
 from kvpool.cache_service.core.other_roots import MAX_ROOTS
 from tests.cache_service.core.lockstep import FINGERPRINT, key, registration, token_bytes
 from tests.cache_service.core.test_core_past_mistakes import lines_of
@@ -74,7 +74,7 @@ def test_what_another_salt_has_was_never_seen(is_evicted: bool) -> None:
     if is_evicted:
         office.serve(OURS, [9, 9, 9, 9, 9, 9, 9, 9, 9])
     ((num_cached, miss),), closest = office.explain(PROMPT)
-    assert (num_cached, miss.cause) == (0, MissCause.NEVER_SEEN)
+    assert (num_cached, miss.cause) == (0, BlockMissCause.NEVER_SEEN)
     assert closest is None or is_evicted
 
 
@@ -82,7 +82,7 @@ def test_another_salt_is_named_only_if_the_manager_may() -> None:
     office = Office(across_salts=True)
     office.serve(Root(FINGERPRINT, tenant_salt="theirs"), PROMPT)
     ((_, miss),), closest = office.explain(PROMPT)
-    assert miss.cause is MissCause.OTHER_ROOT
+    assert miss.cause is BlockMissCause.OTHER_ROOT
     assert miss.other_root.is_other_salt
     assert closest is None
 
@@ -102,7 +102,7 @@ def test_an_eviction_names_no_sequence_of_another_salt() -> None:
         office.serve(OURS, PROMPT)
         name = office.serve(theirs, [9, 9, 9, 9, 9, 9, 9, 9, 9])
         ((_, miss),), _ = office.explain(PROMPT)
-        assert miss.cause is MissCause.EVICTED
+        assert miss.cause is BlockMissCause.EVICTED
         assert miss.evicted.key == (key(name) if across_salts else None)
 
 

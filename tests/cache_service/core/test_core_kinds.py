@@ -18,10 +18,10 @@ from kvpool.cache_service.core import groups
 from kvpool.cache_service.core.block_pool import State
 from kvpool.cache_service.core.description import describe_block
 from kvpool.cache_service.core.groups.dense import DenseSpec
-from kvpool.cache_service.core.groups.group import Group
+from kvpool.cache_service.core.groups.group import SessionGroup
 from kvpool.cache_service.core.groups.state import StateSpec
 from kvpool.cache_service.core.groups.unit import UnitSpec
-from kvpool.cache_service.core.groups.window import WindowGroup, WindowSpec, WindowTable
+from kvpool.cache_service.core.groups.window import WindowSessionGroup, WindowSpec, WindowTable
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
@@ -105,9 +105,9 @@ class Worker:
         (outcome,), _ = self.manager.append(self.uplink(), [AppendItem(update)])
         assert not isinstance(outcome, Exception), outcome
 
-    def _named(self, group: Group, sequence: Sequence, num_full: int) -> tuple[TableEntry, ...]:
+    def _named(self, group: SessionGroup, sequence: Sequence, num_full: int) -> tuple[TableEntry, ...]:
         table = sequence.tables[group.slot]
-        if not isinstance(group, WindowGroup) or num_full not in sequence.boundaries:
+        if not isinstance(group, WindowSessionGroup) or num_full not in sequence.boundaries:
             return ()
         assert isinstance(table, WindowTable)
         missing = [index for index in range(max(0, num_full - group.span), num_full) if index not in table.entries]
@@ -216,7 +216,7 @@ def test_every_kind_keeps_the_laws(name: str, seed: int, monkeypatch: pytest.Mon
 _CORE = Path(groups.__file__).parent.parent
 _MANAGER = _CORE.parent
 _TABLE_AT_THE_EDGE = _MANAGER / "group_codec.py"
-_NO_KIND = {"Group", "make_groups"}
+_NO_KIND = {"SessionGroup", "make_groups"}
 """What others may import from `groups`: no kind is named."""
 _OF_KINDS = {one.name for spec in groups.KINDS for one in fields(spec)} - {one.name for one in fields(GroupSpec)}
 """Attributes that only specs of one kind have."""

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from kvpool.cache_service.core.block_pool import BlockPool, State
 from kvpool.cache_service.core.groups.dense import DenseSpec
-from kvpool.cache_service.core.groups.group import Group
+from kvpool.cache_service.core.groups.group import SessionGroup
 from kvpool.cache_service.core.groups.state import StateSpec
 from kvpool.cache_service.core.groups.unit import UnitSpec
-from kvpool.cache_service.core.groups.window import WindowGroup, WindowSpec, WindowTable
+from kvpool.cache_service.core.groups.window import WindowSessionGroup, WindowSpec, WindowTable
 from kvpool.cache_service.core.messages import (
     AllocateItem,
     AppendItem,
@@ -95,7 +95,7 @@ def _reserved(pool: BlockPool) -> list[ReservedBlock]:
     return [ReservedBlock(block, pool.generation(block)) for block in blocks]
 
 
-def _entry(group: Group, index: int, block: int) -> TableEntry:
+def _entry(group: SessionGroup, index: int, block: int) -> TableEntry:
     return TableEntry(index, block, group.pool.generation(block))
 
 
@@ -222,7 +222,7 @@ class ManagerMachine:
         released: Statement = [[] for _ in session.by_slot]
         for group in session.by_slot:
             table = sequence.tables[group.slot]
-            if isinstance(group, WindowGroup):
+            if isinstance(group, WindowSessionGroup):
                 continue
             first = 0 if self._chance(6) else len(table)
             bound[group.slot] = [_entry(group, index, table[index]) for index in range(first, len(table))]
@@ -235,7 +235,7 @@ class ManagerMachine:
         named = [boundary * size for boundary in sequence.boundaries if boundary * size <= most]
         num_computed = max(0, draw.choice([*named[:1] * 4, most, most, most - 1, sequence.num_computed_tokens]))
         for group in session.by_slot:
-            if isinstance(group, WindowGroup):
+            if isinstance(group, WindowSessionGroup):
                 stated = bound[group.slot], scratch[group.slot], released[group.slot]
                 self._turn(group, sequence, max(num_computed, sequence.num_computed_tokens) // size, spare, *stated)
         is_encoded = not all(group.holds_nodes for group in session.by_slot) and (
@@ -255,7 +255,7 @@ class ManagerMachine:
 
     def _turn(
         self,
-        group: WindowGroup,
+        group: WindowSessionGroup,
         sequence: Sequence,
         boundary: int,
         spare: list[list[ReservedBlock]],
@@ -344,7 +344,7 @@ class ManagerMachine:
             for group in session.by_slot:
                 blocks = spare[group.slot]
                 count = -(-len(tokens) // (4 * size))
-                if isinstance(group, WindowGroup):
+                if isinstance(group, WindowSessionGroup):
                     scratch[group.slot] = blocks[: group.span + 1]
                     del blocks[: group.span + 1]
                 elif group.holds_nodes:

@@ -21,10 +21,10 @@ from kvpool.cache_service.core.hits import cached_along, hits_in
 from kvpool.cache_service.core.manager import CacheManager
 from kvpool.cache_service.core.messages import (
     AllocateItem,
+    BlockMissCause,
     Boundary,
     Layout,
     Limits,
-    MissCause,
     Wait,
 )
 from kvpool.cache_service.core.prefix_tree import Node
@@ -329,10 +329,10 @@ def test_a_leader_that_cannot_be_told_of_another_boundary_is_waited_for_up_to_th
 
 @pytest.mark.parametrize(
     ("worker", "cause"),
-    [(worker_with_window, MissCause.WINDOW_NOT_KEPT), (worker_with_state, MissCause.SNAPSHOT_NOT_KEPT)],
+    [(worker_with_window, BlockMissCause.WINDOW_NOT_KEPT), (worker_with_state, BlockMissCause.SNAPSHOT_NOT_KEPT)],
 )
 def test_explain_says_which_part_the_other_groups_would_have_served(
-    worker: Callable[[], Desk], cause: MissCause
+    worker: Callable[[], Desk], cause: BlockMissCause
 ) -> None:
     desk = worker()
     served_until(desk, "a", range(29), 2)
@@ -348,7 +348,7 @@ def test_a_worker_without_a_group_that_sees_everything_is_explained_too() -> Non
     assert desk.grant("b", range(17)).num_cached_tokens == 16
     desk.lockstep.route(ROOT, token_bytes([*range(12), 99]))
     (worker,) = desk.manager.explain(ROOT, token_bytes([*range(12), 99])).workers
-    assert (worker.num_cached_tokens, worker.miss.cause) == (0, MissCause.WINDOW_NOT_KEPT)
+    assert (worker.num_cached_tokens, worker.miss.cause) == (0, BlockMissCause.WINDOW_NOT_KEPT)
     assert worker.miss.num_passed_tokens == 12
 
 
@@ -390,19 +390,20 @@ def test_explain_says_which_of_window_and_snapshot_is_missing() -> None:
     desk.tell(desk.statement("b", 28, bound={4: scratch[0], 5: scratch[1]}, group=1))
     desk.free("b", 28)
     (worker,) = desk.manager.explain(ROOT, token_bytes([*range(26), 99])).workers
-    assert (worker.num_cached_tokens, worker.miss.cause) == (8, MissCause.SNAPSHOT_NOT_KEPT), "the window is there"
+    assert (worker.num_cached_tokens, worker.miss.cause) == (8, BlockMissCause.SNAPSHOT_NOT_KEPT), "the window is there"
     desk.grant("c", range(50, 79), no_wait=True)
     snapshot = desk.scratch("c", 2)[0]
     desk.tell(desk.statement("c", 28, bound={5: snapshot}, group=2))
     desk.free("c", 28)
     (worker,) = desk.manager.explain(ROOT, token_bytes([*range(50, 76), 99])).workers
-    assert (worker.num_cached_tokens, worker.miss.cause) == (0, MissCause.WINDOW_NOT_KEPT), "the snapshot is there"
+    assert (worker.num_cached_tokens, worker.miss.cause) == (0, BlockMissCause.WINDOW_NOT_KEPT), "the snapshot is there"
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "cause"), [(12, MissCause.PARTIAL_TAIL), (15, MissCause.PARTIAL_TAIL), (16, MissCause.LAST_TOKEN)]
+    ("num_tokens", "cause"),
+    [(12, BlockMissCause.PARTIAL_TAIL), (15, BlockMissCause.PARTIAL_TAIL), (16, BlockMissCause.LAST_TOKEN)],
 )
-def test_what_lies_beyond_the_last_place_of_the_grid_is_a_tail(num_tokens: int, cause: MissCause) -> None:
+def test_what_lies_beyond_the_last_place_of_the_grid_is_a_tail(num_tokens: int, cause: BlockMissCause) -> None:
     """Of sixteen tokens all would be a hit, were it not for the last."""
     desk = worker_with_state()
     served_until(desk, "a", range(29), 2)

@@ -17,7 +17,7 @@ from .scan import ScanFromState
 StateKind = Literal["conv", "recurrent"]
 
 
-class StateSpec(NamedTuple):
+class MixerState(NamedTuple):
     """One tensor of a mixer's state."""
 
     kind: StateKind
@@ -41,7 +41,7 @@ class Mixer(NamedTuple):
     """Index of the layer that it belongs to, as the module states it to the cache."""
     num_states: int
     """State indices that the cache has for the layer."""
-    states: tuple[StateSpec, ...]
+    states: tuple[MixerState, ...]
     cache_argument: str
     """The parameter of its forward that takes the cache."""
     by_token: frozenset[str]

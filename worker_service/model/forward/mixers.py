@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...attention.interface import UnsupportedAttention
 from ..errors import UnsupportedModel
 from .layers import ForwardCall, bound, following, placeholder
-from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, StateKind, StateSpec, has_tokens
+from .mixer import Mixer, MixerCall, MixerForward, MixerPiece, MixerState, StateKind, has_tokens
 from .scan import ScanFromState, clamp_time_steps
 
 _log = structlog.get_logger("kvpool.model")
@@ -115,11 +115,11 @@ def _mixer(name: str, uses: Sequence[_Use], cache: Cache) -> Mixer:
     if any(use.call is not first.call or use.layer_idx != first.layer_idx for use in uses):
         raise UnsupportedModel(f"Its module {name} has the states of several layers, or runs several times.")
     layer = cache.layers[first.layer_idx]
-    states: list[StateSpec] = []
+    states: list[MixerState] = []
     for kind, index in dict.fromkeys((use.kind, use.state_idx) for use in uses):
         tensor = (layer.conv_states if kind == "conv" else layer.recurrent_states)[index]
         if tensor is not None:  # short convolutions have no recurrent state
-            states.append(StateSpec(kind, index, tuple(tensor.shape[1:]), tensor.dtype))
+            states.append(MixerState(kind, index, tuple(tensor.shape[1:]), tensor.dtype))
     module = first.call.module
     arguments = inspect.signature(module.forward).bind(*first.call.args, **first.call.kwargs).arguments
     by_token = {name for name, value in arguments.items() if has_tokens(value, _WATCHED_TOKENS)}
