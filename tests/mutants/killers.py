@@ -90,8 +90,9 @@ def _search(root: Path, *arguments: str) -> str:
     return ""
 
 
-def _first_failed(status: int, output: str) -> str:
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+def first_failed(status: int, output: str) -> str:
+    # A line of the log begins with its level too, and with more than one space after it.
+    found = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.MULTILINE)
     if status == 1 and found:
         return found[1]
     if status:
@@ -107,7 +108,7 @@ def _pytest(root: Path, *arguments: str, environment: Mapping[str, str] | None =
 
 def run_tests(tests: tuple[str, ...], root: Path, environment: Mapping[str, str]) -> Verdict:
     """What tests say of a copy in another environment than that of `tree`."""
-    return _verdict("tests", lambda: _first_failed(*_pytest(root, *tests, environment=environment)))
+    return _verdict("tests", lambda: first_failed(*_pytest(root, *tests, environment=environment)))
 
 
 def order(mutant: Mutant, chosen: list[str]) -> list[str]:
@@ -117,7 +118,7 @@ def order(mutant: Mutant, chosen: list[str]) -> list[str]:
 
 KILLERS: dict[str, Callable[[Mutant | None, Path], str]] = {
     "simulation": lambda mutant, root: _search(root, "simulation", str(SEEDS)),
-    "tests": lambda mutant, root: _first_failed(*_pytest(root, *(mutant.tests if mutant and mutant.tests else TESTS))),
+    "tests": lambda mutant, root: first_failed(*_pytest(root, *(mutant.tests if mutant and mutant.tests else TESTS))),
     "search": lambda mutant, root: _search(root, "exhaustive", str(MAX_STATES)),
 }
 """What is broken; empty if nothing is. They raise Undecided."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import patch, tree
+from tests.mutants import killers, patch, tree
 from tests.mutants.patch import Mutant, PatchError
 
 _HEADER = "Mutant: does nothing\nMistake: none\nSeen in: our own\nBreaks: nothing\n\n"
@@ -65,6 +65,11 @@ def test_a_patch_that_the_code_has_left_behind_says_what_to_do(tmp_path: Path, c
     with pytest.raises(PatchError, match=words) as caught:
         patch.mutated(patch.parse("old", _HEADER + _DIFF), tmp_path)
     assert "put what `git diff` shows" in str(caught.value)
+
+
+def test_a_line_of_the_log_is_no_test_that_failed() -> None:
+    output = "ERROR    uvicorn.error:server.py:302 Cancel\nFAILED tests/a.py::test_b[c] - assert 0\n"
+    assert killers.first_failed(1, output) == "tests/a.py::test_b[c]"
 
 
 def test_a_copy_imports_its_own_code_under_every_name(tmp_path: Path) -> None:
