@@ -180,6 +180,7 @@ def _peer(index: int, peer: Peer) -> Form:
             state.is_urgent,
             state.pool_is_empty,
             state.ask_again_at,
+            state.waits_for_blocks,
             [(type(event).__name__, numbered.get(id(getattr(event, "sequence", None)), -1)) for event in state.events],
             [_ledger(ledger, numbers) for ledger in state.ledgers],
             [slots.slots for slots in engine.slots],

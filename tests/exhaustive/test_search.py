@@ -176,11 +176,13 @@ def test_a_mishap_needs_a_call() -> None:
 
 
 def test_what_decides_tells_states_apart() -> None:
-    """Each of these was forgotten once: the manager may be away, so that nothing is given back to it."""
+    """Each of these was forgotten once: the manager may be away, so that nothing is given back to it; what it refused for."""
     world = Start(SINGLE, Budget()).begin()
     before = fingerprint(world)
     world.peers[0].engine.cache.state.link.failed(0.0)  # type: ignore[union-attr]
-    assert fingerprint(world) != before
+    assert (away := fingerprint(world)) != before
+    world.peers[0].engine.cache.state.waits_for_blocks = False
+    assert fingerprint(world) != away
 
 
 def test_absolute_numbers_do_not_tell_states_apart() -> None:

@@ -57,7 +57,7 @@ def guarded_encoder_decoder(
     max_encoder_tokens: int,
     is_thorough: bool,
 ) -> EncoderDecoderRuntime:
-    """See guarded."""
+    """The runtime of an encoder-decoder model; arguments and errors as of `guarded`, which calls it."""
     with probing(model):
         seq2seq = Seq2Seq(model)
         if is_thorough:  # before its encoder has seen anything
